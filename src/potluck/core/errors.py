@@ -1,0 +1,56 @@
+"""The one exception tree.
+
+    PotluckError
+    ├── InputError          what a person wrote is wrong: exit code 2, HTTP 400
+    │   ├── UnknownNameError    a name that no catalog or file defines
+    │   └── FormatError         a file of another version or shape
+    └── CapacityError       the input is sound, but the hardware cannot do it
+
+Every message names the field and the fix in one line, since it is shown to the user as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PotluckError(Exception):
+    """Root of everything Potluck raises on purpose."""
+
+
+class InputError(PotluckError):
+    """A field has a value that cannot be used."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        self.problem = problem
+        super().__init__(f"{field}: {problem}" if field else problem)
+
+
+class UnknownNameError(InputError):
+    """A name that is not known where it was used; suggests the nearest ones that are."""
+
+    def __init__(self, field: str, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        super().__init__(field, f"unknown {name!r}{did_you_mean(name, known)}")
+
+
+class FormatError(InputError):
+    """A stored file does not have the shape or version this release reads."""
+
+
+class CapacityError(PotluckError):
+    """The request is well formed but no hardware in question can carry it out."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` when something near exists, else the choices when they are few."""
+    choices = sorted(set(known))
+    lowered = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {lowered[near[0]]!r}?"
+    if 0 < len(choices) <= 12:
+        return f"; known are {', '.join(choices)}"
+    return ""

@@ -1,0 +1,197 @@
+"""Hardware, places, objectives and traffic: the nouns that every other package shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from potluck.core.errors import InputError
+
+Role = Literal["prefill", "decode", "mixed"]
+Codec = Literal["fp16", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as its maker describes it. Rates are dense (no structured sparsity), per GPU."""
+
+    name: str
+    fp16_tflops: float
+    """bf16/fp16 matrix rate with FP32 accumulation."""
+    memory_gb: float
+    """Decimal gigabytes, as vendors print them."""
+    bandwidth_gb_per_s: float
+    fp8_tflops: float | None = None
+    tdp_w: float | None = None
+    sm_count: int | None = None
+    """Streaming multiprocessors (compute units on AMD); sets how work quantises into waves."""
+    l2_mb: float | None = None
+    boost_ghz: float | None = None
+    architecture: str = "unknown"
+    bf16: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("fp16_tflops", "memory_gb", "bandwidth_gb_per_s"):
+            _positive(f"gpu {self.name}: {name}", getattr(self, name))
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """How the GPUs inside one node talk: per-GPU bandwidth in one direction, and a start-up time."""
+
+    kind: Literal["none", "pcie", "nvlink", "nvswitch", "xgmi"]
+    gb_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if self.kind != "none":
+            _positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeType:
+    """A machine one can rent: `gpus` of one GPU type, how they are linked, and its network card."""
+
+    name: str
+    gpu: Gpu
+    gpus: int
+    interconnect: Interconnect
+    network_gbps: float
+    """Bandwidth to other nodes, one direction, whole node."""
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise InputError(f"node {self.name}: gpus", "must be at least 1")
+        if self.gpus > 1 and self.interconnect.kind == "none":
+            raise InputError(f"node {self.name}: interconnect", "a node with several GPUs needs one")
+        _positive(f"node {self.name}: network_gbps", self.network_gbps)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A node type that a region rents: at what price, and how many can be had."""
+
+    node: str
+    price_usd_per_h: float
+    available: int
+    spot: bool = False
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.price_usd_per_h) or self.price_usd_per_h < 0:
+            problem = f"must not be negative, is {self.price_usd_per_h}"
+            raise InputError(f"{self.node}: price_usd_per_h", problem)
+        if self.available < 0:
+            raise InputError(f"{self.node}: available", f"must not be negative, is {self.available}")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A place with fast links inside it; templates never span two."""
+
+    name: str
+    offers: tuple[Offer, ...]
+
+    def offer(self, node: str) -> Offer | None:
+        return next((offer for offer in self.offers if offer.node == node), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed link between regions."""
+
+    source: str
+    target: str
+    gbps: float
+    rtt_s: float
+
+    def __post_init__(self) -> None:
+        _positive(f"link {self.source}->{self.target}: gbps", self.gbps)
+        if not isfinite(self.rtt_s) or self.rtt_s < 0:
+            raise InputError(f"link {self.source}->{self.target}: rtt", "must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user was promised, and for which share of requests it must hold."""
+
+    ttft_s: float
+    tpot_s: float
+    attainment: float = 0.9
+
+    def __post_init__(self) -> None:
+        _positive("slo: ttft_s", self.ttft_s)
+        _positive("slo: tpot_s", self.tpot_s)
+        if not 0 < self.attainment <= 1:
+            raise InputError("slo: attainment", f"must be above 0 and at most 1, is {self.attainment}")
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """A share of the requests with (about) these lengths."""
+
+    input_tokens: float
+    output_tokens: float
+    share: float
+
+    def __post_init__(self) -> None:
+        _positive("lengths: input_tokens", self.input_tokens)
+        _positive("lengths: output_tokens", self.output_tokens)
+        if self.share < 0:
+            raise InputError("lengths: share", "must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Requests for one model: how many a second, how long, how much of a prompt is already cached."""
+
+    model: str
+    rate_per_s: float
+    lengths: tuple[LengthBin, ...]
+    prefix_hit_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.rate_per_s) or self.rate_per_s < 0:
+            raise InputError(f"traffic {self.model}: rate", f"must not be negative, is {self.rate_per_s}")
+        if not self.lengths:
+            raise InputError(f"traffic {self.model}: lengths", "needs at least one bin")
+        total = sum(length.share for length in self.lengths)
+        if abs(total - 1.0) > 1e-6:
+            raise InputError(f"traffic {self.model}: lengths", f"shares must add up to 1, not {total:g}")
+        if not 0 <= self.prefix_hit_share < 1:
+            raise InputError(f"traffic {self.model}: prefix_hit_share", "must be at least 0 and below 1")
+
+    @property
+    def mean_input_tokens(self) -> float:
+        return sum(length.input_tokens * length.share for length in self.lengths)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        return sum(length.output_tokens * length.share for length in self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the policies see it."""
+
+    id: str
+    model: str
+    arrival_s: float
+    prompt_tokens: int
+    max_output_tokens: int
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise InputError(f"request {self.id}: prompt_tokens", "must be at least 1")
+        if self.max_output_tokens < 1:
+            raise InputError(f"request {self.id}: max_output_tokens", "must be at least 1")
+
+
+def _positive(field: str, value: float) -> None:
+    if not (isfinite(value) and value > 0):
+        raise InputError(field, f"must be positive, is {value}")
