@@ -49,19 +49,22 @@ def dumps(value: object, *, format_name: str, version: int) -> str:
 def loads(kind: type[T], text: str, *, format_name: str, version: int) -> T:
     """Read what `dumps` wrote; another format, version or shape is an error that says what to do."""
     try:
-        document = json.loads(text, parse_constant=_no_constant)
+        document = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_repeats)
     except ValueError as error:
         raise FormatError("file", f"is not JSON ({error})") from error
+    except RecursionError as error:
+        raise FormatError("file", "is nested too deeply") from error
     if not isinstance(document, dict):
         raise FormatError("file", f"must be a JSON object, not {_name(document)}")
     _known_keys(document, ("format", "version", "value"), "file")
-    if document.get("format") != format_name:
-        raise FormatError("format", f"is {document.get('format')!r}, expected {format_name!r}")
-    if document.get("version") != version:
-        found = document.get("version")
-        raise FormatError("version", f"is {found!r}, this release reads {version}; write the file anew")
-    if "value" not in document:
-        raise FormatError("value", "is missing")
+    for key in ("format", "version", "value"):
+        if key not in document:
+            raise FormatError(key, "is missing")
+    if document["format"] != format_name:
+        raise FormatError("format", f"is {_show(document['format'])}, expected {format_name!r}")
+    found = document["version"]
+    if type(found) is not int or found != version:
+        raise FormatError("version", f"is {_show(found)}, this release reads {version}; write the file anew")
     return decode(kind, document["value"], "value")
 
 
@@ -69,9 +72,9 @@ def _decode(kind: Any, data: object, path: str) -> object:
     origin = get_origin(kind)
     if origin is Literal:
         choices = get_args(kind)
-        if data not in choices:
-            hint = did_you_mean(str(data), [str(choice) for choice in choices])
-            raise FormatError(path, f"{data!r} is not one of its values{hint}")
+        if not any(type(data) is type(choice) and data == choice for choice in choices):
+            hint = did_you_mean(_word(data), [str(choice) for choice in choices])
+            raise FormatError(path, f"{_show(data)} is not one of its values{hint}")
         return data
     if origin in (Union, types.UnionType):
         return _decode_union(get_args(kind), data, path)
@@ -88,9 +91,13 @@ def _decode_scalar(kind: Any, data: object, path: str) -> object:
     if kind is type(None) and data is None:
         return None
     if kind is float and isinstance(data, int | float) and not isinstance(data, bool):
-        if not math.isfinite(data):
+        try:
+            number = float(data)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise FormatError(path, "must be a finite number")
-        return float(data)
+        return number
     if kind in (str, int, bool) and type(data) is kind:
         return data
     raise FormatError(path, f"must be {_name(kind)}, not {_name(data)}")
@@ -110,7 +117,7 @@ def _decode_tuple(arguments: tuple[Any, ...], data: object, path: str) -> tuple[
 def _decode_dict(arguments: tuple[Any, ...], data: object, path: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise FormatError(path, f"must be an object, not {_name(data)}")
-    return {str(key): _decode(arguments[1], item, f"{path}.{key}") for key, item in data.items()}
+    return {str(key): _decode(arguments[1], item, _join(path, key)) for key, item in data.items()}
 
 
 def _decode_union(choices: tuple[Any, ...], data: object, path: str) -> object:
@@ -119,10 +126,13 @@ def _decode_union(choices: tuple[Any, ...], data: object, path: str) -> object:
     tagged: dict[str, Any] = {choice.__name__: choice for choice in choices if isinstance(choice, type)}
     tagged = {name: choice for name, choice in tagged.items() if is_dataclass(choice)}
     if tagged and isinstance(data, dict):
-        tag = data.get("type")
-        if tag not in tagged:
-            raise FormatError(f"{path}.type", f"unknown {tag!r}{did_you_mean(str(tag), tagged)}")
-        return _decode(tagged[cast(str, tag)], data, path)
+        if "type" not in data:
+            raise FormatError(_join(path, "type"), f"is missing; known are {', '.join(sorted(tagged))}")
+        tag = data["type"]
+        if not isinstance(tag, str) or tag not in tagged:
+            hint = did_you_mean(_word(tag), tagged)
+            raise FormatError(_join(path, "type"), f"unknown {_show(tag)}{hint}")
+        return _decode(tagged[tag], data, path)
     plain = [choice for choice in choices if choice is not type(None) and not is_dataclass(choice)]
     errors: list[FormatError] = []
     for choice in plain:
@@ -146,11 +156,11 @@ def _decode_dataclass(kind: type, data: object, path: str) -> object:
     members, hints = _shape(kind)
     tag = data.get("type", kind.__name__)
     if tag != kind.__name__:
-        raise FormatError(f"{path}.type", f"is {tag!r}, expected {kind.__name__!r}")
+        raise FormatError(_join(path, "type"), f"is {_show(tag)}, expected {kind.__name__!r}")
     _known_keys(data, [*(field.name for field in members), "type"], path)
     values: dict[str, object] = {}
     for field in members:
-        where = f"{path}.{field.name}" if path else field.name
+        where = _join(path, field.name)
         if field.name in data:
             values[field.name] = _decode(hints[field.name], data[field.name], where)
         elif field.default is MISSING and field.default_factory is MISSING:
@@ -158,18 +168,48 @@ def _decode_dataclass(kind: type, data: object, path: str) -> object:
     try:
         return kind(**values)
     except InputError as error:
-        raise FormatError(path, str(error)) from error
+        one_line = " ".join(str(error).split())
+        raise FormatError(path, one_line) from error
 
 
 def _known_keys(data: dict[str, object], known: Any, path: str) -> None:
     for key in data:
         if key not in known:
-            where = f"{path}.{key}" if path else str(key)
-            raise FormatError(where, f"unknown key{did_you_mean(str(key), known)}")
+            raise FormatError(_join(path, key), f"unknown key{did_you_mean(_word(key), known)}")
+
+
+def _no_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {_show(key)} stands twice in one object")
+        found[key] = value
+    return found
 
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
+
+
+def _join(path: str, key: object) -> str:
+    text = str(key)
+    step = _clip(text) if text.isidentifier() else _show(text)
+    return f"{path}.{step}" if path else step
+
+
+def _show(data: object) -> str:
+    """A value in an error: on one line, short, and never as deep as what was read."""
+    if isinstance(data, str | int | float) or data is None:
+        return _clip(repr(data))
+    return _name(data)
+
+
+def _word(data: object) -> str:
+    return _clip(data) if isinstance(data, str) else _show(data)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _name(kind: object) -> str:

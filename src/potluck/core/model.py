@@ -8,6 +8,7 @@ tokens, linear attention keeps a state of fixed size. `perf.arithmetic` does the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from potluck.core.errors import InputError
@@ -56,6 +57,8 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         _positive(self, "heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        if self.qk_rope_head_dim < 0:
+            raise InputError("qk_rope_head_dim", f"must not be negative, is {self.qk_rope_head_dim}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,5 +166,5 @@ class Model:
 
 def _positive(value: object, *names: str) -> None:
     for name in names:
-        if not getattr(value, name) > 0:
-            raise InputError(name, f"must be positive, not {getattr(value, name)!r}")
+        if not 0 < getattr(value, name) < inf:
+            raise InputError(name, f"must be positive and finite, is {getattr(value, name)!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from potluck.core.codec import dumps, loads
@@ -86,6 +87,14 @@ class Flow:
     rate_per_s: float
     codec: Codec = "fp16"
 
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise InputError(
+                f"flow {self.model}: prompt_tokens", f"must be positive, is {self.prompt_tokens}"
+            )
+        if not 0 <= self.rate_per_s < inf:
+            raise InputError(f"flow {self.model}: rate_per_s", f"must not be negative, is {self.rate_per_s}")
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -111,6 +120,11 @@ class Plan:
     cost_usd_per_h: float
     gap: float
     """Proven relative distance to the cheapest plan; 0 when proven optimal."""
+
+    def __post_init__(self) -> None:
+        for name in ("cost_usd_per_h", "gap"):
+            if not 0 <= getattr(self, name) < inf:
+                raise InputError(f"plan: {name}", f"must not be negative, is {getattr(self, name)}")
 
 
 def plan_to_json(plan: Plan) -> str:

@@ -29,11 +29,16 @@ class Gpu:
     l2_mb: float | None = None
     boost_ghz: float | None = None
     architecture: str = "unknown"
+    compute_capability: float | None = None
+    """NVIDIA's number for the instruction set (8.0, 8.6, ...); kernels are chosen by it."""
     bf16: bool = True
 
     def __post_init__(self) -> None:
         for name in ("fp16_tflops", "memory_gb", "bandwidth_gb_per_s"):
             _positive(f"gpu {self.name}: {name}", getattr(self, name))
+        for name in ("fp8_tflops", "tdp_w", "sm_count", "l2_mb", "boost_ghz", "compute_capability"):
+            if getattr(self, name) is not None:
+                _positive(f"gpu {self.name}: {name}", getattr(self, name))
 
     @property
     def memory_bytes(self) -> float:
@@ -51,6 +56,8 @@ class Interconnect:
     def __post_init__(self) -> None:
         if self.kind != "none":
             _positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
+        if not isfinite(self.latency_s) or self.latency_s < 0:
+            raise InputError(f"interconnect {self.kind}: latency_s", "must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ class Link:
     def __post_init__(self) -> None:
         _positive(f"link {self.source}->{self.target}: gbps", self.gbps)
         if not isfinite(self.rtt_s) or self.rtt_s < 0:
-            raise InputError(f"link {self.source}->{self.target}: rtt", "must not be negative")
+            raise InputError(f"link {self.source}->{self.target}: rtt_s", "must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +148,8 @@ class LengthBin:
     def __post_init__(self) -> None:
         _positive("lengths: input_tokens", self.input_tokens)
         _positive("lengths: output_tokens", self.output_tokens)
-        if self.share < 0:
-            raise InputError("lengths: share", "must not be negative")
+        if not self.share >= 0:
+            raise InputError("lengths: share", f"must not be negative, is {self.share}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,9 @@ class Traffic:
 
     def __post_init__(self) -> None:
         if not isfinite(self.rate_per_s) or self.rate_per_s < 0:
-            raise InputError(f"traffic {self.model}: rate", f"must not be negative, is {self.rate_per_s}")
+            raise InputError(
+                f"traffic {self.model}: rate_per_s", f"must not be negative, is {self.rate_per_s}"
+            )
         if not self.lengths:
             raise InputError(f"traffic {self.model}: lengths", "needs at least one bin")
         total = sum(length.share for length in self.lengths)

@@ -1,0 +1,67 @@
+# Everything happens in .venv, which is made on first use; only Python >= 3.11 with pip and venv is needed.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help up test lint format docs bench lock clean
+.DELETE_ON_ERROR:
+
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+up: $(VENV)/.base ## install, then plan and explain the bundled example fleet
+	@$(BIN)/potluck overview
+
+test: lint ## install, lint, type-check, run all tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.dev ## ruff and mypy only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## let ruff put the code in order
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(VENV)/.dev ## regenerate docs/accuracy.md from the measured data
+	$(BIN)/potluck accuracy --write docs/accuracy.md
+
+bench: $(VENV)/.dev ## run every benchmark in its quick form
+	@set -e; for file in benchmarks/*.py; do \
+	  if [ -e "$$file" ]; then echo "== $$file"; $(BIN)/python "$$file" --quick; fi; done
+
+# The pins do not depend on where they were made: a build of torch for one accelerator (+cpu, +cu...) and
+# the libraries that come only with it are left to the machine that installs.
+lock: ## write constraints.txt anew from the newest versions that fit pyproject.toml
+	@set -eu; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
+	$(PYTHON) -m venv "$$dir/venv"; pip="$$dir/venv/bin/python -m pip --disable-pip-version-check"; \
+	$$pip install --quiet --no-input -e ".[dev]"; \
+	$$pip freeze --exclude-editable --exclude pip --exclude setuptools --exclude wheel > "$$dir/freeze"; \
+	{ echo "# Exact versions that 'make up' and 'make test' install. Written by 'make lock'."; \
+	  sed -e 's/^\(torch==[^+]*\)+.*/\1/' -e '/^nvidia-/d' -e '/^cuda-/d' -e '/^triton==/d' "$$dir/freeze"; \
+	} > "$$dir/constraints"; \
+	cp "$$dir/constraints" constraints.txt; echo "constraints.txt: $$(grep -c == constraints.txt) pins"
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "potluck needs Python 3.11 or newer; '$(PYTHON)' is not: set PYTHON=..., as in: make test PYTHON=python3.12" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: a second run installs nothing until the requirements change.
+$(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e ".[dev]"
+	@touch $(VENV)/.base $@

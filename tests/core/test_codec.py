@@ -1,0 +1,272 @@
+"""What is written is read back the same; whatever else stands in a file gets an error that names it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
+
+import core_strategies as build
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core import layout, model, plan, route, types
+from potluck.core.codec import decode, dumps, encode, loads
+from potluck.core.errors import FormatError
+from potluck.core.model import Layer, Model
+from potluck.core.plan import Plan, Prediction, plan_from_json, plan_to_json
+from potluck.core.route import Route, Segment
+from potluck.core.types import Gpu, Slo
+
+Place = tuple[Any, ...]
+
+SLO = '{"format": "slo", "version": 1, "value": {"ttft_s": 1, "tpot_s": %s}}'
+
+
+def read_slo(text: str) -> Slo:
+    return loads(Slo, text, format_name="slo", version=1)
+
+
+def places(data: object, here: Place = ()) -> Iterator[Place]:
+    """Every place in a JSON value, the whole first."""
+    yield here
+    if isinstance(data, dict):
+        for key, item in data.items():
+            yield from places(item, (*here, key))
+    elif isinstance(data, list):
+        for i, item in enumerate(data):
+            yield from places(item, (*here, i))
+
+
+def at(data: Any, place: Place) -> Any:
+    for step in place:
+        data = data[step]
+    return data
+
+
+def put(data: Any, place: Place, value: object) -> Any:
+    """A copy of `data` with `value` at `place`."""
+    if not place:
+        return value
+    changed = copy.deepcopy(data)
+    at(changed, place[:-1])[place[-1]] = value
+    return changed
+
+
+def spelled(place: Place) -> str:
+    """The place as errors write it."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+    return text.removeprefix(".")
+
+
+def refusal(kind: type, data: object) -> str | None:
+    """What decode says against `data`; None when it takes it. Any other exception is a failure."""
+    try:
+        decode(kind, data)
+    except FormatError as error:
+        return str(error)
+    return None
+
+
+def class_named(name: str) -> Any:
+    return next(getattr(m, name) for m in (types, model, layout, plan, route) if hasattr(m, name))
+
+
+@given(build.anything)
+def test_any_value_survives_json(value: object) -> None:
+    text = dumps(value, format_name="test", version=3)
+    assert "\n" in text
+    assert loads(type(value), text, format_name="test", version=3) == value
+
+
+@given(build.plans)
+def test_a_plan_survives_its_file(value: Plan) -> None:
+    again = plan_from_json(plan_to_json(value))
+    assert again == value
+    assert plan_to_json(again) == plan_to_json(value)
+
+
+@given(build.anything, st.data())
+def test_an_unknown_key_anywhere_is_named_with_the_nearest_right_one(
+    value: object, data: st.DataObject
+) -> None:
+    body = encode(value)
+    objects = [place for place in places(body) if isinstance(at(body, place), dict)]
+    place = data.draw(st.sampled_from(objects))
+    right = data.draw(st.sampled_from(sorted(set(at(body, place)) - {"type"})))
+    wrong = right + right[-1]
+    with pytest.raises(FormatError) as caught:
+        decode(type(value), put(body, (*place, wrong), 1))
+    assert caught.value.field == spelled((*place, wrong))
+    assert caught.value.problem == f"unknown key; did you mean {right!r}?"
+
+
+@given(build.anything, st.data())
+def test_a_key_left_out_is_named_unless_it_has_a_default(value: object, data: st.DataObject) -> None:
+    body = encode(value)
+    objects = [place for place in places(body) if isinstance(at(body, place), dict)]
+    place = data.draw(st.sampled_from(objects))
+    kind = class_named(at(body, place)["type"])
+    field = data.draw(st.sampled_from(fields(kind)))
+    changed = copy.deepcopy(body)
+    del at(changed, place)[field.name]
+    if field.default is MISSING:
+        with pytest.raises(FormatError) as caught:
+            decode(type(value), changed)
+        assert caught.value.field == spelled((*place, field.name))
+        assert caught.value.problem == "is missing"
+    else:
+        again = decode(type(value), changed)
+        assert at(encode(again), place)[field.name] == field.default
+
+
+@given(build.anything, st.data())
+def test_a_wrong_type_anywhere_is_named_by_its_path(value: object, data: st.DataObject) -> None:
+    body = encode(value)
+    place = data.draw(st.sampled_from(list(places(body))))
+    wrong: object = "text" if isinstance(at(body, place), list | dict) else [1]
+    with pytest.raises(FormatError) as caught:
+        decode(type(value), put(body, place, wrong))
+    assert caught.value.field == spelled(place)
+    assert "\n" not in str(caught.value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(build.anything, json_values, st.data())
+def test_no_json_value_anywhere_raises_anything_but_a_format_error(
+    value: object, junk: object, data: st.DataObject
+) -> None:
+    body = encode(value)
+    place = data.draw(st.sampled_from(list(places(body))))
+    said = refusal(type(value), put(body, place, junk))
+    assert said is None or len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
+def test_numbers_that_are_not_finite_are_refused(text: str) -> None:
+    with pytest.raises(FormatError, match="not JSON|finite"):
+        read_slo(SLO % text)
+
+
+def test_nan_is_never_written() -> None:
+    hollow = Plan("s", (), (), (), (Prediction("m", float("nan"), 1.0, 1.0, 1.0, "measured"),), 1.0, 0.0)
+    with pytest.raises(ValueError, match="JSON"):
+        plan_to_json(hollow)
+
+
+@pytest.mark.parametrize("shape", ["[%s]", '{"a":%s}'])
+@pytest.mark.parametrize("depth", [900, 10_000, 200_000])
+def test_deep_nesting_is_a_format_error(shape: str, depth: int) -> None:
+    left, right = shape.split("%s")
+    deep = left * depth + "1" + right * depth
+    for text in (deep, SLO % deep, f'{{"format": {deep}, "version": 1, "value": 1}}'):
+        with pytest.raises(FormatError) as caught:
+            read_slo(text)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("deep_key", ["type", "kind"])
+def test_deep_nesting_where_a_name_belongs_is_a_format_error(deep_key: str) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    linear = {"type": "LinearAttention", "kind": "kda"} | {deep_key: deep}
+    with pytest.raises(FormatError, match=deep_key):
+        decode(Layer, {"attention": linear, "ffn": None})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "file: is not JSON"),
+        ("[]", "file: must be a JSON object, not a list"),
+        ('{"format": "slo", "version": 1}', "value: is missing"),
+        ('{"version": 1, "value": {}}', "format: is missing"),
+        ('{"format": "slo", "value": {}}', "version: is missing"),
+        ('{"format": "plan", "version": 1, "value": {}}', "format: is 'plan', expected 'slo'"),
+        ('{"format": "slo", "version": 2, "value": {}}', "version: is 2, this release reads 1"),
+        ('{"format": "slo", "version": true, "value": {}}', "version: is True, this release reads 1"),
+        ('{"format": "slo", "version": 1.0, "value": {}}', "version: is 1.0, this release reads 1"),
+        ('{"format": "slo", "versoin": 1}', "file.versoin: unknown key; did you mean 'version'?"),
+        ('{"format": "slo", "format": "slo"}', "the key 'format' stands twice"),
+        (SLO % '1, "ttft_s": 2', "the key 'ttft_s' stands twice"),
+        (SLO % "-1", "value: slo: tpot_s: must be positive, is -1.0"),
+        (SLO % "true", "value.tpot_s: must be a number, not true or false"),
+        (SLO % '1, "a\\nb": 1', "value.'a\\\\nb': unknown key"),
+    ],
+)
+def test_files_that_cannot_be_read_say_why(text: str, says: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        read_slo(text)
+    assert says.replace("\\\\", "\\") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_version_of_a_plan_names_both_versions() -> None:
+    text = plan_to_json(Plan("s", (), (), (), (), 0.0, 0.0)).replace('"version": 1', '"version": 7')
+    with pytest.raises(FormatError, match="version: is 7, this release reads 1"):
+        plan_from_json(text)
+
+
+def test_an_unknown_member_of_a_union_gets_the_nearest() -> None:
+    with pytest.raises(FormatError) as caught:
+        decode(Layer, {"attention": {"type": "FullAtention"}, "ffn": {"type": "DenseFfn"}})
+    assert str(caught.value) == "attention.type: unknown 'FullAtention'; did you mean 'FullAttention'?"
+
+
+def test_a_union_without_its_type_lists_what_it_may_be() -> None:
+    with pytest.raises(FormatError) as caught:
+        decode(Layer, {"attention": {}, "ffn": {}})
+    assert str(caught.value).startswith("attention.type: is missing; known are FullAttention, ")
+
+
+def test_a_literal_gets_the_nearest_value() -> None:
+    slow = {"type": "Flow", "model": "m", "prompt_tokens": 1, "prefill": "a", "decode": "b", "rate_per_s": 1}
+    with pytest.raises(FormatError, match="codec: 'fp61' is not one of its values; did you mean 'fp16'?"):
+        decode(plan.Flow, slow | {"codec": "fp61"})
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Shapes that core does not use yet, but the codec offers."""
+
+    table: dict[str, int]
+    pair: tuple[str, float]
+    either: int | str
+    one: Literal[1] = 1
+
+
+def test_mappings_pairs_and_plain_unions() -> None:
+    odd = Odd({"a": 1}, ("x", 0.5), "y")
+    assert decode(Odd, encode(odd)) == odd
+    body = {"table": {"a": 1}, "pair": ["x", 1], "either": 2}
+    assert decode(Odd, body) == Odd({"a": 1}, ("x", 1.0), 2)
+    for key, bad, says in [
+        ("table", {"a": "1"}, "table.a: must be an integer, not a string"),
+        ("pair", ["x"], "pair: must have 2 items, not 1"),
+        ("either", [], "either: does not accept a list"),
+        ("one", True, "one: True is not one of its values"),
+    ]:
+        with pytest.raises(FormatError, match=says):
+            decode(Odd, body | {key: bad})
+
+
+def test_only_plain_values_are_encoded() -> None:
+    with pytest.raises(TypeError, match="cannot encode set"):
+        encode({1})
+    with pytest.raises(TypeError, match="cannot encode type"):
+        encode(Gpu)
+
+
+def test_a_type_that_is_not_the_expected_one_is_refused() -> None:
+    body = encode(Route((Segment("a", 0, None),)))
+    with pytest.raises(FormatError, match="type: is 'Route', expected 'Model'"):
+        decode(Model, body)

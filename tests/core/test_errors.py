@@ -1,0 +1,68 @@
+"""The exception tree, and the help that an unknown name gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import (
+    CapacityError,
+    FormatError,
+    InputError,
+    PotluckError,
+    UnknownNameError,
+    did_you_mean,
+)
+
+
+def test_one_tree() -> None:
+    assert issubclass(InputError, PotluckError)
+    assert issubclass(UnknownNameError, InputError)
+    assert issubclass(FormatError, InputError)
+    assert issubclass(CapacityError, PotluckError)
+    assert not issubclass(CapacityError, InputError)
+
+
+def test_an_input_error_keeps_field_and_problem() -> None:
+    error = InputError("fleet.price", "must not be negative")
+    assert (error.field, error.problem) == ("fleet.price", "must not be negative")
+    assert str(error) == "fleet.price: must not be negative"
+    assert str(InputError("", "nothing to do")) == "nothing to do"
+
+
+def test_an_unknown_name_is_kept_and_answered() -> None:
+    error = UnknownNameError("gpu", "H10O", ["H100", "A100-80"])
+    assert error.name == "H10O"
+    assert str(error) == "gpu: unknown 'H10O'; did you mean 'H100'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "says"),
+    [
+        ("atainment", ["attainment", "ttft_s"], "; did you mean 'attainment'?"),
+        ("h100", ["H100", "H200"], "; did you mean 'H100'?"),
+        ("zzz", ["pcie", "nvlink"], "; known are nvlink, pcie"),
+        ("zzz", ["b", "a", "b"], "; known are a, b"),
+        ("zzz", [f"name{i}" for i in range(13)], ""),
+        ("zzz", [], ""),
+        ("", ["a"], "; known are a"),
+    ],
+)
+def test_did_you_mean(name: str, known: list[str], says: str) -> None:
+    assert did_you_mean(name, known) == says
+
+
+@given(st.text(max_size=9), st.lists(st.text("abcde_", min_size=1, max_size=9), max_size=20))
+def test_only_a_known_name_is_suggested(name: str, known: list[str]) -> None:
+    hint = did_you_mean(name, known)
+    if "did you mean" in hint:
+        assert hint.removeprefix("; did you mean '").removesuffix("'?") in known
+    else:
+        assert (hint == "") == (not known or len(set(known)) > 12)
+
+
+@given(st.lists(st.text("abcde_", min_size=1, max_size=9), min_size=1, max_size=20), st.data())
+def test_a_known_name_in_other_case_is_its_own_nearest(known: list[str], data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(known))
+    assert did_you_mean(name.upper(), known) == f"; did you mean {name!r}?"
