@@ -1,1 +1,1 @@
-""""""
+"""The commands. Wiring only: each module parses its options, calls a package and prints."""

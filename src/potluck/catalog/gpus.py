@@ -1,0 +1,106 @@
+"""GPUs by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from potluck.catalog.sources import Facts, Figure, Source, entry_source, load_toml, plain, source
+from potluck.core.errors import UnknownNameError
+from potluck.core.types import Gpu
+
+RATES = (
+    "fp16_tflops",
+    "fp8_tflops",
+    "memory_gb",
+    "bandwidth_gb_per_s",
+    "tdp_w",
+    "l2_mb",
+    "boost_ghz",
+    "compute_capability",
+)
+TRAITS = ("sm_count", "architecture", "bf16")
+FIGURES = RATES + TRAITS
+
+
+@dataclass(frozen=True, slots=True)
+class PaperGpu:
+    """A row of a paper's own GPU table, kept as printed even where the catalog takes other figures."""
+
+    name: str
+    gpu: str
+    """The catalog's name for it."""
+    fp16_tflops: float
+    bandwidth_gb_per_s: float
+    memory_gb: float
+    price_usd_per_h: float
+    source: Source
+    tflop_per_usd: str | None = None
+    """As printed, such as `1.32M`."""
+    gb_per_usd: str | None = None
+    tflops_per_bandwidth: float | None = None
+    deployment: str | None = None
+
+
+def names() -> tuple[str, ...]:
+    """Canonical names, in the order of the file."""
+    return tuple(_entries())
+
+
+def known() -> list[str]:
+    """Every spelling that `canonical` accepts."""
+    return [spelling for key, entry in _entries().items() for spelling in (key, *entry["aliases"])]
+
+
+def canonical(name: str) -> str:
+    """The catalog's name for a GPU, whatever case, punctuation or alias is given."""
+    found = _index().get(plain(name))
+    if found is None:
+        raise UnknownNameError("gpu", name, known())
+    return found
+
+
+@lru_cache(maxsize=256)
+def gpu(name: str) -> Gpu:
+    """The GPU of that name or alias; an unknown one is an error that suggests the nearest."""
+    key = canonical(name)
+    entry = _entries()[key]
+    figures: dict[str, Any] = {field: float(entry[field]) for field in RATES if field in entry}
+    figures.update({field: entry[field] for field in TRAITS if field in entry})
+    return Gpu(name=key, **figures)
+
+
+def facts(name: str) -> Facts:
+    """Every figure of a GPU with its source."""
+    key = canonical(name)
+    entry = _entries()[key]
+    figures = tuple(
+        Figure(field, entry[field], entry_source(entry, field)) for field in FIGURES if field in entry
+    )
+    return Facts(key, tuple(entry["aliases"]), figures, entry.get("doubt"))
+
+
+def paper_gpus(paper: str) -> dict[str, PaperGpu]:
+    """A paper's GPU table by the names it uses: `cauchy` or `thunderserve`."""
+    papers: dict[str, Any] = load_toml("gpus.toml")["paper"]
+    if paper not in papers:
+        raise UnknownNameError("paper", paper, papers)
+    table = papers[paper]
+    origin = source(table["source"])
+    rows = ((key, row) for key, row in table.items() if isinstance(row, dict))
+    return {key: PaperGpu(name=key, source=origin, **row) for key, row in rows}
+
+
+def _entries() -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = load_toml("gpus.toml")["gpu"]
+    return entries
+
+
+@lru_cache(maxsize=1)
+def _index() -> dict[str, str]:
+    index: dict[str, str] = {}
+    for key, entry in _entries().items():
+        for spelling in (key, *entry["aliases"]):
+            index[plain(spelling)] = key
+    return index

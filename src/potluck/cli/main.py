@@ -1,0 +1,140 @@
+"""`potluck`: finds the command, runs it, and turns whatever goes wrong into one line and an exit code.
+
+    0  done            2  bad input (the message names the field and the fix)
+    1  broken pipe    70  a bug of ours (POTLUCK_DEBUG=1 shows the traceback)
+                     130  interrupted
+
+Commands are imported when they are run: `potluck --help` and `potluck estimate` must not wait for
+libraries that only other commands use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from potluck import __version__
+from potluck.core.errors import PotluckError
+
+COMMANDS = {
+    "init": ("potluck.cli.init:init", "Write a commented example spec to start from."),
+    "check": ("potluck.cli.check:check", "Validate a spec and show what it says."),
+    "catalog": ("potluck.cli.catalog:catalog", "List known GPUs, models and prices."),
+    "estimate": ("potluck.cli.estimate:estimate", "How fast, how much and at what cost on one node."),
+    "accuracy": ("potluck.cli.accuracy:accuracy", "How far the performance model is off, measured."),
+    "overview": ("potluck.cli.overview:overview", "What a spec's fleet could do for its models."),
+}
+"""Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on first use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            from potluck.core.errors import did_you_mean
+
+            ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="potluck")
+def cli() -> None:
+    """Serve large language models at the lowest cost on whatever GPUs one can get.
+
+    \b
+    Examples:
+      potluck init                          write potluck.yaml
+      potluck check potluck.yaml            validate it
+      potluck catalog gpus                  what Potluck knows about GPUs
+      potluck estimate --model Llama-3.1-8B --node 2xL40S --input 1024 --output 256
+
+    Every command takes --help, and --json for machines.
+    """
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code and never raises."""
+    try:
+        result = cli.main(args=arguments, prog_name="potluck", standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return 2
+    except click.ClickException as error:
+        click.echo(f"potluck: error: {_usage(error)}", err=True)
+        return 2
+    except PotluckError as error:
+        for line in str(error).splitlines():
+            click.echo(f"potluck: error: {line}", err=True)
+        return 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("potluck: interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        _forget_stdout()
+        return 1
+    except SystemExit as error:
+        # click and rich leave this way when the reader of our output has gone.
+        return error.code if isinstance(error.code, int) else 1
+    except Exception as error:
+        return _internal(error)
+
+
+def _usage(error: click.ClickException) -> str:
+    """click's complaint on one line, with the help that answers it."""
+    text = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    return f"{text} (see {context.command_path} --help)" if context is not None else text
+
+
+def _internal(error: Exception) -> int:
+    if os.environ.get("POTLUCK_DEBUG"):
+        import traceback
+
+        traceback.print_exception(error)
+        return 70
+    what = " ".join(str(error).split())[:200]
+    name = type(error).__name__
+    line = f"potluck: internal error: {name}: {what} (run with POTLUCK_DEBUG=1 for the traceback)"
+    click.echo(line, err=True)
+    return 70
+
+
+def _forget_stdout() -> None:
+    """The interpreter flushes stdout once more when it ends; let that go nowhere."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+
+
+def main() -> NoReturn:
+    """Entry point of the `potluck` script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What commands print: JSON, tables and numbers with their units.
+
+Tables go to stdout through rich, without colour and never narrower than MIN_WIDTH when stdout is not a
+terminal, so that output in a pipe or a log is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import click
+
+MIN_WIDTH = 100
+PIPE_WIDTH = 140
+_NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+)?\Z")
+
+
+def emit_json(value: object) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False))
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout. Columns of numbers, with or without a unit, stand to the right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, width=_width(), highlight=False, soft_wrap=False)
+    grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    for i, column in enumerate(columns):
+        numeric = bool(cells) and all(_NUMBER.match(row[i]) for row in cells)
+        grid.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        # Text, not markup: a name may hold square brackets.
+        grid.add_row(*(Text(cell) for cell in row))
+    console.print(grid)
+    console.print()
+
+
+def _width() -> int:
+    if sys.stdout.isatty():
+        return max(MIN_WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
+    columns = os.environ.get("COLUMNS", "")
+    return max(MIN_WIDTH, int(columns) if columns.isdecimal() else PIPE_WIDTH)
+
+
+def seconds(value_s: float) -> str:
+    """`12.3 ms`: three digits and the unit that fits."""
+    for limit_s, factor, unit in (
+        (1e-3, 1e6, "µs"),
+        (1.0, 1e3, "ms"),
+        (120.0, 1.0, "s"),
+        (7200.0, 1 / 60, "min"),
+    ):
+        # 0.9996 s rounds to 1000 ms, which is better said as 1.00 s.
+        if abs(value_s) < limit_s * 0.9995:
+            return f"{_digits(value_s * factor)} {unit}"
+    return f"{_digits(value_s / 3600)} h"
+
+
+def count(value: float) -> str:
+    """`1,234,567`; three digits below a hundred when it is not whole."""
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return _digits(value)
+
+
+def short(value: float) -> str:
+    """`8.03 B`: large counts, such as parameters or FLOPs, in thousands' steps."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= limit * 0.9995:
+            return f"{_digits(value / limit)} {unit}"
+    return count(value)
+
+
+def usd(value_usd: float) -> str:
+    """`$2.69`; small prices keep three digits."""
+    if value_usd == 0 or abs(value_usd) >= 0.1:
+        return f"${value_usd:,.2f}"
+    return f"${value_usd:.3g}"
+
+
+def bytes_(value_bytes: float) -> str:
+    """`16.1 GB`, decimal as GPU makers count."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value_bytes) >= limit * 0.9995:
+            return f"{_digits(value_bytes / limit)} {unit}"
+    return f"{value_bytes:.0f} B"
+
+
+def percent(share: float) -> str:
+    """`37.4 %`."""
+    return f"{_digits(share * 100)} %"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits without an exponent."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    if size >= 0.9995:
+        return f"{value:.2f}"
+    return f"{value:.3g}"

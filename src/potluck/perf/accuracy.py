@@ -1,0 +1,168 @@
+"""How wrong the performance model is, on data it has not seen.
+
+Three questions, each answered on rows that were kept out of the fit:
+
+- *calibrated*: half of a GPU's rows are fitted, the other half predicted.
+- *GPU left out*: nothing of that GPU (or of a sibling with the same chip) is seen; its data sheet and the
+  other GPUs' measurements must do.
+- *model left out*: the rows of one model are predicted from those of the others.
+
+Errors are absolute percentage errors; the median and the ninth decile are kept for each kind of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.types import Gpu
+from potluck.perf.calibrate import OperatorFit, build, fit_operator, fit_residuals, harness_shift, keys_of
+from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
+from potluck.perf.measured import Operator, Rows, read_all
+from potluck.perf.operators import Chip
+from potluck.perf.step import Floats
+
+Question = Literal["calibrated", "GPU left out", "model left out"]
+Kind = Literal["prefill GEMM", "prefill attention", "decode GEMM", "decode attention", "any GEMM"]
+Progress = Callable[[str], None]
+SIBLINGS = {"A100-80": {"A100-80", "A100-40"}}
+"""Chips that are the same silicon: left out together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The error of one kind of work on one GPU as one harness measured it."""
+
+    question: Question
+    kind: Kind
+    gpu: str
+    harness: str
+    group: str
+    rows: int
+    median: float
+    p90: float
+
+
+def study(folder: Path, gpus: dict[str, Gpu], progress: Progress = lambda _: None) -> tuple[Score, ...]:
+    """All three questions; takes a minute or two."""
+    rows = {operator: part for operator, part in read_all(folder).items() if operator != "stream"}
+    streams = read_all(folder)["stream"]
+    chips = {name: chip_of(gpu) for name, gpu in gpus.items()}
+    scores = list(_calibrated(rows, chips, progress))
+    for gpu in sorted({str(name) for part in rows.values() for name in part.gpu}):
+        progress(f"without {gpu}")
+        scores += _without_gpu(gpu, {**rows, "stream": streams}, gpus, chips, folder)
+    progress("without a model")
+    scores += _without_model(rows["gemm"], chips)
+    return tuple(scores)
+
+
+def kinds_of(rows: Rows) -> dict[Kind, NDArray[np.bool_]]:
+    """Which rows are which kind of work.
+
+    Prefill-size is 256 new tokens or more in a chunk, decode-size at most 64; matrices below 1024 on a side
+    are in no model's projections and are counted under `any GEMM` only.
+    """
+    if rows.operator == "prefill":
+        return {"prefill attention": rows.columns["new"] >= 256}
+    if rows.operator == "decode":
+        return {"decode attention": np.ones(len(rows), bool)}
+    m, n, k = (rows.columns[axis] for axis in "mnk")
+    served = (n >= 1024) & (k >= 1024)
+    return {
+        "prefill GEMM": served & (m >= 256),
+        "decode GEMM": served & (m <= 64),
+        "any GEMM": np.ones(len(rows), bool),
+    }
+
+
+def expected_errors(scores: Iterable[Score]) -> dict[str, ExpectedError]:
+    """What the CLI says beside a prediction: the mean over GPUs and kinds of work."""
+    result = {}
+    for name, question in (("measured", "calibrated"), ("transferred", "GPU left out")):
+        chosen = [s for s in scores if s.question == question and s.kind != "any GEMM"]
+        medians, tails = [s.median for s in chosen], [s.p90 for s in chosen]
+        result[name] = ExpectedError(round(float(np.mean(medians)), 3), round(float(np.mean(tails)), 3))
+    return result
+
+
+def _scores(question: Question, rows: Rows, seconds: Floats, group: str = "") -> list[Score]:
+    error = np.abs(seconds / rows.seconds - 1.0)
+    found = []
+    for kind, wanted in kinds_of(rows).items():
+        for gpu, harness in sorted(set(keys_of(rows))):
+            mask = wanted & (rows.gpu == gpu) & (rows.harness == harness)
+            if mask.sum() >= 10:
+                median, p90 = (round(float(v), 4) for v in np.quantile(error[mask], [0.5, 0.9]))
+                found.append(Score(question, kind, gpu, harness, group, int(mask.sum()), median, p90))
+    return found
+
+
+def _calibrated(rows: dict[Operator, Rows], chips: dict[str, Chip], progress: Progress) -> Iterable[Score]:
+    for operator, part in rows.items():
+        progress(f"calibrated {operator}")
+        seen = np.random.default_rng(7).random(len(part)) < 0.5
+        train, test = part.where(seen), part.where(~seen)
+        fit = fit_operator(train, chips)
+        yield from _scores("calibrated", test, fit.predict(test, chips, fit_residuals(train, fit, chips)))
+
+
+def _without_gpu(
+    gpu: str, rows: dict[Operator, Rows], gpus: dict[str, Gpu], chips: dict[str, Chip], folder: Path
+) -> list[Score]:
+    fits = {op: fit_operator(part.where(part.gpu != gpu), chips, sample=400) for op, part in rows.items()}
+    calibration = build(fits, gpus, folder, leave_out=frozenset(SIBLINGS.get(gpu, {gpu})))
+    curves = curves_for(gpus[gpu], calibration)
+    found = []
+    for operator, part in rows.items():
+        test = part.where(part.gpu == gpu)
+        if operator == "stream" or not len(test):
+            continue
+        scales = {key: _carried(operator, key[1], curves, fits, calibration) for key in set(keys_of(test))}
+        fit = OperatorFit(operator, fits[operator].shapes, scales)
+        found += _scores("GPU left out", test, fit.predict(test, chips))
+    return found
+
+
+def _carried(
+    operator: Operator,
+    harness: str,
+    curves: Curves,
+    fits: dict[Operator, OperatorFit],
+    calibration: Calibration,
+) -> Floats:
+    """The carried-over scales of a GPU as a given harness would see them."""
+    fit = fits[operator]
+    if operator == "prefill" and harness == "vidur":
+        # Other kernels altogether: learn them from the other GPU they were measured on.
+        seen = {gpu: scale for (gpu, name), scale in fit.scales.items() if name == harness}
+        others = [calibration.scales(gpu) for gpu in seen]
+        ratio = np.mean([np.log(np.exp(seen[s.gpu][0]) / s.gemm[0]) for s in others if s and s.gemm])
+        scale = np.mean(list(seen.values()), axis=0)
+        scale[0] = ratio + np.log(curves.gemm.compute)
+        return np.asarray(scale, np.float64)
+    if operator == "gemm":
+        values = [curves.gemm.compute, curves.gemm.bandwidth, curves.gemm.fixed_s]
+    elif operator == "prefill":
+        values = [curves.prefill.compute, curves.prefill.bandwidth, curves.prefill.fixed_s, 1.0]
+    else:
+        decode = curves.decode
+        values = [decode.bandwidth, decode.fixed_s, decode.combine_s, decode.block_s]
+    logs = np.log(np.asarray(values, np.float64))
+    return logs + harness_shift(fit).get(harness, np.zeros_like(logs))
+
+
+def _without_model(rows: Rows, chips: dict[str, Chip]) -> list[Score]:
+    """Only Vidur measured several models on one GPU."""
+    found: list[Score] = []
+    part = rows.where(rows.harness == "vidur")
+    for model in sorted(set(map(str, part.group))):
+        fit = fit_operator(part.where(part.group != model), chips)
+        test = part.where(part.group == model)
+        found += _scores("model left out", test, fit.predict(test, chips), group=model)
+    return found

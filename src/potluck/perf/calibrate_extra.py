@@ -1,0 +1,128 @@
+"""The smaller fits: power limits, whole-layer times, and collectives inside a node."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from potluck.core.errors import InputError
+from potluck.core.types import Gpu
+from potluck.perf.calibration import FAMILIES, Calibration, Network, Power, Scales, curves_for
+from potluck.perf.measured import read_table
+from potluck.perf.operators import gemm_s
+from potluck.perf.step import Floats
+
+HELIX_GPUS = {"l4": "L4", "t4": "T4", "v100": "V100-16", "a100": "A100-40"}
+LLAMA2_70B_GEMMS = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
+"""(n, k) of one layer: fused qkv, output, fused gate and up, down."""
+LINKS_GB_PER_S = {  # what the makers print, one direction, per GPU
+    ("a100_dgx", "nvswitch"): 300.0,
+    ("h100_dgx", "nvswitch"): 450.0,
+    ("a100_pairwise_nvlink", "nvlink"): 300.0,
+    ("a100_pairwise_nvlink", "pcie"): 32.0,
+    ("h100_pairwise_nvlink", "nvlink"): 300.0,
+    ("h100_pairwise_nvlink", "pcie"): 64.0,
+}
+
+
+def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> Power:
+    """Energy per FLOP of each family and the ceiling of the kernels, from measured compute shares."""
+    from scipy.optimize import least_squares
+
+    names = [gpu for gpu in sorted(shares) if gpus[gpu].tdp_w is not None]
+    families = sorted({FAMILIES.get(gpus[gpu].architecture, gpus[gpu].architecture) for gpu in names})
+    target = np.log([shares[gpu] for gpu in names])
+
+    def power(x: Floats) -> Power:
+        energies = {family: float(np.exp(value)) for family, value in zip(families, x[1:], strict=True)}
+        return Power(float(np.exp(x[0])), energies)
+
+    def residuals(x: Floats) -> Floats:
+        guess = power(x)
+        fit = np.log([guess.share(gpus[gpu]) for gpu in names]) - target
+        # A weak pull keeps a family with one GPU from taking an extreme energy.
+        return np.concatenate([fit, 0.05 * (x[1:] - np.log(1.2)), [0.1 * (x[0] - np.log(0.95))]])
+
+    start = np.log([0.95] + [1.2] * len(families))
+    found = power(least_squares(residuals, start, loss="soft_l1", f_scale=0.1).x)
+    energies = {family: round(value, 4) for family, value in found.watts_per_tflops.items()}
+    return Power(round(found.ceiling, 4), energies)
+
+
+def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -> list[Scales]:
+    """Coarse scales from Helix's times of one Llama-2-70B layer: prompts give compute, decodes bandwidth.
+
+    The table is rounded and carries about 10 % noise, so two figures a GPU are all it can give.
+    """
+    path = folder / "helix_llama2_70b_bs2time.csv"
+    if not path.is_file():
+        raise InputError("data", f"{path.name} is not in the folder of measurements")
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["node"] in HELIX_GPUS and float(row["c1"]) > 0]
+    found = []
+    for node, name in HELIX_GPUS.items():
+        gpu = gpus[name]
+        if not calibration.gpus:
+            break
+        curves = curves_for(gpu, calibration)
+        prompt = [
+            (float(r["c0"]), float(r["c1"]) * 1e-3)
+            for r in rows
+            if (r["node"], r["phase"]) == (node, "prompt")
+        ]
+        decode = [
+            (float(r["c0"]), float(r["c1"]) * 1e-3)
+            for r in rows
+            if (r["node"], r["phase"]) == (node, "decode")
+        ]
+        gemm = curves.gemm
+        for _ in range(6):  # the two figures hardly touch each other: a few rounds settle both
+            for field, points in (("compute", prompt), ("bandwidth", [d for d in decode if d[0] <= 32])):
+                tokens = np.array([p[0] for p in points])
+                seconds = np.array([p[1] for p in points])
+                layer = sum(gemm_s(tokens, n, k, curves.chip, gemm) for n, k in LLAMA2_70B_GEMMS)
+                factor = float(np.median(layer / seconds))
+                gemm = (
+                    replace(gemm, compute=gemm.compute * factor)
+                    if field == "compute"
+                    else replace(gemm, bandwidth=gemm.bandwidth * factor)
+                )
+        scales = (float(gemm.compute), float(gemm.bandwidth), float(gemm.fixed_s))
+        found.append(Scales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
+    return found
+
+
+def fit_networks(folder: Path) -> tuple[Network, ...]:
+    """All-reduce inside a node: t = fixed + peers x fixed_per_peer + 2 (n-1)/n bytes / (share x link)."""
+    table = read_table(folder, "vidur_network")
+    cluster = np.asarray(table["cluster"], str)
+    workers = np.asarray(table["num_workers"], float)
+    inside = np.asarray(table["devices_per_node"], float) == workers
+    seconds = np.asarray(table["time_stats.all_reduce.median"], float) * 1e-3
+    size = np.asarray(table["size"], float)
+    reduce = (np.asarray(table["op"], str) == "all_reduce") & inside & np.isfinite(seconds)
+    networks = []
+    for kind in ("nvswitch", "nvlink", "pcie"):
+        design, target = [], []
+        for (name, link_kind), link in LINKS_GB_PER_S.items():
+            # Four GPUs on a board with NVLink pairs talk over PCIe.
+            wanted = (workers == 2) if kind == "nvlink" else (workers == 4 if kind == "pcie" else workers > 1)
+            mask = reduce & (cluster == name) & wanted
+            if link_kind != kind or not mask.any():
+                continue
+            n = workers[mask]
+            wire_s = 2 * (n - 1) / n * size[mask] / (link * 1e9)
+            design.append(np.stack([np.ones(len(n)), n - 1, wire_s], axis=1) / seconds[mask, None])
+            target.append(np.ones(len(n)))
+        networks.append(_network(kind, np.concatenate(design), np.concatenate(target)))
+    return tuple(networks)
+
+
+def _network(kind: str, design: Floats, target: Floats) -> Network:
+    from scipy.optimize import nnls
+
+    fixed, per_peer, stretch = nnls(design, target)[0]
+    return Network(kind, round(1 / float(stretch), 4), float(f"{fixed:.3g}"), float(f"{per_peer:.3g}"))

@@ -1,0 +1,227 @@
+"""What was learnt from measurements, and how it carries over to a GPU that nobody measured.
+
+A measured GPU has its own reachable shares of compute and bandwidth and its own fixed times. For another
+GPU they are carried over from its relatives (same compute capability, else all):
+
+- compute: ηc = relative's ηc x power(this) / power(relative), where `power` says how much of the matrix
+  rate a chip can sustain within its power limit: a soft minimum of what the kernels reach and of
+  watts / (energy per FLOP x rate). L4, L40S and A30 are starved of power, an RTX 4090 is not.
+- attention: the GPU's own matrix share times the relatives' ratio of attention to matrix product.
+- bandwidth and fixed times: the geometric mean over measured GPUs.
+
+`Curves` are what the roofline uses; `confidence` says which of these ways they came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+
+import numpy as np
+
+from potluck.core.codec import loads
+from potluck.core.plan import Confidence
+from potluck.core.types import Gpu
+from potluck.perf.operators import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
+from potluck.perf.residual import Residual
+
+CALIBRATION_VERSION = 1
+FORMAT = "potluck.calibration"
+FAMILIES = {"volta": "volta", "turing": "volta", "ampere": "ampere", "ada": "ampere", "hopper": "hopper"}
+"""Architectures that share an energy per FLOP, by the generation of their matrix units and process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Figures that all GPUs share."""
+
+    tile_share: tuple[float, float, float, float]
+    extra_depth: float
+    gemm_p: float
+    softmax: float
+    decode_p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """Figures of one GPU; None where that operator was not measured on it."""
+
+    gpu: str
+    gemm: tuple[float, float, float] | None = None
+    """Compute share, bandwidth share, fixed seconds."""
+    prefill: tuple[float, float, float] | None = None
+    """Compute share, bandwidth share, fixed seconds."""
+    decode: tuple[float, float, float, float] | None = None
+    """Bandwidth share, fixed, combine and block seconds."""
+    stream: tuple[float, float] | None = None
+    """Bandwidth share, fixed seconds."""
+    coarse: bool = False
+    """Only whole-layer times of another project stand behind it."""
+    gemm_residual: Residual | None = None
+    prefill_residual: Residual | None = None
+    decode_residual: Residual | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """Soft minimum of the kernels' share and of what the power limit allows."""
+
+    ceiling: float
+    watts_per_tflops: dict[str, float]
+    """Energy per FLOP by family, in watts per TFLOP/s; a family that is not named is not limited."""
+    sharpness: float = 4.0
+
+    def share(self, gpu: Gpu) -> float:
+        energy = self.watts_per_tflops.get(FAMILIES.get(gpu.architecture, gpu.architecture))
+        if energy is None or gpu.tdp_w is None:
+            return self.ceiling
+        allowed = gpu.tdp_w / (energy * gpu.fp16_tflops)
+        return float((self.ceiling**-self.sharpness + allowed**-self.sharpness) ** (-1 / self.sharpness))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Collectives inside a node: reachable share of the link, and the time of an empty one."""
+
+    kind: str
+    share: float
+    fixed_s: float
+    fixed_per_peer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedError:
+    """Median and ninth decile of the absolute percentage error, as fractions."""
+
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Everything the roofline takes from measurements."""
+
+    shapes: Shapes
+    power: Power
+    gpus: tuple[Scales, ...]
+    specs: tuple[Gpu, ...]
+    """The data sheets the fits divided by, one per entry of `gpus`."""
+    networks: tuple[Network, ...]
+    errors: dict[str, ExpectedError]
+    """By how it was predicted: `measured`, `transferred`."""
+
+    def scales(self, gpu: str) -> Scales | None:
+        return next((scales for scales in self.gpus if scales.gpu == gpu), None)
+
+    def spec(self, gpu: str) -> Gpu:
+        return next(spec for spec in self.specs if spec.name == gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The fitted formulas for one GPU."""
+
+    chip: Chip
+    gemm: GemmCurve
+    prefill: PrefillCurve
+    decode: DecodeCurve
+    stream: StreamCurve
+    confidence: Confidence
+    basis: str
+    """Where the figures come from, in words."""
+    gemm_residual: Residual | None = None
+    prefill_residual: Residual | None = None
+    decode_residual: Residual | None = None
+
+
+@lru_cache(maxsize=1)
+def bundled() -> Calibration:
+    """The calibration that ships with the package."""
+    text = resources.files("potluck.perf").joinpath("data/calibration.json").read_text()
+    return loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
+
+
+def chip_of(gpu: Gpu) -> Chip:
+    """The figures of a data sheet that the formulas need; what it leaves out is guessed from the rest."""
+    sms = gpu.sm_count or max(20.0, gpu.fp16_tflops / 2.5)
+    clock_ghz = gpu.boost_ghz or 1.6
+    narrow = gpu.compute_capability in (8.6, 8.9, 12.0)
+    return Chip(
+        flops_per_s=gpu.fp16_tflops * 1e12,
+        bytes_per_s=gpu.bandwidth_gb_per_s * 1e9,
+        sm_count=float(sms),
+        l2_bytes=(gpu.l2_mb or 6.0) * 1e6,
+        exp_per_s=16e9 * sms * clock_ghz,
+        query_tile=64.0 if narrow else 128.0,
+    )
+
+
+def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
+    """The formulas for any GPU, and how far to trust them."""
+    own = calibration.scales(gpu.name)
+    shapes = calibration.shapes
+    relatives = _relatives(gpu, calibration)
+    gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
+    prefill = (own and own.prefill) or _carried_prefill(gemm[0], calibration, relatives)
+    decode = (own and own.decode) or _mean([s.decode for s in calibration.gpus if s.decode])
+    stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
+    confidence, basis = _trust(gpu, own, relatives)
+    return Curves(
+        chip_of(gpu),
+        GemmCurve(*gemm, shapes.tile_share, shapes.extra_depth, shapes.gemm_p),
+        PrefillCurve(*prefill, 1.0, shapes.softmax),
+        DecodeCurve(decode[0], decode[1], decode[2], decode[3], shapes.decode_p),
+        StreamCurve(stream[0], stream[1]),
+        confidence,
+        basis,
+        own.gemm_residual if own else None,
+        own.prefill_residual if own else None,
+        own.decode_residual if own else None,
+    )
+
+
+def _relatives(gpu: Gpu, calibration: Calibration) -> list[Scales]:
+    """Measured GPUs whose kernels are the same; the same chip first, then the same capability."""
+    others = [s for s in calibration.gpus if s.gemm and s.gpu != gpu.name]
+    specs = {s.gpu: calibration.spec(s.gpu) for s in others}
+    alike = [s for s in others if specs[s.gpu].compute_capability == gpu.compute_capability]
+    same = [s for s in alike if specs[s.gpu].sm_count == gpu.sm_count]
+    fine = [s for s in alike if not s.coarse]
+    return same or fine or alike
+
+
+def _carried_gemm(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -> tuple[float, float, float]:
+    measured = [s for s in calibration.gpus if s.gemm]
+    power = calibration.power
+    ratios = [s.gemm[0] / power.share(calibration.spec(s.gpu)) for s in relatives or measured if s.gemm]
+    compute = power.share(gpu) * float(np.exp(np.mean(np.log(ratios))))
+    mean = _mean([s.gemm for s in measured if s.gemm])
+    return min(compute, 1.1), mean[1], mean[2]
+
+
+def _carried_prefill(
+    gemm_compute: float, calibration: Calibration, relatives: list[Scales]
+) -> tuple[float, float, float]:
+    measured = [s for s in calibration.gpus if s.gemm and s.prefill]
+    near = [s for s in relatives if s.prefill] or measured
+    ratio = float(np.exp(np.mean([np.log(s.prefill[0] / s.gemm[0]) for s in near if s.prefill and s.gemm])))
+    mean = _mean([s.prefill for s in measured if s.prefill])
+    return gemm_compute * ratio, mean[1], mean[2]
+
+
+def _trust(gpu: Gpu, own: Scales | None, relatives: list[Scales]) -> tuple[Confidence, str]:
+    if own and own.gemm and not own.coarse:
+        parts = [name for name in ("gemm", "prefill", "decode") if getattr(own, name)]
+        return "measured", f"{gpu.name} measured ({', '.join(parts)})"
+    if own and own.gemm:
+        return "transferred", f"{gpu.name} fitted to whole-layer times; attention carried over"
+    if relatives:
+        names = ", ".join(sorted(scales.gpu for scales in relatives))
+        return "transferred", f"carried over from {names}"
+    return "assumed", "no GPU of its architecture was measured; the mean of all others"
+
+
+def _mean(values: list[tuple[float, ...]]) -> tuple[float, ...]:
+    """Geometric mean of each column."""
+    return tuple(float(v) for v in np.exp(np.mean(np.log(np.asarray(values)), axis=0)))

@@ -1,0 +1,261 @@
+"""How long one GPU takes for one operator: a roofline with the quantisation that GPUs really have.
+
+Three kernels carry a transformer. Each has a compute time and a memory time; what is reported is
+
+    t = fixed + (t_compute^p + t_memory^p)^(1/p)
+
+which is the larger of the two with a rounded corner. Compute comes in tiles that fill the
+multiprocessors (SMs) in waves, so a little more work may cost a whole wave; that, not a constant
+efficiency, is why small matrices run far below the data sheet. The letters:
+
+    F  matrix FLOP/s of the GPU      W  memory bytes/s      S  number of SMs
+    ηc, ηb  reachable share of F and of W (fitted per GPU)
+
+Every argument may be an array; numpy broadcasting applies. Nothing here knows a model or a GPU name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from potluck.perf.step import Floats
+
+GEMM_TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+SPLIT_K = (1, 2, 4)
+KEY_TILE = 64
+L2_SPEEDUP = 3.0
+"""How much faster the L2 cache answers than memory; only matters where a benchmark kept its data warm."""
+
+Number = float | NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """The figures of a GPU that the formulas need; arrays when many GPUs are fitted at once."""
+
+    flops_per_s: Number
+    bytes_per_s: Number
+    sm_count: Number
+    l2_bytes: Number
+    exp_per_s: Number
+    """Exponentials a second (16 per SM and clock): softmax needs one per query and key."""
+    query_tile: Number
+    """Query rows per attention block: 128 on the large HBM parts, 64 on sm_86 and sm_89."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCurve:
+    """Fitted figures of the matrix product."""
+
+    compute: Number
+    bandwidth: Number
+    fixed_s: Number
+    tile_share: tuple[float, float, float, float]
+    """Share of ηc that tiles of 64x64, 64x128, 128x128 and 128x256 reach."""
+    extra_depth: float
+    """Prologue and epilogue of a tile, as so many more steps along k."""
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """Fitted figures of attention over new tokens."""
+
+    compute: Number
+    """Reachable share of F with heads of 128."""
+    bandwidth: Number
+    fixed_s: Number
+    diagonal: Number
+    """Cost of a pair inside the causal triangle against one behind it: 1 for kernels that skip what
+    the mask hides, more for older ones."""
+    softmax: Number
+    """Share of the softmax's exponentials that does not hide behind the matrix products."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCurve:
+    """Fitted figures of attention for one new token per request."""
+
+    bandwidth: Number
+    fixed_s: Number
+    combine_s: Number
+    """Extra time to merge the partial results once a context is long enough to be split."""
+    block_s: Number
+    """Time one SM is busy with one (request, KV head) however short its context is."""
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCurve:
+    """Fitted figures of element-wise work: norms, rotary embedding, activation, residual."""
+
+    bandwidth: Number
+    fixed_s: Number
+
+
+def gemm_s(
+    m: ArrayLike,
+    n: ArrayLike,
+    k: ArrayLike,
+    chip: Chip,
+    curve: GemmCurve,
+    *,
+    weight_bytes: float = 2.0,
+    copies: ArrayLike = 1.0,
+    warm_share: ArrayLike = 0.0,
+) -> Floats:
+    """Seconds for `copies` products (m, k) x (k, n) in one launch (an expert layer has many).
+
+    `warm_share` is the part of L2 in which a benchmark's weights survive between repetitions; serving
+    reads every layer's weights afresh, so it is 0 there.
+    """
+    rows, cols, depth, many = _floats(m), _floats(n), _floats(k), _floats(copies)
+    rate = chip.flops_per_s / chip.sm_count * curve.compute
+    stream = chip.bytes_per_s * curve.bandwidth
+    compute = _tiled_s(rows, cols, depth, many, chip.sm_count, rate, stream, curve)
+    weights = many * cols * depth * weight_bytes
+    activations = many * 2.0 * (rows * depth + rows * cols)
+    warm = _warm(weights, _floats(warm_share) * chip.l2_bytes)
+    memory = (weights * warm + activations) / stream
+    return _floats(curve.fixed_s + _corner(compute, memory, curve.p))
+
+
+def _tiled_s(
+    rows: Floats,
+    cols: Floats,
+    depth: Floats,
+    many: Floats,
+    sms: Number,
+    rate: Number,
+    stream: Number,
+    curve: GemmCurve,
+) -> Floats:
+    """The best of the tile shapes and splits along k that a kernel library would choose from."""
+    best: Floats | None = None
+    shares = dict(zip((64 * 64, 64 * 128, 128 * 128, 128 * 256), curve.tile_share, strict=True))
+    for tall, wide in GEMM_TILES:
+        tiles = many * np.ceil(rows / tall) * np.ceil(cols / wide)
+        work = 2.0 * tall * wide / (rate * shares[tall * wide])
+        for split in SPLIT_K:
+            waves = np.ceil(tiles * split / sms)
+            time = waves * work * (depth / split + curve.extra_depth)
+            if split > 1:
+                time = time + split * 4.0 * many * rows * cols / stream + 1e-6
+            best = time if best is None else np.minimum(best, time)
+    assert best is not None
+    return best
+
+
+def prefill_attention_s(
+    new: ArrayLike,
+    cached: ArrayLike,
+    heads: ArrayLike,
+    kv_heads: ArrayLike,
+    qk_dim: ArrayLike,
+    v_dim: ArrayLike,
+    chip: Chip,
+    curve: PrefillCurve,
+    *,
+    window: float | None = None,
+) -> Floats:
+    """Seconds of causal attention in one launch over chunks; the last axis of `new` and `cached` is chunks.
+
+    Query rows come in tiles of `chip.query_tile`; one SM works through the keys of one tile and head. The
+    launch ends with its longest tile, and equal tiles end in whole waves.
+    """
+    q, c = np.atleast_1d(_floats(new)), np.atleast_1d(_floats(cached))
+    tile, h, hk = _last(chip.query_tile), _last(heads), _last(kv_heads)
+    dims = _last(qk_dim) + _last(v_dim)
+    blocks_of = np.ceil(q / tile)
+    behind = c if window is None else np.minimum(c, window)
+    seen = mean_keys(q, c, window)
+    keys = behind + _last(curve.diagonal) * (seen - behind) + np.minimum(tile, KEY_TILE + q) / 2
+    reach = c + q if window is None else np.minimum(c + q, window + tile)
+    rate = chip.flops_per_s / chip.sm_count * curve.compute
+    softmax = curve.softmax * chip.flops_per_s / chip.exp_per_s
+    # ηc is quoted at heads of 128, softmax included, so that it can be compared between GPUs.
+    quoted = 512.0 / (512.0 + softmax)
+    key_s = _last(quoted / rate) * (2.0 * dims + _last(softmax)) * tile
+    block_s = np.where(q > 0, key_s * keys, 0.0)
+    total_s = (h * blocks_of * block_s).sum(axis=-1)
+    longest_s = np.where(q > 0, key_s * reach, 0.0).max(axis=-1)
+    blocks = (h * blocks_of).sum(axis=-1)
+    mean_s = total_s / np.maximum(blocks, 1.0)
+    # Tiles behind a long cached context are alike and finish wave by wave; those of a fresh prompt are
+    # unlike and fill one another's gaps.
+    alike = np.clip(mean_s / np.maximum(longest_s, 1e-30), 0.0, 1.0) ** 4
+    waves = blocks / chip.sm_count
+    filled = np.where(waves > 1.0, waves + alike * (np.ceil(waves) - waves), 1.0)
+    compute = np.maximum(filled * mean_s, longest_s)
+    moved = (q * h * dims + (c + q) * hk * dims).sum(axis=-1) * 2.0
+    memory = moved / (chip.bytes_per_s * curve.bandwidth)
+    # Each block first waits for its queries, so here the two add up instead of hiding one another.
+    return _floats(np.where(blocks > 0, curve.fixed_s + compute + memory, 0.0))
+
+
+def decode_attention_s(
+    requests: ArrayLike,
+    kv_bytes: ArrayLike,
+    mean_context: ArrayLike,
+    kv_heads: ArrayLike,
+    chip: Chip,
+    curve: DecodeCurve,
+    *,
+    flops: ArrayLike = 0.0,
+    compute: Number = 0.5,
+    warm_share: ArrayLike = 0.0,
+) -> Floats:
+    """Seconds of attention for `requests` new tokens that together read `kv_bytes` of KV.
+
+    `flops` matters for latent attention alone, whose many heads share one small cache.
+    """
+    count, moved = _floats(requests), _floats(kv_bytes)
+    warm = _warm(moved, _floats(warm_share) * chip.l2_bytes)
+    memory = moved * warm / (chip.bytes_per_s * curve.bandwidth)
+    blocks = curve.block_s * count * _floats(kv_heads) / chip.sm_count
+    math = _floats(flops) / (chip.flops_per_s * compute)
+    busy = _corner(_corner(memory, blocks, curve.p), math, curve.p)
+    split = np.clip(_floats(mean_context) / 128.0 - 1.0, 0.0, 1.0)
+    time = curve.fixed_s + curve.combine_s * split + busy
+    return _floats(np.where(count > 0, time, 0.0))
+
+
+def stream_s(moved_bytes: ArrayLike, launches: ArrayLike, chip: Chip, curve: StreamCurve) -> Floats:
+    """Seconds of element-wise work that moves so many bytes in so many launches."""
+    rate = chip.bytes_per_s * curve.bandwidth
+    return _floats(_floats(launches) * curve.fixed_s + _floats(moved_bytes) / rate)
+
+
+def mean_keys(new: Floats, cached: Floats, window: float | None) -> Floats:
+    """Mean number of keys that a new token sees: its context and itself, at most `window`."""
+    if window is None:
+        return _floats(cached + (new + 1.0) / 2.0)
+    growing = np.clip(window - cached, 0.0, new)
+    grown = growing * (cached + (growing + 1.0) / 2.0)
+    return _floats((grown + (new - growing) * window) / np.maximum(new, 1.0))
+
+
+def _corner(a: Number, b: Number, p: float) -> Floats:
+    """max(a, b) with a rounded corner."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    ratio = low / np.maximum(high, 1e-30)
+    return _floats(high * (1.0 + ratio**p) ** (1.0 / p))
+
+
+def _warm(size_bytes: Floats, kept_bytes: Number) -> Floats:
+    """Factor on the memory time of data that may still lie in the L2 cache."""
+    hit = 1.0 / (1.0 + (size_bytes / np.maximum(kept_bytes, 1.0)) ** 8)
+    return _floats(1.0 - hit * (1.0 - 1.0 / L2_SPEEDUP))
+
+
+def _floats(value: ArrayLike) -> Floats:
+    return np.asarray(value, dtype=np.float64)
+
+
+def _last(value: ArrayLike) -> Floats:
+    """Add the chunk axis to a per-step figure."""
+    array = _floats(value)
+    return array[..., None] if array.ndim else array

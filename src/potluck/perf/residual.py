@@ -1,0 +1,103 @@
+"""What a formula leaves over, as a smooth surface over two features.
+
+Kernels have habits that no short formula catches. Where a GPU was measured, the logarithm of measured over
+predicted time is kept on a coarse grid of two base-2 logarithms and interpolated bilinearly; outside the
+grid the nearest edge holds. A GPU without measurements has no such surface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from potluck.perf.step import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """`log_factor[i][j]` belongs to `x[i]`, `y[j]`, both base-2 logarithms of a feature."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    log_factor: tuple[tuple[float, ...], ...]
+
+    def factor(self, x: ArrayLike, y: ArrayLike) -> Floats:
+        """What to multiply a predicted time with; `x` and `y` are the features themselves."""
+        rows, row_share = _position(self.x, x)
+        cols, col_share = _position(self.y, y)
+        grid = np.asarray(self.log_factor)
+        low = grid[rows, cols] * (1 - col_share) + grid[rows, cols + 1] * col_share
+        high = grid[rows + 1, cols] * (1 - col_share) + grid[rows + 1, cols + 1] * col_share
+        result: Floats = np.exp(low * (1 - row_share) + high * row_share)
+        return result
+
+
+def fit_residual(
+    x: Floats,
+    y: Floats,
+    log_ratio: Floats,
+    *,
+    knots: tuple[int, int] = (10, 10),
+    smoothing: float = 1.0,
+) -> Residual:
+    """Fit a surface to log(measured / predicted), robustly: far-off rows lose their weight."""
+    xs, ys = _knots(x, knots[0]), _knots(y, knots[1])
+    design = _design(x, y, xs, ys)
+    penalty = smoothing * _roughness(len(xs), len(ys)) + 0.3 * np.eye(len(xs) * len(ys))
+    weights: Floats = np.ones(len(log_ratio))
+    grid: Floats = np.zeros(len(xs) * len(ys))
+    for _ in range(8):
+        weighted = design * weights[:, None]
+        grid = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ log_ratio), np.float64)
+        left = log_ratio - design @ grid
+        scale = max(1.4826 * float(np.median(np.abs(left))), 1e-3)
+        weights = 1.0 / np.maximum(1.0, np.abs(left) / (1.5 * scale))
+    values = grid.reshape(len(xs), len(ys)).round(4)
+    return Residual(tuple(map(float, xs)), tuple(map(float, ys)), tuple(tuple(map(float, r)) for r in values))
+
+
+def _position(
+    knots: tuple[float, ...], value: ArrayLike
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Floats]:
+    edges = np.asarray(knots)
+    at = np.clip(np.log2(np.maximum(np.asarray(value, np.float64), 1e-12)), edges[0], edges[-1])
+    index = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
+    share: Floats = (at - edges[index]) / (edges[index + 1] - edges[index])
+    return index, share
+
+
+def _knots(value: Floats, count: int) -> Floats:
+    logs = np.log2(np.maximum(value, 1e-12))
+    low, high = np.quantile(logs, [0.0, 1.0])
+    result: Floats = np.linspace(low, max(high, low + 1e-3), count).round(4)
+    return result
+
+
+def _design(x: Floats, y: Floats, xs: Floats, ys: Floats) -> Floats:
+    rows, row_share = _position(tuple(xs), x)
+    cols, col_share = _position(tuple(ys), y)
+    design = np.zeros((len(x), len(xs) * len(ys)))
+    index = np.arange(len(x))
+    for row_step in (0, 1):
+        for col_step in (0, 1):
+            share = (row_share if row_step else 1 - row_share) * (col_share if col_step else 1 - col_share)
+            design[index, (rows + row_step) * len(ys) + cols + col_step] += share
+    return design
+
+
+def _roughness(rows: int, cols: int) -> Floats:
+    """Squared differences between neighbours of the grid."""
+    size = rows * cols
+    result = np.zeros((size, size))
+    for row in range(rows):
+        for col in range(cols):
+            here = row * cols + col
+            for there in (here + cols if row + 1 < rows else None, here + 1 if col + 1 < cols else None):
+                if there is not None:
+                    result[here, here] += 1
+                    result[there, there] += 1
+                    result[here, there] -= 1
+                    result[there, here] -= 1
+    return result

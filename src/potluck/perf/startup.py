@@ -1,0 +1,99 @@
+"""How long a replica takes to start, and to stop.
+
+    start = provision a node + container and runtime + weights per node / bandwidth + engine initialisation
+
+The papers print sums, not parts. The defaults are the round numbers that meet both printed sums at once, so
+each part alone is a guess and everything is "assumed" until a fleet's own figures are put in:
+
+    CAUCHY 3.5           90 s until a new instance works (8B-class: 16 GB); 30 s for a graceful end
+    THUNDERSERVE table 4 103 +- 10 s to reload LLaMA-30B (65 GB) on nodes that run; a role flip reloads
+                         nothing, its 13 +- 2 s being the search for the new plan
+    CORAL 5.1            several minutes, dominated by node start-up, weights and graph compilation;
+                         draining takes roughly a minute
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from potluck.core.errors import InputError
+from potluck.core.plan import Confidence
+
+
+@dataclass(frozen=True, slots=True)
+class StartupCosts:
+    """What starting costs in one fleet."""
+
+    provision_s: float = 40.0
+    """From asking for a node until it runs."""
+    container_s: float = 15.0
+    """Image, container, imports, device context, network connections."""
+    load_gb_per_s: float = 0.75
+    """What one node reads weights at, from disk or network: 65 GB in the better part of 103 s."""
+    pcie_gb_per_s: float = 25.0
+    """Cap on the above, however fast the disk: four fifths of the 31.5 GB/s of one PCIe 4.0 x16 slot."""
+    engine_init_s: float = 15.0
+    """Memory profiling, graph capture, warm-up."""
+    drain_s: float = 30.0
+    """Graceful end: requests under way are finished (CAUCHY 3.5; CORAL: about a minute)."""
+    role_flip_s: float = 0.0
+    """Prefill to decode or back: the weights stay (THUNDERSERVE 3.4, table 4: 0 s of reloading)."""
+    confidence: Confidence = "assumed"
+
+    def __post_init__(self) -> None:
+        for name in ("provision_s", "container_s", "engine_init_s", "drain_s", "role_flip_s"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise InputError(f"startup: {name}", f"must not be negative, is {value}")
+        for name in ("load_gb_per_s", "pcie_gb_per_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"startup: {name}", f"must be positive, is {getattr(self, name)}")
+
+
+DEFAULT_COSTS = StartupCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class StartupTime:
+    """A start in its parts."""
+
+    provision_s: float
+    container_s: float
+    load_s: float
+    engine_init_s: float
+    confidence: Confidence
+
+    @property
+    def total_s(self) -> float:
+        return self.provision_s + self.container_s + self.load_s + self.engine_init_s
+
+
+def startup_s(weight_bytes: float, nodes: int = 1, costs: StartupCosts = DEFAULT_COSTS) -> StartupTime:
+    """From nothing to serving: nodes start side by side, each loading its equal share of the weights."""
+    load = _load_s(weight_bytes, nodes, costs)
+    return StartupTime(costs.provision_s, costs.container_s, load, costs.engine_init_s, costs.confidence)
+
+
+def reload_s(weight_bytes: float, nodes: int = 1, costs: StartupCosts = DEFAULT_COSTS) -> StartupTime:
+    """Another model or layout on nodes that already run: weights and engine, neither node nor container."""
+    return StartupTime(0.0, 0.0, _load_s(weight_bytes, nodes, costs), costs.engine_init_s, costs.confidence)
+
+
+def drain_s(costs: StartupCosts = DEFAULT_COSTS) -> float:
+    """From the last request accepted until the nodes are free."""
+    return costs.drain_s
+
+
+def role_flip_s(costs: StartupCosts = DEFAULT_COSTS) -> float:
+    """Between prefill and decode, without a reload."""
+    return costs.role_flip_s
+
+
+def _load_s(weight_bytes: float, nodes: int, costs: StartupCosts) -> float:
+    if not (isfinite(weight_bytes) and weight_bytes >= 0):
+        raise InputError("startup: weight_bytes", f"must not be negative, is {weight_bytes}")
+    if nodes < 1:
+        raise InputError("startup: nodes", f"must be at least 1, is {nodes}")
+    gb_per_s = min(costs.load_gb_per_s, costs.pcie_gb_per_s)
+    return weight_bytes / nodes / (gb_per_s * 1e9)

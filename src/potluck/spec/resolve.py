@@ -1,0 +1,182 @@
+"""From what was written to what it means: names, prices, lengths and links resolved into a `Spec`.
+
+Nothing here stops at the first complaint: a part that cannot be resolved is noted and left out, the rest
+goes on, and the notes are raised together at the end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
+from potluck.core.model import Model
+from potluck.core.types import Link, NodeType, Offer, Region, Slo
+from potluck.spec.hardware import Hardware
+from potluck.spec.problems import Loc, Problems, shown
+from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
+from potluck.spec.traffic import resolve_traffic
+from potluck.spec.values import ModelSpec, PriceNote, Spec
+
+
+def resolve(written: SpecIn, folder: Path, problems: Problems, region_names: list[str]) -> Spec:
+    """The frozen spec; raises SpecError with all problems, those found before included.
+
+    `region_names` also has the regions that were cut out as broken, which links may rightly name.
+    """
+    broken = bool(problems.found)
+    if not broken:
+        _not_empty(written, problems)
+    hardware = Hardware(problems)
+    hardware.add_gpus(written.gpus)
+    regions, notes = _regions(written.fleet.regions, hardware, problems)
+    available = [offer.available for region in regions for offer in region.offers]
+    if not broken and not problems.found and not any(available):
+        problems.add(("fleet",), "fleet has no GPUs: available is 0 everywhere")
+    links = _links(written.links, region_names, problems)
+    models = _models(written.models, folder, problems)
+    problems.raise_any()
+    used = {offer.node for region in regions for offer in region.offers}
+    return Spec(
+        models=tuple(models),
+        regions=tuple(regions),
+        node_types=tuple(node for node in hardware.nodes.values() if node.name in used),
+        links=tuple(links),
+        budget_usd_per_h=written.budget_usd_per_h,
+        price_notes=tuple(notes),
+        notes=tuple(hardware.notes),
+    )
+
+
+def _not_empty(written: SpecIn, problems: Problems) -> None:
+    lists: list[tuple[Loc, list[Any]]] = [
+        (("models",), written.models),
+        (("fleet", "regions"), written.fleet.regions),
+        *(((*region.at, "nodes"), region.nodes) for region in written.fleet.regions),
+    ]
+    for loc, entries in lists:
+        if not entries:
+            problems.add(loc, "needs at least one entry")
+
+
+def _regions(
+    written: list[RegionIn], hardware: Hardware, problems: Problems
+) -> tuple[list[Region], list[PriceNote]]:
+    regions: list[Region] = []
+    notes: list[PriceNote] = []
+    seen: set[str] = set()
+    for region in written:
+        if region.name in seen:
+            problems.add(
+                (*region.at, "name"), f"duplicate region {shown(region.name)}; put its nodes together"
+            )
+        seen.add(region.name)
+        offers: list[Offer] = []
+        for offer in region.nodes:
+            node = hardware.node(offer.node, (*offer.at, "node"))
+            if node is None:
+                continue
+            if any(node.name == other.node for other in offers):
+                problem = f"duplicate node {shown(node.name)} in {shown(region.name)}; add the counts up, or"
+                problems.add((*offer.at, "node"), f"{problem} give one a name: {{name, gpu, count}}")
+                continue
+            price = _price(offer, node, region, hardware, problems)
+            if price is not None:
+                offers.append(Offer(node.name, price[0], offer.available, offer.spot))
+                notes.append(PriceNote(region.name, node.name, price[1]))
+        regions.append(Region(region.name, tuple(offers)))
+    return regions, notes
+
+
+def _price(
+    offer: OfferIn, node: NodeType, region: RegionIn, hardware: Hardware, problems: Problems
+) -> tuple[float, str] | None:
+    """(price, where it came from); the catalog's when the spec gives none."""
+    if offer.price_usd_per_h is not None:
+        return offer.price_usd_per_h, "spec"
+    found = hardware.catalog_price(node, region.name, region.cloud, offer.spot)
+    if found is None:
+        kind = "spot price" if offer.spot else "price"
+        problem = f"is missing, and the catalog has no {kind} for {shown(node.name)}; add it"
+        problems.add((*offer.at, "price_usd_per_h"), problem)
+    return found
+
+
+def _links(written: list[LinkIn], regions: list[str], problems: Problems) -> list[Link]:
+    links: dict[tuple[str, str], Link] = {}
+    for link in written:
+        ends, locs = _ends(link)
+        unknown = [(loc, end) for loc, end in zip(locs, ends, strict=True) if end not in regions]
+        for loc, end in unknown:
+            problems.add(loc, f"unknown region {shown(end)}{did_you_mean(end, regions)}")
+        if unknown:
+            continue
+        if ends[0] == ends[1]:
+            problems.add(link.at, f"joins {shown(ends[0])} with itself; name two regions")
+            continue
+        for source, target in [ends, ends[::-1]] if link.between is not None else [ends]:
+            if (source, target) in links:
+                problems.add(link.at, f"duplicate link {source} -> {target}; keep one")
+            links[source, target] = Link(source, target, link.gbps, link.rtt_ms / 1000)
+    return list(links.values())
+
+
+def _ends(link: LinkIn) -> tuple[tuple[str, str], tuple[Loc, Loc]]:
+    if link.between is not None:
+        at = (*link.at, "between")
+        return (link.between[0], link.between[1]), ((*at, 0), (*at, 1))
+    assert link.source is not None
+    assert link.target is not None
+    return (link.source, link.target), ((*link.at, "from"), (*link.at, "to"))
+
+
+def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[ModelSpec]:
+    models: list[ModelSpec] = []
+    seen: set[str] = set()
+    for entry in written:
+        model = _model(entry, folder, problems)
+        name = entry.name or (model.name if model is not None else entry.model)
+        if name in seen:
+            problem = f"duplicate model {shown(name)}; give each its own name"
+            problems.add((*entry.at, "name" if entry.name else "model"), problem)
+        seen.add(name)
+        traffic, lengths_from = resolve_traffic(entry.traffic, name, folder, problems)
+        if model is None or traffic is None:
+            continue
+        slo = Slo(entry.slo.ttft_ms / 1000, entry.slo.tpot_ms / 1000, entry.slo.attainment)
+        models.append(ModelSpec(name, model, slo, traffic, lengths_from))
+    return models
+
+
+def _model(entry: ModelIn, folder: Path, problems: Problems) -> Model | None:
+    """A catalog name; else, or when it is written as a path, a directory or config.json beside the spec."""
+    from potluck.catalog import models as catalog
+
+    loc = (*entry.at, "model")
+    text = entry.model
+    try:
+        path = folder / text
+        if text.startswith((".", "/")) or text.endswith(".json"):
+            if path.exists():
+                return _read_config(path)
+            problems.add(loc, f"no file or directory {shown(text)} beside the spec")
+            return None
+        try:
+            return catalog.model(text)
+        except UnknownNameError:
+            if path.exists():
+                return _read_config(path)
+            raise
+    except InputError as error:
+        problems.add(loc, error.problem if error.field in ("model", "") else str(error))
+    except PotluckError as error:
+        problems.add(loc, str(error))
+    except (OSError, ValueError) as error:
+        problems.add(loc, f"cannot be read: {getattr(error, 'strerror', None) or error}")
+    return None
+
+
+def _read_config(path: Path) -> Model:
+    from potluck.catalog import huggingface
+
+    return huggingface.read_model(path)

@@ -1,0 +1,252 @@
+"""What may be written in `potluck.yaml`: names, shapes and ranges. Meaning comes later, in `resolve`.
+
+Ranges are wide: they refuse slips of the unit or the finger (a price of 3e9, a TTFT of a month), not
+unusual hardware. Lists may be empty here, since broken entries are cut out before the rest is resolved;
+`resolve` complains of those that were empty from the start. Each mapping remembers where it stood (`at`),
+so that later complaints find their line.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from potluck.spec.problems import Loc
+
+AT = "@at"
+"""Key under which the loader puts a mapping's location before it is validated."""
+
+MAX_TOKENS = 10_000_000
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+PathText = Annotated[str, Field(min_length=1, max_length=4096)]
+Tokens = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Written(BaseModel):
+    """Base of every mapping a person writes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    at: Loc = Field(default=(), validation_alias=AT, exclude=True, repr=False)
+
+
+class SloIn(Written):
+    """What users were promised."""
+
+    ttft_ms: float = Field(gt=0, le=3_600_000, validation_alias=AliasChoices("ttft_ms", "ttft"))
+    tpot_ms: float = Field(gt=0, le=600_000, validation_alias=AliasChoices("tpot_ms", "tpot"))
+    attainment: float = Field(default=0.9, gt=0, le=1)
+
+
+class LognormalIn(Written):
+    """A lognormal law cut to [min, max] tokens."""
+
+    mu: float = Field(ge=0, le=20)
+    sigma: float = Field(ge=0.001, le=4)
+    min: Tokens = 1.0
+    max: Tokens = float(MAX_TOKENS)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LognormalIn:
+        if self.min >= self.max:
+            raise ValueError(f"min must be below max, {self.min:g} is not below {self.max:g}")
+        return self
+
+
+FORMS = "{mean}, {mean, cv}, {p50, p99}, {lognormal}, {uniform} or {values, weights}"
+
+
+class LengthsIn(Written):
+    """One distribution of token counts, in one of the FORMS."""
+
+    mean: Tokens | None = None
+    cv: float | None = Field(default=None, ge=0, le=50)
+    p50: Tokens | None = None
+    p99: Tokens | None = None
+    lognormal: LognormalIn | None = None
+    uniform: list[Tokens] | None = Field(default=None, min_length=2, max_length=2)
+    values: list[Tokens] | None = Field(default=None, min_length=1)
+    weights: list[Annotated[float, Field(ge=0, le=1e12)]] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> LengthsIn:
+        given = frozenset(self.model_fields_set - {"at"})
+        allowed = (
+            {"mean"},
+            {"mean", "cv"},
+            {"p50", "p99"},
+            {"lognormal"},
+            {"uniform"},
+            {"values"},
+            {"values", "weights"},
+        )
+        if given not in [frozenset(form) for form in allowed]:
+            written = ", ".join(sorted(given)) or "nothing"
+            raise ValueError(f"must be one of {FORMS}; given is {written}")
+        if any(getattr(self, name) is None for name in given):
+            raise ValueError("has a key without a value")
+        if self.p50 is not None and self.p99 is not None and self.p99 < self.p50:
+            raise ValueError(f"p99 must not be below p50, {self.p99:g} is below {self.p50:g}")
+        if self.uniform is not None and self.uniform[0] > self.uniform[1]:
+            raise ValueError("uniform must be [low, high], its first number is above its second")
+        if self.weights is not None and self.values is not None:
+            if len(self.weights) != len(self.values):
+                raise ValueError(f"{len(self.values)} values need as many weights, not {len(self.weights)}")
+            if not sum(self.weights) > 0:
+                raise ValueError("weights must not all be 0")
+        return self
+
+
+def _bare_number(value: object) -> object:
+    """`input: 1024` is short for `input: {mean: 1024}`."""
+    return {"mean": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+LengthField = Annotated[LengthsIn | None, BeforeValidator(_bare_number)]
+
+
+class TrafficIn(Written):
+    """What users send: a rate with two distributions, or a trace."""
+
+    rate_per_s: float | None = Field(
+        default=None, ge=0, le=1e6, validation_alias=AliasChoices("rate_per_s", "rps", "qps")
+    )
+    input: LengthField = Field(
+        default=None, validation_alias=AliasChoices("input", "input_tokens", "isl", "input_length")
+    )
+    output: LengthField = Field(
+        default=None, validation_alias=AliasChoices("output", "output_tokens", "osl", "output_length")
+    )
+    trace: PathText | None = None
+    prefix_hit_share: float | None = Field(default=None, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _trace_or_lengths(self) -> TrafficIn:
+        lengths = [name for name in ("input", "output") if getattr(self, name) is not None]
+        if self.trace is not None and lengths:
+            raise ValueError(f"has both a trace and {' and '.join(lengths)}; keep one of them")
+        if self.trace is None:
+            missing = [name for name in ("input", "output") if name not in lengths]
+            if missing:
+                raise ValueError(f"needs {' and '.join(missing)} lengths, or a trace")
+            if self.rate_per_s is None:
+                raise ValueError("needs rate_per_s; only a trace brings its own rate")
+        return self
+
+
+class ModelIn(Written):
+    """A model to serve."""
+
+    model: PathText
+    name: Name | None = None
+    slo: SloIn
+    traffic: TrafficIn
+
+
+class GpuIn(Written):
+    """A GPU that the catalog does not have. Dense rates, decimal gigabytes."""
+
+    name: Name
+    fp16_tflops: float = Field(gt=0, le=1e5)
+    memory_gb: float = Field(gt=0, le=1e4)
+    bandwidth_gb_per_s: float = Field(gt=0, le=1e6)
+    fp8_tflops: float | None = Field(default=None, gt=0, le=1e6)
+    tdp_w: float | None = Field(default=None, gt=0, le=1e5)
+    sm_count: int | None = Field(default=None, gt=0, le=10_000)
+    l2_mb: float | None = Field(default=None, gt=0, le=1e5)
+    boost_ghz: float | None = Field(default=None, gt=0, le=100)
+    architecture: Name = "unknown"
+    bf16: bool = True
+
+
+class InterconnectIn(Written):
+    """How the GPUs of a node talk; bandwidth per GPU in one direction."""
+
+    kind: Literal["pcie", "nvlink", "nvswitch", "xgmi"]
+    gb_per_s: float = Field(gt=0, le=1e5)
+    latency_us: float = Field(default=10.0, ge=0, le=1e6)
+
+
+class NodeIn(Written):
+    """A machine that the catalog does not have, or one with other links."""
+
+    name: Name | None = None
+    gpu: Name
+    count: int = Field(ge=1, le=64)
+    interconnect: InterconnectIn | None = None
+    network_gbps: float | None = Field(default=None, gt=0, le=1e5)
+
+
+NODE_TAGS = ("<name>", "<type>")
+"""How pydantic tells the two kinds of `node` apart; the loader drops them from error paths."""
+
+
+def _node_kind(value: Any) -> str:
+    return NODE_TAGS[isinstance(value, dict)]
+
+
+NodeField = Annotated[
+    Annotated[Name, Tag("<name>")] | Annotated[NodeIn, Tag("<type>")], Discriminator(_node_kind)
+]
+
+
+class OfferIn(Written):
+    """Nodes of one type in one region."""
+
+    node: NodeField
+    available: int = Field(ge=0, le=1_000_000)
+    price_usd_per_h: float | None = Field(default=None, ge=0, le=100_000)
+    spot: bool = False
+
+
+class RegionIn(Written):
+    """A place with fast links inside it."""
+
+    name: Name
+    cloud: Name | None = None
+    nodes: list[OfferIn]
+
+
+class FleetIn(Written):
+    """Everything that could be rented."""
+
+    regions: list[RegionIn]
+
+
+class LinkIn(Written):
+    """A link between two regions: `between` means both directions, `from` and `to` one."""
+
+    between: list[Name] | None = Field(default=None, min_length=2, max_length=2)
+    source: Name | None = Field(default=None, validation_alias="from")
+    target: Name | None = Field(default=None, validation_alias="to")
+    gbps: float = Field(gt=0, le=1e6)
+    rtt_ms: float = Field(ge=0, le=60_000)
+
+    @model_validator(mode="after")
+    def _ends(self) -> LinkIn:
+        one_way = self.source is not None and self.target is not None
+        if one_way == (self.between is not None) or (self.source is None) != (self.target is None):
+            raise ValueError("needs between: [a, b] for both directions, or from: a and to: b for one")
+        return self
+
+
+class SpecIn(Written):
+    """The root of `potluck.yaml`."""
+
+    models: list[ModelIn]
+    fleet: FleetIn
+    gpus: list[GpuIn] = Field(default_factory=list)
+    links: list[LinkIn] = Field(default_factory=list)
+    budget_usd_per_h: float | None = Field(default=None, gt=0, le=1e9)

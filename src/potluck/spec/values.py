@@ -1,0 +1,73 @@
+"""What a spec means: frozen values with every name, price and length distribution resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from potluck.core.errors import UnknownNameError
+from potluck.core.model import Model
+from potluck.core.types import Link, NodeType, Region, Slo, Traffic
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model to serve, what its users were promised, and what they send."""
+
+    name: str
+    """The name requests use: the alias of the spec, else the model's own."""
+    model: Model
+    slo: Slo
+    traffic: Traffic
+    lengths_from: str = ""
+    """Where the lengths came from, for display: a distribution in words or a trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceNote:
+    """Where the price of an offer came from."""
+
+    region: str
+    node: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A whole `potluck.yaml`."""
+
+    models: tuple[ModelSpec, ...]
+    regions: tuple[Region, ...]
+    node_types: tuple[NodeType, ...]
+    """Every node type that some region offers, once."""
+    links: tuple[Link, ...]
+    """Directed; a link written with `between` is two of them."""
+    budget_usd_per_h: float | None = None
+    price_notes: tuple[PriceNote, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was assumed because the spec and the catalog leave it open."""
+
+    def model(self, name: str) -> ModelSpec:
+        return _named("model", name, {model.name: model for model in self.models})
+
+    def region(self, name: str) -> Region:
+        return _named("region", name, {region.name: region for region in self.regions})
+
+    def node_type(self, name: str) -> NodeType:
+        return _named("node", name, {node.name: node for node in self.node_types})
+
+    def link(self, source: str, target: str) -> Link | None:
+        """The link from one region to another; None when there is none."""
+        return next((k for k in self.links if (k.source, k.target) == (source, target)), None)
+
+    def price_source(self, region: str, node: str) -> str:
+        found = (note.source for note in self.price_notes if (note.region, note.node) == (region, node))
+        return next(found, "")
+
+
+def _named(field: str, name: str, known: dict[str, T]) -> T:
+    if name not in known:
+        raise UnknownNameError(field, name, known)
+    return known[name]

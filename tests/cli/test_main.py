@@ -1,0 +1,159 @@
+"""The entry point: help, lazy commands, and errors that never show a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+
+from potluck import __version__
+from potluck.cli import main as entry
+from potluck.cli import render
+from potluck.core.errors import CapacityError, InputError
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """A command `fail` that raises whatever is put into the list."""
+    what: list[BaseException] = []
+
+    @click.command()
+    def fail() -> None:
+        raise what[0]
+
+    monkeypatch.setattr(sys.modules[__name__], "fail", fail, raising=False)
+    monkeypatch.setitem(entry.COMMANDS, "fail", (f"{__name__}:fail", "Fails."))
+    return what
+
+
+def python(code: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], input=stdin, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_names_every_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.run([flag]) == 0
+    out = capsys.readouterr().out
+    for name, (_, line) in entry.COMMANDS.items():
+        assert name in out
+        assert line in out
+    assert "Examples:" in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_help_imports_no_command_and_no_heavy_library() -> None:
+    code = (
+        "import sys; from potluck.cli.main import run; run(['--help']);"
+        "heavy = {'numpy', 'pydantic', 'yaml', 'rich', 'highspy', 'torch', 'potluck.cli.check'};"
+        "bad = heavy & set(sys.modules);"
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["chek"], "potluck: error: no command 'chek'; did you mean 'check'? (see potluck --help)\n"),
+        (["--verson"], "potluck: error: No such option"),
+        (["init", "--forse"], "(see potluck init --help)"),
+        (["check", "a", "b"], "potluck: error: Got unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.run(arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.run([]) == 2
+    assert "Commands:" in capsys.readouterr().err
+
+
+def test_our_errors_are_lines(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+    failing.append(InputError("node", "must be\ntwo lines"))
+    assert entry.run(["fail"]) == 2
+    assert capsys.readouterr().err == "potluck: error: node: must be\npotluck: error: two lines\n"
+    failing[0] = CapacityError("does not fit")
+    assert entry.run(["fail"]) == 2
+    assert capsys.readouterr().err == "potluck: error: does not fit\n"
+
+
+def test_a_bug_is_one_line_unless_asked(
+    failing: list[BaseException], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("POTLUCK_DEBUG", raising=False)
+    failing.append(ZeroDivisionError("oh\nno"))
+    assert entry.run(["fail"]) == 70
+    error = capsys.readouterr().err
+    assert error.startswith("potluck: internal error: ZeroDivisionError: oh no (run with POTLUCK_DEBUG=1")
+    assert error.count("\n") == 1
+    monkeypatch.setenv("POTLUCK_DEBUG", "1")
+    assert entry.run(["fail"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupts(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
+    failing.append(KeyboardInterrupt())
+    assert entry.run(["fail"]) == 130
+    assert capsys.readouterr().err.strip() == "potluck: interrupted"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = "import sys; from potluck.cli.main import main; sys.argv = ['potluck', '--help']; main()"
+    shell = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert shell.stdout is not None
+    assert shell.stderr is not None
+    shell.stdout.close()
+    error = shell.stderr.read().decode()
+    shell.stderr.close()
+    shell.wait()
+    assert error == ""
+
+
+def test_numbers() -> None:
+    assert [render.seconds(s) for s in (0, 2.5e-5, 0.0123, 0.99996, 1.5, 90, 600, 36000)] == [
+        "0 µs",
+        "25.0 µs",
+        "12.3 ms",
+        "1.00 s",
+        "1.50 s",
+        "90.0 s",
+        "10.0 min",
+        "10.0 h",
+    ]
+    assert [render.count(n) for n in (1234567, 6.4, 0, 123.4)] == ["1,234,567", "6.40", "0", "123"]
+    assert [render.short(n) for n in (8.03e9, 999_999, 12)] == ["8.03 B", "1.00 M", "12"]
+    assert [render.usd(x) for x in (2.69, 1234.5, 0.00123, 0)] == ["$2.69", "$1,234.50", "$0.00123", "$0.00"]
+    assert [render.bytes_(x) for x in (16.06e9, 10, 1500)] == ["16.1 GB", "10 B", "1.50 kB"]
+    assert [render.percent(x) for x in (0.9, 1, 0)] == ["90.0 %", "100 %", "0 %"]
+
+
+def test_tables_off_a_terminal_are_plain_and_wide(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    render.table("Things", ["name", "size"], [("[bold]x", "12 ms"), ("y" * 60, "3 ms"), ("z", None)])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert "[bold]x" in out
+    assert "y" * 60 in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    render.emit_json({"a": [1, "µ"]})
+    assert json.loads(capsys.readouterr().out) == {"a": [1, "µ"]}
+    with pytest.raises(ValueError):
+        render.emit_json({"a": float("nan")})

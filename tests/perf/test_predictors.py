@@ -1,0 +1,159 @@
+"""CRONUS's predictors on CAUCHY's closed form, and on steps put together from measured operators."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import InputError
+from potluck.core.types import Gpu
+from potluck.perf.cauchy import CauchyModel, CauchyTimer
+from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, chunked_prefill_s
+from potluck.perf.step import steps
+
+LLAMA3_8B = CauchyModel(l=32, h=4096, n=32, s=128, k=8, i=14336, v=128256, d=2.0)
+A30 = CauchyTimer(LLAMA3_8B, Gpu("A30", 165, 24, 933))
+A100 = CauchyTimer(LLAMA3_8B, Gpu("A100", 312, 80, 2039))
+
+DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
+needs_data = pytest.mark.skipif(
+    not (DATA / "measured").is_dir(), reason="measured data is not here; point POTLUCK_DATA at it"
+)
+
+
+def test_partial_prefill_of_the_closed_form_is_nearly_a_line():
+    """Paper, measured on an A30: R^2 0.993, mean error 7.4 %. The closed form bends more, having no floor."""
+    predictor = PartialPrefillPredictor.from_timer(A30)
+    assert predictor.r2 == pytest.approx(0.9969, abs=5e-4)
+    assert predictor.mape == pytest.approx(0.121, abs=2e-3)
+    short = PartialPrefillPredictor.from_timer(A30, lengths=np.arange(128, 2049, 128))
+    assert short.r2 > 0.999
+    assert short.mape < 0.03
+    relative = PartialPrefillPredictor.from_timer(A30, weights="relative")
+    assert relative.mape < predictor.mape
+
+
+def test_chunked_iterations_of_the_closed_form_are_nearly_a_plane():
+    """Paper, measured on an A100 at 512 tokens: R^2 0.990, mean error 0.8 %.
+
+    What is left is that more decodes leave a smaller chunk; with one number of decodes nothing is.
+    """
+    predictor = ChunkedIterationPredictor.from_timer(A100)
+    assert predictor.r2 == pytest.approx(0.955, abs=2e-3)
+    assert predictor.mape == pytest.approx(0.023, abs=1e-3)
+    same = ChunkedIterationPredictor.from_timer(A100, decodes=16)
+    assert same.mape < 1e-9
+    assert same.k_ctxd == pytest.approx(LLAMA3_8B.c4 / 2039e9)
+
+
+def test_a_line_and_a_plane_are_recovered():
+    lengths = np.arange(1, 20) * 100.0
+    line = PartialPrefillPredictor.fit(np.column_stack([lengths, 2e-4 * lengths + 0.01]))
+    assert (line.k_p, line.b_p) == pytest.approx((2e-4, 0.01))
+    assert line.seconds([0, 1000]) == pytest.approx([0.01, 0.21])
+    contexts = np.array(
+        [(p, d, 1e-6 * p + 2e-7 * d + 0.04) for p in (0, 512, 2048) for d in (0, 9000, 30000)]
+    )
+    plane = ChunkedIterationPredictor.fit(contexts)
+    assert (plane.k_ctxp, plane.k_ctxd, plane.b_c) == pytest.approx((1e-6, 2e-7, 0.04))
+    assert plane.seconds(1000, np.array([0, 10000])) == pytest.approx([0.041, 0.043])
+    assert plane.r2 == pytest.approx(1)
+
+
+def test_times_are_never_negative():
+    assert PartialPrefillPredictor(1e-4, -1.0, 1, 0).seconds(10) == 0
+    assert ChunkedIterationPredictor(1e-6, 1e-6, -1.0, 1, 0).seconds(10, 10) == 0
+
+
+@given(n_iter=st.integers(1, 50), start=st.integers(0, 5000), chunk=st.integers(1, 2048))
+def test_equation_1_is_the_sum_of_the_iterations(n_iter, start, chunk):
+    predictor = ChunkedIterationPredictor(2e-6, 3e-7, 0.05, 1, 0)
+    each = predictor.seconds(start + chunk * np.arange(n_iter), 10_000)
+    assert chunked_prefill_s(n_iter, each[0], each[-1]) == pytest.approx(each.sum())
+
+
+def test_a_prompt_in_chunks_is_predicted_as_the_timer_sums_it():
+    predictor = ChunkedIterationPredictor.from_timer(A100)
+    contexts = np.arange(8) * (512.0 - 16)
+    timed = A100.step_s(steps(np.full(8, 512.0 - 16), contexts, 16, 16 * 1024)).sum()
+    first, last = predictor.seconds(contexts[[0, -1]], 16 * 1024)
+    assert chunked_prefill_s(8, first, last) == pytest.approx(timed, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda: PartialPrefillPredictor.fit([[1.0, 2.0, 3.0]]), "rows of tokens and seconds"),
+        (lambda: PartialPrefillPredictor.fit([[1.0, 0.1], [2.0, 0.2]]), "too few"),
+        (lambda: PartialPrefillPredictor.fit([[1.0, 0.1], [2.0, -0.2], [3.0, 0.2]]), "not positive"),
+        (lambda: ChunkedIterationPredictor.fit([[1.0, 2.0]]), "rows of prefill context"),
+        (lambda: ChunkedIterationPredictor.from_timer(A100, budget_tokens=64), "no room beside 64"),
+        (lambda: chunked_prefill_s(-1, 1.0, 1.0), "n_iter"),
+    ],
+)
+def test_bad_points_are_refused(call, problem):
+    with pytest.raises(InputError, match=problem):
+        call()
+
+
+@needs_data
+def test_partial_prefill_on_a_measured_a30():
+    """Qwen2-7B's operators on an A30, added up to whole prefills: as good as the paper's 0.993, 7.4 %."""
+    pd = pytest.importorskip("pandas")
+    attention = pd.read_parquet(DATA / "measured" / "vidurfork_a30_qwen2_7b_attention.parquet")
+    dense = pd.read_parquet(DATA / "measured" / "vidurfork_a30_qwen2_7b_mlp.parquet")
+    dense = dense.groupby("num_tokens").median(numeric_only=True)
+    dense.columns = [name.removeprefix("time_stats.").removesuffix(".median") for name in dense.columns]
+    # A third of the qkv projections read 2 us whatever their size: the timer missed the kernel.
+    dense.loc[dense["attn_pre_proj"] < 0.03, "attn_pre_proj"] = np.nan
+    prefill = attention[attention.is_prefill & (attention.kv_cache_size == 0)]
+    prefill = prefill.groupby("prefill_chunk_size").median(numeric_only=True)
+    tokens = prefill.index.to_numpy(float)
+    layer_ms = (
+        prefill["time_stats.attn_prefill.median"] + prefill["time_stats.attn_kv_cache_save.median"]
+    ).to_numpy()
+    parts = ["input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj", "post_attention_layernorm"]
+    for part in [*parts, "mlp_up_proj", "mlp_act", "mlp_down_proj", "add", "add"]:
+        curve = dense[part].dropna()
+        layer_ms = layer_ms + np.interp(tokens, curve.index.to_numpy(float), curve.to_numpy())
+    points = np.column_stack([tokens, 28 * layer_ms * 1e-3])
+    short = PartialPrefillPredictor.fit(points[tokens <= 2048])
+    assert short.r2 == pytest.approx(0.994, abs=0.001)
+    assert short.mape == pytest.approx(0.075, abs=0.002)
+    whole = PartialPrefillPredictor.fit(points)
+    assert whole.r2 == pytest.approx(0.9975, abs=0.001)
+    assert whole.mape == pytest.approx(0.084, abs=0.002)
+
+
+@needs_data
+def test_chunked_iterations_on_a_measured_rtx_4090():
+    """Llama-3.1-8B, 512 new tokens beside decodes. The paper's A100 gave R^2 0.990 and 0.8 %.
+
+    Here a plane explains less (R^2 0.89, 2.8 %): in the same kernel many short decodes and few long ones of
+    the same total context take different times, and that total is all the predictor sees.
+    """
+    pd = pytest.importorskip("pandas")
+    name = "llmservingsim_rtx4090_llama31_8b_{}.parquet"
+    attention, dense, heads = (
+        pd.read_parquet(DATA / "measured" / name.format(part))
+        for part in ("attention", "dense", "per_sequence")
+    )
+    layers = dict.fromkeys(("act_fn", "down_proj", "gate_up_proj", "o_proj", "qkv_proj", "rotary_emb"), 32)
+    layers |= {"layernorm": 64, "final_layernorm": 1, "embedding": 1}
+    at_budget = dense[dense.tokens == 512].set_index("layer").time_us
+    dense_us = sum(count * at_budget[layer] for layer, count in layers.items())
+    total = attention.kv_decode * attention.n_decode
+    # What fits beside 16 GB of weights in 24 GB: about 42,000 tokens of KV.
+    held = attention.kv_prefill + total <= 42_000
+    rows = (attention.prefill_chunk == 512) & (attention.n_decode > 0) & (attention.kv_prefill <= 8192) & held
+    some = attention[rows]
+    head = heads[heads.layer == "lm_head"].sort_values("sequences")
+    head_us = np.interp(some.n_decode + 1, head.sequences, head.time_us)
+    seconds = (32 * some.time_us + dense_us + head_us) * 1e-6
+    predictor = ChunkedIterationPredictor.fit(np.column_stack([some.kv_prefill, total[rows], seconds]))
+    assert len(some) > 700
+    assert predictor.r2 == pytest.approx(0.893, abs=0.005)
+    assert predictor.mape == pytest.approx(0.028, abs=0.002)

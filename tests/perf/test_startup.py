@@ -1,0 +1,62 @@
+"""Start-up times against the sums that the papers print."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import InputError
+from potluck.perf.startup import StartupCosts, drain_s, reload_s, role_flip_s, startup_s
+
+LLAMA_8B_BYTES = 8.03e9 * 2
+LLAMA_30B_BYTES = 32.5e9 * 2
+LLAMA_70B_BYTES = 70.6e9 * 2
+
+
+def test_cauchys_90_seconds_for_a_new_instance():
+    assert startup_s(LLAMA_8B_BYTES).total_s == pytest.approx(90, rel=0.05)
+    assert drain_s() == 30
+
+
+def test_thunderserves_103_seconds_of_reloading():
+    assert reload_s(LLAMA_30B_BYTES).total_s == pytest.approx(103, abs=10)
+
+
+def test_corals_several_minutes_for_a_large_model():
+    assert 180 <= startup_s(LLAMA_70B_BYTES).total_s <= 600
+
+
+def test_a_role_flip_reloads_nothing():
+    assert role_flip_s() == 0
+
+
+def test_parts_add_up_and_carry_their_confidence():
+    time = startup_s(10e9, 2, StartupCosts(1, 2, 0.5, 25, 4, confidence="measured"))
+    assert (time.provision_s, time.container_s, time.load_s, time.engine_init_s) == (1, 2, 10, 4)
+    assert time.total_s == 17
+    assert time.confidence == "measured"
+    assert startup_s(1e9).confidence == "assumed"
+    assert reload_s(10e9, 2, StartupCosts(1, 2, 0.5, 25, 4)).total_s == 14
+
+
+def test_a_fast_disk_is_capped_by_pcie():
+    assert startup_s(50e9, costs=StartupCosts(load_gb_per_s=100)).load_s == pytest.approx(2.0)
+
+
+@given(weight_bytes=st.floats(0, 1e13), nodes=st.integers(1, 64))
+def test_more_nodes_never_load_slower_and_more_weights_never_faster(weight_bytes, nodes):
+    assert startup_s(weight_bytes, nodes + 1).total_s <= startup_s(weight_bytes, nodes).total_s
+    assert startup_s(weight_bytes, nodes).total_s <= startup_s(weight_bytes * 1.5, nodes).total_s
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: startup_s(-1.0), "weight_bytes"),
+        (lambda: startup_s(1.0, 0), "nodes"),
+        (lambda: StartupCosts(provision_s=-1), "provision_s"),
+        (lambda: StartupCosts(load_gb_per_s=0), "load_gb_per_s"),
+    ],
+)
+def test_bad_values_name_their_field(call, field):
+    with pytest.raises(InputError, match=field):
+        call()

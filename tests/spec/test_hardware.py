@@ -1,0 +1,113 @@
+"""GPUs and nodes of the spec's own, and prices from the catalog."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from spec_texts import GOOD, changed, complaint, good
+
+from potluck.catalog import nodes, prices
+
+OWN = "gpus:\n  - {name: MyGPU, fp16_tflops: 200, memory_gb: 48, bandwidth_gb_per_s: 1000, sm_count: 99}\n"
+
+
+def test_a_gpu_of_its_own_by_name_and_as_a_mapping() -> None:
+    spec = good(OWN + changed("2xL40S", "2xMyGPU").replace("1xL4\n", "{gpu: MyGPU, count: 1}\n"))
+    two, one = spec.node_types[:2]
+    assert (two.name, two.gpus, one.name, one.gpus) == ("2xMyGPU", 2, "1xMyGPU", 1)
+    assert two.gpu.sm_count == 99
+    assert two.interconnect.kind == "pcie"
+    assert one.interconnect.kind == "none"
+    assert spec.notes == (
+        "2xMyGPU: interconnect assumed PCIe, 25 GB/s per GPU",
+        "2xMyGPU: network assumed 10 Gbps",
+        "1xMyGPU: network assumed 10 Gbps",
+    )
+
+
+def test_a_misspelt_own_gpu_is_suggested() -> None:
+    assert "unknown GPU 'MyGPUU'; did you mean 'MyGPU'?" in complaint(OWN + changed("2xL40S", "2xMyGPUU"))
+
+
+def test_an_own_gpu_may_not_pass_for_another() -> None:
+    said = complaint(OWN.replace("MyGPU", "l40s") + GOOD)
+    assert "potluck.yaml:2: gpus[0].name: 'L40S' is in the catalog; choose another name" in said
+    assert "gpus[1].name: duplicate GPU 'MyGPU'" in complaint(OWN + OWN.split("\n", 1)[1] + GOOD)
+
+
+def test_a_node_takes_what_it_leaves_out_from_the_catalog() -> None:
+    spec = good(changed("2xL40S", "{gpu: l40s, count: 2, network_gbps: 7}"))
+    listed = nodes.node_type("2xL40S")
+    assert spec.node_types[0].name == "2xL40S"
+    assert spec.node_types[0].interconnect == listed.interconnect
+    assert spec.node_types[0].network_gbps == 7
+    assert spec.notes == ()
+    link = "{name: odd, gpu: L40S, count: 3, interconnect: {kind: nvlink, gb_per_s: 50, latency_us: 3}}"
+    odd = good(changed("2xL40S", link)).node_type("odd")
+    assert (odd.gpus, odd.interconnect.kind, odd.interconnect.gb_per_s) == (3, "nvlink", 50)
+    assert odd.interconnect.latency_s == pytest.approx(3e-6)
+
+
+def test_one_name_means_one_machine() -> None:
+    text = changed("8xH100", "{name: 2xL40S, gpu: L40S, count: 2, network_gbps: 7}")
+    assert "'2xL40S' means two different machines here; give this one its own name" in complaint(text)
+
+
+def test_prices_come_from_the_catalog_when_left_out() -> None:
+    text = changed("          price_usd_per_h: 3.5\n", "")
+    spec = good(text)
+    cheapest = prices.price_usd_per_h("2xL40S")
+    assert spec.regions[0].offers[0].price_usd_per_h == cheapest.price_usd_per_h
+    assert "the cheapest listed" in spec.price_source("east", "2xL40S")
+    assert cheapest.date in spec.price_source("east", "2xL40S")
+
+
+def test_a_region_that_the_catalog_knows_brings_its_own_price() -> None:
+    text = GOOD.replace("east", "us-east-1").replace("          price_usd_per_h: 0.8\n", "")
+    known = prices.price_usd_per_h("1xL4", "us-east-1")
+    for spec in (good(text), good(text.replace("name: us-east-1", "name: us-east-1\n      cloud: aws"))):
+        assert spec.regions[0].offers[1].price_usd_per_h == known.price_usd_per_h
+        assert spec.price_source("us-east-1", "1xL4").startswith("catalog: aws/us-east-1 (")
+        assert "cheapest" not in spec.price_source("us-east-1", "1xL4")
+    spot = good(text.replace("available: 2", "available: 2\n          spot: true"))
+    assert spot.regions[0].offers[1].spot
+    assert spot.regions[0].offers[1].price_usd_per_h < known.price_usd_per_h
+
+
+def test_a_price_that_nobody_knows_must_be_given() -> None:
+    text = OWN + changed("2xL40S", "2xMyGPU").replace("          price_usd_per_h: 3.5\n", "")
+    said = complaint(text)
+    assert "price_usd_per_h: is missing, and the catalog has no price for '2xMyGPU'; add it" in said
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("written", ["tiny", "./tiny", "tiny/config.json"])
+def test_a_model_beside_the_spec(written: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    path = tmp_path / "tiny" / "config.json"
+    path.write_text(json.dumps(CONFIG), "utf-8")
+    text = changed("model: Llama-3.1-8B\n    name: chat", f"model: {written}")
+    assert good(text, tmp_path).models[0].model.layer_count == 4
+    path.write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "num_hidden_layers"}), "utf-8")
+    said = complaint(text, tmp_path)
+    assert said.startswith("potluck.yaml:2: models[0].model: ")
+    assert "num_hidden_layers" in said
+
+
+def test_the_hugging_face_id_of_a_catalog_model() -> None:
+    assert good(changed("Llama-3.1-8B", "meta-llama/Llama-3.1-8B")).models[0].model.name == "Llama-3.1-8B"

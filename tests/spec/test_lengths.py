@@ -1,0 +1,164 @@
+"""Distributions become bins: means are kept, tails are resolved, nothing is drawn at random."""
+
+from __future__ import annotations
+
+from math import exp, log, sqrt
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_texts import changed, good
+
+from potluck.core.errors import InputError
+from potluck.spec import lengths
+from potluck.spec.lengths import Group
+from potluck.spec.schema import LengthsIn
+from potluck.spec.traffic import cut, describe
+
+
+def mean(groups: list[Group]) -> float:
+    return sum(share * tokens for share, tokens in groups)
+
+
+def cut_of(groups: int = 16, **written: object) -> list[Group]:
+    return cut(LengthsIn.model_validate(written), groups)
+
+
+def sound(groups: list[Group], most: int) -> None:
+    assert 1 <= len(groups) <= most
+    assert sum(share for share, _ in groups) == pytest.approx(1, abs=1e-12)
+    assert all(share > 0 and tokens > 0 for share, tokens in groups)
+    assert [tokens for _, tokens in groups] == sorted(tokens for _, tokens in groups)
+
+
+def test_the_truncated_lognormal_of_prfaas_has_a_mean_of_27k() -> None:
+    groups = cut_of(lognormal={"mu": 9.90, "sigma": 1.00, "min": 128, "max": 131072})
+    sound(groups, 16)
+    law = lengths.lognormal(9.90, 1.00, 128, 131072)
+    x = np.exp(np.linspace(log(128), log(131072), 400_001))
+    density = np.exp(-((np.log(x) - 9.9) ** 2) / 2)
+    integral = float(np.trapezoid(x * density, np.log(x)) / np.trapezoid(density, np.log(x)))
+    assert law.mean == pytest.approx(integral, rel=1e-6)
+    assert mean(groups) == pytest.approx(integral, rel=1e-6)
+    assert 26_500 < mean(groups) < 28_500
+
+
+tokens = st.floats(1, 1e6)
+
+
+@given(tokens, st.floats(0, 50), st.sampled_from([1, 4, 16]))
+def test_mean_and_cv(average: float, cv: float, number: int) -> None:
+    groups = cut_of(number, mean=average, cv=cv)
+    sound(groups, number)
+    assert mean(groups) == pytest.approx(average, rel=1e-6)
+
+
+@given(tokens, st.floats(1, 10_000))
+def test_median_and_p99(p50: float, ratio: float) -> None:
+    groups = cut_of(p50=p50, p99=p50 * ratio if p50 * ratio < 1e7 else p50)
+    sound(groups, 16)
+    p99 = p50 * ratio if p50 * ratio < 1e7 else p50
+    sigma = log(p99 / p50) / lengths.Z99
+    assert mean(groups) == pytest.approx(p50 * exp(sigma**2 / 2), rel=1e-6)
+
+
+@given(tokens, st.floats(0, 1e6))
+def test_uniform(low: float, width: float) -> None:
+    groups = cut_of(uniform=[low, low + width])
+    sound(groups, 16)
+    assert mean(groups) == pytest.approx(low + width / 2, rel=1e-6)
+
+
+@given(
+    st.floats(0, 15), st.floats(0.05, 4), st.floats(0, 12), st.floats(0.01, 6), st.sampled_from([1, 4, 16])
+)
+def test_truncated_lognormal(mu: float, sigma: float, low: float, width: float, number: int) -> None:
+    a, b = exp(low), min(exp(low + width), 1e7)
+    try:
+        law = lengths.lognormal(mu, sigma, a, b)
+    except InputError:
+        # Almost no mass between the two; the message has its own test.
+        return
+    assert a <= law.mean <= b
+    groups = lengths.cut_law(law, number)
+    sound(groups, number)
+    assert mean(groups) == pytest.approx(law.mean, rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9)), min_size=1, max_size=80))
+def test_values_with_weights(pairs: list[tuple[int, int]]) -> None:
+    values, weights = [float(v) for v, _ in pairs], [float(w) for _, w in pairs]
+    if not sum(weights):
+        weights = [1.0] * len(values)
+    groups = cut_of(values=values, weights=weights)
+    sound(groups, 16)
+    assert mean(groups) == pytest.approx(np.average(values, weights=weights), rel=1e-9)
+
+
+def test_few_values_stay_what_they_are() -> None:
+    assert cut_of(values=[300, 100, 100], weights=[1, 1, 2]) == [(0.75, 100.0), (0.25, 300.0)]
+    assert cut_of(mean=1024) == cut_of(mean=1024, cv=0) == [(1.0, 1024.0)]
+    assert cut_of(p50=7, p99=7)[0][1] == pytest.approx(7)
+    assert cut_of(uniform=[5, 5]) == [(1.0, 5.0)]
+
+
+def test_no_group_holds_more_than_its_part_of_requests_or_tokens() -> None:
+    groups = cut_of(mean=2000, cv=3)
+    assert max(share for share, _ in groups) <= 2 / 16 + 1e-9
+    assert max(share * tokens for share, tokens in groups) / 2000 <= 2 / 16 + 1e-9
+    # The law is still visible: shares below the median add up to about a half.
+    median = 2000 / sqrt(10)
+    below = sum(share for share, tokens in groups if tokens < median)
+    assert abs(below - 0.5) < 0.13
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 900)), min_size=1, max_size=200),
+)
+def test_joint_bins_keep_means(rows: list[tuple[int, int]]) -> None:
+    x, y = [a for a, _ in rows], [b for _, b in rows]
+    bins = lengths.joint_bins(x, y)
+    assert len(bins) <= lengths.INPUT_GROUPS * lengths.OUTPUT_GROUPS
+    assert sum(b.share for b in bins) == pytest.approx(1)
+    assert sum(b.share * b.input_tokens for b in bins) == pytest.approx(np.mean(x), rel=1e-9)
+    assert sum(b.share * b.output_tokens for b in bins) == pytest.approx(np.mean(y), rel=1e-9)
+    assert bins == lengths.joint_bins(x, y)
+
+
+def test_joint_bins_keep_correlation() -> None:
+    x = np.arange(1, 2001)
+    bins = lengths.joint_bins(x, 3 * x)
+    assert all(b.output_tokens == pytest.approx(3 * b.input_tokens) for b in bins)
+    seen = sum(b.share * b.input_tokens * b.output_tokens for b in bins)
+    assert seen == pytest.approx(float(np.mean(3.0 * x * x)), rel=0.01)
+
+
+def test_no_requests() -> None:
+    with pytest.raises(InputError, match="has no requests"):
+        lengths.joint_bins([], [])
+
+
+FORMS = [
+    ("{mean: 1024}", 1024, "fixed 1024"),
+    ("{mean: 1024, cv: 2}", 1024, "lognormal mean 1024 cv 2"),
+    ("{p50: 100, p99: 1000}", 100 * exp((log(10) / lengths.Z99) ** 2 / 2), "lognormal p50 100 p99 1000"),
+    ("{uniform: [10, 30]}", 20, "uniform 10-30"),
+    ("{values: [1, 9]}", 5, "2 values"),
+    ("{values: [1, 9], weights: [3, 1]}", 3, "2 values"),
+    ("{lognormal: {mu: 5, sigma: 0.5}}", exp(5 + 0.125), "lognormal(5, 0.5) on [1, 1e+07]"),
+    ("77", 77, "fixed 77"),
+]
+
+
+@pytest.mark.parametrize(("text", "average", "words"), FORMS)
+def test_every_written_form(text: str, average: float, words: str) -> None:
+    model = good(changed("input: 1024", f"input: {text}")).models[0]
+    assert model.traffic.mean_input_tokens == pytest.approx(average, rel=1e-6)
+    assert model.traffic.mean_output_tokens == pytest.approx(200, rel=1e-6)
+    assert model.lengths_from.startswith(words)
+    assert len(model.traffic.lengths) <= 64
+
+
+def test_words_for_a_fixed_length() -> None:
+    assert describe(LengthsIn(mean=5)) == "fixed 5"
