@@ -40,10 +40,10 @@ def decode(kind: type[T], data: object, path: str = "") -> T:
     return cast(T, _decode(kind, data, path))
 
 
-def dumps(value: object, *, format_name: str, version: int) -> str:
-    """A file's text: the envelope and the value."""
+def dumps(value: object, *, format_name: str, version: int, indent: int | None = 1) -> str:
+    """A file's text: the envelope and the value; without `indent` it stands on one line."""
     document = {"format": format_name, "version": version, "value": encode(value)}
-    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+    return json.dumps(document, indent=indent, allow_nan=False) + "\n"
 
 
 def loads(kind: type[T], text: str, *, format_name: str, version: int) -> T:

@@ -35,6 +35,10 @@ from potluck.perf.residual import Residual, fit_residual
 from potluck.perf.step import Floats
 
 Key = tuple[str, str]
+SOFTMAX = 0.6
+"""Share of the exponentials that is not hidden. Fitted freely it comes out near 1.7, because heads of 64 are
+slow for other reasons too; then FlashAttention-3, which hides them best, seems to beat the data sheet. At 0.6
+attention reaches about the same share of the matrix rate on all GPUs, which is what carries over."""
 REFERENCE = "aiconfigurator"
 """The harness that runs current vLLM kernels: what is served is predicted as it would measure."""
 SERVING: dict[Operator, tuple[str, ...]] = {
@@ -45,7 +49,7 @@ SERVING: dict[Operator, tuple[str, ...]] = {
 }
 START: dict[Operator, tuple[Floats, Floats]] = {  # logarithms of (shared shapes, scales)
     "gemm": (np.log([0.9, 0.95, 0.97, 100.0, 2.5]), np.log([0.8, 0.85, 3e-6])),
-    "prefill": (np.log([1.0]), np.log([0.6, 0.8, 1e-5, 1.5])),
+    "prefill": (np.zeros(0), np.log([0.6, 0.8, 1e-5, 1.5])),
     "decode": (np.log([2.0]), np.log([0.85, 1.1e-5, 4e-6, 4e-6])),
     "stream": (np.zeros(0), np.log([0.8, 2e-6])),
 }
@@ -97,7 +101,7 @@ def formula(rows: Rows, chip: Chip, shapes: Floats, scale: Floats) -> Floats:
     count, heads, dim = column["requests"], column["heads"], column["head_dim"]
     if rows.operator == "prefill":
         diagonal = np.where(rows.harness == "vidur", scale[3], 1.0)
-        prefill = PrefillCurve(scale[0], scale[1], scale[2], diagonal, float(shapes[0]))
+        prefill = PrefillCurve(scale[0], scale[1], scale[2], diagonal, SOFTMAX)
         new, cached = column["new"][:, None], column["cached"][:, None]
         kv_heads = column["kv_heads"] * count
         return prefill_attention_s(new, cached, heads * count, kv_heads, dim, dim, chip, prefill)
@@ -107,14 +111,15 @@ def formula(rows: Rows, chip: Chip, shapes: Floats, scale: Floats) -> Floats:
     return decode_attention_s(count, moved, column["cached"], kv_heads, chip, decode, warm_share=rows.warm)
 
 
-def features(rows: Rows) -> tuple[Floats, Floats]:
-    """The two features of an operator's residual surface; `perf.roofline` uses the same."""
+def features(rows: Rows) -> tuple[Floats, Floats, Floats]:
+    """The three features of an operator's residual surface; `perf.roofline` uses the same."""
     column = rows.columns
     if rows.operator == "gemm":
-        return column["m"], column["n"] * column["k"]
+        return column["m"], column["n"] * column["k"], column["n"] / column["k"]
+    heads, kv_heads = column["requests"] * column["heads"], column["requests"] * column["kv_heads"]
     if rows.operator == "prefill":
-        return column["new"], column["requests"] * column["heads"]
-    return rows.work, column["requests"] * column["kv_heads"]
+        return column["new"], heads, column["head_dim"] / 128.0
+    return rows.work, kv_heads, heads / kv_heads
 
 
 def fit_operator(rows: Rows, chips: dict[str, Chip], *, sample: int = 600, seed: int = 1) -> OperatorFit:
@@ -215,7 +220,7 @@ def build(
         tile_share=(float(gemm[0]), float(gemm[1]), float(gemm[2]), 1.0),
         extra_depth=float(gemm[3]),
         gemm_p=float(gemm[4]),
-        softmax=float(np.exp(fits["prefill"].shapes[0])),
+        softmax=SOFTMAX,
         decode_p=float(np.exp(fits["decode"].shapes[0])),
     )
     measured = {entry.gpu for entry in entries}
@@ -243,7 +248,7 @@ def fit_residuals(rows: Rows, fit: OperatorFit, chips: dict[str, Chip]) -> dict[
     for gpu, harness in fit.scales:
         part = rows.where((rows.gpu == gpu) & (rows.harness == harness))
         ratio = np.log(part.seconds / fit.predict(part, chips))
-        knots = (24, 16) if rows.operator == "decode" else (14, 12)
+        knots = (20, 12) if rows.operator == "decode" else (12, 10)
         found[gpu, harness] = fit_residual(*features(part), ratio, knots=knots)
     return found
 

@@ -65,7 +65,6 @@ class PrefillCurve:
     """Fitted figures of attention over new tokens."""
 
     compute: Number
-    """Reachable share of F with heads of 128."""
     bandwidth: Number
     fixed_s: Number
     diagonal: Number
@@ -176,9 +175,7 @@ def prefill_attention_s(
     reach = c + q if window is None else np.minimum(c + q, window + tile)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     softmax = curve.softmax * chip.flops_per_s / chip.exp_per_s
-    # ηc is quoted at heads of 128, softmax included, so that it can be compared between GPUs.
-    quoted = 512.0 / (512.0 + softmax)
-    key_s = _last(quoted / rate) * (2.0 * dims + _last(softmax)) * tile
+    key_s = _last(1.0 / rate) * (2.0 * dims + _last(softmax)) * tile
     block_s = np.where(q > 0, key_s * keys, 0.0)
     total_s = (h * blocks_of * block_s).sum(axis=-1)
     longest_s = np.where(q > 0, key_s * reach, 0.0).max(axis=-1)

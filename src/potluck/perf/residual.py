@@ -2,7 +2,7 @@
 
 Kernels have habits that no short formula catches. Where a GPU was measured, the logarithm of measured over
 predicted time is kept on a coarse grid of two base-2 logarithms and interpolated bilinearly; outside the
-grid the nearest edge holds. A GPU without measurements has no such surface.
+grid the nearest edge holds. A third feature enters as a power. A GPU that was not measured has no surface.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ class Residual:
     x: tuple[float, ...]
     y: tuple[float, ...]
     log_factor: tuple[tuple[float, ...], ...]
+    z_power: float = 0.0
 
-    def factor(self, x: ArrayLike, y: ArrayLike) -> Floats:
-        """What to multiply a predicted time with; `x` and `y` are the features themselves."""
+    def factor(self, x: ArrayLike, y: ArrayLike, z: ArrayLike = 1.0) -> Floats:
+        """What to multiply a predicted time with; `x`, `y` and `z` are the features themselves."""
         rows, row_share = _position(self.x, x)
         cols, col_share = _position(self.y, y)
         grid = np.asarray(self.log_factor)
         low = grid[rows, cols] * (1 - col_share) + grid[rows, cols + 1] * col_share
         high = grid[rows + 1, cols] * (1 - col_share) + grid[rows + 1, cols + 1] * col_share
-        result: Floats = np.exp(low * (1 - row_share) + high * row_share)
+        third = self.z_power * np.log2(np.asarray(z, np.float64))
+        result: Floats = np.exp(low * (1 - row_share) + high * row_share + third)
         return result
 
 
 def fit_residual(
     x: Floats,
     y: Floats,
+    z: Floats,
     log_ratio: Floats,
     *,
     knots: tuple[int, int] = (10, 10),
@@ -44,18 +47,21 @@ def fit_residual(
 ) -> Residual:
     """Fit a surface to log(measured / predicted), robustly: far-off rows lose their weight."""
     xs, ys = _knots(x, knots[0]), _knots(y, knots[1])
-    design = _design(x, y, xs, ys)
-    penalty = smoothing * _roughness(len(xs), len(ys)) + 0.3 * np.eye(len(xs) * len(ys))
+    size = len(xs) * len(ys)
+    design = np.column_stack([_design(x, y, xs, ys), np.log2(z)])
+    penalty = 0.3 * np.eye(size + 1)
+    penalty[:size, :size] += smoothing * _roughness(len(xs), len(ys))
     weights: Floats = np.ones(len(log_ratio))
-    grid: Floats = np.zeros(len(xs) * len(ys))
+    found: Floats = np.zeros(size + 1)
     for _ in range(8):
         weighted = design * weights[:, None]
-        grid = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ log_ratio), np.float64)
-        left = log_ratio - design @ grid
+        found = np.asarray(np.linalg.solve(design.T @ weighted + penalty, weighted.T @ log_ratio), np.float64)
+        left = log_ratio - design @ found
         scale = max(1.4826 * float(np.median(np.abs(left))), 1e-3)
         weights = 1.0 / np.maximum(1.0, np.abs(left) / (1.5 * scale))
-    values = grid.reshape(len(xs), len(ys)).round(4)
-    return Residual(tuple(map(float, xs)), tuple(map(float, ys)), tuple(tuple(map(float, r)) for r in values))
+    grid = found[:size].reshape(len(xs), len(ys)).round(4)
+    rows = tuple(tuple(map(float, row)) for row in grid)
+    return Residual(tuple(map(float, xs)), tuple(map(float, ys)), rows, round(float(found[size]), 4))
 
 
 def _position(

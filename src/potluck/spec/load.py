@@ -16,6 +16,9 @@ from potluck.spec.resolve import resolve
 from potluck.spec.schema import AT, NODE_TAGS, SpecIn
 from potluck.spec.values import Spec
 
+MAX_PROBLEMS = 500
+"""With more than this the file is something else; going on would only take time."""
+
 
 def load_spec(path: str | Path) -> Spec:
     """The spec in a file. Raises SpecError with every problem found."""
@@ -64,12 +67,12 @@ def validate(data: dict[str, Any], problems: Problems) -> SpecIn | None:
     try:
         return SpecIn.model_validate(data)
     except ValidationError as error:
-        details = error.errors(include_url=False)
+        details = error.errors(include_url=False)[:MAX_PROBLEMS]
         for detail in details:
             if not _misspelt(detail, details):
                 loc = _written_loc(detail["loc"])
                 problems.add(loc, message(loc, detail))
-        if not _prune(data, error):
+        if error.error_count() > MAX_PROBLEMS or not _prune(data, error):
             return None
     try:
         return SpecIn.model_validate(data)

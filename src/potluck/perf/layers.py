@@ -1,0 +1,210 @@
+"""What one layer asks of one GPU: its matrix products, its attention, its element-wise traffic.
+
+Tensor parallelism divides heads, inner widths and experts' widths over `tp` ranks; KV heads are copied when
+there are fewer than ranks, and MLA's down-projections and its latent stand on every rank. The same lists
+give times (`perf.roofline`) and plain sums of FLOPs and bytes (`perf.arithmetic`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from potluck.core.model import (
+    Attention,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Model,
+    MoeFfn,
+)
+from potluck.perf.memory import Layers
+from potluck.perf.step import Floats
+
+LINEAR_CHUNK = 64
+"""Tokens that linear-attention kernels work on at a time when they prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A product of the step's tokens with an (n, k) weight matrix; of routed tokens when it has experts."""
+
+    name: str
+    n: float
+    k: float
+    bits: float
+    experts: int = 0
+    active: int = 0
+
+    def spread(self, tokens: Floats) -> tuple[Floats, Floats]:
+        """(rows per matrix, matrices used): tokens choose experts evenly and independently."""
+        if not self.experts:
+            return tokens, np.ones_like(tokens)
+        miss = (1.0 - self.active / self.experts) ** tokens
+        used = np.maximum(self.experts * (1.0 - miss), 1.0)
+        return tokens * self.active / used, used
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxWork:
+    """Full, windowed or latent attention on one rank."""
+
+    heads: float
+    kv_heads: float
+    qk_dim: float
+    v_dim: float
+    window: int | None
+    bytes_per_token: float
+    """KV that one context token makes a decode read."""
+    decode_flops_per_token: float
+    """Matrix FLOPs of a decode per context token."""
+    latent_up: Gemm | None = None
+    """MLA expands its cached latents again for every prefill chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWork:
+    """Linear attention on one rank."""
+
+    flops_per_token: float
+    state_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """Everything one layer does on one rank."""
+
+    gemms: tuple[Gemm, ...]
+    attention: SoftmaxWork | LinearWork
+    stream_bytes_per_token: float
+    launches: int
+    reduced_bytes_per_token: float
+    """Activations that the ranks add up, per token; 0 without tensor parallelism."""
+
+
+def layer_works(model: Model, tp: int, layers: Layers = None) -> list[tuple[LayerWork, int]]:
+    """The unlike layers of a stage with how often each occurs."""
+    chosen = range(model.layer_count) if layers is None else layers
+    picked = model.layers[chosen.start : chosen.stop]
+    return [(layer_work(layer, model, tp), count) for layer, count in Counter(picked).items()]
+
+
+@lru_cache(maxsize=1024)
+def layer_work(layer: Layer, model: Model, tp: int) -> LayerWork:
+    """One layer on one of `tp` ranks."""
+    hidden = model.hidden
+    attention_gemms = _attention_gemms(layer.attention, model, tp)
+    ffn_gemms, inner, launches = _ffn_gemms(layer, model, tp)
+    gemms = (*attention_gemms, *ffn_gemms)
+    # Two norms with residual (read two, write two), rotary embedding and cache write, and the activation.
+    rotated = sum(gemm.n for gemm in attention_gemms[:1])
+    elements = 2 * 4 * hidden + 3 * rotated + 3 * inner
+    reduced = 2.0 * 2.0 * hidden if tp > 1 else 0.0
+    return LayerWork(gemms, _attention(layer.attention, model, tp), 2.0 * elements, 5 + launches, reduced)
+
+
+def head_gemm(model: Model, tp: int) -> Gemm:
+    """The output head; it sees one token of every sequence."""
+    return Gemm("head", model.vocab / tp, model.hidden, max(model.weight_bits, 16.0))
+
+
+def _attention_gemms(attention: Attention, model: Model, tp: int) -> tuple[Gemm, ...]:
+    hidden, bits = model.hidden, model.weight_bits
+    if isinstance(attention, FullAttention):
+        heads, kv_heads = attention.heads / tp, _kv_heads(attention.kv_heads, tp)
+        queries = heads * attention.head_dim * (2 if attention.output_gate else 1)
+        keys_values = kv_heads * (attention.head_dim + attention.v_head_dim)
+        return (
+            Gemm("qkv", queries + keys_values, hidden, bits),
+            Gemm("o", hidden, heads * attention.v_head_dim, bits),
+        )
+    if isinstance(attention, LatentAttention):
+        return _latent_gemms(attention, model, tp)
+    heads = attention.value_heads / tp
+    values = heads * attention.value_head_dim
+    keys = attention.key_heads / tp * attention.key_head_dim
+    gate = 0.0 if attention.kind == "kda" else values
+    projections = [
+        Gemm("qkv", 2 * keys + values + gate, hidden, bits),
+        Gemm("o", hidden, values, bits),
+    ]
+    if attention.gate_rank:
+        projections.append(Gemm("gates_down", 2 * attention.gate_rank, hidden, bits))
+        projections.append(Gemm("gates_up", keys + values, attention.gate_rank, bits))
+    return tuple(projections)
+
+
+def _latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[Gemm, ...]:
+    hidden, bits, heads = model.hidden, model.weight_bits, attention.heads / tp
+    query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+    down = attention.kv_lora_rank + attention.qk_rope_head_dim
+    up = Gemm(
+        "kv_up", heads * (attention.qk_nope_head_dim + attention.v_head_dim), attention.kv_lora_rank, bits
+    )
+    out = Gemm("o", hidden, heads * attention.v_head_dim, bits)
+    if attention.q_lora_rank is None:
+        return Gemm("q_and_kv_down", query + down, hidden, bits), up, out
+    return (
+        Gemm("down", attention.q_lora_rank + down, hidden, bits),
+        Gemm("q_up", query, attention.q_lora_rank, bits),
+        up,
+        out,
+    )
+
+
+def _ffn_gemms(layer: Layer, model: Model, tp: int) -> tuple[tuple[Gemm, ...], float, int]:
+    """(products, width of the activation per token, further launches)."""
+    ffn, hidden, bits = layer.ffn, model.hidden, model.weight_bits
+    if not isinstance(ffn, MoeFfn):
+        inner = ffn.intermediate / tp
+        return (Gemm("gate_up", 2 * inner, hidden, bits), Gemm("down", hidden, inner, bits)), inner, 0
+    inner, wide = ffn.intermediate / tp, model.expert_bits
+    gemms = [
+        Gemm("router", ffn.experts, hidden, 16.0),
+        Gemm("experts_gate_up", 2 * inner, hidden, wide, ffn.experts, ffn.active),
+        Gemm("experts_down", hidden, inner, wide, ffn.experts, ffn.active),
+    ]
+    shared = ffn.shared_intermediate / tp
+    if shared:
+        gemms += [Gemm("shared_gate_up", 2 * shared, hidden, bits), Gemm("shared_down", hidden, shared, bits)]
+    # Choosing, sorting, gathering and adding up the experts' rows.
+    return tuple(gemms), ffn.active * inner + shared + 2.0 * ffn.active * hidden / 3.0, 4
+
+
+def _attention(attention: Attention, model: Model, tp: int) -> SoftmaxWork | LinearWork:
+    width = model.kv_bits / 8
+    if isinstance(attention, FullAttention):
+        heads, kv_heads = attention.heads / tp, _kv_heads(attention.kv_heads, tp)
+        dims = attention.head_dim + attention.v_head_dim
+        flops = 2.0 * heads * dims
+        moved = kv_heads * dims * width
+        window = attention.window
+        return SoftmaxWork(heads, kv_heads, attention.head_dim, attention.v_head_dim, window, moved, flops)
+    if isinstance(attention, LatentAttention):
+        heads = attention.heads / tp
+        latent = attention.kv_lora_rank + attention.qk_rope_head_dim
+        qk_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+        flops = 2.0 * heads * (latent + attention.kv_lora_rank)
+        up = next(gemm for gemm in _latent_gemms(attention, model, tp) if gemm.name == "kv_up")
+        # One latent serves all heads: blocks of 64 heads keep the SMs busy.
+        blocks = max(heads / 64, 1.0)
+        v_dim = attention.v_head_dim
+        return SoftmaxWork(heads, blocks, qk_dim, v_dim, None, latent * width, flops, up)
+    return _linear(attention, tp)
+
+
+def _linear(attention: LinearAttention, tp: int) -> LinearWork:
+    heads = attention.value_heads / tp
+    keys, values = attention.key_head_dim, attention.value_head_dim
+    # Inside a chunk every pair of tokens meets; between chunks the state is read, decayed and written.
+    flops = 2.0 * heads * (LINEAR_CHUNK * (keys + values) + 3.0 * keys * values)
+    state = heads * keys * values * attention.state_bytes_per_element
+    return LinearWork(flops, state)
+
+
+def _kv_heads(kv_heads: int, tp: int) -> int:
+    return -(-kv_heads // tp)

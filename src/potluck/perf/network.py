@@ -1,0 +1,39 @@
+"""Time on the links between the GPUs of a node and between nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from potluck.core.types import Interconnect, NodeType
+from potluck.perf.calibration import Network
+from potluck.perf.step import Floats
+
+HANDOVER_FIXED_S = 3e-5
+"""Start of a message between nodes over TCP or RDMA: Vidur's two-node send/receive starts at 19-40 µs."""
+HANDOVER_SHARE = 0.8
+"""Share of a network card's rate that one stream of activations reaches."""
+LIKENESS = {"xgmi": "nvlink", "none": "pcie"}
+"""Links without measurements of their own behave like these."""
+
+
+def all_reduce_s(
+    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
+) -> Floats:
+    """Ring all-reduce inside a node: fixed + 2 (n-1)/n bytes / (share x link)."""
+    size = np.asarray(size_bytes, np.float64)
+    if ranks == 1:
+        return np.zeros_like(size)
+    kind = LIKENESS.get(link.kind, link.kind)
+    fitted = next((network for network in networks if network.kind == kind), None)
+    share, fixed_s = (0.7, 2e-5) if fitted is None else (fitted.share, fitted.fixed_s)
+    per_peer_s = 0.0 if fitted is None else fitted.fixed_per_peer_s * (ranks - 1)
+    wire_s = 2.0 * (ranks - 1) / ranks * size / (share * link.gb_per_s * 1e9)
+    return np.asarray(fixed_s + per_peer_s + wire_s, np.float64)
+
+
+def handover_s(size_bytes: ArrayLike, source: NodeType, target: NodeType) -> Floats:
+    """Activations from one pipeline stage to the next, over the slower of the two network cards."""
+    gbps = min(source.network_gbps, target.network_gbps) * HANDOVER_SHARE
+    size = np.asarray(size_bytes, np.float64)
+    return np.asarray(HANDOVER_FIXED_S + size * 8.0 / (gbps * 1e9), np.float64)

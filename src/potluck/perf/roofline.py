@@ -1,0 +1,216 @@
+"""Step times from the roofline: a model's layers on one node, each operator timed by `perf.operators`.
+
+Everything that depends on nothing but the number of new tokens (projections, experts, element-wise work,
+all-reduce) is added up once for a grid of token counts and then looked up; only attention, which depends on
+every chunk's length and context, is evaluated per step. So a million steps take a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from potluck.core.errors import InputError
+from potluck.core.model import LinearAttention, Model
+from potluck.core.plan import Confidence
+from potluck.core.types import NodeType
+from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
+from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
+from potluck.perf.network import all_reduce_s
+from potluck.perf.operators import decode_attention_s, gemm_s, prefill_attention_s, stream_s
+from potluck.perf.step import Floats, Steps
+
+HOST_S = 5e-4
+"""Time between steps that no GPU kernel covers: scheduling, sampling, detokenising. An assumption, from
+experience with vLLM's asynchronous scheduler; `potluck profile` measures the real one."""
+TOKEN_GRID = np.unique(
+    np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
+).astype(np.float64)
+BLOCK_ROWS = 16384
+"""Steps evaluated together: small enough that the intermediate arrays stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineTimer:
+    """Times steps of some layers of a model on one node. Build it with `roofline`."""
+
+    model: Model
+    node: NodeType
+    tp: int
+    curves: Curves
+    works: tuple[tuple[LayerWork, int], ...]
+    dense_s: Floats
+    """Seconds at TOKEN_GRID of everything that only counts tokens."""
+    latent_up_s: Floats | None
+    """Seconds at TOKEN_GRID of expanding cached latents."""
+    head_s: Floats | None
+    """Seconds at TOKEN_GRID of the output head; None on a stage that has none."""
+    host_s: float
+
+    @property
+    def confidence(self) -> Confidence:
+        return self.curves.confidence
+
+    def step_s(self, batch: Steps) -> Floats:
+        result = np.empty(len(batch))
+        for start in range(0, len(batch), BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            block = Steps(
+                batch.chunk_new[rows],
+                batch.chunk_cached[rows],
+                batch.decodes[rows],
+                batch.decode_context[rows],
+            )
+            result[rows] = self._block_s(block)
+        return result
+
+    def _block_s(self, batch: Steps) -> Floats:
+        tokens = batch.tokens
+        time = _look_up(tokens, self.dense_s)
+        if self.head_s is not None:
+            time = time + _look_up(batch.sequences, self.head_s)
+        if self.latent_up_s is not None:
+            cached = np.where(batch.chunk_new > 0, batch.chunk_cached, 0.0).sum(axis=1)
+            time = time + _look_up(cached, self.latent_up_s)
+        for work, count in self.works:
+            time = time + count * self._attention_s(work.attention, batch)
+        return np.where(tokens > 0, time + self.host_s, 0.0)
+
+    def _attention_s(self, work: SoftmaxWork | LinearWork, batch: Steps) -> Floats:
+        if isinstance(work, LinearWork):
+            return self._linear_s(work, batch)
+        total = np.zeros(len(batch))
+        if batch.chunk_new.any():
+            total = total + self._prefill_s(work, batch)
+        if batch.decodes.any():
+            total = total + self._decode_s(work, batch)
+        return total
+
+    def _prefill_s(self, work: SoftmaxWork, batch: Steps) -> Floats:
+        curves = self.curves
+        new, cached = batch.chunk_new, batch.chunk_cached
+        shape = (work.heads, work.kv_heads, work.qk_dim, work.v_dim)
+        time = prefill_attention_s(new, cached, *shape, curves.chip, curves.prefill, window=work.window)
+        if curves.prefill_residual is None:
+            return time
+        longest = new[:, 0] if new.shape[1] == 1 else new.max(axis=1)
+        heads = work.heads if new.shape[1] == 1 else work.heads * np.maximum((new > 0).sum(axis=1), 1)
+        dim = (work.qk_dim + work.v_dim) / 256.0
+        return time * curves.prefill_residual.factor(longest, heads, dim)
+
+    def _decode_s(self, work: SoftmaxWork, batch: Steps) -> Floats:
+        curves, count = self.curves, batch.decodes
+        context = batch.decode_context
+        if work.window is not None:
+            context = np.minimum(context, count * work.window)
+        moved = context * work.bytes_per_token
+        # Only latent attention does enough arithmetic per byte for it to show.
+        flops = context * work.decode_flops_per_token if work.latent_up else 0.0
+        mean = context / np.maximum(count, 1.0)
+        share = curves.prefill.compute
+        time = decode_attention_s(
+            count, moved, mean, work.kv_heads, curves.chip, curves.decode, flops=flops, compute=share
+        )
+        if curves.decode_residual is None or work.latent_up:
+            return time
+        return time * curves.decode_residual.factor(moved, count * work.kv_heads, work.heads / work.kv_heads)
+
+    def _linear_s(self, work: LinearWork, batch: Steps) -> Floats:
+        """No measurements stand behind this one: it is the bare roofline at attention's shares."""
+        curves, chip = self.curves, self.curves.chip
+        new = batch.chunk_new.sum(axis=1)
+        compute = new * work.flops_per_token / (chip.flops_per_s * curves.prefill.compute)
+        requests = (batch.chunk_new > 0).sum(axis=1) + batch.decodes
+        moved = 2.0 * requests * work.state_bytes
+        memory = moved / (chip.bytes_per_s * curves.decode.bandwidth)
+        return np.asarray(curves.decode.fixed_s + compute + memory, np.float64)
+
+
+def roofline(
+    model: Model,
+    node: NodeType,
+    tp: int,
+    *,
+    layers: range | None = None,
+    calibration: Calibration | None = None,
+    host_s: float = HOST_S,
+) -> RooflineTimer:
+    """A timer for a model, or for some of its layers, sharded over `tp` GPUs of a node."""
+    check_tp(model, node, tp)
+    source = bundled() if calibration is None else calibration
+    curves = curves_for(node.gpu, source)
+    chosen = range(model.layer_count) if layers is None else layers
+    works = tuple(layer_works(model, tp, chosen))
+    last = chosen.stop == model.layer_count
+    return RooflineTimer(
+        model,
+        node,
+        tp,
+        curves,
+        works,
+        _dense_s(works, node, tp, curves, source),
+        _latent_up_s(works, node, curves),
+        gemm_time_s(head_gemm(model, tp), TOKEN_GRID, node, curves) if last else None,
+        host_s,
+    )
+
+
+def check_tp(model: Model, node: NodeType, tp: int) -> None:
+    """Refuse a tensor-parallel degree that the node or the model cannot have."""
+    if tp < 1:
+        raise InputError("tp", f"must be at least 1, is {tp}")
+    if tp > node.gpus:
+        raise InputError("tp", f"{tp} exceeds the {node.gpus} GPU(s) of node {node.name}")
+    for layer in model.layers:
+        attention = layer.attention
+        heads = attention.value_heads if isinstance(attention, LinearAttention) else attention.heads
+        if heads % tp:
+            raise InputError("tp", f"{tp} does not divide the {heads} attention heads of {model.name}")
+
+
+def gemm_time_s(gemm: Gemm, tokens: ArrayLike, node: NodeType, curves: Curves) -> Floats:
+    """One product of a layer for so many tokens, with the GPU's residual surface and its FP8 rate."""
+    count = np.asarray(tokens, np.float64)
+    rows, copies = gemm.spread(count)
+    chip = curves.chip
+    if gemm.bits == 8 and node.gpu.fp8_tflops:
+        chip = replace(chip, flops_per_s=node.gpu.fp8_tflops * 1e12)
+    width = gemm.bits / 8
+    time = gemm_s(rows, gemm.n, gemm.k, chip, curves.gemm, weight_bytes=width, copies=copies)
+    if curves.gemm_residual is not None and not gemm.experts:
+        time = time * curves.gemm_residual.factor(rows, gemm.n * gemm.k, gemm.n / gemm.k)
+    return time
+
+
+def _dense_s(
+    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: Curves, source: Calibration
+) -> Floats:
+    total = np.zeros(len(TOKEN_GRID))
+    for work, count in works:
+        layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
+        for gemm in work.gemms:
+            layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
+        if tp > 1:
+            half = TOKEN_GRID * work.reduced_bytes_per_token / 2
+            layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, source.networks)
+        total += count * layer
+    return total
+
+
+def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], node: NodeType, curves: Curves) -> Floats | None:
+    total: Floats | None = None
+    for work, count in works:
+        up = work.attention.latent_up if isinstance(work.attention, SoftmaxWork) else None
+        if up is not None:
+            part = count * gemm_time_s(up, TOKEN_GRID, node, curves)
+            total = part if total is None else total + part
+    return total
+
+
+def _look_up(tokens: Floats, table: Floats) -> Floats:
+    """Linear between grid points, proportional beyond the last, nothing at 0."""
+    inside = np.interp(tokens, TOKEN_GRID, table)
+    stretched = np.where(tokens > TOKEN_GRID[-1], inside * tokens / TOKEN_GRID[-1], inside)
+    return np.where(tokens > 0, stretched, 0.0)
