@@ -123,6 +123,12 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert error == ""
 
 
+def test_a_closed_stdout_is_no_error() -> None:
+    code = "import sys; sys.stdout = None; sys.argv = ['potluck', 'init', '--help']\n"
+    done = python(code + "from potluck.cli.main import main; main()")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_numbers() -> None:
     assert [render.seconds(s) for s in (0, 2.5e-5, 0.0123, 0.99996, 1.5, 90, 600, 36000)] == [
         "0 µs",

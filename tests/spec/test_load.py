@@ -9,7 +9,7 @@ from spec_texts import GOOD, changed, complaint, good, problems
 
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.types import Link
-from potluck.spec.load import known_keys, load_spec
+from potluck.spec.load import MAX_PROBLEMS, known_keys, load_spec
 from potluck.spec.problems import SHOWN, SpecError
 
 
@@ -90,7 +90,11 @@ BAD: list[tuple[str, str, str]] = [
         "input: {lognormal: {mu: 1, sigma: 0.1, min: 100000, max: 200000}}",
         "7: models[0].traffic.input: [100000, 200000] holds almost none of lognormal(1, 0.1); widen it",
     ),
-    ("model: Llama-3.1-8B", "model: Llama-3.1-8", "2: models[0].model: unknown 'Llama-3.1-8'; did you mean"),
+    (
+        "model: Llama-3.1-8B",
+        "model: Llama-3.1-8",
+        "2: models[0].model: unknown model 'Llama-3.1-8'; did you mean",
+    ),
     (
         "model: Llama-3.1-8B",
         "model: ./nowhere",
@@ -188,6 +192,13 @@ def test_a_long_list_of_problems_is_counted() -> None:
         good(text)
     assert len(caught.value.problems) == SHOWN + 10
     assert str(caught.value).splitlines()[-1] == "potluck.yaml: and 10 more"
+
+
+def test_a_file_of_something_else_is_refused_quickly() -> None:
+    assert len(problems("models:\n" + "  - 1\n" * 50_000)) <= MAX_PROBLEMS
+    links = GOOD + "  - {from: east, to: nowhere, gbps: 1, rtt_ms: 1}\n" * 5_000
+    assert len(problems(links)) == 5_000
+    assert "unknown key" in complaint(GOOD + "x" * 1_000 + ": 1\n")
 
 
 def test_a_fleet_without_gpus() -> None:

@@ -11,6 +11,7 @@ libraries that only other commands use.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import NoReturn
 import click
 
 from potluck import __version__
-from potluck.core.errors import PotluckError
+from potluck.core.errors import PotluckError, did_you_mean
 
 COMMANDS = {
     "init": ("potluck.cli.init:init", "Write a commented example spec to start from."),
@@ -50,8 +51,6 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            from potluck.core.errors import did_you_mean
-
             ctx.fail(f"no command {args[0]!r}{did_you_mean(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
@@ -133,6 +132,10 @@ def _forget_stdout() -> None:
 
 def main() -> NoReturn:
     """Entry point of the `potluck` script."""
+    # Python leaves these None when the caller closed them (`potluck ... >&-`).
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, io.StringIO())
     sys.exit(run())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.core.model import LinearAttention, Model
+from potluck.core.model import LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.plan import Confidence
 from potluck.core.types import NodeType
 from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
@@ -51,7 +51,14 @@ class RooflineTimer:
 
     @property
     def confidence(self) -> Confidence:
-        return self.curves.confidence
+        """That of the GPU, unless the model has layers that nothing measured stands behind."""
+        return "assumed" if unmeasured_parts(self.model) else self.curves.confidence
+
+    @property
+    def basis(self) -> str:
+        """Where the figures come from, in words."""
+        parts = unmeasured_parts(self.model)
+        return f"{self.curves.basis}; not measured: {', '.join(parts)}" if parts else self.curves.basis
 
     def step_s(self, batch: Steps) -> Floats:
         result = np.empty(len(batch))
@@ -168,6 +175,18 @@ def check_tp(model: Model, node: NodeType, tp: int) -> None:
         heads = attention.value_heads if isinstance(attention, LinearAttention) else attention.heads
         if heads % tp:
             raise InputError("tp", f"{tp} does not divide the {heads} attention heads of {model.name}")
+
+
+def unmeasured_parts(model: Model) -> tuple[str, ...]:
+    """Kinds of layer that no measurement behind the calibration has: they follow the bare formulas."""
+    found = []
+    if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers):
+        found.append("mixture of experts")
+    if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
+        found.append("latent attention")
+    if any(isinstance(layer.attention, LinearAttention) for layer in model.layers):
+        found.append("linear attention")
+    return tuple(found)
 
 
 def gemm_time_s(gemm: Gemm, tokens: ArrayLike, node: NodeType, curves: Curves) -> Floats:

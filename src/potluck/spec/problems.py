@@ -46,10 +46,13 @@ class Problems:
     file: str
     lines: dict[Loc, int] = field(default_factory=dict)
     found: list[Problem] = field(default_factory=list)
+    _seen: set[Problem] = field(default_factory=set)
 
     def add(self, loc: Loc, problem: str) -> None:
+        """Note a complaint; the same one twice counts once."""
         complaint = Problem(self.file, self.line_of(loc), field_path(loc), one_line(problem))
-        if complaint not in self.found:
+        if complaint not in self._seen:
+            self._seen.add(complaint)
             self.found.append(complaint)
 
     def line_of(self, loc: Loc) -> int:

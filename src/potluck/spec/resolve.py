@@ -167,6 +167,8 @@ def _model(entry: ModelIn, folder: Path, problems: Problems) -> Model | None:
             if path.exists():
                 return _read_config(path)
             raise
+    except UnknownNameError as error:
+        problems.add(loc, error.problem.replace("unknown", "unknown model", 1))
     except InputError as error:
         problems.add(loc, error.problem if error.field in ("model", "") else str(error))
     except PotluckError as error:

@@ -31,7 +31,6 @@ MAX_TOKENS = 10_000_000
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 PathText = Annotated[str, Field(min_length=1, max_length=4096)]
 Tokens = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 class Written(BaseModel):

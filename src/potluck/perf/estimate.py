@@ -1,0 +1,183 @@
+"""One node, one model, one kind of request: how fast, how many, how dear, and what binds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.model import Model
+from potluck.core.plan import Confidence
+from potluck.core.types import NodeType, Role, Slo
+from potluck.perf.arithmetic import step_sums
+from potluck.perf.calibration import ExpectedError, bundled
+from potluck.perf.capacity import max_requests, require_fit, stage_memory
+from potluck.perf.phases import decode_step_s, prefill_s
+from potluck.perf.roofline import RooflineTimer, check_tp, roofline
+from potluck.perf.step import Steps, steps
+from potluck.perf.throughput import Limit, Operating, best_operating
+
+Bound = Literal["compute", "bandwidth"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a node does for a model; rates and prices are for the whole node."""
+
+    model: str
+    node: str
+    role: Role
+    tp: int
+    replicas: int
+    """Copies of the model side by side on the node."""
+    prefill_s: float
+    """One prompt alone."""
+    prefill_bound: Bound
+    decode_step_s: float
+    """One request alone, half of its output done."""
+    decode_bound: Bound
+    """At the operating point."""
+    max_batch: int
+    """Requests whose KV fits in one replica."""
+    kv_bytes: float
+    """KV memory of one replica."""
+    weight_bytes: float
+    """Weights of one replica."""
+    operating: Operating | None
+    """None when the objective cannot be met at all."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    price_usd_per_h: float | None
+    usd_per_million_output_tokens: float | None
+    usd_per_million_tokens: float | None
+    binds: str
+    """What keeps the node from doing more, in a few words."""
+    confidence: Confidence
+    basis: str
+    expected_error: ExpectedError | None
+
+
+def estimate(
+    model: Model,
+    node: NodeType,
+    *,
+    input_tokens: int,
+    output_tokens: int,
+    tp: int | None = None,
+    slo: Slo | None = None,
+    price_usd_per_h: float | None = None,
+    role: Role = "mixed",
+) -> Estimate:
+    """Estimate a node; without `tp`, with the degree that serves the most requests."""
+    if input_tokens < 1 or output_tokens < 1:
+        name = "input" if input_tokens < 1 else "output"
+        raise InputError(name, f"must be at least 1 token, is {min(input_tokens, output_tokens)}")
+    if input_tokens + output_tokens > model.max_context_tokens:
+        raise InputError(
+            "input", f"with the output exceeds the {model.max_context_tokens} tokens {model.name} takes"
+        )
+    if tp is not None:
+        return _at(model, node, tp, input_tokens, output_tokens, slo, price_usd_per_h, role)
+    found: list[Estimate] = []
+    refused: CapacityError | None = None
+    for degree in _degrees(model, node):
+        try:
+            found.append(_at(model, node, degree, input_tokens, output_tokens, slo, price_usd_per_h, role))
+        except CapacityError as error:
+            refused = error
+    if not found:
+        raise refused or InputError("tp", f"no degree divides the heads of {model.name}")
+    return max(found, key=lambda each: (each.requests_per_s, -each.prefill_s))
+
+
+def _degrees(model: Model, node: NodeType) -> list[int]:
+    degrees = []
+    for tp in (d for d in range(1, node.gpus + 1) if node.gpus % d == 0):
+        try:
+            check_tp(model, node, tp)
+        except InputError:
+            continue
+        degrees.append(tp)
+    return degrees
+
+
+def _at(
+    model: Model,
+    node: NodeType,
+    tp: int,
+    input_tokens: int,
+    output_tokens: int,
+    slo: Slo | None,
+    price_usd_per_h: float | None,
+    role: Role,
+) -> Estimate:
+    check_tp(model, node, tp)
+    memory = stage_memory(model, node, tp)
+    require_fit(model, memory, node, tp)
+    timer = roofline(model, node, tp)
+    batch = max_requests(model, memory, tp, input_tokens + output_tokens)
+    operating = best_operating(timer, input_tokens, output_tokens, batch, slo, role)
+    replicas = node.gpus // tp
+    rate = operating.requests_per_s * replicas if operating else 0.0
+    context = input_tokens + output_tokens / 2
+    running = float(operating.batch) if operating else 1.0
+    busiest = steps(decodes=running, decode_context=running * context)
+    alone = steps(chunk_new=float(input_tokens))
+    made = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
+    read = 0 if role == "decode" else input_tokens
+    return Estimate(
+        model=model.name,
+        node=node.name,
+        role=role,
+        tp=tp,
+        replicas=replicas,
+        prefill_s=float(prefill_s(timer, input_tokens)[0]),
+        prefill_bound=_bound(timer, alone),
+        decode_step_s=float(decode_step_s(timer, 1.0, context)[0]),
+        decode_bound=_bound(timer, busiest),
+        max_batch=batch,
+        kv_bytes=memory.kv_bytes * tp,
+        weight_bytes=memory.weight_bytes * tp,
+        operating=operating,
+        requests_per_s=rate,
+        output_tokens_per_s=rate * made,
+        total_tokens_per_s=rate * (made + read),
+        price_usd_per_h=price_usd_per_h,
+        usd_per_million_output_tokens=_usd_per_million(price_usd_per_h, rate * made),
+        usd_per_million_tokens=_usd_per_million(price_usd_per_h, rate * (made + read)),
+        binds=_binds(operating, _bound(timer, busiest)),
+        confidence=timer.confidence,
+        basis=timer.basis,
+        expected_error=bundled().errors.get(timer.confidence),
+    )
+
+
+def _bound(timer: RooflineTimer, batch: Steps) -> Bound:
+    """Which of the two a step would wait for on ideal hardware."""
+    sums = step_sums(timer.model, batch, timer.tp)
+    gpu = timer.node.gpu
+    compute_s = float(sums.flops[0]) / (gpu.fp16_tflops * 1e12)
+    memory_s = float(sums.bytes[0]) / (gpu.bandwidth_gb_per_s * 1e9)
+    return "compute" if compute_s > memory_s else "bandwidth"
+
+
+def _binds(operating: Operating | None, decode_bound: Bound) -> str:
+    if operating is None:
+        return "the objective cannot be met, even by one request alone"
+    words: dict[Limit, str] = {
+        "memory": "KV memory: no room for more requests",
+        "tpot": f"TPOT objective ({decode_bound}-bound steps)",
+        "ttft": "TTFT objective",
+        "compute": "compute: a larger batch would not serve more",
+        "batch": "batch limit of the engine",
+    }
+    return words[operating.limit]
+
+
+def _usd_per_million(price_usd_per_h: float | None, tokens_per_s: float) -> float | None:
+    if price_usd_per_h is None or not np.isfinite(tokens_per_s) or tokens_per_s <= 0:
+        return None
+    return price_usd_per_h / 3600.0 / tokens_per_s * 1e6

@@ -1,0 +1,111 @@
+"""Step times of a whole layout: stages one after another, data-parallel nodes side by side.
+
+A step's latency is the sum over stages of the slowest node in each, plus the hand-overs between them. A
+pipeline works on as many batches as it has stages, so its rate is set by the slowest stage; nodes within a
+stage add their rates (CORAL 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.layout import Layout, Stage
+from potluck.core.model import Model
+from potluck.core.plan import Confidence
+from potluck.core.types import NodeType
+from potluck.perf.calibration import Calibration
+from potluck.perf.capacity import max_requests, require_fit, stage_memory
+from potluck.perf.network import handover_s
+from potluck.perf.roofline import HOST_S, RooflineTimer, roofline
+from potluck.perf.step import Floats, Steps
+
+ORDER: tuple[Confidence, ...] = ("measured", "transferred", "assumed")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTimer:
+    """A StepTimer for a layout. Build it with `pipeline`."""
+
+    model: Model
+    stages: tuple[tuple[RooflineTimer, ...], ...]
+
+    @property
+    def confidence(self) -> Confidence:
+        """That of its least known part."""
+        return max((timer.confidence for stage in self.stages for timer in stage), key=ORDER.index)
+
+    def step_s(self, batch: Steps) -> Floats:
+        """Latency of a step through all stages."""
+        compute = sum((stage_s.max(axis=0) for stage_s in self._stages_s(batch)), np.zeros(len(batch)))
+        return np.asarray(compute + self._handovers_s(batch) + HOST_S, np.float64)
+
+    def interval_s(self, batch: Steps) -> Floats:
+        """Time between two steps that follow each other: the slowest stage, its nodes sharing the work."""
+        shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in self._stages_s(batch)]
+        return np.asarray(np.max(shared, axis=0), np.float64)
+
+    def _stages_s(self, batch: Steps) -> list[Floats]:
+        return [np.stack([timer.step_s(batch) for timer in stage]) for stage in self.stages]
+
+    def _handovers_s(self, batch: Steps) -> Floats:
+        size = batch.tokens * self.model.hidden * 2.0
+        total = np.zeros(len(batch))
+        for first, second in zip(self.stages, self.stages[1:], strict=False):
+            pairs = [handover_s(size, a.node, b.node) for a in first for b in second]
+            total = total + np.max(pairs, axis=0)
+        if len(self.stages) > 1:  # the sampled tokens go back to the first stage
+            total = total + handover_s(batch.sequences * 8.0, self.stages[-1][0].node, self.stages[0][0].node)
+        return total
+
+
+def pipeline(
+    model: Model, layout: Layout, nodes: Mapping[str, NodeType], calibration: Calibration | None = None
+) -> PipelineTimer:
+    """A timer for a layout; an unknown node or a layer too many is an error."""
+    stages = []
+    for stage, layers in stage_layers(model, layout):
+        timers = []
+        for member in stage.nodes:
+            node = _node(nodes, member.node)
+            timers.append(
+                roofline(model, node, member.tp, layers=layers, calibration=calibration, host_s=0.0)
+            )
+        stages.append(tuple(timers))
+    return PipelineTimer(model, tuple(stages))
+
+
+def stage_layers(model: Model, layout: Layout) -> list[tuple[Stage, range]]:
+    """Each stage with the layers it holds."""
+    if layout.layer_count != model.layer_count:
+        raise InputError(
+            "layout: stages", f"hold {layout.layer_count} layers, {model.name} has {model.layer_count}"
+        )
+    found, start = [], 0
+    for stage in layout.stages:
+        found.append((stage, range(start, start + stage.layers)))
+        start += stage.layers
+    return found
+
+
+def layout_requests(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:
+    """Requests of so many tokens whose KV fits; the tightest stage decides, its nodes add up."""
+    least = 1 << 30
+    for stage, layers in stage_layers(model, layout):
+        total = 0
+        for member in stage.nodes:
+            node = _node(nodes, member.node)
+            memory = stage_memory(model, node, member.tp, layers)
+            require_fit(model, memory, node, member.tp)
+            total += max_requests(model, memory, member.tp, tokens, layers)
+        least = min(least, total)
+    return least
+
+
+def _node(nodes: Mapping[str, NodeType], name: str) -> NodeType:
+    if name not in nodes:
+        raise UnknownNameError("layout: node", name, nodes)
+    return nodes[name]

@@ -1,0 +1,121 @@
+"""How many requests a second a replica sustains within an objective, and what stops it.
+
+*Mixed* replicas batch prefill chunks with decodes. With B requests decoding, each iteration of T seconds
+finishes B / O of them (O output tokens each), so as many new prompts enter and each iteration carries
+c = B L / O prompt tokens:
+
+    T(B) = step(chunk c, decodes B, mean context L + O/2)       rate = B / (O T)      TPOT = T
+    TTFT = time to prefill L tokens in chunks beside the B decodes
+
+The rate grows with B until memory is full, TPOT or TTFT would break, or a step is all arithmetic. Queueing
+is not in here: at the rate returned the replica is busy all the time, and a planner keeps headroom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from potluck.core.types import Role, Slo
+from potluck.perf.phases import CHUNK_TOKENS, chunked_iteration_s, chunked_prefill_s, decode_step_s, prefill_s
+from potluck.perf.step import Floats, StepTimer
+
+Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
+MAX_BATCH = 1024
+"""Sequences an engine keeps running at once, at most (vLLM's default on large GPUs)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operating:
+    """The best steady state of a replica."""
+
+    requests_per_s: float
+    batch: int
+    ttft_s: float
+    tpot_s: float
+    chunk_tokens: float
+    """Prompt tokens in each iteration; 0 for a decode replica."""
+    limit: Limit
+    """What keeps the rate from growing."""
+
+
+def best_operating(
+    timer: StepTimer,
+    input_tokens: int,
+    output_tokens: int,
+    memory_batch: int,
+    slo: Slo | None,
+    role: Role = "mixed",
+) -> Operating | None:
+    """The operating point with the highest rate within the objective; None when there is none."""
+    if role == "prefill":
+        return _prefill(timer, input_tokens, slo)
+    batches = _candidates(min(memory_batch, MAX_BATCH))
+    if not len(batches):
+        return None
+    context = input_tokens + output_tokens / 2
+    if role == "decode":
+        chunk = np.zeros_like(batches)
+        step_s = decode_step_s(timer, batches, context)
+        ttft_s = step_s
+    else:
+        chunk = np.minimum(batches * input_tokens / output_tokens, CHUNK_TOKENS)
+        cached = np.maximum(input_tokens - chunk, 0.0) / 2
+        # A request that is mid-prefill is not decoding: with more chunk than budget, prefill paces the rest.
+        paced = batches * input_tokens / output_tokens / np.maximum(chunk, 1e-9)
+        step_s = chunked_iteration_s(timer, chunk, cached, batches, context) * np.maximum(paced, 1.0)
+        ttft_s = np.array([_ttft_s(timer, input_tokens, batch, context) for batch in batches])
+    rate = batches / (output_tokens * step_s)
+    return _choose(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
+
+
+def _prefill(timer: StepTimer, input_tokens: int, slo: Slo | None) -> Operating | None:
+    """Prompts one after another; batching them gains little once one fills the GPU."""
+    ttft_s = float(prefill_s(timer, input_tokens)[0])
+    if slo is not None and ttft_s > slo.ttft_s:
+        return None
+    return Operating(1.0 / ttft_s, 1, ttft_s, 0.0, float(input_tokens), "compute")
+
+
+def _ttft_s(timer: StepTimer, input_tokens: int, batch: float, context: float) -> float:
+    return chunked_prefill_s(timer, input_tokens, requests=batch, context=context)
+
+
+def _candidates(largest: int) -> Floats:
+    """1, 2, 3, ... growing by an eighth: fine enough that nothing better lies between by more than that."""
+    if largest < 1:
+        return np.zeros(0)
+    grid = np.unique(np.geomspace(1, largest, 64).round())
+    return np.asarray(grid, np.float64)
+
+
+def _choose(
+    batches: Floats,
+    chunk: Floats,
+    step_s: Floats,
+    ttft_s: Floats,
+    rate: Floats,
+    slo: Slo | None,
+    memory_batch: int,
+) -> Operating | None:
+    within = np.ones(len(batches), bool)
+    if slo is not None:
+        within = (step_s <= slo.tpot_s) & (ttft_s <= slo.ttft_s)
+    if not within.any():
+        return None
+    best = int(np.argmax(np.where(within, rate, -1.0)))
+    limit: Limit = "compute"
+    if best + 1 < len(batches) and rate[best + 1] > rate[best] and slo is not None:
+        limit = "tpot" if step_s[best + 1] > slo.tpot_s else "ttft"
+    elif best + 1 == len(batches):
+        limit = "memory" if memory_batch <= MAX_BATCH else "batch"
+    return Operating(
+        float(rate[best]),
+        int(batches[best]),
+        float(ttft_s[best]),
+        float(step_s[best]),
+        float(chunk[best]),
+        limit,
+    )
