@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import click
+
+from potluck.cli.render import emit_json, table
 
 if TYPE_CHECKING:
     from potluck.catalog.prices import Price
@@ -31,7 +32,7 @@ def gpus_command(name: str | None, as_json: bool) -> None:
         _show(gpus.facts(name), as_json)
         return
     if as_json:
-        _print_json([_facts_json(gpus.facts(key)) for key in gpus.names()])
+        emit_json([_facts_json(gpus.facts(key)) for key in gpus.names()])
         return
     rows = []
     for key in gpus.names():
@@ -41,7 +42,7 @@ def gpus_command(name: str | None, as_json: bool) -> None:
         figures = (f"{gpu.fp16_tflops:g}", fp8, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_gb_per_s:g}")
         rows.append((key, gpu.architecture, *figures, f"{gpu.tdp_w:g}" if gpu.tdp_w else "-", mark))
     head = ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt")
-    _table("GPUs (dense rates, per GPU)", head, rows, numbers=range(2, 7))
+    table("GPUs (dense rates, per GPU)", head, rows)
     click.echo("! sources disagree or are incomplete: `potluck catalog gpus NAME` says how.")
 
 
@@ -59,7 +60,7 @@ def nodes_command(name: str | None, gpu: str | None, as_json: bool) -> None:
     wanted = None if gpu is None else gpus.canonical(gpu)
     chosen = [key for key in nodes.names() if wanted in (None, nodes.parse(key)[1])]
     if as_json:
-        _print_json([_facts_json(nodes.facts(key)) for key in chosen])
+        emit_json([_facts_json(nodes.facts(key)) for key in chosen])
         return
     rows = []
     for key in chosen:
@@ -68,7 +69,7 @@ def nodes_command(name: str | None, gpu: str | None, as_json: bool) -> None:
         speed = "-" if link.kind == "none" else f"{link.gb_per_s:.4g}"
         rows.append((key, link.kind, speed, f"{link.latency_s * 1e6:g}", f"{node.network_gbps:g}"))
     head = ("node", "link", "GB/s per GPU\none direction", "latency\nus", "network\nGbps")
-    _table("Node types", head, rows, numbers=range(2, 5))
+    table("Node types", head, rows)
 
 
 @catalog.command("models")
@@ -83,7 +84,7 @@ def models_command(name: str | None, as_json: bool) -> None:
         _show(models.facts(name), as_json, _totals(name))
         return
     if as_json:
-        _print_json([_facts_json(models.facts(key), _totals(key)) for key in models.names()])
+        emit_json([_facts_json(models.facts(key), _totals(key)) for key in models.names()])
         return
     rows = []
     for key in models.names():
@@ -102,7 +103,7 @@ def models_command(name: str | None, as_json: bool) -> None:
         rows.append((key, str(model.layer_count), *figures, str(model.max_context_tokens), mark))
     sizes_head = ("params\nB", "active\nB", "weights\nGB", "KV\nKiB/token", "state\nMiB", "context\ntokens")
     head = ("model", "layers", *sizes_head, "doubt")
-    _table("Models", head, rows, numbers=range(1, 8))
+    table("Models", head, rows)
     click.echo("! assumed or disputed figures: `potluck catalog models NAME` says which.")
 
 
@@ -127,11 +128,11 @@ def prices_command(
         found = (price for price in found if nodes.parse(price.node)[1] == name)
     chosen = [price for price in found if price.listed or not listed]
     if as_json:
-        _print_json([_price_json(price) for price in chosen])
+        emit_json([_price_json(price) for price in chosen])
         return
     rows = [_price_row(price) for price in chosen]
     head = ("node", "place", "USD/h", "spot USD/h", "instance", "date", "basis")
-    _table("Prices", head, rows, numbers=range(2, 4))
+    table("Prices", head, rows)
     if not rows:
         click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
 
@@ -163,7 +164,7 @@ def _totals(name: str) -> dict[str, float]:
 
 def _show(facts: Facts, as_json: bool, totals: dict[str, float] | None = None) -> None:
     if as_json:
-        _print_json(_facts_json(facts, totals))
+        emit_json(_facts_json(facts, totals))
         return
     rows = []
     for figure in facts.figures:
@@ -172,7 +173,7 @@ def _show(facts: Facts, as_json: bool, totals: dict[str, float] | None = None) -
         rows.append((figure.field, f"{_plain(figure.value)}{mark}", source.id, source.date, source.kind))
     for field, value in (totals or {}).items():
         rows.append((f"= {field}", f"{value:,.0f}", "follows from the above", "", "derived"))
-    _table(facts.name, ("figure", "value", "source", "date", "kind"), rows, folded=1)
+    table(facts.name, ("figure", "value", "source", "date", "kind"), rows)
     for source in dict.fromkeys(figure.source for figure in facts.figures):
         click.echo(f"{source.id}: {source.title}" + (f" ({source.licence})" if source.licence else ""))
     click.echo(f"Also called: {', '.join(facts.aliases)}" if facts.aliases else "No other names.")
@@ -218,33 +219,3 @@ def _price_json(price: Price) -> dict[str, object]:
         "date": price.date,
         "basis": price.basis,
     }
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=1))
-
-
-def _table(
-    title: str,
-    head: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers: Sequence[int] = (),
-    *,
-    folded: int | None = None,
-) -> None:
-    """Print a table; column `folded` may take several lines, the others never lose a character."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for index, column in enumerate(head):
-        justify: Literal["left", "right"] = "right" if index in numbers else "left"
-        least = 36 if index == folded else None
-        wraps = index == folded
-        table.add_column(column, justify=justify, no_wrap=not wraps, overflow="fold", min_width=least)
-    for row in rows:
-        table.add_row(*row)
-    # Rich would cut figures to fit; a line that the terminal wraps is better than a wrong number.
-    measured = Console(width=1000).measure(table)
-    needed = measured.maximum if folded is None else measured.minimum
-    Console(width=max(Console().width, needed)).print(table)

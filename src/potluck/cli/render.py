@@ -35,7 +35,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     for i, column in enumerate(columns):
-        numeric = bool(cells) and all(_NUMBER.match(row[i]) for row in cells)
+        filled = [row[i] for row in cells if row[i] not in ("", "-")]
+        numeric = bool(filled) and all(_NUMBER.match(cell) for cell in filled)
         grid.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     for row in cells:
         # Text, not markup: a name may hold square brackets.

@@ -20,16 +20,36 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.types import Gpu
-from potluck.perf.calibrate import OperatorFit, build, fit_operator, fit_residuals, harness_shift, keys_of
+from potluck.core.model import Model
+from potluck.core.types import Gpu, NodeType
+from potluck.perf.calibrate import (
+    OperatorFit,
+    build,
+    calibrate,
+    fit_operator,
+    fit_residuals,
+    harness_shift,
+    keys_of,
+)
 from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
 from potluck.perf.measured import Operator, Rows, read_all
+from potluck.perf.measured_steps import read_steps
 from potluck.perf.operators import Chip
+from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats
 
 Question = Literal["calibrated", "GPU left out", "model left out"]
-Kind = Literal["prefill GEMM", "prefill attention", "decode GEMM", "decode attention", "any GEMM"]
+Kind = Literal[
+    "prefill GEMM",
+    "prefill attention",
+    "decode GEMM",
+    "decode attention",
+    "any GEMM",
+    "step with prefill",
+    "decode step",
+]
 Progress = Callable[[str], None]
+OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
 SIBLINGS = {"A100-80": {"A100-80", "A100-40"}}
 """Chips that are the same silicon: left out together."""
 
@@ -48,14 +68,29 @@ class Score:
     p90: float
 
 
-def study(folder: Path, gpus: dict[str, Gpu], progress: Progress = lambda _: None) -> tuple[Score, ...]:
+@dataclass(frozen=True, slots=True)
+class StepCheck:
+    """The model and node that whole steps were measured on."""
+
+    model: Model
+    node: NodeType
+
+
+def study(
+    folder: Path, gpus: dict[str, Gpu], step_check: StepCheck, progress: Progress = lambda _: None
+) -> tuple[Score, ...]:
     """All three questions; takes a minute or two."""
     rows = read_all(folder)
     chips = {name: chip_of(gpu) for name, gpu in gpus.items()}
     scores = list(_calibrated(rows, chips, progress))
     for gpu in sorted({str(name) for name in rows["gemm"].gpu}):
         progress(f"without {gpu}")
-        scores += _without_gpu(gpu, rows, gpus, chips, folder)
+        found, calibration = _without_gpu(gpu, rows, gpus, chips, folder)
+        scores += found
+        if gpu == step_check.node.gpu.name:
+            scores += _steps("GPU left out", folder, step_check, calibration)
+    progress("whole steps")
+    scores += _steps("calibrated", folder, step_check, calibrate(folder, gpus, {}))
     progress("without a model")
     scores += _without_model(rows["gemm"], chips)
     return tuple(scores)
@@ -84,7 +119,7 @@ def expected_errors(scores: Iterable[Score]) -> dict[str, ExpectedError]:
     """What the CLI says beside a prediction: the mean over GPUs and kinds of work."""
     result = {}
     for name, question in (("measured", "calibrated"), ("transferred", "GPU left out")):
-        chosen = [s for s in scores if s.question == question and s.kind != "any GEMM"]
+        chosen = [s for s in scores if s.question == question and s.kind in OPERATORS]
         medians, tails = [s.median for s in chosen], [s.p90 for s in chosen]
         result[name] = ExpectedError(round(float(np.mean(medians)), 3), round(float(np.mean(tails)), 3))
     return result
@@ -115,7 +150,7 @@ def _calibrated(rows: dict[Operator, Rows], chips: dict[str, Chip], progress: Pr
 
 def _without_gpu(
     gpu: str, rows: dict[Operator, Rows], gpus: dict[str, Gpu], chips: dict[str, Chip], folder: Path
-) -> list[Score]:
+) -> tuple[list[Score], Calibration]:
     fits = {op: fit_operator(part.where(part.gpu != gpu), chips, sample=400) for op, part in rows.items()}
     calibration = build(fits, gpus, folder, leave_out=frozenset(SIBLINGS.get(gpu, {gpu})))
     curves = curves_for(gpus[gpu], calibration)
@@ -127,6 +162,23 @@ def _without_gpu(
         scales = {key: _carried(operator, key[1], curves, fits, calibration) for key in set(keys_of(test))}
         fit = OperatorFit(operator, fits[operator].shapes, scales)
         found += _scores("GPU left out", test, fit.predict(test, chips))
+    return found, calibration
+
+
+def _steps(question: Question, folder: Path, check: StepCheck, calibration: Calibration) -> list[Score]:
+    measured = read_steps(folder)
+    timer = roofline(check.model, check.node, 1, calibration=calibration, host_s=0.0)
+    error = np.abs(timer.step_s(measured.batch) / measured.seconds - 1.0)
+    prefill = measured.batch.chunk_new.sum(axis=1) > 0
+    found = []
+    kinds: tuple[tuple[Kind, NDArray[np.bool_]], ...] = (
+        ("step with prefill", prefill),
+        ("decode step", ~prefill),
+    )
+    for kind, mask in kinds:
+        median, p90 = (round(float(v), 4) for v in np.quantile(error[mask], [0.5, 0.9]))
+        score = Score(question, kind, measured.gpu, "llmservingsim", "", int(mask.sum()), median, p90)
+        found.append(score)
     return found
 
 

@@ -248,7 +248,7 @@ def fit_residuals(rows: Rows, fit: OperatorFit, chips: dict[str, Chip]) -> dict[
     for gpu, harness in fit.scales:
         part = rows.where((rows.gpu == gpu) & (rows.harness == harness))
         ratio = np.log(part.seconds / fit.predict(part, chips))
-        knots = (20, 12) if rows.operator == "decode" else (12, 10)
+        knots = (24, 16) if rows.operator == "decode" else (16, 12)
         found[gpu, harness] = fit_residual(*features(part), ratio, knots=knots)
     return found
 

@@ -7,7 +7,8 @@ GPU they are carried over from its relatives (same compute capability, else all)
   rate a chip can sustain within its power limit: a soft minimum of what the kernels reach and of
   watts / (energy per FLOP x rate). L4, L40S and A30 are starved of power, an RTX 4090 is not.
 - attention: the GPU's own matrix share times the relatives' ratio of attention to matrix product.
-- bandwidth and fixed times: the geometric mean over measured GPUs.
+- bandwidth and fixed times: those of a GPU with the same chip, else the geometric mean over measured GPUs.
+- a GPU of an architecture that nobody measured gets the median compute share of those that were.
 
 `Curves` are what the roofline uses; `confidence` says which of these ways they came.
 """
@@ -164,7 +165,8 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
     relatives = _relatives(gpu, calibration)
     gemm = (own and own.gemm) or _carried_gemm(gpu, calibration, relatives)
     prefill = (own and own.prefill) or _carried_prefill(gemm[0], calibration, relatives)
-    decode = (own and own.decode) or _mean([s.decode for s in calibration.gpus if s.decode])
+    same = _same_chip(gpu, calibration, relatives)
+    decode = (own and own.decode) or _mean([s.decode for s in same or calibration.gpus if s.decode])
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
     confidence, basis = _trust(gpu, own, relatives)
     return Curves(
@@ -182,21 +184,35 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
 
 
 def _relatives(gpu: Gpu, calibration: Calibration) -> list[Scales]:
-    """Measured GPUs whose kernels are the same; the same chip first, then the same capability."""
+    """Measured GPUs whose kernels are the same: the same chip if there is one, else the same capability."""
     others = [s for s in calibration.gpus if s.gemm and s.gpu != gpu.name]
-    specs = {s.gpu: calibration.spec(s.gpu) for s in others}
-    alike = [s for s in others if specs[s.gpu].compute_capability == gpu.compute_capability]
-    same = [s for s in alike if specs[s.gpu].sm_count == gpu.sm_count]
-    fine = [s for s in alike if not s.coarse]
-    return same or fine or alike
+    alike = [s for s in others if calibration.spec(s.gpu).compute_capability == gpu.compute_capability]
+    alike = [] if gpu.compute_capability is None else alike
+    fine = [s for s in alike if not s.coarse] or alike
+    return _same_chip(gpu, calibration, fine) or fine
+
+
+def _same_chip(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -> list[Scales]:
+    specs = {s.gpu: calibration.spec(s.gpu) for s in relatives}
+    return [
+        s
+        for s in relatives
+        if s.decode
+        and specs[s.gpu].sm_count == gpu.sm_count
+        and specs[s.gpu].compute_capability == gpu.compute_capability
+    ]
 
 
 def _carried_gemm(gpu: Gpu, calibration: Calibration, relatives: list[Scales]) -> tuple[float, float, float]:
     measured = [s for s in calibration.gpus if s.gemm]
     power = calibration.power
-    ratios = [s.gemm[0] / power.share(calibration.spec(s.gpu)) for s in relatives or measured if s.gemm]
-    compute = power.share(gpu) * float(np.exp(np.mean(np.log(ratios))))
-    mean = _mean([s.gemm for s in measured if s.gemm])
+    mean = _mean([s.gemm for s in _same_chip(gpu, calibration, relatives) or measured if s.gemm])
+    if not relatives and FAMILIES.get(gpu.architecture, gpu.architecture) not in power.watts_per_tflops:
+        compute = float(np.median([s.gemm[0] for s in measured if s.gemm and not s.coarse]))
+    else:
+        near = relatives or measured
+        ratios = [s.gemm[0] / power.share(calibration.spec(s.gpu)) for s in near if s.gemm]
+        compute = power.share(gpu) * float(np.exp(np.mean(np.log(ratios))))
     return min(compute, 1.1), mean[1], mean[2]
 
 
@@ -219,7 +235,7 @@ def _trust(gpu: Gpu, own: Scales | None, relatives: list[Scales]) -> tuple[Confi
     if relatives:
         names = ", ".join(sorted(scales.gpu for scales in relatives))
         return "transferred", f"carried over from {names}"
-    return "assumed", "no GPU of its architecture was measured; the mean of all others"
+    return "assumed", "no GPU of its architecture was measured; the middle of all others"
 
 
 def _mean(values: list[tuple[float, ...]]) -> tuple[float, ...]:

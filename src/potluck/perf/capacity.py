@@ -13,7 +13,7 @@ from math import floor
 from potluck.core.errors import CapacityError
 from potluck.core.model import LinearAttention, Model
 from potluck.core.types import NodeType
-from potluck.perf.memory import kv_bytes_per_gpu, weight_bytes_per_gpu
+from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 
 USABLE_SHARE = 0.9
 STEP_TOKENS = 8192
@@ -45,8 +45,7 @@ def stage_memory(
 ) -> StageMemory:
     """Memory of one of `tp` GPUs that hold `layers` (all of them when left out)."""
     chosen = range(model.layer_count) if layers is None else layers
-    tables = chosen.start == 0 or chosen.stop == model.layer_count
-    weights = weight_bytes_per_gpu(model, tp, chosen, tables=tables)
+    weights = weight_bytes_per_gpu(model, tp, chosen, tables=False) + _table_bytes(model, chosen) / tp
     return StageMemory(
         node.gpu.memory_bytes * usable_share, weights, _activation_bytes(model, tp, step_tokens)
     )
@@ -68,6 +67,13 @@ def require_fit(model: Model, memory: StageMemory, node: NodeType, tp: int) -> N
             f"{(memory.weight_bytes + memory.activation_bytes) / 1e9:.1f} GB and has "
             f"{memory.usable_bytes / 1e9:.1f} GB usable; take more or larger GPUs"
         )
+
+
+def _table_bytes(model: Model, layers: range) -> float:
+    """The embedding stands on the first stage, the head on the last; tied, each has the same table."""
+    first, last = layers.start == 0, layers.stop == model.layer_count
+    table = first or (last and model.tied_embeddings)
+    return (embedding_bytes(model) if table else 0.0) + (head_bytes(model) if last else 0.0)
 
 
 def _activation_bytes(model: Model, tp: int, step_tokens: int) -> float:

@@ -46,7 +46,7 @@ class Estimate:
     weight_bytes: float
     """Weights of one replica."""
     operating: Operating | None
-    """None when the objective cannot be met at all."""
+    """None when the objective cannot be met at all, or not even one request fits."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -73,8 +73,8 @@ def estimate(
 ) -> Estimate:
     """Estimate a node; without `tp`, with the degree that serves the most requests."""
     if input_tokens < 1 or output_tokens < 1:
-        name = "input" if input_tokens < 1 else "output"
-        raise InputError(name, f"must be at least 1 token, is {min(input_tokens, output_tokens)}")
+        name, tokens = ("input", input_tokens) if input_tokens < 1 else ("output", output_tokens)
+        raise InputError(name, f"must be at least 1 token, is {tokens}")
     if input_tokens + output_tokens > model.max_context_tokens:
         raise InputError(
             "input", f"with the output exceeds the {model.max_context_tokens} tokens {model.name} takes"
@@ -148,7 +148,7 @@ def _at(
         price_usd_per_h=price_usd_per_h,
         usd_per_million_output_tokens=_usd_per_million(price_usd_per_h, rate * made),
         usd_per_million_tokens=_usd_per_million(price_usd_per_h, rate * (made + read)),
-        binds=_binds(operating, _bound(timer, busiest)),
+        binds=_binds(operating, _bound(timer, busiest), batch),
         confidence=timer.confidence,
         basis=timer.basis,
         expected_error=bundled().errors.get(timer.confidence),
@@ -164,7 +164,9 @@ def _bound(timer: RooflineTimer, batch: Steps) -> Bound:
     return "compute" if compute_s > memory_s else "bandwidth"
 
 
-def _binds(operating: Operating | None, decode_bound: Bound) -> str:
+def _binds(operating: Operating | None, decode_bound: Bound, max_batch: int) -> str:
+    if max_batch < 1:
+        return "KV memory: not even one such request fits"
     if operating is None:
         return "the objective cannot be met, even by one request alone"
     words: dict[Limit, str] = {

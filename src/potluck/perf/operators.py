@@ -187,7 +187,8 @@ def prefill_attention_s(
     waves = blocks / chip.sm_count
     filled = np.where(waves > 1.0, waves + alike * (np.ceil(waves) - waves), 1.0)
     compute = np.maximum(filled * mean_s, longest_s)
-    moved = (q * h * dims + (c + q) * hk * dims).sum(axis=-1) * 2.0
+    held = c + q if window is None else np.minimum(c, window) + q
+    moved = (q * h * dims + np.where(q > 0, held, 0.0) * hk * dims).sum(axis=-1) * 2.0
     memory = moved / (chip.bytes_per_s * curve.bandwidth)
     # Each block first waits for its queries, so here the two add up instead of hiding one another.
     return _floats(np.where(blocks > 0, curve.fixed_s + compute + memory, 0.0))

@@ -39,6 +39,23 @@ def chunked_prefill_s(
     context: float = 0.0,
 ) -> float:
     """Seconds until a prompt is prefilled in chunks, `requests` decodes riding along in every iteration."""
+    return float(chunked_prefills_s(timer, tokens, chunk, requests=requests, context=context)[0])
+
+
+def chunked_prefills_s(
+    timer: StepTimer,
+    tokens: int,
+    chunk: int = CHUNK_TOKENS,
+    *,
+    requests: ArrayLike = 0.0,
+    context: ArrayLike = 0.0,
+) -> Floats:
+    """`chunked_prefill_s` for many numbers of decodes at once."""
+    count, behind = np.broadcast_arrays(np.atleast_1d(np.asarray(requests, np.float64)), context)
     starts = np.arange(0, tokens, chunk, dtype=np.float64)
     sizes = np.minimum(chunk, tokens - starts)
-    return float(chunked_iteration_s(timer, sizes, starts, requests, context).sum())
+    rows, each = len(count), len(starts)
+    times = chunked_iteration_s(
+        timer, np.tile(sizes, rows), np.tile(starts, rows), np.repeat(count, each), np.repeat(behind, each)
+    )
+    return np.asarray(times.reshape(rows, each).sum(axis=1), np.float64)

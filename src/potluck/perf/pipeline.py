@@ -41,12 +41,14 @@ class PipelineTimer:
     def step_s(self, batch: Steps) -> Floats:
         """Latency of a step through all stages."""
         compute = sum((stage_s.max(axis=0) for stage_s in self._stages_s(batch)), np.zeros(len(batch)))
-        return np.asarray(compute + self._handovers_s(batch) + HOST_S, np.float64)
+        total = compute + self._handovers_s(batch) + HOST_S
+        return np.where(batch.tokens > 0, total, 0.0)
 
     def interval_s(self, batch: Steps) -> Floats:
         """Time between two steps that follow each other: the slowest stage, its nodes sharing the work."""
-        shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in self._stages_s(batch)]
-        return np.asarray(np.max(shared, axis=0), np.float64)
+        stages_s = [np.maximum(stage_s, 1e-30) for stage_s in self._stages_s(batch)]
+        shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in stages_s]
+        return np.where(batch.tokens > 0, np.max(shared, axis=0), 0.0)
 
     def _stages_s(self, batch: Steps) -> list[Floats]:
         return [np.stack([timer.step_s(batch) for timer in stage]) for stage in self.stages]

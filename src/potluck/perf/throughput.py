@@ -19,7 +19,13 @@ from typing import Literal
 import numpy as np
 
 from potluck.core.types import Role, Slo
-from potluck.perf.phases import CHUNK_TOKENS, chunked_iteration_s, chunked_prefill_s, decode_step_s, prefill_s
+from potluck.perf.phases import (
+    CHUNK_TOKENS,
+    chunked_iteration_s,
+    chunked_prefills_s,
+    decode_step_s,
+    prefill_s,
+)
 from potluck.perf.step import Floats, StepTimer
 
 Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
@@ -50,11 +56,11 @@ def best_operating(
     role: Role = "mixed",
 ) -> Operating | None:
     """The operating point with the highest rate within the objective; None when there is none."""
+    if memory_batch < 1:
+        return None
     if role == "prefill":
         return _prefill(timer, input_tokens, slo)
     batches = _candidates(min(memory_batch, MAX_BATCH))
-    if not len(batches):
-        return None
     context = input_tokens + output_tokens / 2
     if role == "decode":
         chunk = np.zeros_like(batches)
@@ -66,7 +72,7 @@ def best_operating(
         # A request that is mid-prefill is not decoding: with more chunk than budget, prefill paces the rest.
         paced = batches * input_tokens / output_tokens / np.maximum(chunk, 1e-9)
         step_s = chunked_iteration_s(timer, chunk, cached, batches, context) * np.maximum(paced, 1.0)
-        ttft_s = np.array([_ttft_s(timer, input_tokens, batch, context) for batch in batches])
+        ttft_s = chunked_prefills_s(timer, input_tokens, requests=batches, context=context)
     rate = batches / (output_tokens * step_s)
     return _choose(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
 
@@ -79,14 +85,8 @@ def _prefill(timer: StepTimer, input_tokens: int, slo: Slo | None) -> Operating 
     return Operating(1.0 / ttft_s, 1, ttft_s, 0.0, float(input_tokens), "compute")
 
 
-def _ttft_s(timer: StepTimer, input_tokens: int, batch: float, context: float) -> float:
-    return chunked_prefill_s(timer, input_tokens, requests=batch, context=context)
-
-
 def _candidates(largest: int) -> Floats:
     """1, 2, 3, ... growing by an eighth: fine enough that nothing better lies between by more than that."""
-    if largest < 1:
-        return np.zeros(0)
     grid = np.unique(np.geomspace(1, largest, 64).round())
     return np.asarray(grid, np.float64)
 
@@ -106,9 +106,11 @@ def _choose(
     if not within.any():
         return None
     best = int(np.argmax(np.where(within, rate, -1.0)))
+    # Steps grow in waves, so the batch just above may serve no more although a larger one would.
+    better = np.flatnonzero(rate > rate[best])
     limit: Limit = "compute"
-    if best + 1 < len(batches) and rate[best + 1] > rate[best] and slo is not None:
-        limit = "tpot" if step_s[best + 1] > slo.tpot_s else "ttft"
+    if slo is not None and len(better):
+        limit = "tpot" if step_s[better[0]] > slo.tpot_s else "ttft"
     elif best + 1 == len(batches):
         limit = "memory" if memory_batch <= MAX_BATCH else "batch"
     return Operating(

@@ -1,0 +1,195 @@
+"""Calibration: what ships loads and is sane, and figures carry over to GPUs that nobody measured."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.catalog import gpus
+from potluck.core.codec import dumps, loads
+from potluck.core.errors import FormatError
+from potluck.core.types import Gpu
+from potluck.perf.calibration import (
+    CALIBRATION_VERSION,
+    FORMAT,
+    Calibration,
+    Curves,
+    Power,
+    bundled,
+    chip_of,
+    curves_for,
+)
+
+FINE = [s.gpu for s in bundled().gpus if s.gemm and not s.coarse]
+BARE = Gpu("NewChip", 200.0, 48.0, 1000.0)
+
+
+def without(gpu: str) -> Calibration:
+    """The bundled calibration as if that GPU had never been measured."""
+    full = bundled()
+    kept = tuple(s for s in full.gpus if s.gpu != gpu)
+    return replace(full, gpus=kept, specs=tuple(s for s in full.specs if s.name != gpu))
+
+
+def numbers(curves: Curves) -> list[float]:
+    parts = (curves.chip, curves.gemm, curves.prefill, curves.decode, curves.stream)
+    values = [getattr(part, field.name) for part in parts for field in fields(part)]
+    flat: list[float] = []
+    for value in values:
+        flat.extend(value if isinstance(value, tuple) else [value])
+    return flat
+
+
+def test_what_ships_covers_the_measured_gpus() -> None:
+    assert {"A100-80", "H100-SXM", "A40", "A30", "L40S", "RTX4090"} <= set(FINE)
+    assert {"nvswitch", "nvlink", "pcie"} <= {network.kind for network in bundled().networks}
+    assert set(bundled().errors) >= {"measured", "transferred"}
+    assert bundled().errors["measured"].median < bundled().errors["transferred"].median
+    for error in bundled().errors.values():
+        assert 0 < error.median < error.p90
+
+
+def test_data_sheets_are_the_catalogs() -> None:
+    """The fits divided by these; if the catalog changes, the calibration must be made anew."""
+    assert {spec.name for spec in bundled().specs} == {scales.gpu for scales in bundled().gpus}
+    for spec in bundled().specs:
+        assert spec == gpus.gpu(spec.name)
+
+
+def test_shares_are_physical() -> None:
+    """A share is of the data sheet's rate; boost clocks lift a product to 1.1 at most, caches a stream more."""
+    for scales in bundled().gpus:
+        assert scales.gemm is not None
+        assert 0.3 < scales.gemm[0] <= 1.1
+        assert 0.5 < scales.gemm[1] <= 1.1
+        assert 0 < scales.gemm[2] < 1e-4
+        if scales.decode:
+            assert 0.5 < scales.decode[0] <= 1.1
+            assert all(0 < fixed_s < 1e-4 for fixed_s in scales.decode[1:])
+
+
+def test_it_survives_its_file() -> None:
+    text = dumps(bundled(), format_name=FORMAT, version=CALIBRATION_VERSION)
+    assert loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION) == bundled()
+    with pytest.raises(FormatError, match="version"):
+        loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION + 1)
+
+
+@given(
+    st.sampled_from(["volta", "turing", "ampere", "ada", "hopper", "blackwell", "unknown"]),
+    st.none() | st.floats(20, 1500),
+    st.floats(10, 3000),
+)
+def test_a_power_share_is_positive_and_below_its_ceiling(arch: str, tdp: float | None, tflops: float) -> None:
+    power = bundled().power
+    share = power.share(replace(BARE, architecture=arch, tdp_w=tdp, fp16_tflops=tflops))
+    assert 0 < share <= power.ceiling
+    if tdp is not None:
+        assert share <= power.share(replace(BARE, architecture=arch, tdp_w=2 * tdp, fp16_tflops=tflops))
+
+
+def test_power_is_a_soft_minimum() -> None:
+    power = Power(1.0, {"ampere": 2.0}, sharpness=4.0)
+    chip = replace(BARE, architecture="ampere", fp16_tflops=100.0)
+    assert power.share(replace(chip, tdp_w=200.0)) == pytest.approx(2**-0.25)
+    assert power.share(replace(chip, tdp_w=20.0)) == pytest.approx(0.1, rel=0.01)
+    assert power.share(replace(chip, tdp_w=2000.0)) == pytest.approx(1.0, rel=0.01)
+    assert power.share(chip) == 1.0
+    assert power.share(replace(chip, tdp_w=20.0, architecture="elsewhere")) == 1.0
+
+
+def test_starved_chips_are_recognised() -> None:
+    """The text says so of L4, L40S and A30, and that an RTX 4090 is not."""
+    power = bundled().power
+    shares = {name: power.share(gpus.gpu(name)) for name in ("L4", "L40S", "A30", "RTX4090")}
+    assert max(shares["L4"], shares["L40S"], shares["A30"]) < shares["RTX4090"]
+
+
+@pytest.mark.parametrize("name", gpus.names())
+def test_every_gpu_of_the_catalog_has_curves(name: str) -> None:
+    curves = curves_for(gpus.gpu(name), bundled())
+    assert all(np.isfinite(value) and value >= 0 for value in numbers(curves))
+    assert 0 < curves.gemm.compute <= 1.1
+    assert curves.confidence in ("measured", "transferred", "assumed")
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_a_measured_gpu_uses_its_own_figures(name: str) -> None:
+    own, curves = bundled().scales(name), curves_for(gpus.gpu(name), bundled())
+    assert own is not None
+    assert own.gemm is not None
+    assert curves.confidence == "measured"
+    assert name in curves.basis
+    assert (curves.gemm.compute, curves.gemm.bandwidth, curves.gemm.fixed_s) == own.gemm
+    assert curves.gemm_residual == own.gemm_residual
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_carried_over_figures_are_near_the_measured_ones(name: str) -> None:
+    """Each measured GPU as if it had not been: compute within 40 %, bandwidth within 40 %, no surface."""
+    own, carried = curves_for(gpus.gpu(name), bundled()), curves_for(gpus.gpu(name), without(name))
+    assert carried.confidence != "measured"
+    assert carried.gemm_residual is carried.prefill_residual is carried.decode_residual is None
+    assert carried.gemm.compute == pytest.approx(own.gemm.compute, rel=0.4)
+    assert carried.gemm.bandwidth == pytest.approx(own.gemm.bandwidth, rel=0.4)
+    assert carried.prefill.compute == pytest.approx(own.prefill.compute, rel=0.4)
+    assert carried.decode.bandwidth == pytest.approx(own.decode.bandwidth, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "from_"),
+    [
+        ("A800-SXM", "carried over from A100-40, A100-80"),
+        ("H200", "carried over from H100-SXM"),
+        ("H800", "carried over from H100-SXM"),
+        ("A10", "carried over from A40"),
+        ("RTX3090Ti", "carried over from A40"),
+        ("V100-32", "carried over from V100-16"),
+    ],
+)
+def test_relatives(name: str, from_: str) -> None:
+    """The same chip first (A800, H200), else the same compute capability (8.6: A10 and A40)."""
+    curves = curves_for(gpus.gpu(name), bundled())
+    assert (curves.confidence, curves.basis) == ("transferred", from_)
+
+
+def test_the_same_chip_with_the_same_power_has_the_same_share() -> None:
+    """H200 is an H100 with other memory."""
+    here, there = (curves_for(gpus.gpu(name), bundled()) for name in ("H200", "H100-SXM"))
+    assert here.gemm.compute == pytest.approx(there.gemm.compute)
+    assert here.prefill.compute == pytest.approx(there.prefill.compute)
+
+
+def test_less_power_is_less_compute() -> None:
+    sxm, pcie = (curves_for(gpus.gpu(name), bundled()) for name in ("A800-SXM", "A100-80-PCIe"))
+    assert pcie.gemm.compute < 0.9 * sxm.gemm.compute
+
+
+@pytest.mark.parametrize("name", ["MI300X", "MI210", "B200"])
+def test_a_strange_architecture_is_assumed(name: str) -> None:
+    curves = curves_for(gpus.gpu(name), bundled())
+    assert curves.confidence == "assumed"
+    assert "no GPU of its architecture" in curves.basis
+
+
+def test_whole_layer_times_are_not_called_measured() -> None:
+    curves = curves_for(gpus.gpu("L4"), bundled())
+    assert curves.confidence == "transferred"
+    assert "whole-layer" in curves.basis
+
+
+def test_a_gpu_with_only_the_required_figures_works() -> None:
+    curves = curves_for(BARE, bundled())
+    assert curves.confidence == "assumed"
+    assert all(np.isfinite(value) and value >= 0 for value in numbers(curves))
+    assert chip_of(BARE).sm_count == 80.0
+    assert curves.gemm.compute <= 1.1
+
+
+@pytest.mark.parametrize(("capability", "tile"), [(8.0, 128.0), (8.6, 64.0), (8.9, 64.0), (9.0, 128.0)])
+def test_query_tiles_follow_the_instruction_set(capability: float, tile: float) -> None:
+    assert chip_of(replace(BARE, compute_capability=capability)).query_tile == tile
