@@ -18,13 +18,16 @@ from potluck.core.model import (
     MoeFfn,
 )
 from potluck.core.plan import (
+    Bucket,
     BucketCapacity,
     Confidence,
     Deployment,
     Flow,
+    NodeCount,
     Plan,
     Prediction,
     Replica,
+    Share,
     Template,
     TemplateKind,
 )
@@ -178,31 +181,42 @@ layouts = st.builds(Layout, stages=tuples_of(stages, least=1))
 replicas = st.builds(Replica, role=roles, layout=layouts)
 capacities = st.builds(
     BucketCapacity,
-    prompt_tokens=counts,
+    bucket=counts,
     prefill_per_s=not_negative,
     decode_per_s=not_negative,
+    closed_per_s=not_negative,
     ttft_s=not_negative,
     tpot_s=not_negative,
 )
+node_counts = st.builds(NodeCount, node=names, count=st.integers(1, 64))
 templates = st.builds(
     Template,
     name=names,
     kind=st.sampled_from(get_args(TemplateKind)),
     model=names,
+    nodes=tuples_of(node_counts),
     replicas=tuples_of(replicas),
     capacity=tuples_of(capacities),
-    kv_bytes=not_negative,
     confidence=confidences,
 )
 deployments = st.builds(Deployment, template=names, region=names, count=st.integers(0, 99))
 flows = st.builds(
     Flow,
     model=names,
-    prompt_tokens=counts,
-    prefill=names,
-    decode=names,
+    bucket=counts,
+    prefill_region=names,
+    decode_region=names,
     rate_per_s=not_negative,
     codec=st.sampled_from(get_args(Codec)),
+)
+buckets = st.builds(Bucket, model=names, bucket=counts, longest_tokens=counts, rate_per_s=not_negative)
+shares = st.builds(
+    Share,
+    template=names,
+    region=names,
+    bucket=counts,
+    phase=st.sampled_from(["prefill", "decode", "closed"]),
+    rate_per_s=not_negative,
 )
 predictions = st.builds(
     Prediction,
@@ -218,10 +232,13 @@ plans = st.builds(
     strategy=names,
     templates=tuples_of(templates),
     deployments=tuples_of(deployments),
+    buckets=tuples_of(buckets),
+    shares=tuples_of(shares),
     flows=tuples_of(flows),
     predictions=tuples_of(predictions),
     cost_usd_per_h=not_negative,
     gap=not_negative,
+    fraction=st.floats(0, 1),
 )
 
 

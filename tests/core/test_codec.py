@@ -157,7 +157,9 @@ def test_numbers_that_are_not_finite_are_refused(text: str) -> None:
 
 
 def test_nan_is_never_written() -> None:
-    hollow = Plan("s", (), (), (), (Prediction("m", float("nan"), 1.0, 1.0, 1.0, "measured"),), 1.0, 0.0)
+    hollow = Plan(
+        "s", (), (), (), (), (), (Prediction("m", float("nan"), 1.0, 1.0, 1.0, "measured"),), 1.0, 0.0
+    )
     with pytest.raises(ValueError, match="JSON"):
         plan_to_json(hollow)
 
@@ -211,7 +213,7 @@ def test_files_that_cannot_be_read_say_why(text: str, says: str) -> None:
 
 
 def test_another_version_of_a_plan_names_both_versions() -> None:
-    text = plan_to_json(Plan("s", (), (), (), (), 0.0, 0.0)).replace('"version": 1', '"version": 7')
+    text = plan_to_json(Plan("s", (), (), (), (), (), (), 0.0, 0.0)).replace('"version": 1', '"version": 7')
     with pytest.raises(FormatError, match="version: is 7, this release reads 1"):
         plan_from_json(text)
 
@@ -229,7 +231,7 @@ def test_a_union_without_its_type_lists_what_it_may_be() -> None:
 
 
 def test_a_literal_gets_the_nearest_value() -> None:
-    slow = {"type": "Flow", "model": "m", "prompt_tokens": 1, "prefill": "a", "decode": "b", "rate_per_s": 1}
+    slow = {"model": "m", "bucket": 1, "prefill_region": "a", "decode_region": "b", "rate_per_s": 1}
     with pytest.raises(FormatError, match="codec: 'fp61' is not one of its values; did you mean 'fp16'?"):
         decode(plan.Flow, slow | {"codec": "fp61"})
 

@@ -10,7 +10,6 @@ from hypothesis import given
 
 from potluck.core.errors import InputError
 from potluck.core.layout import Layout, Stage, StageNode, single
-from potluck.core.plan import Template
 
 
 @given(build.layouts)
@@ -19,14 +18,6 @@ def test_layers_and_nodes_add_up(layout: Layout) -> None:
     assert layout.node_counts == Counter(names)
     assert sum(layout.node_counts.values()) == sum(len(stage.nodes) for stage in layout.stages)
     assert layout.layer_count == sum(stage.layers for stage in layout.stages) >= len(layout.stages)
-
-
-@given(build.templates)
-def test_a_template_takes_the_nodes_of_all_its_replicas(template: Template) -> None:
-    total: Counter[str] = Counter()
-    for replica in template.replicas:
-        total.update(replica.layout.node_counts)
-    assert template.node_counts == total
 
 
 def test_the_plainest_layout() -> None:

@@ -61,7 +61,7 @@ def test_data_sheets_are_the_catalogs() -> None:
 
 
 def test_shares_are_physical() -> None:
-    """A share is of the data sheet's rate; boost clocks lift a product to 1.1 at most, caches a stream more."""
+    """A share is of the data sheet's rate; boost clocks lift a product to 1.1 at most."""
     for scales in bundled().gpus:
         assert scales.gemm is not None
         assert 0.3 < scales.gemm[0] <= 1.1
@@ -141,20 +141,22 @@ def test_carried_over_figures_are_near_the_measured_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "from_"),
+    ("name", "chip"),
     [
-        ("A800-SXM", "carried over from A100-40, A100-80"),
-        ("H200", "carried over from H100-SXM"),
-        ("H800", "carried over from H100-SXM"),
-        ("A10", "carried over from A40"),
-        ("RTX3090Ti", "carried over from A40"),
-        ("V100-32", "carried over from V100-16"),
+        ("A800-SXM", "A100"),
+        ("H200", "H100"),
+        ("H800", "H100"),
+        ("A10", "A40"),
+        ("RTX3090Ti", "A40"),
+        ("V100-32", "V100"),
     ],
 )
-def test_relatives(name: str, from_: str) -> None:
+def test_relatives(name: str, chip: str) -> None:
     """The same chip first (A800, H200), else the same compute capability (8.6: A10 and A40)."""
     curves = curves_for(gpus.gpu(name), bundled())
-    assert (curves.confidence, curves.basis) == ("transferred", from_)
+    assert curves.confidence == "transferred"
+    sources = curves.basis.removeprefix("carried over from ").split(", ")
+    assert {source.split("-")[0] for source in sources} == {chip}
 
 
 def test_the_same_chip_with_the_same_power_has_the_same_share() -> None:

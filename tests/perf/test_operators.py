@@ -138,7 +138,7 @@ def test_mean_keys_is_the_mean_of_what_each_token_sees(new: int, cached: int, wi
 
 @given(st.integers(1, 4000), lengths, st.none() | windows)
 def test_prefill_work_is_the_enumerated_pairs(new: int, cached: int, window: int | None) -> None:
-    """On an ideal chip of one SM every query tile of 128 meets its keys; half a tile of masked keys remains."""
+    """On an ideal chip of one SM every tile of 128 queries meets its keys and half a tile of masked ones."""
     chip = replace(CHIP, sm_count=1.0, bytes_per_s=1e30)
     got = float(prefill_attention_s(new, cached, 32, 8, 128, 128, chip, IDEAL_PREFILL, window=window))
     seen = np.arange(cached + 1, cached + new + 1)
@@ -210,6 +210,15 @@ def test_decode_is_never_faster_than_reading_its_cache(requests: int, context: i
     assert float(decode_attention_s(requests, moved, context, 8, CHIP, DECODE, warm_share=1.0)) <= time
     twice = float(decode_attention_s(requests, moved, context, 8, replace(CHIP, bytes_per_s=4e12), DECODE))
     assert twice <= time
+
+
+def test_a_warm_cache_is_read_at_the_speed_of_l2() -> None:
+    """1 MB in an L2 of 40 MB, then 400 MB that cannot stay there."""
+    curve = replace(DECODE, block_s=0.0, fixed_s=0.0)
+    for moved, speedup in ((1e6, L2_SPEEDUP), (4e8, 1.0)):
+        cold, warm = (float(decode_attention_s(1, moved, 1, 8, CHIP, curve, warm_share=w)) for w in (0, 1))
+        assert cold == pytest.approx(moved / (2e12 * 0.8))
+        assert warm == pytest.approx(cold / speedup, rel=1e-6)
 
 
 def test_decode_without_requests_costs_nothing() -> None:

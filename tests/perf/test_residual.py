@@ -48,7 +48,9 @@ def test_no_feature_at_all_is_the_low_edge() -> None:
 
 def test_arrays_give_arrays() -> None:
     x, y = np.array([1.0, 4.0, 32.0]), np.array([2.0, 16.0, 2.0])
-    assert SURFACE.factor(x, y) == pytest.approx([float(SURFACE.factor(a, b)) for a, b in zip(x, y, strict=True)])
+    assert SURFACE.factor(x, y) == pytest.approx(
+        [float(SURFACE.factor(a, b)) for a, b in zip(x, y, strict=True)]
+    )
     assert SURFACE.factor(x, 2.0).shape == (3,)
 
 

@@ -29,16 +29,30 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class BucketCapacity:
-    """What one copy of a template does for prompts of one length bucket."""
+    """What one copy of a template does for one bucket of a model's prompts, when it does nothing else."""
 
-    prompt_tokens: int
-    """Longest prompt of the bucket."""
+    bucket: int
+    """Index of the bucket among the model's."""
     prefill_per_s: float
-    """Prompts a second when it does nothing else."""
+    """Prompts a second whose KV another replica decodes; 0 when it may not, or not within the objective."""
     decode_per_s: float
-    """Requests a second it can decode when it does nothing else."""
+    """Requests a second that others prefilled."""
+    closed_per_s: float
+    """Requests a second it serves by itself, from prompt to last token."""
     ttft_s: float
     tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCount:
+    """So many nodes of a type."""
+
+    node: str
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError(f"{self.node}: count", f"must be at least 1, is {self.count}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +62,15 @@ class Template:
     name: str
     kind: TemplateKind
     model: str
+    nodes: tuple[NodeCount, ...]
+    """What one copy rents. Several small replicas may share a node."""
     replicas: tuple[Replica, ...]
     capacity: tuple[BucketCapacity, ...]
-    kv_bytes: float
-    """KV cache memory of its decoding replicas together."""
     confidence: Confidence
 
     @property
     def node_counts(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for replica in self.replicas:
-            for node, count in replica.layout.node_counts.items():
-                counts[node] = counts.get(node, 0) + count
-        return counts
+        return {each.node: each.count for each in self.nodes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +87,42 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """Requests of one bucket that are prefilled in one deployment and decoded in another."""
+class Bucket:
+    """Prompts of one model up to a length: where the buckets meet are the plan's length thresholds."""
 
     model: str
-    prompt_tokens: int
-    prefill: str
-    decode: str
+    bucket: int
+    longest_tokens: int
+    rate_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How much of a bucket a deployment takes in one phase: the routing weights."""
+
+    template: str
+    region: str
+    bucket: int
+    phase: Literal["prefill", "decode", "closed"]
+    rate_per_s: float
+
+    def __post_init__(self) -> None:
+        _not_negative(f"share {self.template}@{self.region}: rate_per_s", self.rate_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Requests of one bucket that are prefilled in one region and decoded in another, or in the same."""
+
+    model: str
+    bucket: int
+    prefill_region: str
+    decode_region: str
     rate_per_s: float
     codec: Codec = "fp16"
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens < 1:
-            raise InputError(
-                f"flow {self.model}: prompt_tokens", f"must be positive, is {self.prompt_tokens}"
-            )
-        if not 0 <= self.rate_per_s < inf:
-            raise InputError(f"flow {self.model}: rate_per_s", f"must not be negative, is {self.rate_per_s}")
+        _not_negative(f"flow {self.model}: rate_per_s", self.rate_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +144,32 @@ class Plan:
     strategy: str
     templates: tuple[Template, ...]
     deployments: tuple[Deployment, ...]
+    buckets: tuple[Bucket, ...]
+    shares: tuple[Share, ...]
     flows: tuple[Flow, ...]
     predictions: tuple[Prediction, ...]
     cost_usd_per_h: float
     gap: float
-    """Proven relative distance to the cheapest plan; 0 when proven optimal."""
+    """Proven relative distance to the cheapest plan of this strategy's columns; 0 when proven optimal."""
+    fraction: float = 1.0
+    """Share of every demand that is met; below 1 when the fleet does not suffice."""
 
     def __post_init__(self) -> None:
-        for name in ("cost_usd_per_h", "gap"):
-            if not 0 <= getattr(self, name) < inf:
-                raise InputError(f"plan: {name}", f"must not be negative, is {getattr(self, name)}")
+        for name in ("cost_usd_per_h", "gap", "fraction"):
+            _not_negative(f"plan: {name}", getattr(self, name))
+
+    def template(self, name: str) -> Template:
+        return next(template for template in self.templates if template.name == name)
+
+    @property
+    def nodes(self) -> dict[tuple[str, str], int]:
+        """(region, node type) to how many are rented."""
+        counts: dict[tuple[str, str], int] = {}
+        for deployment in self.deployments:
+            for each in self.template(deployment.template).nodes:
+                key = (deployment.region, each.node)
+                counts[key] = counts.get(key, 0) + each.count * deployment.count
+        return counts
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -135,3 +180,8 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str) -> Plan:
     """Read a plan file; another version or an unknown key is an error that names it."""
     return loads(Plan, text, format_name="potluck.plan", version=PLAN_VERSION)
+
+
+def _not_negative(field: str, value: float) -> None:
+    if not 0 <= value < inf:
+        raise InputError(field, f"must not be negative, is {value}")

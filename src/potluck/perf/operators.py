@@ -24,6 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from potluck.perf.step import Floats
 
 GEMM_TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
+EXPERT_TILES = ((16, 128), (32, 128), *GEMM_TILES)
+"""Grouped products also have tiles for the few rows that an expert gets."""
 SPLIT_K = (1, 2, 4)
 KEY_TILE = 64
 L2_SPEEDUP = 3.0
@@ -104,6 +106,7 @@ def gemm_s(
     *,
     weight_bytes: float = 2.0,
     copies: ArrayLike = 1.0,
+    tiles: tuple[tuple[int, int], ...] = GEMM_TILES,
     warm_share: ArrayLike = 0.0,
 ) -> Floats:
     """Seconds for `copies` products (m, k) x (k, n) in one launch (an expert layer has many).
@@ -114,7 +117,7 @@ def gemm_s(
     rows, cols, depth, many = _floats(m), _floats(n), _floats(k), _floats(copies)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     stream = chip.bytes_per_s * curve.bandwidth
-    compute = _tiled_s(rows, cols, depth, many, chip.sm_count, rate, stream, curve)
+    compute = _tiled_s(rows, cols, depth, many, chip.sm_count, rate, stream, curve, tiles)
     weights = many * cols * depth * weight_bytes
     activations = many * 2.0 * (rows * depth + rows * cols)
     warm = _warm(weights, _floats(warm_share) * chip.l2_bytes)
@@ -131,11 +134,13 @@ def _tiled_s(
     rate: Number,
     stream: Number,
     curve: GemmCurve,
+    shapes: tuple[tuple[int, int], ...],
 ) -> Floats:
     """The best of the tile shapes and splits along k that a kernel library would choose from."""
     best: Floats | None = None
     shares = dict(zip((64 * 64, 64 * 128, 128 * 128, 128 * 256), curve.tile_share, strict=True))
-    for tall, wide in GEMM_TILES:
+    shares[16 * 128] = shares[64 * 64]  # nothing measured tells it apart
+    for tall, wide in shapes:
         tiles = many * np.ceil(rows / tall) * np.ceil(cols / wide)
         work = 2.0 * tall * wide / (rate * shares[tall * wide])
         for split in SPLIT_K:

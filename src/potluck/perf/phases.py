@@ -49,13 +49,18 @@ def chunked_prefills_s(
     *,
     requests: ArrayLike = 0.0,
     context: ArrayLike = 0.0,
+    cached: float = 0.0,
 ) -> Floats:
-    """`chunked_prefill_s` for many numbers of decodes at once."""
+    """`chunked_prefill_s` for many numbers of decodes at once, behind a cached prefix."""
     count, behind = np.broadcast_arrays(np.atleast_1d(np.asarray(requests, np.float64)), context)
     starts = np.arange(0, tokens, chunk, dtype=np.float64)
     sizes = np.minimum(chunk, tokens - starts)
     rows, each = len(count), len(starts)
     times = chunked_iteration_s(
-        timer, np.tile(sizes, rows), np.tile(starts, rows), np.repeat(count, each), np.repeat(behind, each)
+        timer,
+        np.tile(sizes, rows),
+        np.tile(starts + cached, rows),
+        np.repeat(count, each),
+        np.repeat(behind, each),
     )
     return np.asarray(times.reshape(rows, each).sum(axis=1), np.float64)

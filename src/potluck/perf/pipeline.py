@@ -46,7 +46,8 @@ class PipelineTimer:
 
     def interval_s(self, batch: Steps) -> Floats:
         """Time between two steps that follow each other: the slowest stage, its nodes sharing the work."""
-        stages_s = [np.maximum(stage_s, 1e-30) for stage_s in self._stages_s(batch)]
+        # Every node's own engine spends its time between steps.
+        stages_s = [stage_s + HOST_S for stage_s in self._stages_s(batch)]
         shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in stages_s]
         return np.where(batch.tokens > 0, np.max(shared, axis=0), 0.0)
 

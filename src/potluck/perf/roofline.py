@@ -13,13 +13,20 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.core.model import LatentAttention, LinearAttention, Model, MoeFfn
+from potluck.core.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.plan import Confidence
 from potluck.core.types import NodeType
 from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
 from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.network import all_reduce_s
-from potluck.perf.operators import decode_attention_s, gemm_s, prefill_attention_s, stream_s
+from potluck.perf.operators import (
+    EXPERT_TILES,
+    GEMM_TILES,
+    decode_attention_s,
+    gemm_s,
+    prefill_attention_s,
+    stream_s,
+)
 from potluck.perf.step import Floats, Steps
 
 HOST_S = 5e-4
@@ -187,6 +194,9 @@ def check_tp(model: Model, node: NodeType, tp: int) -> None:
         heads = attention.value_heads if isinstance(attention, LinearAttention) else attention.heads
         if heads % tp:
             raise InputError("tp", f"{tp} does not divide the {heads} attention heads of {model.name}")
+        shared = attention.kv_heads if isinstance(attention, FullAttention) else tp
+        if shared % tp and tp % shared:
+            raise InputError("tp", f"{tp} neither divides nor copies the {shared} KV heads of {model.name}")
 
 
 def unmeasured_parts(model: Model) -> tuple[str, ...]:
@@ -209,7 +219,8 @@ def gemm_time_s(gemm: Gemm, tokens: ArrayLike, node: NodeType, curves: Curves) -
     if gemm.bits == 8 and node.gpu.fp8_tflops:
         chip = replace(chip, flops_per_s=node.gpu.fp8_tflops * 1e12)
     width = gemm.bits / 8
-    time = gemm_s(rows, gemm.n, gemm.k, chip, curves.gemm, weight_bytes=width, copies=copies)
+    tiles = EXPERT_TILES if gemm.experts else GEMM_TILES
+    time = gemm_s(rows, gemm.n, gemm.k, chip, curves.gemm, weight_bytes=width, copies=copies, tiles=tiles)
     if curves.gemm_residual is not None and not gemm.experts:
         time = time * curves.gemm_residual.factor(rows, gemm.n * gemm.k, gemm.n / gemm.k)
     return time

@@ -1,0 +1,235 @@
+"""`potluck estimate` as a person meets it: the table, the JSON, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.main import run
+
+GOOD = {"--model": "Llama-3.1-8B", "--node": "2xL40S", "--input": "1024", "--output": "256"}
+
+
+def arguments(**changes: str | None) -> list[str]:
+    """The good command with some options changed or, with None, left out."""
+    options = GOOD | {f"--{key.replace('_', '-')}": value for key, value in changes.items()}
+    return [
+        "estimate",
+        *(part for key, value in options.items() if value is not None for part in (key, value)),
+    ]
+
+
+def answer(capsys: pytest.CaptureFixture[str], **changes: str | None) -> dict[str, object]:
+    assert run([*arguments(**changes), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], **changes: str | None) -> str:
+    """The one line on stderr of a command that must fail with exit code 2."""
+    assert run(arguments(**changes)) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("potluck: error: ")
+    assert error.count("\n") == 1
+    assert error.endswith("\n")
+    assert "Traceback" not in error
+    return error
+
+
+def test_the_table_answers_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments(price="2.5", tpot_ms="60")) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "Llama-3.1-8B on 2xL40S",
+        "1024 in / 256 out",
+        "prefill of one prompt",
+        "decode step, alone",
+        "KV memory",
+        "batch per replica",
+        "requests per second",
+        "tokens per second",
+        "cost per million tokens",
+        "$2.50",
+        "what binds",
+        "TPOT objective",
+        "confidence",
+        "L40S measured",
+    ):
+        assert words in out, words
+
+
+def test_the_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, price="2.5", tp="2")
+    assert (found["model"], found["node"], found["tp"], found["replicas"]) == ("Llama-3.1-8B", "2xL40S", 2, 1)
+    assert (found["input_tokens"], found["output_tokens"]) == (1024, 256)
+    assert (found["price_usd_per_h"], found["price_from"]) == (2.5, "given")
+    for key in ("prefill_s", "decode_step_s", "max_batch", "requests_per_s", "usd_per_million_tokens"):
+        assert float(str(found[key])) > 0, key
+    assert found["prefill_bound"] == "compute"
+    operating = found["operating"]
+    assert isinstance(operating, dict)
+    assert operating["limit"] in ("memory", "compute")
+    assert found["confidence"] == "measured"
+    assert isinstance(found["expected_error"], dict)
+
+
+def test_spellings_of_a_node_and_of_options(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = answer(capsys, tp="2")
+    assert answer(capsys, node="L40S:2", tp=None, tensor_parallel_size="2") == plain
+    assert answer(capsys, node="2 x l40s", input=None, isl="1024", output=None, osl="256", tp="2") == plain
+
+
+def test_prices_come_from_the_catalog(capsys: pytest.CaptureFixture[str]) -> None:
+    cheapest = answer(capsys)
+    assert cheapest["price_from"] != "given"
+    region = answer(capsys, node="8xA100-80", region="aws/us-east-1")
+    assert str(region["price_from"]).startswith("aws/us-east-1")
+    assert float(str(region["price_usd_per_h"])) > 1
+
+
+def test_without_a_price_there_is_an_answer_all_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("potluck.catalog.prices.prices", lambda: ())
+    found = answer(capsys)
+    assert (found["price_usd_per_h"], found["usd_per_million_tokens"]) == (None, None)
+    assert run(arguments()) == 0
+    assert "give one with --price" in capsys.readouterr().out
+
+
+def test_confidence_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments(node="MI300X")) == 0
+    out = capsys.readouterr().out
+    assert "assumed" in out
+    assert "error unknown" in out
+    assert run(arguments(node="A10G")) == 0
+    out = capsys.readouterr().out
+    assert "transferred" in out
+    assert "carried over from A40" in out
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+def test_roles(role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(capsys, role=role)["role"] == role
+    assert run(arguments(role=role)) == 0
+    assert f", {role}" in capsys.readouterr().out
+
+
+def test_an_objective_that_cannot_be_met_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments(tpot_ms="0.1")) == 0
+    assert "cannot be met" in capsys.readouterr().out
+    found = answer(capsys, tpot_ms="0.1")
+    assert (found["operating"], found["requests_per_s"]) == (None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"price": "-1"}, "price: must"),
+        ({"price": "nan"}, "price: must"),
+        ({"price": "inf"}, "price: must"),
+        ({"price": "cheap"}, "--price"),
+        ({"node": "2xL41S"}, "node: '2xL41S': unknown GPU 'L41S'; did you mean 'L40S'?"),
+        ({"node": "0xL40S"}, "node: '0xL40S' has 0 GPUs"),
+        ({"node": "99xL40S"}, "node: '99xL40S' has 99 GPUs"),
+        ({"node": ""}, "node:"),
+        ({"tp": "4"}, "tp: 4 exceeds the 2 GPU(s) of node 2xL40S"),
+        ({"tp": "0"}, "tp: must be at least 1, is 0"),
+        ({"tp": "3", "node": "4xL40S"}, "tp: 3 does not divide the 32 attention heads"),
+        ({"tp": "two"}, "--tp"),
+        ({"model": "Llama-3.1-9B"}, "model: unknown 'Llama-3.1-9B'; did you mean 'Llama-3.1-8B'?"),
+        ({"model": "./no/such/place"}, "no/such/place"),
+        ({"input": "0"}, "input: must be at least 1 token, is 0"),
+        ({"output": "-3"}, "output: must be at least 1 token, is -3"),
+        ({"input": "1000000"}, "input: with the output exceeds the 131072 tokens"),
+        ({"input": "1e3"}, "--input"),
+        ({"input": None}, "--input"),
+        ({"model": None}, "--model"),
+        ({"ttft_ms": "0"}, "ttft-ms: must be positive, is 0"),
+        ({"tpot_ms": "-5"}, "tpot-ms: must be positive, is -5"),
+        ({"tpot_ms": "nan"}, "tpot-ms: must be positive"),
+        ({"role": "both"}, "--role"),
+        ({"region": "mars"}, "region: unknown 'mars'"),
+        ({"model": "Llama-3-70B"}, "Llama-3-70B does not fit on 2xL40S"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_the_field(
+    changes: dict[str, str | None], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in refused(capsys, **changes)
+
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_config_json_serves_as_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The directory or the file; the same architecture gives the catalog's figures."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    catalog = answer(capsys)
+    for model in (str(tmp_path), str(path)):
+        found = answer(capsys, model=model)
+        for key in ("prefill_s", "decode_step_s", "max_batch", "weight_bytes"):
+            assert found[key] == catalog[key], key
+
+
+@pytest.mark.parametrize("missing", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
+def test_a_config_json_without_a_field(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != missing}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert missing in refused(capsys, model=str(tmp_path))
+
+
+def test_a_config_json_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refused(capsys, model=str(tmp_path))
+
+
+def test_as_a_process() -> None:
+    """stdout carries nothing but JSON, and errors go to stderr with exit code 2."""
+    command = [sys.executable, "-m", "potluck.cli.main"]
+    good = subprocess.run([*command, *arguments(), "--json"], capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert json.loads(good.stdout)["node"] == "2xL40S"
+    bad = subprocess.run([*command, *arguments(price="-1")], capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
+
+
+def test_it_does_not_wait_for_libraries_of_other_commands() -> None:
+    code = (
+        "import sys; from potluck.cli.main import run; run(sys.argv[1:]);"
+        "bad = {'torch', 'highspy', 'pydantic', 'yaml', 'scipy', 'pyarrow'} & set(sys.modules);"
+        "sys.exit(f'imported {bad}' if bad else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples:" in out
+    for option in ("--model", "--node", "--tp", "--input", "--output", "--ttft-ms", "--tpot-ms", "--json"):
+        assert option in out

@@ -1,0 +1,290 @@
+"""Step times of whole models: consistent, monotone, never faster than physics, honest about their basis."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.catalog import models, nodes
+from potluck.core.errors import InputError
+from potluck.perf.arithmetic import step_sums
+from potluck.perf.calibration import bundled, curves_for
+from potluck.perf.network import all_reduce_s, handover_s
+from potluck.perf.operators import stream_s
+from potluck.perf.phases import (
+    chunked_iteration_s,
+    chunked_prefill_s,
+    chunked_prefills_s,
+    decode_step_s,
+    prefill_s,
+)
+from potluck.perf.roofline import BLOCK_ROWS, HOST_S, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
+from potluck.perf.step import Steps, steps
+
+CASES = [
+    ("Llama-3.1-8B", "H100-SXM", 1),
+    ("Llama-3.1-8B", "A100-80", 1),
+    ("Llama-3.1-8B", "L40S", 1),
+    ("Llama-3.1-8B", "RTX4090", 1),
+    ("Llama-3.1-8B", "A10", 1),
+    ("Llama-3.1-8B", "MI300X", 1),
+    ("Llama-3-70B", "4xH100-SXM", 4),
+    ("Qwen3-32B", "2xL40S", 2),
+    ("GPT-OSS-120B", "H200", 1),
+    ("DeepSeek-V3", "8xH200", 8),
+    ("Kimi-Linear-48B", "2xA100-80", 2),
+]
+
+
+@cache
+def timer(model: str, node: str, tp: int = 1) -> RooflineTimer:
+    return roofline(models.model(model), nodes.node_type(node), tp)
+
+
+def random_steps(count: int, chunks: int, seed: int) -> Steps:
+    rng = np.random.default_rng(seed)
+    used = rng.random((count, chunks)) < 0.7
+    decodes = rng.integers(0, 200, count)
+    return steps(
+        rng.integers(1, 3000, (count, chunks)) * used,
+        rng.integers(0, 9000, (count, chunks)),
+        decodes,
+        decodes * rng.integers(1, 5000, count),
+    )
+
+
+def row(batch: Steps, i: int) -> Steps:
+    one = slice(i, i + 1)
+    return Steps(batch.chunk_new[one], batch.chunk_cached[one], batch.decodes[one], batch.decode_context[one])
+
+
+@pytest.mark.parametrize(("model", "node", "tp"), CASES)
+def test_many_steps_at_once_are_the_steps_one_by_one(model: str, node: str, tp: int) -> None:
+    batch = random_steps(40, 3, 1)
+    together = timer(model, node, tp).step_s(batch)
+    apart = [float(timer(model, node, tp).step_s(row(batch, i))[0]) for i in range(len(batch))]
+    assert together == pytest.approx(apart, rel=1e-9)
+
+
+def test_blocks_of_rows_do_not_show() -> None:
+    count = 2 * BLOCK_ROWS + 7
+    batch = random_steps(count, 1, 2)
+    whole = timer("Llama-3.1-8B", "H100-SXM").step_s(batch)
+    for start in (0, BLOCK_ROWS - 3, count - 10):
+        some = slice(start, start + 10)
+        part = Steps(
+            batch.chunk_new[some], batch.chunk_cached[some], batch.decodes[some], batch.decode_context[some]
+        )
+        assert whole[some] == pytest.approx(timer("Llama-3.1-8B", "H100-SXM").step_s(part), rel=1e-12)
+
+
+@pytest.mark.parametrize(("model", "node", "tp"), CASES)
+def test_the_order_of_chunks_is_irrelevant(model: str, node: str, tp: int) -> None:
+    batch = random_steps(30, 4, 3)
+    mirrored = Steps(
+        batch.chunk_new[:, ::-1], batch.chunk_cached[:, ::-1], batch.decodes, batch.decode_context
+    )
+    one, other = (timer(model, node, tp).step_s(each) for each in (batch, mirrored))
+    assert one == pytest.approx(other, rel=1e-9)
+
+
+@pytest.mark.parametrize(("model", "node", "tp"), CASES)
+def test_unused_chunks_and_empty_steps(model: str, node: str, tp: int) -> None:
+    here = timer(model, node, tp)
+    assert here.step_s(steps(0.0, 700.0)).tolist() == [0.0]
+    padded = steps([[500.0, 0.0]], [[100.0, 4000.0]], 3, 900)
+    assert here.step_s(padded) == pytest.approx(here.step_s(steps(500.0, 100.0, 3, 900)), rel=0.02)
+
+
+@pytest.mark.parametrize(("model", "node", "tp"), CASES)
+def test_no_step_beats_the_data_sheet(model: str, node: str, tp: int) -> None:
+    """Ideal FLOPs, and ideal bytes of weights and KV, at 1.1 of the printed rates: GPUs do boost."""
+    here, batch = timer(model, node, tp), random_steps(300, 2, 4)
+    sums, gpu = step_sums(here.model, batch, tp), here.node.gpu
+    peak = max(gpu.fp16_tflops, gpu.fp8_tflops or 0.0 if here.model.weight_bits == 8 else 0.0)
+    compute_s = sums.flops / (1.1 * peak * 1e12)
+    memory_s = (sums.weight_bytes + sums.kv_bytes) / (1.1 * gpu.bandwidth_gb_per_s * 1e9)
+    busy = batch.tokens > 0
+    assert np.all(here.step_s(batch)[busy] >= np.maximum(compute_s, memory_s)[busy])
+
+
+@pytest.mark.parametrize(("model", "node", "tp"), CASES)
+def test_longer_prompts_take_longer(model: str, node: str, tp: int) -> None:
+    """Waves and surfaces make small dents; a tenth more tokens never gain more than 6 %."""
+    tokens = np.unique(np.geomspace(16, 60_000, 90).round())
+    times = prefill_s(timer(model, node, tp), tokens)
+    assert np.all(times[1:] >= 0.94 * times[:-1])
+    assert np.all(times[12:] >= times[:-12])  # about three times the tokens
+
+
+@pytest.mark.parametrize(("model", "node", "tp"), CASES)
+def test_larger_batches_take_longer_and_give_more(model: str, node: str, tp: int) -> None:
+    batches = 2.0 ** np.arange(10)
+    times = decode_step_s(timer(model, node, tp), batches, 800.0)
+    assert np.all(times[1:] >= 0.97 * times[:-1])
+    assert np.all(np.diff(batches / times) > 0)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 4000), st.integers(0, 20_000), st.integers(1, 200), st.integers(1, 8000))
+def test_a_mixed_step_costs_less_than_its_two_halves(new: int, cached: int, count: int, context: int) -> None:
+    """The weights are read once, but no half comes for free. An H100 runs both halves at full speed."""
+    here = timer("Llama-3.1-8B", "H100-SXM")
+    chunk, decode = float(prefill_s(here, new, cached)[0]), float(decode_step_s(here, count, context)[0])
+    both = float(chunked_iteration_s(here, new, cached, count, context)[0])
+    assert both <= (chunk + decode) * 1.02
+    assert both >= max(chunk, decode) * 0.95
+
+
+def test_host_time_is_added_once() -> None:
+    model, node = models.model("Llama-3.1-8B"), nodes.node_type("H100-SXM")
+    batch = random_steps(20, 2, 5)
+    with_host, without = roofline(model, node, 1), roofline(model, node, 1, host_s=0.0)
+    assert with_host.step_s(batch) - without.step_s(batch) == pytest.approx(
+        np.where(batch.tokens > 0, HOST_S, 0.0)
+    )
+
+
+def test_stages_add_up_to_the_whole() -> None:
+    model, node = models.model("GPT-OSS-120B"), nodes.node_type("H200")
+    batch = random_steps(30, 2, 6)
+    parts = [range(10), range(10, 27), range(27, 36)]
+    total = sum(roofline(model, node, 1, layers=layers, host_s=0.0).step_s(batch) for layers in parts)
+    assert total == pytest.approx(roofline(model, node, 1, host_s=0.0).step_s(batch), rel=1e-9)
+
+
+def test_the_table_of_token_counts_is_the_sum_of_its_parts() -> None:
+    """Products, element-wise work and two all-reduces a layer, added up by hand at one token count."""
+    here = timer("Llama-3-70B", "4xH100-SXM", 4)
+    ((work, count),) = here.works
+    at = int(np.searchsorted(TOKEN_GRID, 1000))
+    tokens = float(TOKEN_GRID[at])
+    layer = sum(float(gemm_time_s(gemm, tokens, here.node, here.curves)) for gemm in work.gemms)
+    chip, stream = here.curves.chip, here.curves.stream
+    layer += float(stream_s(tokens * work.stream_bytes_per_token, work.launches, chip, stream))
+    link, size = here.node.interconnect, tokens * here.model.hidden * 2
+    layer += 2 * float(all_reduce_s(size, 4, link, bundled().networks))
+    assert count == 80
+    assert here.dense_s[at] == pytest.approx(80 * layer)
+
+
+def test_beyond_the_table_time_is_proportional() -> None:
+    here = timer("Llama-3.1-8B", "H100-SXM")
+    last = TOKEN_GRID[-1]
+    one, two = (here.step_s(steps(decodes=n, decode_context=n)) for n in (last, 2 * last))
+    assert two == pytest.approx(2 * one, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "confidence", "words"),
+    [
+        ("Llama-3.1-8B", "H100-SXM", "measured", "H100-SXM measured"),
+        ("Llama-3.1-8B", "H200", "transferred", "carried over from H100-SXM"),
+        ("Llama-3.1-8B", "MI300X", "assumed", "no GPU of its architecture"),
+        ("Qwen3-235B-A22B", "H100-SXM", "assumed", "not measured: mixture of experts"),
+        ("DeepSeek-V3", "H200", "assumed", "mixture of experts, latent attention"),
+        ("Kimi-Linear-48B", "A100-80", "assumed", "linear attention"),
+    ],
+)
+def test_confidence_is_that_of_the_weakest_part(model: str, node: str, confidence: str, words: str) -> None:
+    here = timer(model, node)
+    assert here.confidence == confidence
+    assert words in here.basis
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "tp", "words"),
+    [
+        ("Llama-3.1-8B", "2xL40S", 4, "4 exceeds the 2 GPU"),
+        ("Llama-3.1-8B", "L40S", 0, "at least 1"),
+        ("Llama-3.1-8B", "L40S", -2, "at least 1"),
+        ("Llama-3.1-8B", "3xL40S", 3, "does not divide the 32 attention heads"),
+    ],
+)
+def test_degrees_that_cannot_be(model: str, node: str, tp: int, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        roofline(models.model(model), nodes.node_type(node), tp)
+    assert caught.value.field == "tp"
+
+
+def test_small_decode_on_an_h100_is_the_weights() -> None:
+    """15.0 GB at 3.35 TB/s are 4.5 ms; kernels reach nine tenths, launches and host add 1 to 2 ms."""
+    assert 5e-3 < float(decode_step_s(timer("Llama-3.1-8B", "H100-SXM"), 1, 500)[0]) < 9e-3
+
+
+def test_70b_decode_on_four_h100() -> None:
+    """35 GB per GPU are 10.4 ms at the printed rate, 12 at nine tenths, 160 all-reduces of 25 us add 4."""
+    assert 14e-3 < float(decode_step_s(timer("Llama-3-70B", "4xH100-SXM", 4), 1, 500)[0]) < 26e-3
+
+
+def test_8b_prefill_on_an_h100() -> None:
+    """2,048 tokens are 31 TFLOP: 31 ms at the printed rate, 60 at half of it."""
+    assert 31e-3 < float(prefill_s(timer("Llama-3.1-8B", "H100-SXM"), 2048)[0]) < 60e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024, 8192])
+def test_more_ranks_are_faster_but_not_by_more_than_their_number(tokens: int) -> None:
+    times = [float(prefill_s(timer("Llama-3-70B", "8xH100-SXM", tp), tokens)[0]) for tp in (1, 2, 4, 8)]
+    for few, many in pairwise(times):
+        assert few / 2.1 <= many < few
+
+
+def test_slow_links_cost_tensor_parallelism_its_gain() -> None:
+    """8,192 tokens over PCIe: the all-reduce takes a visible share; over NVLink it does not."""
+    fast = float(prefill_s(timer("Llama-3.1-8B", "2xA100-80", 2), 8192)[0])
+    slow = float(prefill_s(timer("Llama-3.1-8B", "2xL40S", 2), 8192)[0])
+    single_fast = float(prefill_s(timer("Llama-3.1-8B", "A100-80"), 8192)[0])
+    single_slow = float(prefill_s(timer("Llama-3.1-8B", "L40S"), 8192)[0])
+    assert single_fast / fast > single_slow / slow
+
+
+def test_fp8_weights_use_the_fp8_rate() -> None:
+    model = models.model("DeepSeek-V3")
+    here = roofline(model, nodes.node_type("H200"), 1)
+    gemm = here.works[0][0].gemms[0]
+    assert gemm.bits == 8
+    wide = gemm_time_s(gemm, 8192, here.node, here.curves)
+    gpu = nodes.node_type("A100-80").gpu
+    ampere = gemm_time_s(gemm, 8192, nodes.node_type("A100-80"), curves_for(gpu, bundled()))
+    floor = 2.0 * 8192 * gemm.n * gemm.k
+    assert wide < floor / 1.0e15 < ampere  # no GPU here has that rate in 16 bits
+
+
+def test_chunked_prefill_adds_up_its_iterations() -> None:
+    here = timer("Llama-3.1-8B", "H100-SXM")
+    sizes, starts = [2048.0, 2048.0, 904.0], [0.0, 2048.0, 4096.0]
+    expected = sum(
+        float(chunked_iteration_s(here, size, start, 8, 700)[0])
+        for size, start in zip(sizes, starts, strict=True)
+    )
+    assert chunked_prefill_s(here, 5000, requests=8, context=700) == pytest.approx(expected)
+    many = chunked_prefills_s(here, 5000, requests=[0.0, 8.0, 64.0], context=700)
+    one_by_one = [chunked_prefill_s(here, 5000, requests=n, context=700) for n in (0.0, 8.0, 64.0)]
+    assert many == pytest.approx(one_by_one)
+    assert chunked_prefill_s(here, 5000) == pytest.approx(float(prefill_s(here, 5000)[0]), rel=0.1)
+
+
+def test_network_times() -> None:
+    link = nodes.node_type("4xH100-SXM").interconnect
+    calibration = bundled()
+    sizes = np.array([0.0, 1e6, 1e8])
+    assert all_reduce_s(sizes, 1, link, calibration.networks).tolist() == [0.0, 0.0, 0.0]
+    two, eight = (all_reduce_s(sizes, ranks, link, calibration.networks) for ranks in (2, 8))
+    assert np.all(np.diff(two) > 0)
+    assert np.all(eight >= two)
+    wire = 2 * 7 / 8 * 1e8 / (link.gb_per_s * 1e9)
+    assert eight[2] > wire  # a ring moves that much at least
+    fallback = all_reduce_s(1e8, 8, link, ())
+    assert float(fallback) == pytest.approx(2e-5 + wire / 0.7)
+
+
+def test_a_hand_over_takes_the_slower_card() -> None:
+    fast, slow = nodes.node_type("8xH100-SXM"), nodes.node_type("L4")
+    assert slow.network_gbps < fast.network_gbps
+    assert handover_s(1e9, fast, slow) == handover_s(1e9, slow, fast) == handover_s(1e9, slow, slow)
+    assert float(handover_s(1e9, fast, fast)) >= 8.0 / fast.network_gbps

@@ -1,0 +1,203 @@
+"""The best operating point against a scan over every batch, and what each limit is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.core.plan import Confidence
+from potluck.core.types import Role, Slo
+from potluck.perf.phases import CHUNK_TOKENS
+from potluck.perf.step import Floats, Steps
+from potluck.perf.throughput import MAX_BATCH, Operating, best_operating
+
+
+@dataclass(frozen=True)
+class Line:
+    """A timer whose steps cost base + token * tokens + context * (decode context and cached)."""
+
+    base_s: float = 5e-3
+    token_s: float = 2e-5
+    context_s: float = 2e-8
+    crowd_s: float = 0.0
+    """Per squared decode: makes large batches serve less."""
+
+    @property
+    def confidence(self) -> Confidence:
+        return "assumed"
+
+    def step_s(self, batch: Steps) -> Floats:
+        seen = batch.decode_context + (batch.chunk_new * batch.chunk_cached).sum(axis=1)
+        crowd = self.crowd_s * batch.decodes**2
+        time = self.base_s + self.token_s * batch.tokens + self.context_s * seen + crowd
+        return np.where(batch.tokens > 0, time, 0.0)
+
+
+def by_hand(timer: Line, tokens_in: int, tokens_out: int, batch: int) -> tuple[float, float, float]:
+    """(rate, TPOT, TTFT) of a mixed replica with so many decodes, from the definition."""
+    context = tokens_in + tokens_out / 2
+    wanted = batch * tokens_in / tokens_out
+    chunk = min(wanted, CHUNK_TOKENS)
+    cached = max(tokens_in - chunk, 0.0) / 2
+    iteration = timer.base_s + timer.token_s * (chunk + batch) + timer.crowd_s * batch**2
+    iteration += timer.context_s * (batch * context + chunk * cached)
+    tpot = iteration * max(wanted / chunk, 1.0)
+    ttft = 0.0
+    for start in range(0, tokens_in, CHUNK_TOKENS):
+        size = min(CHUNK_TOKENS, tokens_in - start)
+        ttft += timer.base_s + timer.token_s * (size + batch) + timer.crowd_s * batch**2
+        ttft += timer.context_s * (batch * context + size * start)
+    return batch / (tokens_out * tpot), tpot, ttft
+
+
+def scan(timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None) -> float:
+    """The best rate over every batch there is."""
+    best = 0.0
+    for batch in range(1, min(memory, MAX_BATCH) + 1):
+        rate, tpot, ttft = by_hand(timer, tokens_in, tokens_out, batch)
+        if slo is None or (tpot <= slo.tpot_s and ttft <= slo.ttft_s):
+            best = max(best, rate)
+    return best
+
+
+timers = st.builds(
+    Line,
+    st.floats(1e-3, 3e-2),
+    st.floats(1e-6, 1e-4),
+    st.floats(1e-9, 1e-7),
+    st.sampled_from([0.0, 1e-7, 1e-5]),
+)
+slos = st.none() | st.builds(Slo, st.floats(0.02, 3.0), st.floats(0.005, 0.2))
+
+
+@settings(max_examples=100)
+@given(timers, st.integers(1, 6000), st.integers(1, 2000), st.integers(0, 2000), slos)
+def test_the_best_is_that_of_a_full_scan(
+    timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None
+) -> None:
+    """The grid grows by an eighth at most, so no more than an eighth is lost between its points."""
+    found = best_operating(timer, tokens_in, tokens_out, memory, slo)
+    truth = scan(timer, tokens_in, tokens_out, memory, slo)
+    if found is None:
+        assert truth == 0.0
+        return
+    assert truth / 1.13 <= found.requests_per_s <= truth * (1 + 1e-9)
+    rate, tpot, ttft = by_hand(timer, tokens_in, tokens_out, found.batch)
+    assert (found.requests_per_s, found.tpot_s, found.ttft_s) == pytest.approx((rate, tpot, ttft))
+    assert 1 <= found.batch <= min(memory, MAX_BATCH)
+    if slo is not None:
+        assert found.tpot_s <= slo.tpot_s
+        assert found.ttft_s <= slo.ttft_s
+
+
+@pytest.mark.parametrize("largest", range(20, MAX_BATCH, 67))
+def test_little_is_lost_below_an_objective(largest: int) -> None:
+    """The rate is proportional to the batch, and TPOT allows exactly this one."""
+    timer = Line(token_s=0.0, context_s=0.0, crowd_s=1e-12)
+    found = best_operating(timer, 10, 10, 10 * MAX_BATCH, Slo(10.0, 5e-3 + 1e-12 * (largest + 0.5) ** 2))
+    assert found is not None
+    assert largest / 1.125 <= found.batch <= largest
+
+
+@given(timers, st.integers(1, 4000), st.integers(1, 1000), st.integers(1, 1500), slos, st.floats(1.0, 5.0))
+def test_loosening_never_lowers_the_rate(
+    timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None, factor: float
+) -> None:
+    loose = None if slo is None else Slo(slo.ttft_s * factor, slo.tpot_s * factor)
+    tight_rate = rate_of(best_operating(timer, tokens_in, tokens_out, memory, slo))
+    assert rate_of(best_operating(timer, tokens_in, tokens_out, memory, loose)) >= tight_rate
+    assert rate_of(best_operating(timer, tokens_in, tokens_out, memory, None)) >= tight_rate
+
+
+def rate_of(found: Operating | None) -> float:
+    return 0.0 if found is None else found.requests_per_s
+
+
+LIMITS = [
+    # timer, memory, slo, limit: what stops the replica
+    (Line(), 100, None, "memory"),
+    (Line(), 100, Slo(100.0, 100.0), "memory"),
+    (Line(), 10 * MAX_BATCH, None, "batch"),
+    (Line(), 10 * MAX_BATCH, Slo(100.0, 0.02), "tpot"),
+    (Line(), 10 * MAX_BATCH, Slo(0.02, 100.0), "ttft"),
+    (Line(crowd_s=1e-4), 10 * MAX_BATCH, None, "compute"),
+    (Line(crowd_s=1e-4), 10 * MAX_BATCH, Slo(100.0, 100.0), "compute"),
+]
+
+
+@pytest.mark.parametrize(("timer", "memory", "slo", "limit"), LIMITS)
+def test_what_stops_the_rate_has_its_name(timer: Line, memory: int, slo: Slo | None, limit: str) -> None:
+    found = best_operating(timer, 200, 200, memory, slo)
+    assert found is not None
+    assert found.limit == limit
+    if limit == "memory":
+        assert found.batch == memory
+    if limit == "batch":
+        assert found.batch == MAX_BATCH
+
+
+@dataclass(frozen=True)
+class Waves(Line):
+    """Steps as long as the next multiple of 64 decodes takes."""
+
+    def step_s(self, batch: Steps) -> Floats:
+        return np.where(batch.tokens > 0, 5e-3 * np.ceil(batch.decodes / 64) ** 0.9, 0.0)
+
+
+def test_a_dent_in_the_rate_does_not_hide_the_objective() -> None:
+    """At 64 a wave is full and 65 serves less, but 128 would serve more: TPOT is what stops it there."""
+    found = best_operating(Waves(), 200, 200, 1000, Slo(100.0, 6e-3), "decode")
+    assert found is not None
+    assert found.batch <= 64
+    assert found.limit == "tpot"
+
+
+@pytest.mark.parametrize("role", ["mixed", "prefill", "decode"])
+def test_nothing_fits(role: Role) -> None:
+    assert best_operating(Line(), 100, 100, 0, None, role) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "slo"),
+    [
+        ("mixed", Slo(10.0, 1e-3)),
+        ("mixed", Slo(1e-3, 10.0)),
+        ("decode", Slo(10.0, 1e-3)),
+        ("prefill", Slo(1e-3, 10.0)),
+    ],
+)
+def test_an_impossible_objective(role: Role, slo: Slo) -> None:
+    """A step takes 5 ms at least."""
+    assert best_operating(Line(), 100, 100, 50, slo, role) is None
+
+
+def test_a_prefill_replica_takes_prompts_in_turn() -> None:
+    found = best_operating(Line(), 1000, 300, 50, Slo(1.0, 1e-9), "prefill")
+    assert found is not None
+    assert found.ttft_s == pytest.approx(5e-3 + 2e-5 * 1000)
+    assert found.requests_per_s == pytest.approx(1 / found.ttft_s)
+
+
+def test_a_decode_replica_pays_for_no_prompt() -> None:
+    found, mixed = (best_operating(Line(), 1000, 300, 64, None, role) for role in ("decode", "mixed"))
+    assert found is not None
+    assert mixed is not None
+    step = 5e-3 + 64 * (2e-5 + 2e-8 * 1150)
+    assert (found.batch, found.chunk_tokens) == (64, 0.0)
+    assert found.tpot_s == pytest.approx(step)
+    assert found.requests_per_s == pytest.approx(64 / (300 * step))
+    assert found.requests_per_s > mixed.requests_per_s
+
+
+def test_prompts_beyond_the_budget_pace_the_replica() -> None:
+    """4,000 tokens in, 1 out: however many decode, no more prompts finish than the chunks let through."""
+    timer = Line(context_s=0.0)
+    found = best_operating(timer, 4000, 1, 500, None)
+    assert found is not None
+    fastest = CHUNK_TOKENS / (5e-3 + 2e-5 * CHUNK_TOKENS) / 4000
+    assert found.chunk_tokens == CHUNK_TOKENS
+    assert found.requests_per_s == pytest.approx(fastest, rel=0.02)
