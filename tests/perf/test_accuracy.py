@@ -10,11 +10,11 @@ import pytest
 
 from potluck.catalog import gpus
 from potluck.cli.accuracy_report import report
-from potluck.perf.accuracy import OPERATORS, expected_errors, kinds_of
-from potluck.perf.calibrate import fit_operator, fit_residuals, keys_of
 from potluck.perf.calibration import bundled, chip_of, curves_for
-from potluck.perf.measured import Rows, read_all
-from potluck.perf.scores import stored_scores
+from potluck.perf.study.accuracy import OPERATORS, expected_errors, kinds_of
+from potluck.perf.study.calibrate import fit_operator, fit_residuals, keys_of
+from potluck.perf.study.measured import Rows, read_all
+from potluck.perf.study.scores import stored_scores
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data")) / "measured"

@@ -15,7 +15,7 @@ from potluck.cli.render import emit_json, percent, table
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from potluck.perf.accuracy import Score
+    from potluck.perf.study.accuracy import Score
 
 STEPS = 12
 """Roughly how many stages a study has, for the progress bar."""
@@ -40,7 +40,7 @@ def accuracy(data: Path | None, calibrate: bool, write: Path | None, as_json: bo
       potluck accuracy --data measured --calibrate         fit anew from measurements
     """
     from potluck.core.codec import encode
-    from potluck.perf.scores import stored_scores
+    from potluck.perf.study.scores import stored_scores
 
     if calibrate and data is None:
         raise click.UsageError("--calibrate needs --data")
@@ -57,9 +57,9 @@ def accuracy(data: Path | None, calibrate: bool, write: Path | None, as_json: bo
 
 def _study(folder: Path, save: bool) -> tuple[Score, ...]:
     from potluck.catalog import gpus, models, nodes
-    from potluck.perf.accuracy import StepCheck, expected_errors, study
-    from potluck.perf.calibrate import calibrate
-    from potluck.perf.scores import save_calibration, save_scores
+    from potluck.perf.study.accuracy import StepCheck, expected_errors, study
+    from potluck.perf.study.calibrate import calibrate
+    from potluck.perf.study.scores import save_calibration, save_scores
 
     sheet = {name: gpus.gpu(name) for name in gpus.names()}
     check = StepCheck(models.model("Llama-3.1-8B"), nodes.node_type("RTX4090"))

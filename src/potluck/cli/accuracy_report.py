@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from potluck.perf.accuracy import Score
+    from potluck.perf.study.accuracy import Score
 
 HEAD = """# How accurate the performance model is
 

@@ -27,6 +27,8 @@ COMMANDS = {
     "check": ("potluck.cli.check:check", "Validate a spec and show what it says."),
     "catalog": ("potluck.cli.catalog:catalog", "List known GPUs, models and prices."),
     "estimate": ("potluck.cli.estimate:estimate", "How fast, how much and at what cost on one node."),
+    "plan": ("potluck.cli.plan:plan", "What to rent and how to lay models out, proven cheapest."),
+    "compare": ("potluck.cli.plan:compare", "All planning strategies on one spec, in one table."),
     "accuracy": ("potluck.cli.accuracy:accuracy", "How far the performance model is off, measured."),
     "overview": ("potluck.cli.overview:overview", "What a spec's fleet could do for its models."),
 }

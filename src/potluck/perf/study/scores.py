@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 from potluck.core.codec import dumps, loads
-from potluck.perf.accuracy import Score
 from potluck.perf.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
+from potluck.perf.study.accuracy import Score
 
 SCORES_FORMAT = "potluck.accuracy"
 
@@ -35,4 +35,4 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> No
 
 
 def _folder(folder: Path | None) -> Path:
-    return Path(__file__).parent / "data" if folder is None else folder
+    return Path(__file__).parents[1] / "data" if folder is None else folder

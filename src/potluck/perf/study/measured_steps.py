@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from potluck.perf.measured import read_table
 from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.study.measured import read_table
 
 LAYERS = 32
 PER_LAYER = {

@@ -11,9 +11,9 @@ import numpy as np
 from potluck.core.errors import InputError
 from potluck.core.types import Gpu
 from potluck.perf.calibration import FAMILIES, Calibration, Network, Power, Scales, curves_for
-from potluck.perf.measured import read_table
 from potluck.perf.operators import gemm_s
 from potluck.perf.step import Floats
+from potluck.perf.study.measured import read_table
 
 HELIX_GPUS = {"l4": "L4", "t4": "T4", "v100": "V100-16", "a100": "A100-40"}
 LLAMA2_70B_GEMMS = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))

@@ -22,7 +22,11 @@ from numpy.typing import NDArray
 
 from potluck.core.model import Model
 from potluck.core.types import Gpu, NodeType
-from potluck.perf.calibrate import (
+from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
+from potluck.perf.operators import Chip
+from potluck.perf.roofline import roofline
+from potluck.perf.step import Floats
+from potluck.perf.study.calibrate import (
     OperatorFit,
     build,
     calibrate,
@@ -31,12 +35,8 @@ from potluck.perf.calibrate import (
     harness_shift,
     keys_of,
 )
-from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
-from potluck.perf.measured import Operator, Rows, read_all
-from potluck.perf.measured_steps import read_steps
-from potluck.perf.operators import Chip
-from potluck.perf.roofline import roofline
-from potluck.perf.step import Floats
+from potluck.perf.study.measured import Operator, Rows, read_all
+from potluck.perf.study.measured_steps import read_steps
 
 Question = Literal["calibrated", "GPU left out", "model left out"]
 Kind = Literal[

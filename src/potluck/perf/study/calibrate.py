@@ -17,9 +17,7 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.types import Gpu
-from potluck.perf.calibrate_extra import fit_networks, fit_power, layer_scales
 from potluck.perf.calibration import Calibration, ExpectedError, Power, Scales, Shapes, chip_of
-from potluck.perf.measured import Operator, Rows, read_all
 from potluck.perf.operators import (
     Chip,
     DecodeCurve,
@@ -33,6 +31,8 @@ from potluck.perf.operators import (
 )
 from potluck.perf.residual import Residual, fit_residual
 from potluck.perf.step import Floats
+from potluck.perf.study.measured import Operator, Rows, read_all
+from potluck.perf.study.smaller_fits import fit_networks, fit_power, layer_scales
 
 Key = tuple[str, str]
 SOFTMAX = 0.6

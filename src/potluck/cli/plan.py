@@ -1,0 +1,216 @@
+"""`potluck plan` and `potluck compare`: from a spec to a plan, or to a table of strategies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from potluck.cli.plan_show import Compared, show_compared, show_plan, show_reasons
+from potluck.cli.render import emit_json
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.plan.explain import Explanation
+    from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Outcome, Settings, Workshop
+    from potluck.spec.values import Spec
+
+Command = TypeVar("Command", bound=Callable[..., object])
+_WHAT_IF = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<count>\d+)\Z")
+
+
+def _options(command: Command) -> Command:
+    """The options that `plan` and `compare` share."""
+    for option in (
+        click.option(
+            "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="Seconds."
+        ),
+        click.option(
+            "--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be."
+        ),
+        click.option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
+        click.option(
+            "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan (JSON) here.")
+@click.option(
+    "--running", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The plan in force."
+)
+@click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
+@click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@_options
+def plan(
+    spec_path: Path | None,
+    strategy: str,
+    out: Path | None,
+    running: Path | None,
+    init_penalty: float,
+    explained: bool,
+    time_limit_s: float,
+    headroom: float,
+    budget_usd_per_h: float | None,
+    what_if: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """What to rent and how to lay the models out, proven cheapest. Without SPEC, the bundled example.
+
+    \b
+    Examples:
+      potluck plan potluck.yaml --out plan.json
+      potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
+      potluck plan potluck.yaml --running plan.json --init-penalty 0.2
+    """
+    from potluck.core.plan import plan_from_json, plan_to_json
+    from potluck.plan.explain import explain
+    from potluck.plan.strategies import Settings, Workshop
+    from potluck.plan.verify import verify
+
+    planner = _strategy(strategy)
+    problem = _problem(_spec(spec_path), headroom, budget_usd_per_h, what_if, init_penalty)
+    before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
+    settings = Settings(time_limit_s=_positive("time-limit", time_limit_s), running=before)
+    workshop = Workshop(problem)
+    outcome = planner(workshop, settings)
+    violations = verify(problem, outcome.plan)
+    if violations:
+        raise CapacityError(f"the plan failed its own check: {violations[0]}")
+    if out is not None:
+        out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
+    reasons = explain(workshop, outcome, planner, settings) if explained else None
+    if as_json:
+        emit_json(_as_json(outcome, reasons))
+        return
+    show_plan(problem, outcome)
+    if reasons is not None:
+        show_reasons(reasons)
+
+
+@click.command()
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@_options
+def compare(
+    spec_path: Path | None,
+    time_limit_s: float,
+    headroom: float,
+    budget_usd_per_h: float | None,
+    what_if: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """All strategies on one spec, in one table. Without SPEC, the bundled example."""
+    import time
+
+    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+    from potluck.plan.verify import verify
+
+    problem = _problem(_spec(spec_path), headroom, budget_usd_per_h, what_if, 0.0)
+    workshop = Workshop(problem)
+    rows = []
+    for name, strategy in STRATEGIES.items():
+        start = time.process_time()
+        outcome = strategy(workshop, Settings(time_limit_s=_positive("time-limit", time_limit_s)))
+        found = outcome.plan
+        tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
+        rows.append(
+            Compared(
+                strategy=name,
+                cost_usd_per_h=found.cost_usd_per_h,
+                usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
+                served_fraction=found.fraction,
+                goodput_per_s=sum(ask.rate_per_s for ask in problem.asks) * found.fraction,
+                nodes=sum(found.nodes.values()),
+                gap=found.gap,
+                cpu_s=time.process_time() - start,
+                violations=verify(problem, found),
+            )
+        )
+    if as_json:
+        from potluck.core.codec import encode
+
+        emit_json([encode(row) for row in rows])
+    else:
+        show_compared(rows)
+
+
+def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:
+    from potluck.plan.strategies import STRATEGIES
+
+    if name not in STRATEGIES:
+        raise UnknownNameError("strategy", name, STRATEGIES)
+    return STRATEGIES[name]
+
+
+def _spec(path: Path | None) -> Spec:
+    from potluck.spec.load import load_spec, parse_spec
+
+    if path is not None:
+        return load_spec(path)
+    raw = resources.files("potluck.spec").joinpath("data/example.yaml").read_bytes()
+    return parse_spec(raw, file="example.yaml")
+
+
+def _problem(
+    spec: Spec, headroom: float, budget: float | None, what_if: tuple[str, ...], init_penalty: float
+) -> Problem:
+    from potluck.plan.explain import without_nodes
+    from potluck.plan.problem import Problem, ask
+
+    if not 0 < headroom <= 1:
+        raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
+    asks = tuple(ask(m.name, m.model, m.slo, m.traffic) for m in spec.models)
+    limit = budget if budget is not None else spec.budget_usd_per_h
+    problem = Problem(asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit)
+    for text in what_if:
+        match = _WHAT_IF.match(text)
+        if match is None:
+            raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
+        region, node = match["region"], _node_name(problem, match["node"])
+        if region not in {each.name for each in problem.regions}:
+            raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
+        problem = without_nodes(problem, region, node, int(match["count"]))
+    return problem
+
+
+def _node_name(problem: Problem, name: str) -> str:
+    from potluck.catalog import nodes
+
+    known = {node.name for node in problem.nodes}
+    if name in known:
+        return name
+    try:
+        canonical = nodes.canonical(name)
+    except InputError:
+        canonical = name
+    if canonical not in known:
+        raise UnknownNameError("what-if: node", name, known)
+    return canonical
+
+
+def _positive(field: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise InputError(field, f"must be positive, is {value:g}")
+    return value
+
+
+def _as_json(outcome: Outcome, reasons: Explanation | None) -> object:
+    from potluck.core.codec import encode
+
+    body: dict[str, object] = {"plan": encode(outcome.plan)}
+    if outcome.allocation.shortfall is not None:
+        body["shortfall"] = str(outcome.allocation.shortfall)
+    if reasons is not None:
+        body["explanation"] = encode(reasons)
+    return body
