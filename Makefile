@@ -14,7 +14,7 @@ help: ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 up: $(VENV)/.base ## install, then plan and explain the bundled example fleet
-	@$(BIN)/potluck overview
+	@$(BIN)/potluck plan
 
 test: lint ## install, lint, type-check, run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -119,7 +119,7 @@ def show_reasons(reasons: Explanation) -> None:
             extra = "demand could not be met"
         else:
             extra = f"+{usd(max(0.0, each.next_best_usd_per_h))}/h: {'; '.join(each.next_best)}"
-        rows.append((each.model, "; ".join(each.served_by), each.without.split(": ", 1)[-1], extra))
+        rows.append((each.model, "; ".join(each.served_by), ", ".join(each.without), extra))
     table("Why these GPUs", ("model", "served by", "without", "the next best"), rows)
     values = [
         (

@@ -1,0 +1,1 @@
+"""The planner: from demand and templates to what to rent."""

@@ -1,0 +1,1 @@
+"""The integer program that decides what to rent: values, bounds, column generation, search, explanation."""

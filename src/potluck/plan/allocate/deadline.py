@@ -1,0 +1,29 @@
+"""The time that is left, by a clock the caller supplies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+
+
+class Deadline:
+    """Counts down from a limit; `reserve_s` is kept back for writing down the answer."""
+
+    def __init__(self, limit_s: float, clock: Clock) -> None:
+        self.limit_s = limit_s
+        self.reserve_s = min(0.1, 0.05 * limit_s)
+        self._clock = clock
+        self._start_s = clock()
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._start_s
+
+    @property
+    def left_s(self) -> float:
+        return self.limit_s - self.reserve_s - self.spent_s
+
+    @property
+    def over(self) -> bool:
+        return self.left_s <= 0

@@ -1,0 +1,173 @@
+"""The general solver: relaxation by column generation, then HiGHS on the columns that can still matter.
+
+A new column j with bound + reduced cost above what must be proven cannot be in a plan that undercuts it. The
+integer program over the others therefore proves the least of its own bound and of the cheapest column left
+out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.flow_price import Pricer, Relaxation, relax_flow
+from potluck.plan.allocate.flow_rows import THETA, FlowRows
+from potluck.plan.allocate.highs import INFINITY, Answer, solve_milp
+from potluck.plan.allocate.program import Floats, FlowProgram, Key
+
+EXACT = 1e-9
+FIRST = 6
+"""Columns per model and region beside those of the relaxation, in the first integer program."""
+MOST_SURVIVORS = 800
+"""Columns per model and region in the integer program that closes the gap."""
+
+
+@dataclass(slots=True)
+class FlowState:
+    """What is known so far. Values are costs, or -theta when the fraction is maximised."""
+
+    pricer: Pricer
+    deadline: Deadline
+    gap_target: float
+    at_cost: bool = True
+    relaxed: Relaxation | None = None
+    lower: float = -INFINITY
+    upper: float = INFINITY
+    counts: dict[Key, int] | None = None
+    infeasible: bool = False
+    solved: int = 0
+
+    @property
+    def goal(self) -> float:
+        return self.upper - max(self.gap_target, EXACT) * abs(self.upper)
+
+    @property
+    def done(self) -> bool:
+        return self.infeasible or (self.counts is not None and self.lower >= self.goal)
+
+
+def solve_flow(
+    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], warm_counts: dict[Key, int]
+) -> FlowState:
+    """The cheapest plan, or the proof that there is none."""
+    pricer = Pricer(program)
+    state = FlowState(pricer, deadline, gap_target)
+    keys = sorted({*pricer.first_keys(), *warm})
+    start = relax_flow(pricer, deadline, at_cost=False, keys=keys)
+    if start is None:
+        # Only rows without theta can be at fault: pins, against nodes or budget.
+        state.infeasible = not deadline.over
+        return state
+    if start.theta < 1 - 1e-6:
+        state.relaxed, state.infeasible = start, start.converged
+        return state
+    state.relaxed = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
+    if state.relaxed is None:
+        state.relaxed = start
+        return state
+    state.lower = state.relaxed.bound
+    if warm_counts:
+        _offer_counts(state, warm_counts)
+    close(state)
+    return state
+
+
+def close(state: FlowState) -> None:
+    """Integer programs over ever more columns, until nothing that is left out can matter."""
+    relaxed = state.relaxed
+    assert relaxed is not None
+    limit = FIRST
+    while not state.done and not state.deadline.over:
+        # The first one looks for a plan; from then on the columns are those that could undercut the goal.
+        ceiling = state.goal - relaxed.bound if state.counts is not None else INFINITY
+        keys = sorted({*_always(state), *state.pricer.cheapest(relaxed.reduced, limit, ceiling)})
+        left_out = _least_left_out(state, set(keys), ceiling)
+        rows = FlowRows(state.pricer.program, keys)
+        state.solved = max(state.solved, len(keys))
+        whole = left_out == INFINITY
+        share = 1.0 if whole and limit > FIRST else 0.4
+        answer = _run(state, rows, share)
+        proven = min(relaxed.bound + left_out, INFINITY if answer.infeasible else answer.bound)
+        if whole and answer.infeasible and state.counts is None:
+            state.infeasible = True
+            return
+        state.lower = max(state.lower, min(proven, state.upper))
+        if whole and answer.finished:
+            return
+        limit = MOST_SURVIVORS if limit == FIRST else 4 * limit
+
+
+def _always(state: FlowState) -> list[Key]:
+    """Running, pinned and incumbent columns, and until there is a plan those of the relaxation."""
+    program = state.pricer.program
+    keys = [count.key for count in program.running] + [pin.key for pin in program.pins]
+    if state.counts is not None:
+        return keys + list(state.counts)
+    assert state.relaxed is not None
+    return keys + state.relaxed.keys
+
+
+def _least_left_out(state: FlowState, keys: set[Key], ceiling: float) -> float:
+    """The least reduced cost of a column that is not there though it could matter; infinite when none."""
+    assert state.relaxed is not None
+    least = INFINITY
+    for m, table in enumerate(state.relaxed.reduced):
+        spare = table.copy()
+        inside = [(key.template, key.region) for key in keys if key.group == m]
+        if inside:
+            spare[tuple(np.array(inside).T)] = np.inf
+        least = min(least, float(spare.min(initial=np.inf)))
+    return least if least <= ceiling and np.isfinite(least) else INFINITY
+
+
+def _run(state: FlowState, rows: FlowRows, share: float) -> Answer:
+    problem = rows.milp(at_cost=state.at_cost)
+    integers = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
+    start = None if state.counts is None else (integers, start_vector(rows, state.counts)[integers])
+    answer = solve_milp(
+        problem,
+        time_limit_s=max(share * state.deadline.left_s, 0.01),
+        gap_rel=0.5 * state.gap_target,
+        sparse_start=start,
+    )
+    if answer.x is not None and (settled := settle(rows, answer.x, state.at_cost, state.deadline)):
+        value, x = settled
+        if value < state.upper:
+            state.upper, state.counts = value, rows.counts(x)
+    return answer
+
+
+def start_vector(rows: FlowRows, counts: dict[Key, int]) -> Floats:
+    x = np.zeros(len(rows.entries.cost))
+    for key, count in counts.items():
+        old = rows.old.get(key)
+        kept = 0.0 if old is None else min(float(count), rows.entries.upper[old])
+        if old is not None:
+            x[old] = kept
+        x[rows.new[key]] = count - kept
+    return x
+
+
+def settle(rows: FlowRows, x: Floats, at_cost: bool, deadline: Deadline) -> tuple[float, Floats] | None:
+    """With the counts made whole, the best shares and flows; None when whole counts do not suffice."""
+    problem = rows.milp(at_cost=at_cost)
+    whole = np.flatnonzero(problem.integer)
+    problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
+    answer = solve_milp(problem, time_limit_s=max(deadline.left_s, 1.0), relax=True)
+    if answer.x is None or not answer.finished:
+        return None
+    final = answer.x.copy()
+    final[whole] = np.rint(x[whole])
+    return (answer.objective if at_cost else -float(final[THETA])), final
+
+
+def _offer_counts(state: FlowState, counts: dict[Key, int]) -> None:
+    """An earlier plan, where it still is one."""
+    rows = FlowRows(state.pricer.program, sorted({*counts, *_always(state)}))
+    x = start_vector(rows, counts)
+    if (x > np.array(rows.entries.upper) + 0.5).any():
+        return
+    if settled := settle(rows, x, state.at_cost, state.deadline):
+        state.upper, state.counts = settled[0], rows.counts(settled[1])

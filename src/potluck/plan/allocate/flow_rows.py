@@ -1,0 +1,231 @@
+"""The general program as a matrix over some of its columns: variables, named rows, how to read a solution.
+
+Variables in this order: theta; f for every bucket and pair of regions with a path; per column j: n_new, n_old
+(when some run), then its shares x_jb, z_jb, w_jb where the capacity is not 0. theta is 1 when cost is
+minimised; when the program is infeasible theta <= 1 is maximised instead, and demand_b asks for theta D_b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from potluck.plan.allocate.highs import INFINITY, Milp
+from potluck.plan.allocate.program import Count, Floats, FlowProgram, Key, Pin, price_of
+from potluck.plan.allocate.result import FlowRate, Phase, Share
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "closed")
+THETA = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """A bucket of a model, numbered through all models."""
+
+    model: int
+    bucket: int
+    rate_per_s: float
+    kv_bits: float
+    name: str
+
+
+def bins_of(program: FlowProgram) -> tuple[Bin, ...]:
+    return tuple(
+        Bin(m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}")
+        for m, model in enumerate(program.models)
+        for b, bucket in enumerate(model.buckets)
+    )
+
+
+@dataclass(slots=True)
+class Entries:
+    """A growing list of matrix entries, variables and rows."""
+
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+    def new_row(self, name: str, low: float, high: float) -> int:
+        self.names.append(name)
+        self.low.append(low)
+        self.high.append(high)
+        return len(self.names) - 1
+
+    def new_variable(self, cost: float, upper: float, integer: bool = False) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def put(self, row: int, column: int, value: float) -> None:
+        if value:
+            self.row.append(row)
+            self.column.append(column)
+            self.value.append(value)
+
+
+class FlowRows:
+    """The program over some columns; a bucket's rows are scaled by its rate, a link's by its bandwidth."""
+
+    def __init__(self, program: FlowProgram, keys: list[Key]) -> None:
+        self.program, self.keys = program, keys
+        self.bins = bins_of(program)
+        self.entries = Entries()
+        self.flows: dict[tuple[int, int, int], int] = {}
+        self.new: dict[Key, int] = {}
+        self.old: dict[Key, int] = {}
+        self.shares: list[tuple[Key, int, int, int, float]] = []
+        """(column, bin, phase, variable, capacity)"""
+        self._first_bin = np.cumsum([0, *(len(model.buckets) for model in program.models)])
+        self._rows()
+        self._flow_variables()
+        running, pins = dict(program.running), {pin.key: pin for pin in program.pins}
+        for key in keys:
+            self._column(key, running.get(key, 0), pins.get(key))
+
+    def _rows(self) -> None:
+        program, entries = self.program, self.entries
+        fleet, regions = program.fleet, range(len(program.fleet.regions))
+        entries.new_variable(0.0, 1.0)  # theta
+        self.scale = [max(one.rate_per_s, 1e-300) for one in self.bins]
+        self.demand = [entries.new_row(f"demand {one.name}", 0.0, INFINITY) for one in self.bins]
+        self.phase = {
+            (p, b, r): entries.new_row(f"{PHASES[p]} {one.name}@{fleet.regions[r]}", 0.0, INFINITY)
+            for p in (0, 1)
+            for b, one in enumerate(self.bins)
+            for r in regions
+        }
+        self.nodes = {
+            (r, c): entries.new_row(
+                f"nodes {fleet.node_label(r, c)}", -INFINITY, float(fleet.available[r, c])
+            )
+            for r in regions
+            for c in range(len(fleet.nodes))
+        }
+        self.links = [
+            entries.new_row(
+                f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}", -INFINITY, 1.0
+            )
+            for link in program.links
+        ]
+        budget = program.budget_usd_per_h
+        self.budget = entries.new_row("budget", -INFINITY, INFINITY if budget is None else budget)
+        for b, one in enumerate(self.bins):
+            entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 else 0.0)
+
+    def _flow_variables(self) -> None:
+        program, entries = self.program, self.entries
+        paths: list[tuple[int, int, int | None]] = [(r, r, None) for r in range(len(program.fleet.regions))]
+        paths += [(link.source, link.target, i) for i, link in enumerate(program.links)]
+        for b, one in enumerate(self.bins):
+            for source, target, i in paths:
+                cost = 0.0
+                if i is not None:
+                    cost = program.links[i].egress_usd_per_h * one.kv_bits * self.scale[b]
+                variable = entries.new_variable(cost, INFINITY)
+                self.flows[b, source, target] = variable
+                entries.put(self.demand[b], variable, 1.0)
+                entries.put(self.phase[0, b, source], variable, -1.0)
+                entries.put(self.phase[1, b, target], variable, -1.0)
+                if i is not None:
+                    part = one.kv_bits * self.scale[b] / program.links[i].bits_per_s
+                    entries.put(self.links[i], variable, part)
+
+    def _column(self, key: Key, running: int, pin: Pin | None) -> None:
+        program, entries = self.program, self.entries
+        model = program.models[key.group]
+        uses = model.uses[key.template]
+        price = price_of(program.fleet, uses, key.region)
+        held = np.flatnonzero(uses)
+        most = float((program.fleet.available[key.region][held] // uses[held]).min())
+        if model.allowed is not None and not model.allowed[key.template, key.region]:
+            most = 0.0
+        time = entries.new_row(f"time {model.name}[{key.template}]@{key.region}", -INFINITY, 0.0)
+        copies = [entries.new_variable(price * (1 + program.init_penalty), most, integer=True)]
+        self.new[key] = copies[0]
+        if running:
+            copies.append(entries.new_variable(price, min(float(running), most), integer=True))
+            self.old[key] = copies[1]
+        for variable in copies:
+            entries.put(time, variable, -program.headroom)
+            entries.put(self.budget, variable, price if program.budget_usd_per_h is not None else 0.0)
+            for c in held:
+                entries.put(self.nodes[key.region, int(c)], variable, float(uses[c]))
+        if pin is not None:
+            high = float(pin.copies) if pin.exactly else INFINITY
+            row = entries.new_row(f"pin {model.name}[{key.template}]@{key.region}", float(pin.copies), high)
+            for variable in copies:
+                entries.put(row, variable, 1.0)
+        for p, table in enumerate((model.prefill_per_s, model.decode_per_s, model.closed_per_s)):
+            for bucket in np.flatnonzero(table[key.template]):
+                b = int(self._first_bin[key.group] + bucket)
+                rate = float(table[key.template, bucket])
+                share = entries.new_variable(0.0, INFINITY)
+                entries.put(time, share, 1.0)
+                row = self.demand[b] if p == 2 else self.phase[p, b, key.region]
+                entries.put(row, share, rate / self.scale[b] if self.bins[b].rate_per_s > 0 else 0.0)
+                self.shares.append((key, b, p, share, rate))
+
+    def milp(self, *, at_cost: bool, theta_cap: float = 1.0, cutoff: float = INFINITY) -> Milp:
+        """Minimise cost with theta = 1, or maximise theta up to a cap."""
+        entries = self.entries
+        cost, upper = np.array(entries.cost), np.array(entries.upper)
+        lower = np.zeros(len(cost))
+        low, high = list(entries.low), list(entries.high)
+        row, column, value = list(entries.row), list(entries.column), list(entries.value)
+        if at_cost:
+            lower[THETA] = upper[THETA] = 1.0
+            if cutoff < INFINITY:
+                for variable in np.flatnonzero(cost):
+                    row.append(len(low))
+                    column.append(int(variable))
+                    value.append(float(cost[variable]))
+                low.append(-INFINITY)
+                high.append(cutoff)
+        else:
+            upper[THETA] = theta_cap
+            cost = np.zeros(len(cost))
+            cost[THETA] = -1.0
+        return Milp(
+            cost=cost,
+            lower=lower,
+            upper=upper,
+            integer=np.array(entries.integer),
+            row_lower=np.array(low),
+            row_upper=np.array(high),
+            row=np.array(row, dtype=np.int64),
+            column=np.array(column, dtype=np.int64),
+            value=np.array(value),
+            row_names=[],
+        )
+
+    def counts(self, x: Floats) -> dict[Key, int]:
+        """n_j > 0 of a solution, running and new together."""
+        found: dict[Key, int] = {}
+        for variables in (self.new, self.old):
+            for key, variable in variables.items():
+                if n := round(float(x[variable])):
+                    found[key] = found.get(key, 0) + n
+        return found
+
+    def read(self, x: Floats) -> tuple[tuple[Count, ...], tuple[Share, ...], tuple[FlowRate, ...]]:
+        """Counts, shares and flows of a solution, without what is nought."""
+        counts = tuple(Count(key, n) for key, n in sorted(self.counts(x).items()))
+        shares = tuple(
+            Share(key, self.bins[b].bucket, PHASES[p], float(x[variable]), float(x[variable]) * rate)
+            for key, b, p, variable, rate in self.shares
+            if x[variable] > 1e-9
+        )
+        flows = tuple(
+            FlowRate(self.bins[b].model, self.bins[b].bucket, r, s, float(x[variable]) * self.scale[b])
+            for (b, r, s), variable in self.flows.items()
+            if x[variable] > 1e-9 and self.bins[b].rate_per_s > 0
+        )
+        return counts, shares, flows

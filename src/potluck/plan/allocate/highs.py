@@ -1,0 +1,166 @@
+"""The little of HiGHS that the allocation needs: an integer program at once, a linear one that grows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.plan.allocate.program import Floats, Ints
+
+INFINITY = float("inf")
+MIN_TIME_S = 0.01
+
+
+@dataclass(slots=True)
+class Milp:
+    """Minimise cost.x, row_lower <= A x <= row_upper, lower <= x <= upper; A as (row, column, value)."""
+
+    cost: Floats
+    lower: Floats
+    upper: Floats
+    integer: NDArray[np.bool_]
+    row_lower: Floats
+    row_upper: Floats
+    row: Ints
+    column: Ints
+    value: Floats
+    row_names: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`x` is None when no solution was found; `bound` is -inf when nothing is proven."""
+
+    x: Floats | None
+    objective: float
+    bound: float
+    row_dual: Floats | None
+    infeasible: bool
+    finished: bool
+
+
+def solve_milp(
+    problem: Milp,
+    *,
+    time_limit_s: float,
+    relax: bool = False,
+    start: Floats | None = None,
+    sparse_start: tuple[Ints, Floats] | None = None,
+    gap_abs: float = 0.0,
+    gap_rel: float = 0.0,
+) -> Answer:
+    """One run of HiGHS on one thread. A start gives all variables, or some by index for HiGHS to complete."""
+    highs = _silent()
+    highs.setOptionValue("time_limit", max(time_limit_s, MIN_TIME_S))
+    highs.setOptionValue("mip_rel_gap", gap_rel)
+    highs.setOptionValue("mip_abs_gap", max(gap_abs, 1e-9))
+    highs.passModel(_as_lp(problem, relax))
+    if start is not None and not relax:
+        solution = highspy.HighsSolution()
+        solution.col_value = start.tolist()
+        highs.setSolution(solution)
+    elif sparse_start is not None and not relax:
+        index, values = sparse_start
+        highs.setSolution(len(index), index.astype(np.int32), values)
+    highs.run()
+    status = highs.getModelStatus()
+    info = highs.getInfo()
+    kinds = highspy.HighsModelStatus
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    finished = status in (
+        kinds.kOptimal,
+        kinds.kInfeasible,
+        kinds.kUnboundedOrInfeasible,
+        kinds.kObjectiveBound,
+    )
+    infeasible = status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible)
+    solution = highs.getSolution()
+    mixed = bool(problem.integer.any()) and not relax
+    bound = info.mip_dual_bound if mixed else (info.objective_function_value if finished else -INFINITY)
+    return Answer(
+        x=np.array(solution.col_value) if feasible else None,
+        objective=float(info.objective_function_value) if feasible else INFINITY,
+        bound=INFINITY if infeasible else (float(bound) if np.isfinite(bound) else -INFINITY),
+        row_dual=np.array(solution.row_dual) if solution.dual_valid else None,
+        infeasible=infeasible,
+        finished=finished,
+    )
+
+
+class GrowingLp:
+    """A linear program whose rows are fixed and whose columns arrive; keeps its basis between solves."""
+
+    def __init__(self, row_lower: Floats, row_upper: Floats) -> None:
+        self._highs = _silent()
+        self._highs.setOptionValue("presolve", "off")  # a warm basis is worth more than a smaller matrix
+        none = np.zeros(0)
+        empty = np.zeros(0, dtype=np.int32)
+        starts = np.zeros(len(row_lower), dtype=np.int32)
+        self._highs.addRows(len(row_lower), row_lower, row_upper, 0, starts, empty, none)
+        self.columns = 0
+
+    def add(self, cost: Floats, upper: Floats, dense: Floats) -> None:
+        """Append columns; `dense` holds one column of A per row of the array."""
+        if not len(cost):
+            return
+        which, rows = np.nonzero(dense)
+        starts = np.searchsorted(which, np.arange(len(cost))).astype(np.int32)
+        self._highs.addCols(
+            len(cost),
+            np.ascontiguousarray(cost, dtype=np.float64),
+            np.zeros(len(cost)),
+            np.ascontiguousarray(upper, dtype=np.float64),
+            len(rows),
+            starts,
+            rows.astype(np.int32),
+            dense[which, rows],
+        )
+        self.columns += len(cost)
+
+    def set_cost(self, cost: Floats) -> None:
+        self._highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+
+    def set_bounds(self, column: int, lower: float, upper: float) -> None:
+        self._highs.changeColBounds(column, lower, upper)
+
+    def solve(self, time_limit_s: float) -> tuple[Floats, Floats, float] | None:
+        """(x, row duals, objective), or None when it was stopped or has no solution."""
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(time_limit_s, MIN_TIME_S))
+        self._highs.run()
+        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            return None
+        solution = self._highs.getSolution()
+        objective = float(self._highs.getInfo().objective_function_value)
+        return np.array(solution.col_value), np.array(solution.row_dual), objective
+
+
+def _silent() -> highspy.Highs:
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", 1)
+    highs.setOptionValue("parallel", "off")
+    return highs
+
+
+def _as_lp(problem: Milp, relax: bool) -> highspy.HighsLp:
+    count = len(problem.cost)
+    order = np.argsort(problem.column, kind="stable")
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = count, len(problem.row_lower)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = problem.cost, problem.lower, problem.upper
+    lp.row_lower_, lp.row_upper_ = problem.row_lower, problem.row_upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = np.searchsorted(problem.column[order], np.arange(count + 1)).astype(np.int32)
+    lp.a_matrix_.index_ = problem.row[order].astype(np.int32)
+    lp.a_matrix_.value_ = problem.value[order]
+    if problem.row_names:
+        lp.row_names_ = problem.row_names
+    if not relax:
+        kinds = highspy.HighsVarType
+        lp.integrality_ = [
+            kinds.kInteger if whole else kinds.kContinuous for whole in problem.integer.tolist()
+        ]
+    return lp

@@ -1,0 +1,294 @@
+"""The allocation program: how many copies of which template to run in which region.
+
+Sets
+    b        demands: a model's bucket of prompt lengths, with rate D_b (requests/s)
+    r, s     regions
+    c        node types; region r rents A_rc of them (those already running included) for p_rc $/h
+    j        columns: a template of one model in one region, using U_jc nodes; price p_j = sum_c p_rc U_jc
+
+Variables
+    n_j      integer   copies of column j; v_j of them run already
+    x_jb     >= 0      copies' time spent on prefilling bucket b
+    z_jb     >= 0      ... on decoding bucket b
+    w_jb     >= 0      ... on doing both inside the template, when it is a closed group
+    f_brs    >= 0      requests/s of bucket b prefilled in region r and decoded in region s
+
+Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + sum_brs egress_rs kv_b f_brs
+
+Rows
+    time_j       sum_b (x_jb + z_jb + w_jb) <= h n_j          h: utilisation headroom
+    demand_b     sum_rs f_brs + sum_j C_jb w_jb >= D_b
+    prefill_br   sum_{j in r} P_jb x_jb >= sum_s f_brs
+    decode_bs    sum_{j in s} Q_jb z_jb >= sum_r f_brs
+    nodes_rc     sum_{j in r} U_jc n_j <= A_rc
+    link_rs      sum_b kv_b f_brs <= bandwidth_rs             r != s; without a link f_brs does not exist
+    budget       sum_j p_j n_j <= B                           rent only, without the penalty
+    pin_j        n_j >= k or n_j = k
+
+The penalty K (CORAL 4.3) is the ratio of a node's start-up time to the interval between two plans. It needs
+no variable of its own: every running template has two columns, `running` (cost p_j, at most v_j) and `new`
+(cost (1 + K) p_j).
+
+`FlowProgram` is this program. `CoverProgram` is CORAL's special case, where every template offers one phase
+of one model and nothing crosses regions: the rows x, z, f collapse to
+
+    cover_d      sum_{j of d} T_j n_j >= D_d                  d = (model, phase), T_j = h * throughput
+
+and there may be a million columns, so a demand's templates are two arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class Key(NamedTuple):
+    """A column: the template with this index of this group (a cover demand or a model), in this region."""
+
+    group: int
+    template: int
+    region: int
+
+
+class Count(NamedTuple):
+    """So many copies of a column."""
+
+    key: Key
+    copies: int
+
+
+class Pin(NamedTuple):
+    """A person's wish: at least so many copies of a column, or exactly so many."""
+
+    key: Key
+    copies: int
+    exactly: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fleet:
+    """What can be rented where: rows are regions, columns are node types."""
+
+    regions: tuple[str, ...]
+    nodes: tuple[str, ...]
+    price_usd_per_h: Floats
+    available: Ints
+    """Nodes one may hold at all, those running now included; 0 where a region does not rent a type."""
+
+    def __post_init__(self) -> None:
+        shape = (len(self.regions), len(self.nodes))
+        for name in ("price_usd_per_h", "available"):
+            value = getattr(self, name)
+            if value.shape != shape:
+                raise InputError(f"fleet: {name}", f"needs shape {shape}, has {value.shape}")
+            if not np.isfinite(value).all() or (value < 0).any():
+                raise InputError(f"fleet: {name}", "must be finite and not negative")
+
+    def node_label(self, region: int, node: int) -> str:
+        return f"{self.regions[region]}: {self.nodes[node]}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoverDemand:
+    """A (model, phase) that must be covered, and the templates that can."""
+
+    name: str
+    rate: float
+    """In the unit of `throughput`; requests/s or tokens/s."""
+    uses: Bytes
+    """[templates, node types]"""
+    throughput: Floats
+
+    def __post_init__(self) -> None:
+        _check_rate(f"demand {self.name}: rate", self.rate)
+        _check_table(f"demand {self.name}", self.uses, (self.throughput,))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Requests of one model with prompts of about one length."""
+
+    name: str
+    rate_per_s: float
+    kv_bits: float
+    """What crosses a link when prefill and decode are in different regions."""
+
+    def __post_init__(self) -> None:
+        _check_rate(f"bucket {self.name}: rate_per_s", self.rate_per_s)
+        _check_rate(f"bucket {self.name}: kv_bits", self.kv_bits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelColumns:
+    """A model's buckets and templates; rates are of one copy that does nothing else, 0 where it cannot."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    uses: Bytes
+    """[templates, node types]"""
+    prefill_per_s: Floats
+    """P, [templates, buckets]"""
+    decode_per_s: Floats
+    """Q"""
+    closed_per_s: Floats
+    """C: requests/s doing both phases inside the template."""
+    allowed: NDArray[np.bool_] | None = None
+    """[templates, regions]; None: wherever its nodes are rented."""
+
+    def __post_init__(self) -> None:
+        _check_table(
+            f"model {self.name}", self.uses, (self.prefill_per_s, self.decode_per_s, self.closed_per_s)
+        )
+        if self.prefill_per_s.shape != (len(self.uses), len(self.buckets)):
+            raise InputError(
+                f"model {self.name}: prefill_per_s", "needs a row per template, a column per bucket"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRow:
+    """A directed link between two regions, by index."""
+
+    source: int
+    target: int
+    bits_per_s: float
+    egress_usd_per_gb: float = 0.0
+
+    @property
+    def egress_usd_per_h(self) -> float:
+        """Dollars an hour for one bit a second."""
+        return self.egress_usd_per_gb * 3600 / 8e9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CoverProgram:
+    """CORAL's allocation: one throughput per column, one row per (model, phase)."""
+
+    fleet: Fleet
+    demands: tuple[CoverDemand, ...]
+    running: tuple[Count, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    init_penalty: float = 0.0
+    """K"""
+    headroom: float = 1.0
+    """h"""
+    budget_usd_per_h: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_common(self, [len(demand.throughput) for demand in self.demands])
+
+    def scaled(self, fraction: float) -> CoverProgram:
+        """The same with every demand multiplied."""
+        return replace(self, demands=tuple(replace(d, rate=d.rate * fraction) for d in self.demands))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlowProgram:
+    """The whole program: buckets, shares, flows and links."""
+
+    fleet: Fleet
+    models: tuple[ModelColumns, ...]
+    links: tuple[LinkRow, ...] = ()
+    running: tuple[Count, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    init_penalty: float = 0.0
+    headroom: float = 1.0
+    budget_usd_per_h: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_common(self, [len(model.uses) for model in self.models])
+        pairs = [(link.source, link.target) for link in self.links]
+        regions = range(len(self.fleet.regions))
+        if len(set(pairs)) < len(pairs) or any(
+            a == b or a not in regions or b not in regions for a, b in pairs
+        ):
+            raise InputError("links", "each must join two different known regions, once")
+
+    def scaled(self, fraction: float) -> FlowProgram:
+        """The same with every demand multiplied."""
+        return replace(
+            self,
+            models=tuple(
+                replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * fraction) for b in m.buckets))
+                for m in self.models
+            ),
+        )
+
+
+Program = CoverProgram | FlowProgram
+
+
+def as_flow(program: CoverProgram) -> FlowProgram:
+    """A cover demand is a bucket that only closed groups serve; the general solver then applies."""
+    models = []
+    for demand in program.demands:
+        none = np.zeros((len(demand.throughput), 1))
+        bucket = Bucket(demand.name, demand.rate, 0.0)
+        models.append(
+            ModelColumns(demand.name, (bucket,), demand.uses, none, none, demand.throughput[:, None])
+        )
+    return FlowProgram(
+        program.fleet,
+        tuple(models),
+        running=program.running,
+        pins=program.pins,
+        init_penalty=program.init_penalty,
+        headroom=program.headroom,
+        budget_usd_per_h=program.budget_usd_per_h,
+    )
+
+
+def price_of(fleet: Fleet, uses: Bytes, region: int) -> float:
+    """p_j: dollars an hour for one copy."""
+    return float(uses @ fleet.price_usd_per_h[region])
+
+
+def _check_rate(field: str, value: float) -> None:
+    if not (np.isfinite(value) and value >= 0):
+        raise InputError(field, f"must not be negative, is {value}")
+
+
+def _check_table(field: str, uses: Bytes, rates: Sequence[Floats]) -> None:
+    if uses.ndim != 2 or any(len(rate) != len(uses) for rate in rates):
+        raise InputError(field, "needs as many rows of capacity as templates")
+    if any(rate.shape != rates[0].shape for rate in rates):
+        raise InputError(field, "needs capacities of one shape")
+    if any(not np.isfinite(rate).all() or (rate < 0).any() for rate in rates):
+        raise InputError(field, "capacities must be finite and not negative")
+    if not uses.any(axis=1).all():
+        raise InputError(field, "every template must use at least one node")
+
+
+def _check_common(program: Program, sizes: Sequence[int]) -> None:
+    groups = program.demands if isinstance(program, CoverProgram) else program.models
+    nodes, regions = len(program.fleet.nodes), len(program.fleet.regions)
+    for group in groups:
+        if group.uses.shape[1] != nodes:
+            raise InputError(f"{group.name}: uses", f"needs {nodes} node types, has {group.uses.shape[1]}")
+    for key, count in (*program.running, *((pin.key, pin.copies) for pin in program.pins)):
+        group_ok = 0 <= key.group < len(sizes) and 0 <= key.template < sizes[key.group]
+        if not group_ok or not 0 <= key.region < regions:
+            raise InputError("running or pinned column", f"{tuple(key)} is not a column of the program")
+        if count < 0:
+            raise InputError("running or pinned count", f"must not be negative, is {count}")
+    for name, keys in (("running", program.running), ("pins", program.pins)):
+        if len({one.key for one in keys}) < len(keys):
+            raise InputError(name, "names a column twice")
+    if not (np.isfinite(program.init_penalty) and program.init_penalty >= 0):
+        raise InputError("init_penalty", f"must not be negative, is {program.init_penalty}")
+    if not 0 < program.headroom <= 1:
+        raise InputError("headroom", f"must be above 0 and at most 1, is {program.headroom}")
+    budget = program.budget_usd_per_h
+    if budget is not None and not (np.isfinite(budget) and budget >= 0):
+        raise InputError("budget_usd_per_h", f"must not be negative, is {budget}")

@@ -1,0 +1,245 @@
+"""The door: solve an allocation program of either kind within a time limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from potluck.core.errors import InputError
+from potluck.plan.allocate.cover import State, solve_cover
+from potluck.plan.allocate.cover_data import Cover, Multipliers, prepare
+from potluck.plan.allocate.deadline import Clock, Deadline
+from potluck.plan.allocate.flow import FlowState, settle, solve_flow, start_vector
+from potluck.plan.allocate.flow_price import prices_of
+from potluck.plan.allocate.flow_rows import FlowRows
+from potluck.plan.allocate.infeasible import largest_fraction
+from potluck.plan.allocate.primal import recheck
+from potluck.plan.allocate.program import (
+    Count,
+    CoverProgram,
+    Floats,
+    FlowProgram,
+    Key,
+    Program,
+    as_flow,
+    price_of,
+)
+from potluck.plan.allocate.result import Allocation, FlowRate, Prices, Share, Shortfall, Status
+from potluck.plan.allocate.survivors import Chosen
+
+OPTIMAL = 1e-6
+"""A relative gap below this counts as none."""
+
+
+def solve(
+    program: Program,
+    *,
+    time_limit_s: float = 60.0,
+    gap_target: float = 0.0,
+    warm: Allocation | None = None,
+    clock: Clock = time.monotonic,
+) -> Allocation:
+    """The best plan found within the limit, with a proven lower bound; stops early at `gap_target`.
+
+    `warm` is the answer to an earlier program with the same templates, regions and node types: its prices
+    start the column generation and its counts, where they still suffice, are the first plan. When demand
+    cannot be met the answer says so and carries the largest uniform fraction that can.
+    """
+    if not time_limit_s > 0:
+        raise InputError("time_limit_s", f"must be positive, is {time_limit_s}")
+    if not 0 <= gap_target < 1:
+        raise InputError("gap_target", f"must be at least 0 and below 1, is {gap_target}")
+    start_cpu_s = time.process_time()
+    deadline = Deadline(time_limit_s, clock)
+    warm = warm if warm is not None and _fits(program, warm) else None
+    if isinstance(program, CoverProgram):
+        return _cover(program, deadline, gap_target, warm, start_cpu_s)
+    return _flow(program, deadline, gap_target, warm, start_cpu_s)
+
+
+def _cover(
+    program: CoverProgram, deadline: Deadline, gap_target: float, warm: Allocation | None, start_cpu_s: float
+) -> Allocation:
+    cover = prepare(program)
+    state = State(cover, deadline, gap_target, infeasible=bool(cover.overpinned))
+    if not cover.overpinned:
+        prices, plan = _warm_cover(cover, warm) if warm is not None else (None, None)
+        state = solve_cover(cover, deadline, gap_target, prices, plan)
+    counts = _cover_counts(cover, state.plan) if state.plan is not None else {}
+    shortfall = None
+    if state.plan is None and (state.infeasible or not deadline.over):
+        shortfall, counts = largest_fraction(as_flow(program), deadline, gap_target)
+        if shortfall.fraction >= 1 - OPTIMAL:  # a plan after all
+            shortfall = None
+    lower = cover.fixed_cost + max(state.lower, 0.0)
+    return _answer(
+        program,
+        counts,
+        found=state.plan is not None or (shortfall is None and bool(counts)),
+        infeasible=state.infeasible,
+        lower=lower,
+        prices=_cover_prices(program, cover, state),
+        solved=state.solved,
+        shortfall=shortfall,
+        start_cpu_s=start_cpu_s,
+    )
+
+
+def _flow(
+    program: FlowProgram, deadline: Deadline, gap_target: float, warm: Allocation | None, start_cpu_s: float
+) -> Allocation:
+    known = dict(warm.counts) if warm is not None else {}
+    reuse = known if warm is not None and warm.found else {}
+    state = solve_flow(program, deadline, gap_target, list(known), reuse)
+    counts, shortfall = state.counts or {}, None
+    if state.counts is None and (state.infeasible or not deadline.over):
+        shortfall, counts = largest_fraction(program, deadline, gap_target)
+        if shortfall.fraction >= 1 - OPTIMAL:
+            shortfall = None
+    found = state.counts is not None or (shortfall is None and bool(counts))
+    shares, flows, egress = _routed(program, counts, found, deadline)
+    return _answer(
+        program,
+        counts,
+        found=found,
+        infeasible=state.infeasible,
+        lower=max(state.lower, 0.0),
+        prices=_flow_prices(program, state),
+        solved=state.solved,
+        shortfall=shortfall,
+        start_cpu_s=start_cpu_s,
+        routed=(shares, flows, egress),
+    )
+
+
+def _answer(
+    program: Program,
+    counts: dict[Key, int],
+    *,
+    found: bool,
+    infeasible: bool,
+    lower: float,
+    prices: Prices,
+    solved: int,
+    shortfall: Shortfall | None,
+    start_cpu_s: float,
+    routed: tuple[tuple[Share, ...], tuple[FlowRate, ...], float] = ((), (), 0.0),
+) -> Allocation:
+    shares, flows, egress = routed
+    rent, cost = cost_of(program, counts.items())
+    cost += egress
+    lower = min(lower, cost) if found else lower
+    gap = (max(cost - lower, 0.0) / cost if cost > 0 else 0.0) if found else np.inf
+    status: Status = "unknown"
+    if found:
+        status = "optimal" if gap <= OPTIMAL else "feasible"
+    elif infeasible or (shortfall is not None and shortfall.fraction_bound < 1 - OPTIMAL):
+        status = "infeasible"
+    regions = len(program.fleet.regions)
+    groups = program.demands if isinstance(program, CoverProgram) else program.models
+    return Allocation(
+        status=status,
+        counts=tuple(Count(key, n) for key, n in sorted(counts.items()) if n),
+        shares=shares,
+        flows=flows,
+        cost_usd_per_h=cost,
+        rent_usd_per_h=rent,
+        lower_bound_usd_per_h=lower,
+        gap=gap,
+        prices=prices,
+        columns_seen=sum(len(group.uses) for group in groups) * regions,
+        columns_solved=solved,
+        cpu_s=time.process_time() - start_cpu_s,
+        shortfall=shortfall,
+    )
+
+
+def cost_of(program: Program, counts: Iterable[tuple[Key, int]]) -> tuple[float, float]:
+    """Rent, and rent with the initialisation penalty."""
+    groups = program.demands if isinstance(program, CoverProgram) else program.models
+    running = dict(program.running)
+    rent = cost = 0.0
+    for key, count in counts:
+        price = price_of(program.fleet, groups[key.group].uses[key.template], key.region)
+        rent += price * count
+        cost += price * (count + program.init_penalty * max(0, count - running.get(key, 0)))
+    return rent, cost
+
+
+def _routed(
+    program: FlowProgram, counts: dict[Key, int], found: bool, deadline: Deadline
+) -> tuple[tuple[Share, ...], tuple[FlowRate, ...], float]:
+    """Shares and flows for whole counts, and what egress costs."""
+    if not counts:
+        return (), (), 0.0
+    rows = FlowRows(program, sorted({*counts, *(pin.key for pin in program.pins)}))
+    settled = settle(rows, start_vector(rows, counts), found, deadline)
+    if settled is None:
+        return (), (), 0.0
+    _, x = settled
+    _, shares, flows = rows.read(x)
+    egress = sum(rows.entries.cost[variable] * float(x[variable]) for variable in rows.flows.values())
+    return shares, flows, egress
+
+
+def _fits(program: Program, warm: Allocation) -> bool:
+    """Whether an earlier answer speaks of the same regions and node types, and of columns that exist."""
+    groups = program.demands if isinstance(program, CoverProgram) else program.models
+    if warm.prices.nodes_usd_per_h.shape != program.fleet.available.shape:
+        return False
+    return all(
+        key.group < len(groups) and key.template < len(groups[key.group].uses) for key, _ in warm.counts
+    )
+
+
+def _warm_cover(cover: Cover, warm: Allocation) -> tuple[tuple[Multipliers, Floats] | None, Chosen | None]:
+    names = [demand.name for demand in cover.program.demands]
+    place = {names.index(group.name): d for d, group in enumerate(cover.groups)}
+    prices = None
+    if len(warm.prices.demands_usd_per_h) == len(names):
+        earn = np.array([warm.prices.demands_usd_per_h[names.index(group.name)] for group in cover.groups])
+        if (earn > 0).all():
+            prices = (Multipliers(warm.prices.nodes_usd_per_h, warm.prices.budget), earn)
+    left = dict(warm.counts) if warm.found else {}
+    for key, count in cover.fixed:
+        left[key] = left.get(key, 0) - count
+    new: dict[tuple[int, int, int], int] = {}
+    for key, count in left.items():
+        if count > 0 and key.group in place:
+            d = place[key.group]
+            rows = np.flatnonzero(cover.groups[d].origin == key.template)
+            if len(rows) and cover.groups[d].fits[rows[0], key.region]:
+                new[(d, int(rows[0]), key.region)] = count
+    return prices, recheck(cover, Chosen(new, {}, 0.0))
+
+
+def _cover_counts(cover: Cover, plan: Chosen) -> dict[Key, int]:
+    names = {demand.name: d for d, demand in enumerate(cover.program.demands)}
+    counts = dict(cover.fixed)
+    for (d, row, region), count in plan.new.items():
+        group = cover.groups[d]
+        key = Key(names[group.name], int(group.origin[row]), region)
+        counts[key] = counts.get(key, 0) + count
+    for tag, count in plan.old.items():
+        key = cover.olds[tag].key
+        counts[key] = counts.get(key, 0) + count
+    return counts
+
+
+def _cover_prices(program: CoverProgram, cover: Cover, state: State) -> Prices:
+    at = state.bound.at if state.bound is not None else cover.zero()
+    demands = dict.fromkeys((demand.name for demand in program.demands), 0.0)
+    if state.relaxed is not None:
+        for group, earn in zip(cover.groups, state.relaxed.earn.tolist(), strict=True):
+            demands[group.name] = earn * program.headroom
+    return Prices(at.nodes, tuple(demands.values()), (), at.budget)
+
+
+def _flow_prices(program: FlowProgram, state: FlowState) -> Prices:
+    if state.relaxed is not None and state.counts is not None:
+        return prices_of(state.relaxed.duals)
+    bins = sum(len(model.buckets) for model in program.models)
+    nodes = np.zeros(program.fleet.available.shape)
+    return Prices(nodes, (0.0,) * bins, (0.0,) * len(program.links))

@@ -1,0 +1,209 @@
+"""Between templates and the allocation program: columns in, a Plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.core.errors import UnknownNameError
+from potluck.core.plan import (
+    Bucket,
+    BucketCapacity,
+    Confidence,
+    Deployment,
+    Flow,
+    Plan,
+    Prediction,
+    Share,
+    Template,
+)
+from potluck.core.types import Link
+from potluck.perf.pipeline import ORDER
+from potluck.plan.allocate.program import Bucket as DemandRow
+from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
+from potluck.plan.allocate.result import Allocation
+from potluck.plan.problem import Ask, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A program and the templates its columns stand for, model by model."""
+
+    problem: Problem
+    templates: tuple[tuple[Template, ...], ...]
+    program: FlowProgram
+
+    def key(self, template: str, region: str) -> Key | None:
+        """The column of a template in a region, by name."""
+        regions = self.program.fleet.regions
+        for group, members in enumerate(self.templates):
+            for index, member in enumerate(members):
+                if member.name == template and region in regions:
+                    return Key(group, index, regions.index(region))
+        return None
+
+
+def fleet_of(problem: Problem) -> Fleet:
+    """Prices and availability as tables."""
+    nodes = tuple(node.name for node in problem.nodes)
+    shape = (len(problem.regions), len(nodes))
+    price, available = np.zeros(shape), np.zeros(shape, np.int64)
+    for row, region in enumerate(problem.regions):
+        for offer in region.offers:
+            column = nodes.index(offer.node)
+            price[row, column] = offer.price_usd_per_h
+            available[row, column] = offer.available
+    return Fleet(tuple(region.name for region in problem.regions), nodes, price, available)
+
+
+def columns(
+    problem: Problem,
+    templates: Mapping[str, Sequence[Template]],
+    *,
+    running: Plan | None = None,
+    pins: Sequence[Deployment] = (),
+) -> Columns:
+    """The program over some templates of each model; running ones that are still known keep their price."""
+    fleet = fleet_of(problem)
+    groups = tuple(tuple(templates.get(each.name, ())) for each in problem.asks)
+    models = tuple(_model(each, group, fleet) for each, group in zip(problem.asks, groups, strict=True))
+    bare = FlowProgram(fleet, models, links_of(problem.links, fleet.regions))
+    found = Columns(problem, groups, bare)
+    counts = tuple(
+        Count(key, deployment.count)
+        for deployment in (running.deployments if running else ())
+        if (key := found.key(deployment.template, deployment.region)) is not None
+    )
+    program = FlowProgram(
+        fleet,
+        models,
+        bare.links,
+        running=counts,
+        pins=tuple(_pin(found, pin) for pin in pins),
+        init_penalty=problem.init_penalty,
+        headroom=problem.headroom,
+        budget_usd_per_h=problem.budget_usd_per_h,
+    )
+    return Columns(problem, groups, program)
+
+
+def links_of(links: Sequence[Link], regions: Sequence[str]) -> tuple[LinkRow, ...]:
+    """Links by region index."""
+    return tuple(
+        LinkRow(regions.index(link.source), regions.index(link.target), link.gbps * 1e9) for link in links
+    )
+
+
+def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
+    """The plan that an allocation describes, with only the templates it uses."""
+    problem = found.problem
+    regions = found.program.fleet.regions
+    used: dict[str, Template] = {}
+    deployments = []
+    for key, count in allocation.counts:
+        if count:
+            template = found.templates[key.group][key.template]
+            used[template.name] = template
+            deployments.append(Deployment(template.name, regions[key.region], count))
+    shares = _trimmed(found, allocation)
+    flows = tuple(
+        Flow(problem.asks[f.model].name, f.bucket, regions[f.source], regions[f.target], f.rate_per_s)
+        for f in allocation.flows
+        if f.rate_per_s > 0
+    )
+    fraction = 1.0 if allocation.shortfall is None else allocation.shortfall.fraction
+    gap = allocation.gap if np.isfinite(allocation.gap) else 1.0
+    return Plan(
+        strategy,
+        tuple(used.values()),
+        tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
+        tuple(
+            Bucket(demand.model, demand.bucket, demand.longest_tokens, demand.rate_per_s)
+            for each in problem.asks
+            for demand in each.demands
+        ),
+        shares,
+        flows,
+        tuple(_prediction(each, used, deployments, shares, problem.headroom) for each in problem.asks),
+        allocation.rent_usd_per_h,
+        max(0.0, gap),
+        fraction,
+    )
+
+
+def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
+    """Shares without the slack that a linear program may leave: no more is prefilled than flows on."""
+    wanted: dict[tuple[int, int, str, int], float] = {}
+    for flow in allocation.flows:
+        for phase, region in (("prefill", flow.source), ("decode", flow.target)):
+            key = (flow.model, flow.bucket, phase, region)
+            wanted[key] = wanted.get(key, 0.0) + flow.rate_per_s
+    offered: dict[tuple[int, int, str, int], float] = {}
+    for share in allocation.shares:
+        key = (share.key.group, share.bucket, share.phase, share.key.region)
+        offered[key] = offered.get(key, 0.0) + share.rate_per_s
+    kept = []
+    for share in allocation.shares:
+        key = (share.key.group, share.bucket, share.phase, share.key.region)
+        rate = share.rate_per_s
+        if share.phase != "closed":
+            rate *= min(1.0, wanted.get(key, 0.0) / max(offered[key], 1e-30))
+        if rate > 1e-12:
+            template = found.templates[share.key.group][share.key.template].name
+            place = found.program.fleet.regions[share.key.region]
+            kept.append(Share(template, place, share.bucket, share.phase, rate))
+    return tuple(kept)
+
+
+def _model(each: Ask, group: Sequence[Template], fleet: Fleet) -> ModelColumns:
+    size = (len(group), len(each.demands))
+    uses = np.zeros((len(group), len(fleet.nodes)), np.uint8)
+    prefill, decode, closed = np.zeros(size), np.zeros(size), np.zeros(size)
+    for row, template in enumerate(group):
+        for count in template.nodes:
+            uses[row, fleet.nodes.index(count.node)] = count.count
+        for capacity in template.capacity:
+            prefill[row, capacity.bucket] = capacity.prefill_per_s
+            decode[row, capacity.bucket] = capacity.decode_per_s
+            closed[row, capacity.bucket] = capacity.closed_per_s
+    buckets = tuple(
+        DemandRow(f"{each.name} up to {d.longest_tokens} tokens", d.rate_per_s, d.kv_bytes * 8)
+        for d in each.demands
+    )
+    return ModelColumns(each.name, buckets, uses, prefill, decode, closed)
+
+
+def _pin(found: Columns, pin: Deployment) -> Pin:
+    key = found.key(pin.template, pin.region)
+    if key is None:
+        known = [template.name for group in found.templates for template in group]
+        raise UnknownNameError("pin", f"{pin.template}@{pin.region}", known)
+    return Pin(key, pin.count)
+
+
+def _prediction(
+    each: Ask,
+    used: Mapping[str, Template],
+    deployments: Sequence[Deployment],
+    shares: Sequence[Share],
+    headroom: float,
+) -> Prediction:
+    mine = [share for share in shares if used[share.template].model == each.name]
+    finished = [share for share in mine if share.phase in ("decode", "closed")]
+    served = sum(share.rate_per_s for share in finished)
+    ttft = _mean([(s.rate_per_s, _capacity(used, s).ttft_s) for s in mine if s.phase != "decode"])
+    tpot = _mean([(s.rate_per_s, _capacity(used, s).tpot_s) for s in finished])
+    trust = [used[d.template].confidence for d in deployments if used[d.template].model == each.name]
+    confidence: Confidence = max(trust, key=ORDER.index) if trust else "assumed"
+    return Prediction(each.name, each.rate_per_s, served / headroom, ttft, tpot, confidence)
+
+
+def _capacity(used: Mapping[str, Template], share: Share) -> BucketCapacity:
+    return used[share.template].capacity[share.bucket]
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    weight = sum(rate for rate, _ in pairs)
+    return sum(rate * value for rate, value in pairs) / weight if weight > 0 else 0.0

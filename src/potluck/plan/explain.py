@@ -1,0 +1,160 @@
+"""Why a plan is as it is: what each node type is worth, what a change would cost, and the next best plan.
+
+Questions about changes are answered by planning again with the change made, not by a derivative: counts are
+whole, so a shadow price tells the direction and seldom the amount.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from potluck.core.plan import Plan
+from potluck.core.types import Region
+from potluck.plan.problem import Problem
+from potluck.plan.strategies.base import Outcome, Settings, Workshop
+
+Planner = Callable[[Workshop, Settings], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeValue:
+    """What a node type in a region means to the plan."""
+
+    region: str
+    node: str
+    rented: int
+    available: int
+    price_usd_per_h: float
+    shadow_usd_per_h: float
+    """What the relaxed program would save with one more of them."""
+    one_fewer_usd_per_h: float | None
+    """Extra cost if there were one less than is rented; None when demand could no longer be met."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReason:
+    """Where a model runs, and what it would cost without that."""
+
+    model: str
+    served_by: tuple[str, ...]
+    """Deployments in words."""
+    usd_per_million_tokens: float
+    without: tuple[str, ...]
+    """The node types of the template that serves the most of it."""
+    next_best_usd_per_h: float | None
+    """Extra cost of the best plan that keeps this model off them; None when demand could not be met."""
+    next_best: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    models: tuple[ModelReason, ...]
+    nodes: tuple[NodeValue, ...]
+
+
+def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> Explanation:
+    """Reasons for every model and every node type that is rented or scarce."""
+    problem = workshop.problem
+    return Explanation(
+        tuple(_model(workshop, outcome, planner, settings, ask.name) for ask in problem.asks),
+        tuple(_nodes(workshop, outcome, planner, settings)),
+    )
+
+
+def without_nodes(problem: Problem, region: str, node: str, available: int) -> Problem:
+    """The problem with another number of a node type."""
+    regions = tuple(
+        _changed(each, node, available) if each.name == region else each for each in problem.regions
+    )
+    return replace(problem, regions=regions)
+
+
+def describe(plan: Plan, model: str) -> tuple[str, ...]:
+    """`3 x prefill 4xL40S tp1 in us-east`, busiest first."""
+    found = []
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        if template.model == model:
+            short = template.name.split(": ", 1)[-1]
+            found.append((-deployment.count, f"{deployment.count} x {short} in {deployment.region}"))
+    return tuple(text for _, text in sorted(found))
+
+
+def _changed(region: Region, node: str, available: int) -> Region:
+    offers = tuple(replace(o, available=available) if o.node == node else o for o in region.offers)
+    return replace(region, offers=offers)
+
+
+def _model(
+    workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings, model: str
+) -> ModelReason:
+    plan = outcome.plan
+    rates: dict[str, float] = {}
+    for share in plan.shares:
+        if plan.template(share.template).model == model:
+            rates[share.template] = rates.get(share.template, 0.0) + share.rate_per_s
+    main = plan.template(max(rates, key=lambda name: rates[name])) if rates else None
+    barred = () if main is None else tuple(each.node for each in main.nodes)
+    other = _without_nodes(workshop, planner, settings, model, barred) if barred else None
+    extra = (
+        None if other is None or other.plan.fraction < 1 else other.plan.cost_usd_per_h - plan.cost_usd_per_h
+    )
+    return ModelReason(
+        model,
+        describe(plan, model),
+        usd_per_million_tokens(workshop.problem, plan, model),
+        barred,
+        extra,
+        () if other is None else describe(other.plan, model),
+    )
+
+
+def usd_per_million_tokens(problem: Problem, plan: Plan, model: str) -> float:
+    """What the nodes that serve a model cost per million of its tokens."""
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    cost = 0.0
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        if template.model == model:
+            each = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
+            cost += each * deployment.count
+    ask = next(ask for ask in problem.asks if ask.name == model)
+    tokens_per_h = ask.tokens_per_s * plan.fraction * 3600
+    return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
+
+
+def _without_nodes(
+    workshop: Workshop, planner: Planner, settings: Settings, model: str, barred: tuple[str, ...]
+) -> Outcome:
+    """Plan again with every template of a model gone that uses one of these node types."""
+    made = {
+        key: [t for t in templates if t.model != model or not set(t.node_counts) & set(barred)]
+        for key, templates in workshop.made.items()
+    }
+    return planner(Workshop(workshop.problem, made), settings)
+
+
+def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> list[NodeValue]:
+    problem, plan = workshop.problem, outcome.plan
+    fleet, rented = outcome.columns.program.fleet, plan.nodes
+    found = []
+    for row, region in enumerate(problem.regions):
+        for offer in region.offers:
+            shadow = float(outcome.allocation.prices.nodes_usd_per_h[row, fleet.nodes.index(offer.node)])
+            count = rented.get((region.name, offer.node), 0)
+            if not count and shadow <= 1e-9:
+                continue
+            fewer = None
+            if count:
+                less = without_nodes(problem, region.name, offer.node, count - 1)
+                if any(o.available for r in less.regions for o in r.offers):
+                    other = planner(Workshop(less, workshop.made), settings)
+                    if other.plan.fraction >= 1:
+                        fewer = other.plan.cost_usd_per_h - plan.cost_usd_per_h
+            found.append(
+                NodeValue(
+                    region.name, offer.node, count, offer.available, offer.price_usd_per_h, shadow, fewer
+                )
+            )
+    return found

@@ -1,0 +1,238 @@
+"""Pipeline templates kept on disk, so that planning again loads them in milliseconds.
+
+Two kinds of file, each named by a hash of everything its content depends on: the stage rates (model, node
+types, objective, lengths, calibration, the source of `perf`) and the templates (stage rates, node memory,
+limits, the source of this package's search). Whatever changes has another name, so nothing is ever out of
+date. Files are arrays only, written aside and moved into place; one that cannot be read is made anew, and
+where the folder cannot be written to, everything works without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from importlib import resources
+from io import BytesIO
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.npyio import NpzFile
+from numpy.typing import NDArray
+
+from potluck import __version__
+from potluck.core.codec import encode
+from potluck.core.model import Model
+from potluck.core.types import NodeType, Slo
+from potluck.perf.calibration import Calibration
+from potluck.perf.pipeline import ORDER
+from potluck.plan.multisets import multisets
+from potluck.plan.stage_rates import StageRates, largest_tp, stage_rates
+from potluck.plan.templates.pipeline import (
+    MAX_NODES,
+    MEMORY_RATIO,
+    PipelineLibrary,
+    memory_limit,
+    pipeline_library,
+    with_running,
+)
+
+FORMAT = 1
+Arrays = dict[str, NDArray[Any]]
+
+
+def default_folder() -> Path | None:
+    """`$XDG_CACHE_HOME/potluck` or `~/.cache/potluck`; None where there is no such place."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(chosen):
+        return Path(chosen) / "potluck"
+    try:
+        return Path.home() / ".cache" / "potluck"
+    except RuntimeError:
+        return None
+
+
+def pipeline_libraries(
+    model: Model,
+    nodes: Sequence[NodeType],
+    slo: Slo,
+    input_tokens: int,
+    output_tokens: int,
+    *,
+    max_nodes: int = MAX_NODES,
+    memory_ratio: float = MEMORY_RATIO,
+    running: Iterable[Mapping[str, int]] = (),
+    calibration: Calibration | None = None,
+    folder: Path | None = None,
+) -> tuple[PipelineLibrary, PipelineLibrary]:
+    """(prefill, decode) templates of a model, from disk where they are there.
+
+    `running` are node counts of templates that stay, whatever their role; `folder` is `default_folder()`
+    when left out.
+    """
+    place = default_folder() if folder is None else folder
+    both = cached_stage_rates(
+        model, nodes, slo, input_tokens, output_tokens, max_nodes, calibration=calibration, folder=place
+    )
+    stays = list(running)
+    prefill, decode = (
+        with_running(cached_library(rates, max_nodes, memory_ratio, folder=place), stays) for rates in both
+    )
+    return prefill, decode
+
+
+def cached_stage_rates(
+    model: Model,
+    nodes: Sequence[NodeType],
+    slo: Slo,
+    input_tokens: int,
+    output_tokens: int,
+    max_stages: int,
+    *,
+    calibration: Calibration | None = None,
+    folder: Path | None,
+) -> tuple[StageRates, StageRates]:
+    """`stage_rates`, from disk where they are there."""
+    given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages))
+    fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
+    key = _hash(
+        b"stage rates", dumps(given).encode(), fitted, sources("potluck.perf"), _own("stage_rates.py")
+    )
+    shape = (max_stages, len(nodes), model.layer_count)
+    stored = load(folder, key)
+    if stored is not None and _are_rates(stored, shape):
+        tps = tuple(largest_tp(model, node) for node in nodes)
+        sure = tuple(ORDER[int(i)] for i in stored["confidences"])
+        shared = (model, tuple(nodes), tps, sure)
+        return (
+            StageRates(*shared, "prefill", slo.ttft_s, input_tokens, output_tokens, stored["prefill"]),
+            StageRates(*shared, "decode", slo.tpot_s, input_tokens, output_tokens, stored["decode"]),
+        )
+    made = stage_rates(
+        model, nodes, slo, input_tokens, output_tokens, max_stages=max_stages, calibration=calibration
+    )
+    order = np.array([ORDER.index(each) for each in made[0].confidences], np.int64)
+    save(folder, key, {"prefill": made[0].units, "decode": made[1].units, "confidences": order})
+    return made
+
+
+def cached_library(
+    rates: StageRates,
+    max_nodes: int = MAX_NODES,
+    memory_ratio: float = MEMORY_RATIO,
+    *,
+    prune: bool = True,
+    folder: Path | None,
+) -> PipelineLibrary:
+    """`pipeline_library`, from disk where it is there."""
+    key = library_key(rates, max_nodes, memory_ratio, prune=prune)
+    stored = load(folder, key)
+    if stored is not None and _is_library(stored, multisets(len(rates.nodes), max_nodes).count):
+        return PipelineLibrary(
+            rates,
+            max_nodes,
+            memory_ratio,
+            stored["ids"],
+            stored["units"],
+            stored["stages"],
+            int(stored["valid"][0]),
+        )
+    made = pipeline_library(rates, max_nodes=max_nodes, memory_ratio=memory_ratio, prune=prune)
+    valid = np.array([made.valid], np.int64)
+    save(folder, key, {"ids": made.ids, "units": made.units, "stages": made.stages, "valid": valid})
+    return made
+
+
+def library_key(rates: StageRates, max_nodes: int, memory_ratio: float, *, prune: bool) -> str:
+    """A name for the templates that follow from all this."""
+    node_bytes, most_bytes = memory_limit(rates, memory_ratio)
+    numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune)], np.int64)
+    search = _own("templates/pipeline.py") + _own("templates/pipeline_kernel.py") + _own("multisets.py")
+    return _hash(b"library", numbers.tobytes(), rates.units.tobytes(), node_bytes.tobytes(), search)
+
+
+def load(folder: Path | None, key: str) -> Arrays | None:
+    """The arrays of a file; None when it is not there or not whole."""
+    if folder is None:
+        return None
+    try:
+        stored = np.load(BytesIO((folder / f"{key}.npz").read_bytes()), allow_pickle=False)
+        return {name: stored[name] for name in stored.files} if isinstance(stored, NpzFile) else None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
+    """Write a file as a whole or not at all; False where that is not possible."""
+    if folder is None:
+        return False
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(suffix=".tmp", dir=folder)
+    except OSError:
+        return False
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        os.replace(aside, folder / f"{key}.npz")
+    except OSError:
+        Path(aside).unlink(missing_ok=True)
+        return False
+    return True
+
+
+@lru_cache(maxsize=8)
+def sources(package: str) -> bytes:
+    """A hash of a package's own files, data included: a change of code gives results of another name."""
+    digest = hashlib.sha256()
+    for entry in sorted(_files(resources.files(package)), key=lambda each: each.name):
+        digest.update(entry.name.encode() + b"\0" + hashlib.sha256(entry.read_bytes()).digest())
+    return digest.digest()
+
+
+def _files(folder: Any) -> Iterable[Any]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from _files(entry)
+        else:
+            yield entry
+
+
+@lru_cache(maxsize=8)
+def _own(path: str) -> bytes:
+    return hashlib.sha256(resources.files("potluck.plan").joinpath(path).read_bytes()).digest()
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256(f"{FORMAT} {__version__} {np.__version__}".encode())
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:40]
+
+
+def _are_rates(stored: Arrays, shape: tuple[int, int, int]) -> bool:
+    if set(stored) != {"prefill", "decode", "confidences"}:
+        return False
+    tables = stored["prefill"], stored["decode"]
+    sure = stored["confidences"]
+    return (
+        all(table.shape == shape and table.dtype == np.int64 for table in tables)
+        and sure.shape == shape[1:2]
+        and sure.dtype == np.int64
+        and bool(((sure >= 0) & (sure < len(ORDER))).all())
+    )
+
+
+def _is_library(stored: Arrays, count: int) -> bool:
+    kinds = {"ids": np.int64, "units": np.int64, "stages": np.uint8, "valid": np.int64}
+    if {name: array.dtype for name, array in stored.items()} != kinds:
+        return False
+    ids = stored["ids"]
+    alike = ids.ndim == 1 and ids.shape == stored["units"].shape == stored["stages"].shape
+    return alike and stored["valid"].shape == (1,) and bool(((ids > 0) & (ids < count)).all())

@@ -1,0 +1,160 @@
+"""What a plan must do: the models and their demand, and the fleet it may draw on.
+
+Demand comes in buckets of prompt lengths. A bucket is cut wherever the prefill work of its longest prompt
+would exceed twice that of its shortest, so that no bucket hides a factor of two; each keeps the mean lengths
+of its requests, which preserve the tokens that pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from potluck.core.errors import InputError
+from potluck.core.model import Model
+from potluck.core.types import LengthBin, Link, NodeType, Region, Slo, Traffic
+from potluck.perf.arithmetic import step_sums
+from potluck.perf.memory import kv_bytes
+from potluck.perf.step import Floats, steps
+
+WORK_RATIO = 2.0
+HEADROOM = 0.8
+"""Share of its time a replica is planned to be busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requests of one model with prompts of about one length."""
+
+    model: str
+    bucket: int
+    input_tokens: int
+    """Mean prompt, rounded up."""
+    longest_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    """Of a mean prompt, those that a prefix cache already holds."""
+    rate_per_s: float
+    kv_bytes: float
+    """What a mean prompt leaves to be handed over."""
+    promised: bool = True
+    """False for the longest prompts beyond the attained share: TTFT need not hold for them."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that are really computed."""
+        return max(1, self.input_tokens - self.cached_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One model to serve, within its objective."""
+
+    name: str
+    model: Model
+    slo: Slo
+    demands: tuple[Demand, ...]
+
+    @property
+    def rate_per_s(self) -> float:
+        return sum(demand.rate_per_s for demand in self.demands)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Input and output tokens of the whole demand."""
+        return sum(d.rate_per_s * (d.input_tokens + d.output_tokens) for d in self.demands)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything a strategy is given."""
+
+    asks: tuple[Ask, ...]
+    regions: tuple[Region, ...]
+    nodes: tuple[NodeType, ...]
+    links: tuple[Link, ...] = ()
+    headroom: float = HEADROOM
+    init_penalty: float = 0.0
+    """CORAL's K: start-up time of a node over the interval between two plans."""
+    budget_usd_per_h: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.asks:
+            raise InputError("models", "a plan needs at least one model")
+        if not any(offer.available for region in self.regions for offer in region.offers):
+            raise InputError("fleet", "has no GPUs: every node's `available` is 0")
+        if not 0 < self.headroom <= 1:
+            raise InputError("headroom", f"must be above 0 and at most 1, is {self.headroom}")
+
+    def node(self, name: str) -> NodeType:
+        return self.by_name[name]
+
+    @property
+    def by_name(self) -> Mapping[str, NodeType]:
+        return {node.name: node for node in self.nodes}
+
+    @property
+    def offered(self) -> tuple[NodeType, ...]:
+        """Node types of which some region has at least one."""
+        names = {o.node for region in self.regions for o in region.offers if o.available > 0}
+        return tuple(node for node in self.nodes if node.name in names)
+
+
+def ask(name: str, model: Model, slo: Slo, traffic: Traffic) -> Ask:
+    """Cut a model's traffic into buckets."""
+    return Ask(name, model, slo, _promised(demands_of(name, model, traffic), slo.attainment))
+
+
+def demands_of(
+    name: str, model: Model, traffic: Traffic, *, work_ratio: float = WORK_RATIO
+) -> tuple[Demand, ...]:
+    """Buckets of a model's traffic, shortest prompts first."""
+    bins = sorted((b for b in traffic.lengths if b.share > 0), key=lambda b: b.input_tokens)
+    works = prefill_work(model, np.array([b.input_tokens for b in bins]))
+    groups: list[list[LengthBin]] = []
+    first = 0.0
+    for each, work in zip(bins, works, strict=True):
+        if not groups or work > work_ratio * first:
+            groups.append([])
+            first = float(work)
+        groups[-1].append(each)
+    return tuple(_demand(name, model, traffic, i, group) for i, group in enumerate(groups))
+
+
+def _promised(demands: tuple[Demand, ...], attainment: float) -> tuple[Demand, ...]:
+    """An attainment of 0.9 lets the longest tenth of requests wait: their buckets lose the TTFT promise."""
+    total = sum(demand.rate_per_s for demand in demands)
+    kept, tail = list(demands), 0.0
+    for place in range(len(demands) - 1, 0, -1):
+        tail += demands[place].rate_per_s
+        if tail > (1.0 - attainment) * total * (1.0 + 1e-9):
+            break
+        kept[place] = replace(demands[place], promised=False)
+    return tuple(kept)
+
+
+def prefill_work(model: Model, tokens: Floats) -> Floats:
+    """FLOPs of prefilling prompts alone."""
+    return step_sums(model, steps(np.asarray(tokens, np.float64))).flops
+
+
+def _demand(name: str, model: Model, traffic: Traffic, index: int, group: list[LengthBin]) -> Demand:
+    share = sum(b.share for b in group)
+    mean_in = sum(b.share * b.input_tokens for b in group) / share
+    mean_out = sum(b.share * b.output_tokens for b in group) / share
+    # A request of fewer tokens than one is a bin's mean; at least one token is always computed.
+    input_tokens, output_tokens = max(1, ceil(mean_in - 1e-6)), max(1, ceil(mean_out - 1e-6))
+    cached = min(int(mean_in * traffic.prefix_hit_share), input_tokens - 1)
+    return Demand(
+        name,
+        index,
+        input_tokens,
+        max(1, ceil(max(b.input_tokens for b in group))),
+        output_tokens,
+        cached,
+        traffic.rate_per_s * share,
+        float(kv_bytes(model, float(input_tokens))),
+    )

@@ -1,0 +1,124 @@
+"""What a replica offers a model, bucket by bucket, within the objective.
+
+A replica that prefills takes prompts one after another; at utilisation h they queue, and with service times
+that hardly vary the mean wait is that of an M/D/1 queue, so
+
+    TTFT = S (1 + h / (2 (1 - h))) + hand-over          S: seconds to prefill one prompt
+
+must stay within the objective. In a pipeline S is the time between two prompts, and the first token waits for
+all stages. A decoding replica runs the largest batch whose step is within TPOT and whose
+KV fits. A mixed one does both and must keep both (`perf.throughput`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from potluck.core.errors import CapacityError
+from potluck.core.layout import Layout
+from potluck.core.plan import BucketCapacity
+from potluck.core.types import NodeType, Role
+from potluck.perf.phases import prefill_s
+from potluck.perf.pipeline import PipelineTimer, layout_requests, pipeline
+from potluck.perf.roofline import roofline
+from potluck.perf.step import StepTimer, steps
+from potluck.perf.throughput import MAX_BATCH, best_operating
+from potluck.plan.problem import Ask, Demand
+
+UNPROMISED_TTFT_S = 600.0
+"""What requests beyond the attained share may take at most."""
+HANDOVER_SHARE = 0.1
+"""Part of the TTFT objective that is kept free for handing the KV over, which overlaps with prefill."""
+
+
+def wait_factor(headroom: float) -> float:
+    """Sojourn over service time of an M/D/1 queue at this utilisation."""
+    busy = min(headroom, 0.99)
+    return 1.0 + busy / (2.0 * (1.0 - busy))
+
+
+def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
+    """The plain roofline for one node, the pipeline for more."""
+    stage = layout.stages[0]
+    if len(layout.stages) == 1 and len(stage.nodes) == 1:
+        return roofline(ask.model, nodes[stage.nodes[0].node], stage.nodes[0].tp)
+    return pipeline(ask.model, layout, nodes)
+
+
+def replica_capacity(
+    ask: Ask, layout: Layout, nodes: Mapping[str, NodeType], role: Role, headroom: float, copies: int = 1
+) -> tuple[BucketCapacity, ...]:
+    """Rates of `copies` replicas of one layout in one role, for every bucket; 0 where it cannot."""
+    timer = layout_timer(ask, layout, nodes)
+    return tuple(_bucket(ask, demand, timer, layout, nodes, role, headroom, copies) for demand in ask.demands)
+
+
+def useful(capacity: tuple[BucketCapacity, ...]) -> bool:
+    """Whether it can do anything at all."""
+    return any(c.prefill_per_s > 0 or c.decode_per_s > 0 or c.closed_per_s > 0 for c in capacity)
+
+
+def fits(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> bool:
+    """Whether the weights fit with room for at least one token."""
+    try:
+        return layout_requests(ask.model, layout, nodes, 1.0) >= 1
+    except CapacityError:
+        return False
+
+
+def _bucket(
+    ask: Ask,
+    demand: Demand,
+    timer: StepTimer,
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    role: Role,
+    headroom: float,
+    copies: int,
+) -> BucketCapacity:
+    nothing = BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
+    if role == "prefill":
+        latency_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
+        longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
+        service_s = latency_s
+        if isinstance(timer, PipelineTimer):
+            prompt = steps(demand.new_tokens, demand.cached_tokens)
+            service_s = min(latency_s, float(timer.interval_s(prompt)[0]))
+        ttft_s = latency_s + service_s * (wait_factor(headroom) - 1.0)
+        room_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE)
+        if demand.promised and max(ttft_s, longest_s) > room_s:
+            return nothing
+        return BucketCapacity(demand.bucket, copies / service_s, 0.0, 0.0, ttft_s, 0.0)
+    tokens = demand.longest_tokens + demand.output_tokens
+    batch = layout_requests(ask.model, layout, nodes, tokens)
+    if isinstance(timer, PipelineTimer) and role == "decode":
+        rate, tpot_s = _pipeline_decode(timer, demand, batch, ask.slo.tpot_s)
+        return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
+    slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    lengths = (demand.input_tokens, demand.output_tokens)
+    found = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
+    if found is None:
+        return nothing
+    rate = found.requests_per_s * copies
+    if role == "decode":
+        return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, found.tpot_s)
+    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, found.ttft_s, found.tpot_s)
+
+
+def _pipeline_decode(timer: PipelineTimer, demand: Demand, room: int, tpot_s: float) -> tuple[float, float]:
+    """(requests/s, TPOT) with a batch of B requests in each of S stages, B as large as TPOT and KV allow."""
+    stages = len(timer.stages)
+    most = min(room // stages, MAX_BATCH)
+    if most < 1:
+        return 0.0, 0.0
+    batches = np.unique(np.geomspace(1, most, 64).round())
+    context = demand.input_tokens + demand.output_tokens / 2
+    batch = steps(decodes=batches, decode_context=batches * context)
+    step_s, interval_s = timer.step_s(batch), timer.interval_s(batch)
+    tokens_per_s = np.minimum(batches / interval_s, stages * batches / step_s)
+    tokens_per_s = np.where(step_s <= tpot_s, tokens_per_s, 0.0)
+    best = int(np.argmax(tokens_per_s))
+    return float(tokens_per_s[best]) / demand.output_tokens, float(step_s[best])

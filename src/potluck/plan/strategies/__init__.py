@@ -1,0 +1,22 @@
+"""Ways to a plan, all over the same templates and the same program, so that they can stand in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.strategies.cauchy import cauchy_co, cauchy_mc, cauchy_mce
+from potluck.plan.strategies.programs import auto, coral, homo, melange
+
+STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
+    "auto": auto,
+    "homo": homo,
+    "melange": melange,
+    "cauchy": cauchy_co,
+    "cauchy-mc": cauchy_mc,
+    "cauchy-mce": cauchy_mce,
+    "coral": coral,
+}
+"""Name to strategy; `auto` puts every kind of column into one program."""
+
+__all__ = ["STRATEGIES", "Outcome", "Settings", "Workshop"]

@@ -1,0 +1,96 @@
+"""What strategies share: templates made once per problem, the settings of a solve, and its outcome."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from potluck.core.plan import Deployment, Plan, Template
+from potluck.plan.allocate.result import Allocation
+from potluck.plan.allocate.solve import solve
+from potluck.plan.columns import Columns, columns, plan_of
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.templates.combo import combos
+from potluck.plan.templates.homogeneous import homogeneous
+from potluck.plan.templates.mixed import pipelines
+from potluck.plan.templates.pair import pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How long to search, how close to the best, and what is there already."""
+
+    time_limit_s: float = 30.0
+    gap_target: float = 1e-4
+    running: Plan | None = None
+    pins: tuple[Deployment, ...] = ()
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A plan, the allocation behind it and the columns it chose from."""
+
+    plan: Plan
+    allocation: Allocation
+    columns: Columns
+
+
+@dataclass(slots=True)
+class Workshop:
+    """Makes a problem's templates, each kind once, whoever asks for them."""
+
+    problem: Problem
+    made: dict[tuple[str, str], list[Template]] = field(default_factory=dict)
+    """(kind, model) to templates."""
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """The lowest price of each node type over regions that have some: what efficiency is judged by."""
+        found: dict[str, float] = {}
+        for region in self.problem.regions:
+            for offer in region.offers:
+                if offer.available > 0:
+                    found[offer.node] = min(found.get(offer.node, float("inf")), offer.price_usd_per_h)
+        return found
+
+    def homogeneous(self, ask: Ask) -> list[Template]:
+        return self._once("homogeneous", ask, lambda: homogeneous(self.problem, ask))
+
+    def mixed(self, ask: Ask) -> list[Template]:
+        """Aggregated single-node templates only."""
+        return [t for t in self.homogeneous(ask) if t.replicas[0].role == "mixed"]
+
+    def phased(self, ask: Ask) -> list[Template]:
+        """Single-node templates that do one phase."""
+        return [t for t in self.homogeneous(ask) if t.replicas[0].role != "mixed"]
+
+    def combos(self, ask: Ask) -> list[Template]:
+        return self._once("combo", ask, lambda: combos(ask, self.homogeneous(ask), self.prices))
+
+    def pairs(self, ask: Ask) -> list[Template]:
+        return self._once("pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask)))
+
+    def pipelines(self, ask: Ask) -> list[Template]:
+        return self._once("pipeline", ask, lambda: pipelines(self.problem, ask, self.prices))
+
+    def _once(self, kind: str, ask: Ask, make: Callable[[], list[Template]]) -> list[Template]:
+        key = (kind, ask.name)
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
+def allocated(
+    workshop: Workshop, settings: Settings, strategy: str, templates: Mapping[str, Sequence[Template]]
+) -> Outcome:
+    """Solve the program over some templates and turn the answer into a plan."""
+    found = columns(workshop.problem, templates, running=settings.running, pins=settings.pins)
+    answer = solve(
+        found.program,
+        time_limit_s=settings.time_limit_s,
+        gap_target=settings.gap_target,
+        clock=settings.clock,
+    )
+    return Outcome(plan_of(found, answer, strategy), answer, found)

@@ -1,0 +1,137 @@
+"""CAUCHY's three allocations over its combos (section 4.3), and the fallback of 3.3.2.
+
+    minimise   Σ_n w_n x_n        x_n copies of combo n, whole
+    subject to Σ_n T_mn x_n ≥ D_m for every model m, and the nodes of each type within what there is
+
+    MC-LP    w_n = P_n              the cheapest deployment
+    MCE-LP   w_n = 1 / C_n          the most cost-efficient combos, whatever they cost
+    CO-LP    w_n = P_n / C_n        both (equation 16)
+
+P_n is the combo's price, C_n its tokens per dollar, T_mn the goodput of the model's own mix of requests. When
+demand cannot be met, the largest fraction that can is planned instead of giving up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from potluck.core.plan import Deployment, Plan, Template
+from potluck.plan.allocate.highs import Milp, solve_milp
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
+from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
+
+Weight = Callable[[float, float], float]
+
+
+def cauchy_co(workshop: Workshop, settings: Settings) -> Outcome:
+    """CO-LP: price over cost efficiency."""
+    return _cauchy(workshop, settings, "cauchy", lambda price, efficiency: price / efficiency)
+
+
+def cauchy_mc(workshop: Workshop, settings: Settings) -> Outcome:
+    """MC-LP: price alone."""
+    return _cauchy(workshop, settings, "cauchy-mc", lambda price, efficiency: price)
+
+
+def cauchy_mce(workshop: Workshop, settings: Settings) -> Outcome:
+    """MCE-LP: cost efficiency alone."""
+    return _cauchy(workshop, settings, "cauchy-mce", lambda price, efficiency: 1.0 / efficiency)
+
+
+def _cauchy(workshop: Workshop, settings: Settings, name: str, weight: Weight) -> Outcome:
+    templates = {ask.name: workshop.combos(ask) for ask in workshop.problem.asks}
+    chosen = _choose(workshop, settings, weight)
+    if chosen is None:  # the fallback: as much as the fleet can do
+        return allocated(workshop, settings, name, templates)
+    # The counts are the paper's; routing within them is the program's with the counts pinned.
+    pinned = replace(settings, pins=chosen, running=None)
+    kept = {ask.name: _only(templates[ask.name], chosen) for ask in workshop.problem.asks}
+    outcome = allocated(workshop, pinned, name, kept)
+    return replace(outcome, plan=_with_counts(outcome.plan, chosen, kept, workshop.problem))
+
+
+Columns = list[tuple[Ask, Template, str, float]]
+
+
+def _columns(workshop: Workshop) -> Columns:
+    """(ask, combo, region, price) for every combo that a region could host."""
+    found: Columns = []
+    for ask in workshop.problem.asks:
+        for template in workshop.combos(ask):
+            if served_per_s(ask, template) <= 0:
+                continue
+            for region in workshop.problem.regions:
+                offers = [region.offer(each.node) for each in template.nodes]
+                if all(o and o.available >= n.count for o, n in zip(offers, template.nodes, strict=True)):
+                    price = sum(
+                        o.price_usd_per_h * n.count for o, n in zip(offers, template.nodes, strict=True) if o
+                    )
+                    found.append((ask, template, region.name, price))
+    return found
+
+
+def _choose(workshop: Workshop, settings: Settings, weight: Weight) -> tuple[Deployment, ...] | None:
+    problem, found = workshop.problem, _columns(workshop)
+    if not found:
+        return None
+    rows = {("demand", ask.name): i for i, ask in enumerate(problem.asks)}
+    lower = [ask.rate_per_s for ask in problem.asks]
+    upper = [np.inf] * len(lower)
+    for region in problem.regions:
+        for offer in region.offers:
+            rows[region.name, offer.node] = len(rows)
+            lower.append(-np.inf)
+            upper.append(float(offer.available))
+    entries: list[tuple[int, int, float]] = []
+    cost = []
+    for column, (ask, template, region_name, price) in enumerate(found):
+        efficiency = efficiency_tokens_per_usd(ask, template, workshop.prices)
+        cost.append(weight(price, efficiency))
+        goodput = served_per_s(ask, template) * problem.headroom
+        entries.append((rows["demand", ask.name], column, goodput))
+        entries += [(rows[region_name, each.node], column, float(each.count)) for each in template.nodes]
+    row, place, value = (np.array(each) for each in zip(*entries, strict=True))
+    scale = max(cost)
+    answer = solve_milp(
+        Milp(
+            cost=np.array(cost) / scale,
+            lower=np.zeros(len(cost)),
+            upper=np.full(len(cost), np.inf),
+            integer=np.ones(len(cost), bool),
+            row_lower=np.array(lower),
+            row_upper=np.array(upper),
+            row=row.astype(np.int64),
+            column=place.astype(np.int64),
+            value=value.astype(np.float64),
+        ),
+        time_limit_s=settings.time_limit_s,
+        gap_rel=1e-6,
+    )
+    if answer.x is None:
+        return None
+    counts = answer.x.round().astype(int)
+    return tuple(
+        Deployment(template.name, region, int(n))
+        for n, (_, template, region, _) in zip(counts, found, strict=True)
+        if n
+    )
+
+
+def _only(templates: list[Template], chosen: tuple[Deployment, ...]) -> list[Template]:
+    names = {deployment.template for deployment in chosen}
+    return [template for template in templates if template.name in names]
+
+
+def _with_counts(
+    plan: Plan, chosen: tuple[Deployment, ...], kept: dict[str, list[Template]], problem: Problem
+) -> Plan:
+    """The plan with exactly the chosen counts and their price, also of copies that routing left idle."""
+    templates = tuple(t for group in kept.values() for t in group)
+    whole = replace(plan, templates=templates, deployments=chosen)
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    cost = sum(prices[key] * count for key, count in whole.nodes.items())
+    return replace(whole, cost_usd_per_h=cost, gap=0.0)

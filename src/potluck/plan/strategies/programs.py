@@ -1,0 +1,87 @@
+"""Strategies that are the allocation program over some kinds of columns.
+
+- *homo* (CORAL's first baseline): each model on its most cost-efficient node type, alone or in two phases.
+- *melange*: aggregated replicas of any node types, counts chosen by the integer program.
+- *coral*: single nodes and pipelines of unlike nodes, each doing one phase.
+- *auto*: every kind of column in one program. It contains all the others' columns, so it can only be cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.core.plan import Template
+from potluck.plan.problem import Ask
+from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
+
+
+def auto(workshop: Workshop, settings: Settings) -> Outcome:
+    """Everything at once."""
+    templates = {
+        ask.name: _distinct(
+            [
+                *workshop.homogeneous(ask),
+                *workshop.combos(ask),
+                *workshop.pairs(ask),
+                *workshop.pipelines(ask),
+            ]
+        )
+        for ask in workshop.problem.asks
+    }
+    return allocated(workshop, settings, "auto", templates)
+
+
+def coral(workshop: Workshop, settings: Settings) -> Outcome:
+    """Pipelines and single nodes, prefill and decode apart."""
+    asks = workshop.problem.asks
+    templates = {ask.name: [*workshop.phased(ask), *workshop.pipelines(ask)] for ask in asks}
+    return allocated(workshop, settings, "coral", templates)
+
+
+def melange(workshop: Workshop, settings: Settings) -> Outcome:
+    """Aggregated replicas on mixed GPUs."""
+    templates = {ask.name: workshop.mixed(ask) for ask in workshop.problem.asks}
+    return allocated(workshop, settings, "melange", templates)
+
+
+def homo(workshop: Workshop, settings: Settings) -> Outcome:
+    """One node type per model, chosen in isolation by what a unit of demand costs on it."""
+    templates = {ask.name: _cheapest_type(workshop, ask) for ask in workshop.problem.asks}
+    return allocated(workshop, settings, "homo", templates)
+
+
+def _cheapest_type(workshop: Workshop, ask: Ask) -> list[Template]:
+    best: tuple[float, list[Template]] = (float("inf"), [])
+    single = workshop.homogeneous(ask)
+    for node in sorted({template.nodes[0].node for template in single}):
+        mine = [template for template in single if template.nodes[0].node == node]
+        for group in ([t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)):
+            cost = workshop.prices[node] * _nodes_needed(ask, group)
+            if cost < best[0]:
+                best = (cost, group)
+    return best[1] or list(single)
+
+
+def _phases(templates: Sequence[Template]) -> list[Template]:
+    return [template for template in templates if template.replicas[0].role != "mixed"]
+
+
+def _nodes_needed(ask: Ask, group: Sequence[Template]) -> float:
+    """Nodes, not rounded, that the best of a group need for a model's demand; infinite if they cannot."""
+    total = 0.0
+    for demand in ask.demands:
+        closed = max((t.capacity[demand.bucket].closed_per_s for t in group), default=0.0)
+        prefill = max((t.capacity[demand.bucket].prefill_per_s for t in group), default=0.0)
+        decode = max((t.capacity[demand.bucket].decode_per_s for t in group), default=0.0)
+        if closed > 0:
+            total += demand.rate_per_s / closed
+        elif prefill > 0 and decode > 0:
+            total += demand.rate_per_s / prefill + demand.rate_per_s / decode
+        elif demand.rate_per_s > 0:
+            return float("inf")
+    return total
+
+
+def _distinct(templates: Sequence[Template]) -> list[Template]:
+    """One template per name: an aggregated combo is a mixed replica."""
+    return list({template.name: template for template in templates}.values())

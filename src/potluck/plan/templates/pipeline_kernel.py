@@ -1,0 +1,372 @@
+"""The compiled inner loops of `plan.templates.pipeline`, which explains the method; letters as there.
+
+All functions stand in this one file: numba's cache on disk notices a change of the file that a function stands
+in, not of what it calls elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.plan.compiled import compiled
+
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+class Tables(NamedTuple):
+    """What the search reads."""
+
+    rates: Ints
+    """(S_max, G, L) T̂ in whole units."""
+    upper: Ints
+    """(S_max, G, L) the least table above T̂ that does not increase in j."""
+    monotone: bool
+    """Whether the two are the same."""
+    node_bytes: Ints
+    most_bytes: int
+    members: Bytes
+    """(I, N) types of every multiset, ascending."""
+    offsets: Ints
+    terms: Ints
+    masks: Bytes
+    starts: Ints
+    """Partitions; see `pipeline_partitions`."""
+    levels: Ints
+    """(K,) v_k, ascending."""
+    first_code: int
+    shift: int
+    """The level of a throughput is its code less `first_code`; see `code`."""
+    bases: Ints
+    widths: Ints
+    tabulated: Ints
+    """By S: where h_S starts, how many multisets it is for, and up to how many nodes those have."""
+
+
+class Scratch(NamedTuple):
+    """What the search writes on for one multiset after another."""
+
+    kinds: Ints
+    """(N,) its types."""
+    ids: Ints
+    """(2^N,) ids of its parts."""
+    held: Bytes
+    """(2^N,) h of its parts at the level of the incumbent."""
+    parts: Ints
+    """(N,) stages of a partition, as masks."""
+    caps: Ints
+    tails: Ints
+    """(N,) layers of each stage, and what the stage reaches with them."""
+    sums: Ints
+    """(N, L) rates of each stage."""
+
+
+@compiled
+def code(value: int, shift: int) -> int:
+    """The leading bits of a number as a float: they grow with it, in even steps between powers of two."""
+    return np.float64(value).view(np.int64) >> shift
+
+
+@compiled
+def fill_holds(t: Tables, s: int, holds: Bytes, rests: Ints) -> None:
+    """h_S(A, k) at holds[base + k·width + id of A], and rests[k, S-1, g] = max j·T̂_j(g) over j > h_S(g, k).
+
+    Sums over nodes are kept from the highest node down, since ids in order change the lowest most often.
+    """
+    layers, most = t.rates.shape[2], t.tabulated[s]
+    # A stage leaves at least one node to each of the others.
+    spare = t.most_bytes - (s - 1) * t.node_bytes.min()
+    sums = np.zeros((most + 1, layers), np.int64)
+    weight = np.zeros(most + 1, np.int64)
+    for size in range(1, most + 1):
+        for number in range(t.offsets[size], t.offsets[size + 1]):
+            changed = size - 1
+            if number > t.offsets[size]:
+                while t.members[number, changed] == t.members[number - 1, changed]:
+                    changed -= 1
+            for node in range(changed, -1, -1):
+                kind = t.members[number, node]
+                # Row `most` stays 0: the sum above the highest node.
+                above = node + 1 if node + 1 < size else most
+                weight[node] = weight[above] + t.node_bytes[kind]
+                for j in range(layers):
+                    sums[node, j] = sums[above, j] + t.upper[s - 1, kind, j]
+            if weight[0] <= spare:
+                _hold_row(t, sums, t.bases[s] + number, t.widths[s], holds)
+    for g in range(t.rates.shape[1]):
+        _rest_row(t, s, g, holds, rests)
+
+
+@compiled
+def _hold_row(t: Tables, sums: Ints, at: int, width: int, holds: Bytes) -> None:
+    j = sums.shape[1]
+    for k in range(t.levels.shape[0]):
+        while j > 0 and sums[0, j - 1] < t.levels[k]:
+            j -= 1
+        if j == 0:
+            break
+        holds[at + k * width] = j
+
+
+@compiled
+def _rest_row(t: Tables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
+    layers = t.rates.shape[2]
+    most, j = 0, layers
+    for k in range(t.levels.shape[0]):
+        held = holds[t.bases[s] + k * t.widths[s] + 1 + g]
+        while j > held:
+            most = max(most, j * t.upper[s - 1, g, j - 1])
+            j -= 1
+        rests[k, s - 1, g] = most
+
+
+@compiled
+def solve_all(t: Tables, holds: Bytes, rests: Ints, prune: bool, best: Ints, stages: Bytes) -> None:
+    """T* and S of every multiset within `most_bytes`; with `prune`, W, and S = 0 where a split is as good."""
+    most, layers = t.members.shape[1], t.rates.shape[2]
+    c = Scratch(
+        np.zeros(most, np.int64),
+        np.zeros(1 << most, np.int64),
+        np.zeros(1 << most, np.uint8),
+        np.zeros(most, np.int64),
+        np.zeros(most, np.int64),
+        np.zeros(most, np.int64),
+        np.zeros((most, layers), np.int64),
+    )
+    for size in range(1, most + 1):
+        for number in range(t.offsets[size], t.offsets[size + 1]):
+            weight, pattern = 0, 0
+            for i in range(size):
+                c.kinds[i] = t.members[number, i]
+                weight += t.node_bytes[c.kinds[i]]
+                if i > 0 and c.kinds[i] == c.kinds[i - 1]:
+                    pattern |= 1 << (i - 1)
+            if weight > t.most_bytes:
+                continue
+            _part_ids(t, c, size)
+            value, count = _incumbent(c.ids, size, prune, best, stages)
+            alone = 0
+            for i in range(size):
+                alone += t.rates[0, c.kinds[i], layers - 1]
+            if alone > value:
+                value, count = alone, 1
+            level = _level(t, value + 1)
+            for s in range(2, min(size, t.rates.shape[0], layers) + 1):
+                if not _may_beat(t, c, holds, rests, size, s, level, value + 1):
+                    continue
+                found = _best_partition(t, c, holds, size, pattern, s, level, value)
+                if found > value:
+                    value, count = found, s
+                    level = _level(t, value + 1)
+            best[number] = value
+            stages[number] = count
+
+
+@compiled
+def _part_ids(t: Tables, c: Scratch, size: int) -> None:
+    """Ids of all parts of a multiset; see `plan.multisets`."""
+    c.ids[0] = 0
+    for high in range(size):
+        bit = 1 << high
+        for rest in range(bit):
+            count, left = 1, rest
+            while left:
+                left &= left - 1
+                count += 1
+            # The id of the rest has the offset of its own size in it.
+            add = t.terms[c.kinds[high], count] + t.offsets[count] - t.offsets[count - 1]
+            c.ids[bit | rest] = c.ids[rest] + add
+
+
+@compiled
+def _incumbent(ids: Ints, size: int, prune: bool, best: Ints, stages: Bytes) -> tuple[int, int]:
+    """What is already reached: by the best split in two, or without pruning by leaving out one node."""
+    full = (1 << size) - 1
+    value, count = 0, 0
+    if prune:
+        for mask in range(1, full, 2):
+            value = max(value, best[ids[mask]] + best[ids[full ^ mask]])
+        return value, 0
+    for i in range(size):
+        smaller = ids[full ^ (1 << i)]
+        if best[smaller] > value:
+            value, count = best[smaller], stages[smaller]
+    return value, count
+
+
+@compiled
+def _level(t: Tables, target: int) -> int:
+    """The highest level that is not above the target."""
+    return max(0, min(code(target, t.shift) - t.first_code, t.levels.shape[0] - 1))
+
+
+@compiled
+def _may_beat(
+    t: Tables, c: Scratch, holds: Bytes, rests: Ints, size: int, s: int, level: int, target: int
+) -> bool:
+    """Whether Σ_g max_j j·min(T̂_j(g), T) ≥ L·T."""
+    at = t.bases[s] + level * t.widths[s] + 1
+    total = 0
+    for i in range(size):
+        total += max(holds[at + c.kinds[i]] * target, rests[level, s - 1, c.kinds[i]])
+    return total >= t.rates.shape[2] * target
+
+
+@compiled
+def _best_partition(
+    t: Tables, c: Scratch, holds: Bytes, size: int, pattern: int, s: int, level: int, value: int
+) -> int:
+    """The best throughput above `value` with s stages, or `value` when there is none."""
+    layers = t.rates.shape[2]
+    _gather(t, c, holds, size, s, level)
+    if s == 2 and size - 1 > t.tabulated[2]:
+        value = _one_and_rest(t, c, size, value)
+    for row in range(t.starts[size, pattern, s], t.starts[size, pattern, s + 1]):
+        total = 0
+        for stage in range(s):
+            total += c.held[t.masks[row, stage]]
+        if total < layers:
+            continue
+        for stage in range(s):
+            c.parts[stage] = t.masks[row, stage]
+            c.caps[stage] = c.held[t.masks[row, stage]]
+        found = _settle(t, c, s, total, value)
+        if found > value:
+            value = found
+            if _level(t, value + 1) > level:
+                level = _level(t, value + 1)
+                _gather(t, c, holds, size, s, level)
+    return value
+
+
+@compiled
+def _gather(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, level: int) -> None:
+    """h of all parts that can be a stage; those that are not tabulated hold nothing here."""
+    at = t.bases[s] + level * t.widths[s]
+    for mask in range(1, (1 << size) - 1):
+        if c.ids[mask] < t.widths[s]:
+            c.held[mask] = holds[at + c.ids[mask]]
+        else:
+            c.held[mask] = 0
+
+
+@compiled
+def _one_and_rest(t: Tables, c: Scratch, size: int, value: int) -> int:
+    """Two stages, one of them a single node: the others are not tabulated, so their rates are added up."""
+    layers = t.rates.shape[2]
+    for i in range(size):
+        if i > 0 and c.kinds[i] == c.kinds[i - 1]:
+            continue
+        c.parts[0] = 1 << i
+        c.parts[1] = (1 << size) - 1 - c.parts[0]
+        one = np.int64(c.held[c.parts[0]])
+        while one > 0 and t.upper[1, c.kinds[i], one - 1] <= value:
+            one -= 1
+        rest = max(layers - one, 1)
+        if one == 0 or _rate(t.upper, c, 2, c.parts[1], rest) <= value:
+            continue
+        while rest < layers and _rate(t.upper, c, 2, c.parts[1], rest + 1) > value:
+            rest += 1
+        c.caps[0], c.caps[1] = one, rest
+        value = max(value, _settle(t, c, 2, one + rest, value))
+    return value
+
+
+@compiled
+def _settle(t: Tables, c: Scratch, s: int, total: int, value: int) -> int:
+    """The best throughput of one partition if above `value`, else `value` or less.
+
+    `caps` are the most layers of each stage at some throughput of at most value + 1, `total` their sum.
+    """
+    layers = t.rates.shape[2]
+    for stage in range(s):
+        reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
+        while reached <= value:
+            c.caps[stage] -= 1
+            total -= 1
+            if c.caps[stage] == 0 or total < layers:
+                return value
+            reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
+        c.tails[stage] = reached
+    if not t.monotone:
+        return _settle_sets(t, c, s, value)
+    # Layers are given up where they are slowest until L are left.
+    while True:
+        slowest = 0
+        for stage in range(1, s):
+            if c.tails[stage] < c.tails[slowest]:
+                slowest = stage
+        if total == layers or c.caps[slowest] == 1:
+            least: int = c.tails[slowest]
+            return least
+        c.caps[slowest] -= 1
+        total -= 1
+        c.tails[slowest] = _rate(t.upper, c, s, c.parts[slowest], c.caps[slowest])
+
+
+@compiled
+def _rate(rates: Ints, c: Scratch, s: int, mask: int, j: int) -> int:
+    """Σ T̂_j over the nodes of a stage."""
+    total, node = 0, 0
+    while mask:
+        if mask & 1:
+            total += rates[s - 1, c.kinds[node], j - 1]
+        mask >>= 1
+        node += 1
+    return total
+
+
+@compiled
+def _settle_sets(t: Tables, c: Scratch, s: int, value: int) -> int:
+    """The best throughput of one partition above `value` where T̂ is not monotone, else `value`.
+
+    Which numbers of layers a stage can hold at a throughput is then a set, not all up to a maximum. `caps`
+    are those of the monotone table above, so no larger number is in any of the sets.
+    """
+    layers = t.rates.shape[2]
+    high = 1 << 62
+    for stage in range(s):
+        most = 0
+        for j in range(c.caps[stage]):
+            c.sums[stage, j] = _rate(t.rates, c, s, c.parts[stage], j + 1)
+            most = max(most, c.sums[stage, j])
+        high = min(high, most)
+    if high <= value or not _adds_up(c, s, value + 1, layers):
+        return value
+    low = value + 1
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        if _adds_up(c, s, middle, layers):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@compiled
+def _adds_up(c: Scratch, s: int, target: int, layers: int) -> bool:
+    """Whether stages that each reach the target can hold L layers in all: sums of sets by shift and or.
+
+    Bit b of (low, high) says that the stages so far can hold b layers beyond one each.
+    """
+    one, word = np.uint64(1), np.uint64(64)
+    low, high = np.uint64(1), np.uint64(0)
+    for stage in range(s):
+        next_low, next_high = np.uint64(0), np.uint64(0)
+        for j in range(c.caps[stage]):
+            if c.sums[stage, j] >= target:
+                shift = np.uint64(j)
+                if j == 0:
+                    next_low, next_high = next_low | low, next_high | high
+                elif j < 64:
+                    next_low |= low << shift
+                    next_high |= high << shift | low >> (word - shift)
+                else:
+                    next_high |= low << (shift - word)
+        low, high = next_low, next_high
+    spare = np.uint64(layers - s)
+    bit = low >> spare if spare < word else high >> (spare - word)
+    return bool(bit & one)

@@ -1,0 +1,203 @@
+"""Rechecks a plan without the solver that made it.
+
+It trusts nothing but the problem: replicas are timed again, nodes counted again, flows balanced again. Every
+violation is a sentence; a plan without any is sound. Commands run this on every plan they print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import isclose
+
+from potluck.core.plan import BucketCapacity, Plan, Template
+from potluck.core.types import Role
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.rates import fits, replica_capacity
+from potluck.plan.templates.pair import pair_capacity
+
+ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
+SLACK = 1e-6
+"""Relative rounding that a linear program may leave."""
+
+
+def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
+    """All violations; empty for a sound plan."""
+    broken = (*_names(problem, plan), *_layers(problem, plan))
+    broken = broken or tuple(_memory(problem, plan))
+    if broken:  # nothing else can be asked of a plan that does not hang together
+        return broken
+    checks = (_capacity, _nodes, _time, _demand, _balance, _links, _cost)
+    return tuple(violation for check in checks for violation in check(problem, plan))
+
+
+def _names(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Everything a plan names exists, and counts are whole and positive."""
+    regions = {region.name for region in problem.regions}
+    models = {ask.name for ask in problem.asks}
+    templates = {template.name for template in plan.templates}
+    for deployment in plan.deployments:
+        if deployment.template not in templates:
+            yield f"deployment of an unknown template {deployment.template!r}"
+        if deployment.region not in regions:
+            yield f"deployment in an unknown region {deployment.region!r}"
+        if int(deployment.count) != deployment.count or deployment.count < 1:
+            yield f"{deployment.template}@{deployment.region}: {deployment.count} copies"
+    deployed = {(each.template, each.region) for each in plan.deployments}
+    for share in plan.shares:
+        if (share.template, share.region) not in deployed:
+            yield f"{share.template}@{share.region} takes requests but is not deployed"
+    for template in plan.templates:
+        if template.model not in models:
+            yield f"{template.name}: unknown model {template.model!r}"
+
+
+def _layers(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Every replica holds its whole model, on nodes that exist."""
+    known = set(problem.by_name)
+    for template in plan.templates:
+        ask = _ask(problem, template.model)
+        for layout in {replica.layout for replica in template.replicas}:
+            if ask is not None and layout.layer_count != ask.model.layer_count:
+                layers = ask.model.layer_count
+                yield f"{template.name}: a replica holds {layout.layer_count} layers, the model has {layers}"
+            unknown = set(layout.node_counts) - known
+            if unknown:
+                yield f"{template.name}: unknown node {min(unknown)!r}"
+
+
+def _memory(problem: Problem, plan: Plan) -> Iterator[str]:
+    for template in plan.templates:
+        ask = _ask(problem, template.model)
+        if ask is None:
+            continue
+        for layout in {replica.layout for replica in template.replicas}:
+            if not fits(ask, layout, problem.by_name):
+                yield f"{template.name}: the model does not fit in a replica's memory"
+
+
+def _capacity(problem: Problem, plan: Plan) -> Iterator[str]:
+    """No template promises more than its replicas do when they are timed again."""
+    for template in plan.templates:
+        ask = _ask(problem, template.model)
+        if ask is None:
+            continue
+        for claimed, real in zip(template.capacity, retimed(problem, ask, template), strict=True):
+            for name in ("prefill_per_s", "decode_per_s", "closed_per_s"):
+                said, seen = getattr(claimed, name), getattr(real, name)
+                if said > seen * (1 + SLACK) + SLACK:
+                    yield f"{template.name}: {name} of bucket {claimed.bucket} is {seen:.4g}, not {said:.4g}"
+
+
+def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapacity, ...]:
+    """What a template can do at most, from its replicas alone.
+
+    A closed group does no more than its prefilling replicas prefill and its decoding ones decode, and what
+    its mixed replicas serve alone. In a pair the mixed replicas are relieved of a part of the prefill.
+    """
+    if template.kind == "pair":
+        low = [replica for replica in template.replicas if replica.role == "prefill"]
+        high = [replica for replica in template.replicas if replica.role == "mixed"]
+        return pair_capacity(problem, ask, low, high)
+    found = []
+    for bucket in range(len(ask.demands)):
+        prefill, decode, mixed = (_role_rate(problem, ask, template, role, bucket) for role in ROLES)
+        found.append(BucketCapacity(bucket, prefill, decode, min(prefill, decode) + mixed, 0.0, 0.0))
+    return tuple(found)
+
+
+def _role_rate(problem: Problem, ask: Ask, template: Template, role: Role, bucket: int) -> float:
+    total = 0.0
+    members = [replica for replica in template.replicas if replica.role == role]
+    for layout in {replica.layout for replica in members}:
+        copies = sum(1 for replica in members if replica.layout == layout)
+        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies)[bucket]
+        total += capacity.prefill_per_s + capacity.decode_per_s + capacity.closed_per_s
+    return total
+
+
+def _nodes(problem: Problem, plan: Plan) -> Iterator[str]:
+    for (region, node), count in plan.nodes.items():
+        offer = next((r.offer(node) for r in problem.regions if r.name == region), None)
+        available = offer.available if offer else 0
+        if count > available:
+            yield f"{region}: {count} {node} rented, {available} available"
+
+
+def _time(problem: Problem, plan: Plan) -> Iterator[str]:
+    """No deployment is busier than the headroom allows."""
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        busy = 0.0
+        for share in plan.shares:
+            if (share.template, share.region) == (deployment.template, deployment.region):
+                rate = getattr(template.capacity[share.bucket], f"{share.phase}_per_s")
+                busy += share.rate_per_s / rate if rate > 0 else float("inf")
+        if busy > problem.headroom * deployment.count * (1 + SLACK) + SLACK:
+            where = f"{deployment.template}@{deployment.region}"
+            yield f"{where}: {busy:.3f} copies busy of {problem.headroom * deployment.count:.3f}"
+
+
+def _demand(problem: Problem, plan: Plan) -> Iterator[str]:
+    for ask in problem.asks:
+        for demand in ask.demands:
+            closed = _rate(plan, ask.name, demand.bucket, "closed")
+            flows = sum(f.rate_per_s for f in plan.flows if (f.model, f.bucket) == (ask.name, demand.bucket))
+            wanted = demand.rate_per_s * plan.fraction
+            if closed + flows < wanted * (1 - SLACK) - SLACK:
+                yield f"{ask.name} bucket {demand.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
+
+
+def _balance(problem: Problem, plan: Plan) -> Iterator[str]:
+    """What flows out of a region was prefilled there, and what flows in is decoded there."""
+    for ask in problem.asks:
+        for demand in ask.demands:
+            for region in problem.regions:
+                mine = [f for f in plan.flows if (f.model, f.bucket) == (ask.name, demand.bucket)]
+                out = sum(f.rate_per_s for f in mine if f.prefill_region == region.name)
+                into = sum(f.rate_per_s for f in mine if f.decode_region == region.name)
+                sides: Iterable[tuple[str, float]] = (("prefill", out), ("decode", into))
+                for phase, flow in sides:
+                    done = _rate(plan, ask.name, demand.bucket, phase, region.name)
+                    if flow > done * (1 + SLACK) + SLACK:
+                        where = f"{ask.name} bucket {demand.bucket} in {region.name}"
+                        yield f"{where}: {phase} {done:.4g} of {flow:.4g} req/s"
+
+
+def _links(problem: Problem, plan: Plan) -> Iterator[str]:
+    load: dict[tuple[str, str], float] = {}
+    for flow in plan.flows:
+        if flow.prefill_region != flow.decode_region:
+            ask = _ask(problem, flow.model)
+            size = ask.demands[flow.bucket].kv_bytes if ask else 0.0
+            key = (flow.prefill_region, flow.decode_region)
+            load[key] = load.get(key, 0.0) + flow.rate_per_s * size * 8
+    for (source, target), bits in load.items():
+        link = next((x for x in problem.links if (x.source, x.target) == (source, target)), None)
+        if link is None:
+            yield f"requests cross from {source} to {target}, which no link joins"
+        elif bits > link.gbps * 1e9 * (1 + SLACK):
+            yield f"link {source} -> {target}: {bits / 1e9:.3g} Gbps of {link.gbps:g}"
+
+
+def _cost(problem: Problem, plan: Plan) -> Iterator[str]:
+    total = 0.0
+    for (region, node), count in plan.nodes.items():
+        offer = next((r.offer(node) for r in problem.regions if r.name == region), None)
+        total += count * (offer.price_usd_per_h if offer else 0.0)
+    if not isclose(total, plan.cost_usd_per_h, rel_tol=1e-6, abs_tol=1e-6):
+        yield f"costs ${total:.4f}/h, not ${plan.cost_usd_per_h:.4f}/h"
+    if problem.budget_usd_per_h is not None and total > problem.budget_usd_per_h * (1 + SLACK):
+        yield f"costs ${total:.2f}/h, over the budget of ${problem.budget_usd_per_h:.2f}/h"
+
+
+def _rate(plan: Plan, model: str, bucket: int, phase: str, region: str | None = None) -> float:
+    total = 0.0
+    for share in plan.shares:
+        here = share.bucket == bucket and share.phase == phase and region in (None, share.region)
+        if here and plan.template(share.template).model == model:
+            total += share.rate_per_s
+    return total
+
+
+def _ask(problem: Problem, name: str) -> Ask | None:
+    return next((ask for ask in problem.asks if ask.name == name), None)

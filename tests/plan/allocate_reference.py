@@ -1,0 +1,293 @@
+"""A second, plain telling of the allocation program: random instances, all of it in one HiGHS model, a checker.
+
+It shares no code with the solver but the values: penalties are CORAL's auxiliary variables, every template is in every
+region, and nothing is scaled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import highspy
+import numpy as np
+
+from potluck.plan.allocate.program import (
+    Bucket,
+    Count,
+    CoverDemand,
+    CoverProgram,
+    Fleet,
+    FlowProgram,
+    Key,
+    LinkRow,
+    ModelColumns,
+    Pin,
+    Program,
+)
+from potluck.plan.allocate.result import Allocation
+
+INF = float("inf")
+
+
+@dataclass
+class Text:
+    """A model written row by row."""
+
+    cost: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    rows: list[tuple[float, float, dict[int, float]]] = field(default_factory=list)
+
+    def variable(self, cost: float = 0.0, upper: float = INF, whole: bool = False) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def row(self, low: float, terms: list[tuple[float, int]], high: float) -> None:
+        sums: dict[int, float] = {}
+        for value, variable in terms:
+            sums[variable] = sums.get(variable, 0.0) + value
+        self.rows.append((low, high, {v: a for v, a in sums.items() if a}))
+
+    def minimum(self) -> float | None:
+        """The optimum, or None when infeasible."""
+        highs = highspy.Highs()
+        for name, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", 1e-9)):
+            highs.setOptionValue(name, value)
+        for cost, upper, whole in zip(self.cost, self.upper, self.whole, strict=True):
+            highs.addCol(cost, 0.0, upper, 0, [], [])
+            if whole:
+                highs.changeColIntegrality(highs.getNumCol() - 1, highspy.HighsVarType.kInteger)
+        for low, high, terms in self.rows:
+            highs.addRow(low, high, len(terms), list(terms), list(terms.values()))
+        highs.run()
+        status = highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return None
+        assert status == highspy.HighsModelStatus.kOptimal, status
+        return float(highs.getInfo().objective_function_value)
+
+
+def groups_of(program: Program) -> tuple[CoverDemand, ...] | tuple[ModelColumns, ...]:
+    return program.demands if isinstance(program, CoverProgram) else program.models
+
+
+def reference(program: Program, *, fraction: bool = False) -> float | None:
+    """The least cost, or with `fraction` the largest theta <= 1 (None: not even pins can be kept)."""
+    text = Text()
+    money = 0.0 if fraction else 1.0
+    theta = text.variable(-1.0 if fraction else 0.0, 1.0)
+    if not fraction:
+        text.row(1.0, [(1.0, theta)], 1.0)
+    fleet = program.fleet
+    n: dict[Key, int] = {}
+    running = dict(program.running)
+    for g, group in enumerate(groups_of(program)):
+        for t in range(len(group.uses)):
+            for r in range(len(fleet.regions)):
+                price = float(fleet.price_usd_per_h[r] @ group.uses[t])
+                key = Key(g, t, r)
+                allowed = not isinstance(group, ModelColumns) or group.allowed is None or group.allowed[t, r]
+                n[key] = text.variable(money * price, 50.0 if allowed else 0.0, whole=True)
+                late = text.variable(money)
+                weight = price * program.init_penalty
+                text.row(-INF, [(weight, n[key]), (-1.0, late)], weight * running.get(key, 0))
+    for r in range(len(fleet.regions)):
+        for c in range(len(fleet.nodes)):
+            terms = [(float(groups_of(program)[k.group].uses[k.template, c]), v) for k, v in n.items() if k.region == r]
+            text.row(-INF, terms, float(fleet.available[r, c]))
+    if program.budget_usd_per_h is not None:
+        uses = groups_of(program)
+        rent = [(float(fleet.price_usd_per_h[k.region] @ uses[k.group].uses[k.template]), v) for k, v in n.items()]
+        text.row(-INF, rent, program.budget_usd_per_h)
+    for pin in program.pins:
+        text.row(float(pin.copies), [(1.0, n[pin.key])], float(pin.copies) if pin.exactly else INF)
+    if isinstance(program, CoverProgram):
+        for d, demand in enumerate(program.demands):
+            terms = [(program.headroom * float(demand.throughput[k.template]), v) for k, v in n.items() if k.group == d]
+            text.row(0.0, [*terms, (-demand.rate, theta)], INF)
+    else:
+        _flow_rows(program, text, n, theta, money)
+    value = text.minimum()
+    return None if value is None else (-value if fraction else value)
+
+
+def _flow_rows(program: FlowProgram, text: Text, n: dict[Key, int], theta: int, money: float) -> None:
+    regions = range(len(program.fleet.regions))
+    link_terms: list[list[tuple[float, int]]] = [[] for _ in program.links]
+    busy: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
+    for m, model in enumerate(program.models):
+        for b, bucket in enumerate(model.buckets):
+            out: list[list[tuple[float, int]]] = [[] for _ in regions]
+            into: list[list[tuple[float, int]]] = [[] for _ in regions]
+            met: list[tuple[float, int]] = [(-bucket.rate_per_s, theta)]
+            for r in regions:
+                for s in regions:
+                    at = [i for i, link in enumerate(program.links) if (link.source, link.target) == (r, s)]
+                    if r != s and not at:
+                        continue
+                    usd = program.links[at[0]].egress_usd_per_gb * bucket.kv_bits / 8e9 * 3600 if at else 0.0
+                    f = text.variable(money * usd)
+                    met.append((1.0, f))
+                    out[r].append((-1.0, f))
+                    into[s].append((-1.0, f))
+                    if at:
+                        link_terms[at[0]].append((bucket.kv_bits, f))
+            for key in (key for key in n if key.group == m):
+                x, z, w = (text.variable() for _ in range(3))
+                busy[key] += [(1.0, x), (1.0, z), (1.0, w)]
+                out[key.region].append((float(model.prefill_per_s[key.template, b]), x))
+                into[key.region].append((float(model.decode_per_s[key.template, b]), z))
+                met.append((float(model.closed_per_s[key.template, b]), w))
+            text.row(0.0, met, INF)
+            for r in regions:
+                text.row(0.0, out[r], INF)
+                text.row(0.0, into[r], INF)
+    for terms, link in zip(link_terms, program.links, strict=True):
+        # In Gbit/s: the tolerance of HiGHS is absolute.
+        text.row(-INF, [(value / 1e9, v) for value, v in terms], link.bits_per_s / 1e9)
+    for key, terms in busy.items():
+        text.row(-INF, [*terms, (-program.headroom, n[key])], 0.0)
+
+
+def check(program: Program, found: Allocation, fraction: float = 1.0) -> None:
+    """Everything a plan must keep, counted from its own numbers."""
+    fleet, groups = program.fleet, groups_of(program)
+    used = np.zeros(fleet.available.shape)
+    rent = cost = 0.0
+    counts, running = dict(found.counts), dict(program.running)
+    for key, count in counts.items():
+        assert isinstance(count, int)
+        assert count > 0
+        price = float(fleet.price_usd_per_h[key.region] @ groups[key.group].uses[key.template])
+        used[key.region] += groups[key.group].uses[key.template] * float(count)
+        rent += price * count
+        cost += price * count + program.init_penalty * price * max(0, count - running.get(key, 0))
+    assert (used <= fleet.available).all()
+    assert rent == approx(found.rent_usd_per_h)
+    if program.budget_usd_per_h is not None:
+        assert rent <= program.budget_usd_per_h * (1 + 1e-7) + 1e-7
+    for pin in program.pins:
+        have = counts.get(pin.key, 0)
+        assert have == pin.copies if pin.exactly else have >= pin.copies
+    if isinstance(program, CoverProgram):
+        for d, demand in enumerate(program.demands):
+            met = sum(demand.throughput[k.template] * c for k, c in counts.items() if k.group == d)
+            assert met * program.headroom >= demand.rate * fraction * (1 - 1e-6)
+    else:
+        cost += _check_flows(program, found, counts, fraction)
+    assert cost == approx(found.cost_usd_per_h)
+
+
+def _check_flows(program: FlowProgram, found: Allocation, counts: dict[Key, int], fraction: float) -> float:
+    egress = 0.0
+    for key, count in counts.items():
+        spent = sum(share.copies for share in found.shares if share.key == key)
+        assert spent <= program.headroom * count * (1 + 1e-6) + 1e-6
+    assert {share.key for share in found.shares} <= set(counts)
+    carried = [0.0] * len(program.links)
+    for m, model in enumerate(program.models):
+        tables = {"prefill": model.prefill_per_s, "decode": model.decode_per_s, "closed": model.closed_per_s}
+        for b, bucket in enumerate(model.buckets):
+            shares = [s for s in found.shares if s.key.group == m and s.bucket == b]
+            flows = [f for f in found.flows if f.model == m and f.bucket == b]
+            for s in shares:
+                assert s.rate_per_s == approx(s.copies * tables[s.phase][s.key.template, b])
+            inside = sum(s.rate_per_s for s in shares if s.phase == "closed")
+            need = bucket.rate_per_s * fraction
+            assert inside + sum(f.rate_per_s for f in flows) >= need * (1 - 1e-6) - 1e-9
+            for r in range(len(program.fleet.regions)):
+                for phase, end in (("prefill", "source"), ("decode", "target")):
+                    can = sum(s.rate_per_s for s in shares if s.phase == phase and s.key.region == r)
+                    asked = sum(f.rate_per_s for f in flows if getattr(f, end) == r)
+                    assert can >= asked * (1 - 1e-6) - 1e-6 * bucket.rate_per_s
+            for f in flows:
+                if f.source != f.target:
+                    at = [i for i, k in enumerate(program.links) if (k.source, k.target) == (f.source, f.target)]
+                    carried[at[0]] += f.rate_per_s * bucket.kv_bits
+                    egress += program.links[at[0]].egress_usd_per_gb * f.rate_per_s * bucket.kv_bits / 8e9 * 3600
+    for bits, link in zip(carried, program.links, strict=True):
+        assert bits <= link.bits_per_s * (1 + 1e-6)
+    return egress
+
+
+def approx(value: float) -> object:
+    import pytest
+
+    return pytest.approx(value, rel=1e-6, abs=1e-6)
+
+
+def random_fleet(rng: np.random.Generator, most: int) -> Fleet:
+    regions, types = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    return Fleet(
+        tuple(f"region{r}" for r in range(regions)),
+        tuple(f"{c + 1}xGPU" for c in range(types)),
+        rng.uniform(0.5, 5.0, (regions, types)).round(2),
+        rng.integers(0, most + 1, (regions, types)),
+    )
+
+
+def random_uses(rng: np.random.Generator, templates: int, types: int) -> np.ndarray:
+    uses = rng.integers(0, 3, (templates, types)).astype(np.uint8)
+    uses[np.arange(templates), rng.integers(0, types, templates)] += 1
+    return uses
+
+
+def random_cover(seed: int, *, extras: bool = True) -> CoverProgram:
+    """A small CORAL-like program; about one in four is infeasible."""
+    rng = np.random.default_rng(seed)
+    fleet = random_fleet(rng, 12)
+    demands = []
+    for d in range(int(rng.integers(1, 5))):
+        uses = random_uses(rng, int(rng.integers(1, 7)), len(fleet.nodes))
+        worth = uses @ rng.uniform(1, 4, len(fleet.nodes))
+        demands.append(
+            CoverDemand(f"m{d}", float(rng.uniform(1, 15)), uses, worth * rng.uniform(0.6, 1.2, len(uses)))
+        )
+    sizes = [len(demand.uses) for demand in demands]
+    return CoverProgram(fleet, tuple(demands), **(random_extras(rng, fleet, sizes) if extras else {}))
+
+
+def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
+    """A small general program with buckets, links, closed groups and egress."""
+    rng = np.random.default_rng(seed)
+    fleet = random_fleet(rng, 14)
+    models = []
+    for m in range(int(rng.integers(1, 3))):
+        buckets = tuple(
+            Bucket(f"b{b}", float(rng.uniform(0, 5) * (rng.random() < 0.9)), float(rng.uniform(0, 2e9)))
+            for b in range(int(rng.integers(1, 4)))
+        )
+        uses = random_uses(rng, int(rng.integers(1, 6)), len(fleet.nodes))
+        size = (uses @ rng.uniform(1, 4, len(fleet.nodes)))[:, None]
+        tables = [size * rng.uniform(0.5, 2.0, (len(uses), len(buckets))) for _ in range(3)]
+        kind = rng.integers(0, 4, len(uses))  # prefill, decode, both, closed
+        tables[0][(kind == 1) | (kind == 3)] = 0
+        tables[1][(kind == 0) | (kind == 3)] = 0
+        tables[2][kind != 3] = 0
+        tables[2] *= 0.5
+        allowed = rng.random((len(uses), len(fleet.regions))) < 0.9 if rng.random() < 0.3 else None
+        models.append(ModelColumns(f"model{m}", buckets, uses, *tables, allowed=allowed))
+    links = tuple(
+        LinkRow(r, s, float(rng.uniform(1e8, 6e9)), float(rng.choice([0.0, 0.02])))
+        for r in range(len(fleet.regions))
+        for s in range(len(fleet.regions))
+        if r != s and rng.random() < 0.6
+    )
+    sizes = [len(model.uses) for model in models]
+    return FlowProgram(fleet, tuple(models), links, **(random_extras(rng, fleet, sizes) if extras else {}))
+
+
+def random_extras(rng: np.random.Generator, fleet: Fleet, sizes: list[int]) -> dict[str, object]:
+    """Running copies, pins, penalty, headroom, budget."""
+    keys = [Key(g, t, r) for g, size in enumerate(sizes) for t in range(size) for r in range(len(fleet.regions))]
+    running = {keys[i]: int(rng.integers(1, 4)) for i in rng.integers(0, len(keys), int(rng.integers(0, 4)))}
+    pins = {keys[i]: int(rng.integers(0, 3)) for i in rng.integers(0, len(keys), int(rng.integers(0, 3)) // 2)}
+    return {
+        "running": tuple(Count(key, count) for key, count in running.items()),
+        "pins": tuple(Pin(key, count, bool(rng.random() < 0.5)) for key, count in pins.items()),
+        "init_penalty": float(rng.choice([0.0, 0.1, 0.5])),
+        "headroom": float(rng.choice([1.0, 0.8])),
+        "budget_usd_per_h": float(rng.uniform(10, 80)) if rng.random() < 0.25 else None,
+    }

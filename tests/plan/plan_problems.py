@@ -1,0 +1,46 @@
+"""Small problems that tests of the planner share."""
+
+from __future__ import annotations
+
+from potluck.catalog import models, nodes
+from potluck.core.types import LengthBin, Link, Offer, Region, Slo, Traffic
+from potluck.plan.problem import Ask, Problem, ask
+
+CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
+
+
+def an_ask(
+    name: str = "chat",
+    model: str = "Llama-3.1-8B",
+    rate_per_s: float = 5.0,
+    slo: Slo | None = None,
+    lengths: tuple[tuple[float, float, float], ...] = CHAT,
+) -> Ask:
+    traffic = Traffic(name, rate_per_s, tuple(LengthBin(*each) for each in lengths))
+    return ask(name, models.model(model), slo or Slo(2.0, 0.06), traffic)
+
+
+def a_problem(
+    *asks: Ask,
+    offers: dict[str, dict[str, tuple[float, int]]] | None = None,
+    links: tuple[Link, ...] = (),
+    headroom: float = 0.8,
+    budget_usd_per_h: float | None = None,
+) -> Problem:
+    """`offers` maps region to node to (price, available)."""
+    chosen = offers or {
+        "east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16), "2xL4": (1.6, 8), "1xH100": (6.9, 4)}
+    }
+    types = {nodes.canonical(node): nodes.node_type(node) for each in chosen.values() for node in each}
+    regions = tuple(
+        Region(name, tuple(Offer(nodes.canonical(node), price, n) for node, (price, n) in each.items()))
+        for name, each in chosen.items()
+    )
+    return Problem(
+        asks or (an_ask(),),
+        regions,
+        tuple(types.values()),
+        links,
+        headroom,
+        budget_usd_per_h=budget_usd_per_h,
+    )

@@ -1,0 +1,77 @@
+"""Demand is cut into buckets that keep the tokens and hide no factor of two."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.catalog import models, nodes
+from potluck.core.errors import InputError
+from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.problem import Problem, ask, demands_of, prefill_work
+
+LLAMA = models.model("Llama-3.1-8B")
+GPT_OSS = models.model("GPT-OSS-20B")
+
+
+@st.composite
+def traffics(draw: st.DrawFn) -> Traffic:
+    lengths = draw(
+        st.lists(st.tuples(st.integers(1, 60_000), st.integers(1, 4_000)), min_size=1, max_size=30)
+    )
+    weights = draw(st.lists(st.integers(1, 100), min_size=len(lengths), max_size=len(lengths)))
+    total = sum(weights)
+    bins = tuple(LengthBin(i, o, w / total) for (i, o), w in zip(lengths, weights, strict=True))
+    share = draw(st.floats(0, 0.95))
+    return Traffic("m", draw(st.floats(0, 1000)), bins, share)
+
+
+@given(traffics(), st.sampled_from([LLAMA, GPT_OSS]))
+def test_buckets_keep_the_demand_and_hide_no_factor_of_two(traffic: Traffic, model: object) -> None:
+    demands = demands_of("m", model, traffic)  # type: ignore[arg-type]
+    assert sum(d.rate_per_s for d in demands) == pytest.approx(traffic.rate_per_s)
+    assert [d.bucket for d in demands] == list(range(len(demands)))
+    for before, after in pairwise(demands):
+        assert before.longest_tokens < after.input_tokens
+    for demand in demands:
+        shortest = min(
+            b.input_tokens
+            for b in traffic.lengths
+            if b.input_tokens <= demand.longest_tokens
+            and (demand.bucket == 0 or b.input_tokens > demands[demand.bucket - 1].longest_tokens)
+        )
+        work = prefill_work(model, [shortest, demand.longest_tokens])  # type: ignore[arg-type]
+        assert work[1] <= 2.0 * work[0] * (1 + 1e-9)
+        assert shortest <= demand.input_tokens <= demand.longest_tokens
+        assert 0 <= demand.cached_tokens < demand.input_tokens
+        assert demand.new_tokens >= 1
+        assert demand.kv_bytes > 0
+
+
+@given(traffics())
+def test_tokens_are_kept_up_to_rounding(traffic: Traffic) -> None:
+    demands = demands_of("m", LLAMA, traffic)
+    wanted = traffic.rate_per_s * traffic.mean_input_tokens
+    got = sum(d.rate_per_s * d.input_tokens for d in demands)
+    assert wanted * (1 - 1e-9) <= got <= wanted + traffic.rate_per_s * (1 + 1e-9)
+
+
+def test_the_longest_requests_beyond_the_attained_share_lose_the_ttft_promise() -> None:
+    bins = tuple(LengthBin(length, 100, 0.25) for length in (100, 1000, 10_000, 30_000))
+    traffic = Traffic("m", 4.0, bins)
+    promised = [d.promised for d in ask("m", LLAMA, Slo(1.0, 0.1, 0.7), traffic).demands]
+    assert promised == [True, True, True, False]
+    assert all(d.promised for d in ask("m", LLAMA, Slo(1.0, 0.1, 1.0), traffic).demands)
+    assert ask("m", LLAMA, Slo(1.0, 0.1, 0.01), traffic).demands[0].promised
+
+
+def test_a_fleet_without_gpus_is_refused() -> None:
+    one = ask("m", LLAMA, Slo(1.0, 0.1), Traffic("m", 1.0, (LengthBin(100, 10, 1.0),)))
+    empty = Region("home", (Offer("1xL4", 1.0, 0),))
+    with pytest.raises(InputError, match="no GPUs"):
+        Problem((one,), (empty,), (nodes.node_type("L4"),))
+    with pytest.raises(InputError, match="models"):
+        Problem((), (empty,), ())

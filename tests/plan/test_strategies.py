@@ -1,0 +1,113 @@
+"""Every strategy gives a sound plan, and `auto` is never beaten by any of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask
+
+from potluck.core.plan import Deployment, plan_from_json, plan_to_json
+from potluck.core.types import Link, Slo
+from potluck.plan.explain import explain, without_nodes
+from potluck.plan.problem import Problem
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.verify import verify
+
+NODES = ("1xL40S", "1xA10G", "2xL4", "1xH100", "1xA100", "1xRTX4090")
+QUICK = Settings(time_limit_s=20.0, gap_target=0.0)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Problem:
+    offers: dict[str, dict[str, tuple[float, int]]] = {}
+    for region in ("east", "west")[: draw(st.integers(1, 2))]:
+        names = draw(st.lists(st.sampled_from(NODES), min_size=1, max_size=3, unique=True))
+        offers[region] = {name: (draw(st.floats(0.3, 9.0)), draw(st.integers(1, 6))) for name in names}
+    asks = [an_ask(rate_per_s=draw(st.floats(0.5, 12.0)), slo=Slo(draw(st.floats(1.0, 4.0)), 0.08))]
+    if draw(st.booleans()):
+        asks.append(an_ask("small", "Qwen2-7B", draw(st.floats(0.5, 8.0)), lengths=((500, 100, 1.0),)))
+    links = (Link("east", "west", 5.0, 0.02),) if len(offers) == 2 else ()
+    return a_problem(*asks, offers=offers, links=links)
+
+
+@settings(max_examples=12)
+@given(fleets())
+def test_auto_is_never_costlier_and_every_plan_is_sound(problem: Problem) -> None:
+    workshop = Workshop(problem)
+    plans = {name: strategy(workshop, QUICK).plan for name, strategy in STRATEGIES.items()}
+    best = plans["auto"]
+    for name, plan in plans.items():
+        assert verify(problem, plan) == (), name
+        assert best.fraction >= plan.fraction - 1e-6, name
+        if plan.fraction >= 1 - 1e-9 and best.fraction >= 1 - 1e-9:
+            assert best.cost_usd_per_h <= plan.cost_usd_per_h * (1 + 1e-6), name
+
+
+def test_plans_are_files() -> None:
+    plan = STRATEGIES["auto"](Workshop(a_problem()), QUICK).plan
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> None:
+    problem = a_problem(an_ask(rate_per_s=500.0), offers={"home": {"1xA10G": (1.0, 2)}})
+    outcome = STRATEGIES["auto"](Workshop(problem), QUICK)
+    assert 0 < outcome.plan.fraction < 1
+    assert "1xA10G" in str(outcome.allocation.shortfall)
+    assert verify(problem, outcome.plan) == ()
+
+
+def test_an_objective_below_the_physical_minimum_is_said_so() -> None:
+    problem = a_problem(an_ask(slo=Slo(0.001, 0.0001, 1.0)))
+    outcome = STRATEGIES["auto"](Workshop(problem), QUICK)
+    assert outcome.plan.fraction == 0
+    assert "chat" in str(outcome.allocation.shortfall)
+
+
+def test_what_runs_already_is_kept_when_a_change_gains_less_than_it_costs() -> None:
+    offers = {"home": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}}
+    ask = an_ask(rate_per_s=3.0)
+    dear = a_problem(ask, offers={"home": {"1xL40S": (1.86, 8), "1xA10G": (1.9, 8)}})
+    before = STRATEGIES["melange"](Workshop(dear), QUICK).plan
+    cheap = a_problem(ask, offers=offers)
+    free = STRATEGIES["melange"](Workshop(cheap), Settings(running=before)).plan
+    sticky = Problem(cheap.asks, cheap.regions, cheap.nodes, init_penalty=1.0)
+    kept = STRATEGIES["melange"](Workshop(sticky), Settings(running=before)).plan
+    assert free.cost_usd_per_h < before.cost_usd_per_h
+    assert kept.deployments == before.deployments
+
+
+def test_pins_are_kept() -> None:
+    workshop = Workshop(a_problem())
+    name = workshop.mixed(workshop.problem.asks[0])[0].name
+    plan = STRATEGIES["auto"](workshop, Settings(pins=(Deployment(name, "east", 2),))).plan
+    assert next(each.count for each in plan.deployments if each.template == name) >= 2
+
+
+def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:
+    """A site with compute but no memory to decode, one with memory but little compute: KV crosses, or cannot."""
+    ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(4.0, 0.06))
+    offers = {"site": {"1xH100": (3.0, 4)}, "home": {"1xA10G": (0.5, 40)}}
+    joined = a_problem(ask, offers=offers, links=(Link("site", "home", 100.0, 0.02),))
+    plan = STRATEGIES["coral"](Workshop(joined), QUICK).plan
+    assert {(f.prefill_region, f.decode_region) for f in plan.flows} & {("site", "home")}
+    apart = STRATEGIES["coral"](Workshop(a_problem(ask, offers=offers)), QUICK).plan
+    assert all(f.prefill_region == f.decode_region for f in apart.flows)
+    assert apart.fraction < 1 or apart.cost_usd_per_h >= plan.cost_usd_per_h
+
+
+def test_reasons_add_up() -> None:
+    workshop = Workshop(a_problem(an_ask(rate_per_s=8.0)))
+    planner = STRATEGIES["auto"]
+    outcome = planner(workshop, QUICK)
+    reasons = explain(workshop, outcome, planner, QUICK)
+    for model in reasons.models:
+        assert model.served_by
+        assert model.next_best_usd_per_h is None or model.next_best_usd_per_h >= -1e-6
+    for node in reasons.nodes:
+        if node.rented and node.one_fewer_usd_per_h is not None:
+            assert node.one_fewer_usd_per_h >= -1e-6
+            less = without_nodes(workshop.problem, node.region, node.node, node.rented - 1)
+            other = planner(Workshop(less), QUICK).plan
+            extra = other.cost_usd_per_h - outcome.plan.cost_usd_per_h
+            assert extra == pytest.approx(node.one_fewer_usd_per_h, abs=1e-6)

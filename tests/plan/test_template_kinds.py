@@ -1,0 +1,135 @@
+"""Each kind of template offers what its replicas can do, no more, and within the objective."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask
+
+from potluck.core.plan import Template
+from potluck.core.types import Slo
+from potluck.perf.phases import prefill_s
+from potluck.plan.rates import layout_timer, wait_factor
+from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
+from potluck.plan.templates.homogeneous import homogeneous
+from potluck.plan.templates.mixed import pipelines
+from potluck.plan.templates.pair import pairs
+from potluck.plan.verify import retimed
+
+ASK = an_ask()
+PROBLEM = a_problem(ASK)
+PRICES = {o.node: o.price_usd_per_h for o in PROBLEM.regions[0].offers}
+SINGLE = homogeneous(PROBLEM, ASK)
+
+
+def of(role: str) -> list[Template]:
+    return [template for template in SINGLE if template.replicas[0].role == role]
+
+
+def test_every_role_is_there_and_offers_one_phase() -> None:
+    assert of("mixed")
+    assert of("prefill")
+    assert of("decode")
+    for template in SINGLE:
+        assert len(template.capacity) == len(ASK.demands)
+        for capacity in template.capacity:
+            rates = (capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s)
+            assert sum(rate > 0 for rate in rates) <= 1
+
+
+def test_prefill_keeps_ttft_with_queueing() -> None:
+    for template in of("prefill"):
+        timer = layout_timer(ASK, template.replicas[0].layout, PROBLEM.by_name)
+        for capacity, demand in zip(template.capacity, ASK.demands, strict=True):
+            service_s = float(prefill_s(timer, demand.new_tokens)[0])
+            if capacity.prefill_per_s:
+                assert capacity.ttft_s == pytest.approx(service_s * wait_factor(PROBLEM.headroom))
+                assert not demand.promised or capacity.ttft_s <= ASK.slo.ttft_s
+                assert capacity.prefill_per_s == pytest.approx(len(template.replicas) / service_s)
+    assert wait_factor(0.5) == pytest.approx(1.5)
+
+
+def test_a_tight_objective_leaves_only_what_can_meet_it() -> None:
+    tight = an_ask(slo=Slo(0.12, 0.02))
+    names = {t.nodes[0].node for t in homogeneous(a_problem(tight), tight) if t.replicas[0].role == "decode"}
+    assert names == {"1xH100-SXM"}
+
+
+def test_a_combo_serves_what_its_slower_side_can() -> None:
+    two_sided = [t for t in combos(ASK, SINGLE, PRICES) if len({r.role for r in t.replicas}) == 2]
+    assert two_sided
+    for template in two_sided:
+        for claimed, real in zip(template.capacity, retimed(PROBLEM, ASK, template), strict=True):
+            assert claimed.closed_per_s == pytest.approx(real.closed_per_s)
+
+
+def test_only_the_better_direction_of_a_pair_of_types_is_kept() -> None:
+    found = combos(ASK, SINGLE, PRICES)
+    directions: dict[frozenset[str], set[str]] = {}
+    for template in found:
+        if "->" in template.name:
+            first, second = (part.split()[-1] for part in template.name.split(": combo ")[1].split(" -> "))
+            if first != second:
+                directions.setdefault(frozenset((first, second)), set()).add(first)
+    assert directions
+    assert all(len(firsts) == 1 for firsts in directions.values())
+
+
+def test_efficiency_is_tokens_over_dollars() -> None:
+    template = of("mixed")[0]
+    rate = served_per_s(ASK, template)
+    time = sum(d.rate_per_s / c.closed_per_s for d, c in zip(ASK.demands, template.capacity, strict=True))
+    assert rate == pytest.approx(ASK.rate_per_s / time)
+    tokens = ASK.tokens_per_s / ASK.rate_per_s
+    want = rate * tokens * 3600 / PRICES[template.nodes[0].node]
+    assert efficiency_tokens_per_usd(ASK, template, PRICES) == pytest.approx(want)
+
+
+def test_a_pair_is_never_worse_than_its_high_end_alone() -> None:
+    alone = {t.nodes[0].node: t for t in of("mixed")}
+    found = pairs(PROBLEM, ASK, SINGLE)
+    assert found
+    better = 0
+    for template in found:
+        high = alone[template.nodes[1].node]
+        for mine, single in zip(template.capacity, high.capacity, strict=True):
+            if mine.closed_per_s:
+                assert mine.closed_per_s >= single.closed_per_s * (1 - 1e-9)
+                better += mine.closed_per_s > single.closed_per_s * 1.01
+                demand = ASK.demands[mine.bucket]
+                assert not demand.promised or mine.ttft_s <= ASK.slo.ttft_s * (1 + 1e-9)
+                assert mine.tpot_s <= ASK.slo.tpot_s * (1 + 1e-9)
+    assert better, "a low-end GPU should relieve at least one high-end one"
+
+
+def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
+    big = an_ask("big", "Qwen3-32B", 0.5, Slo(6.0, 0.15))
+    problem = a_problem(big, offers={"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}})
+    prices = {"1xL40S": 1.86, "1xA10G": 1.0}
+    assert not homogeneous(problem, big)
+    found = pipelines(problem, big, prices)
+    assert {t.replicas[0].role for t in found} == {"prefill", "decode"}
+    for template in found:
+        layout = template.replicas[0].layout
+        assert layout.layer_count == big.model.layer_count
+        assert {n.node: n.count for n in template.nodes} == layout.node_counts
+    unlike = [t for t in found if len(t.nodes) > 1]
+    assert unlike, "pipelines of unlike nodes are the point"
+
+
+@settings(max_examples=15)
+@given(st.floats(0.3, 5.0), st.floats(0.02, 0.2), st.floats(1.05, 3.0))
+def test_a_looser_objective_never_offers_less(ttft_s: float, tpot_s: float, looser: float) -> None:
+    few = {"east": {"1xL40S": (1.86, 8), "2xL4": (1.6, 8)}}
+    tight, loose = an_ask(slo=Slo(ttft_s, tpot_s)), an_ask(slo=Slo(ttft_s * looser, tpot_s * looser))
+    before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight)}
+    best: dict[tuple[str, str, int], float] = {}
+    for template in homogeneous(a_problem(loose, offers=few), loose):
+        for c in template.capacity:
+            key = (template.nodes[0].node, template.replicas[0].role, c.bucket)
+            best[key] = max(best.get(key, 0.0), c.prefill_per_s + c.decode_per_s + c.closed_per_s)
+    for template in before.values():
+        for c in template.capacity:
+            key = (template.nodes[0].node, template.replicas[0].role, c.bucket)
+            assert best.get(key, 0.0) >= (c.prefill_per_s + c.decode_per_s + c.closed_per_s) * (1 - 1e-9)

@@ -1,0 +1,98 @@
+"""The checker finds every way in which a plan can be wrong, and nothing in one that is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_problems import a_problem, an_ask
+
+from potluck.core.plan import Deployment, Plan, Share
+from potluck.core.types import Link
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.verify import verify
+
+TWO = {"east": {"1xH100": (6.9, 3)}, "west": {"1xA10G": (1.0, 12), "1xL40S": (1.86, 4)}}
+LINKS = (Link("east", "west", 50.0, 0.02), Link("west", "east", 50.0, 0.02))
+PROBLEM = a_problem(an_ask(rate_per_s=40.0), offers=TWO, links=LINKS)
+PLAN = STRATEGIES["coral"](Workshop(PROBLEM), Settings()).plan
+
+
+def says(plan: Plan, words: str) -> None:
+    found = verify(PROBLEM, plan)
+    assert any(words in each for each in found), found
+
+
+def test_a_solved_plan_is_sound() -> None:
+    assert verify(PROBLEM, PLAN) == ()
+    assert PLAN.deployments
+    assert PLAN.flows
+
+
+def test_too_many_nodes() -> None:
+    many = tuple(replace(each, count=each.count + 50) for each in PLAN.deployments)
+    says(replace(PLAN, deployments=many), "available")
+
+
+def test_a_wrong_price() -> None:
+    says(replace(PLAN, cost_usd_per_h=PLAN.cost_usd_per_h - 0.5), "not $")
+
+
+def test_over_budget() -> None:
+    poor = replace(PROBLEM, budget_usd_per_h=PLAN.cost_usd_per_h / 2)
+    assert any("budget" in each for each in verify(poor, PLAN))
+
+
+def test_busier_than_the_headroom_allows() -> None:
+    fewer = [each for each in PLAN.deployments if each.count > 1]
+    assert fewer, "the case needs a template with several copies"
+    cut = tuple(replace(each, count=1) if each == fewer[0] else each for each in PLAN.deployments)
+    says(replace(PLAN, deployments=cut), "copies busy")
+
+
+def test_demand_that_is_not_served() -> None:
+    says(replace(PLAN, flows=PLAN.flows[1:]), "served")
+
+
+def test_flows_that_nobody_prefills() -> None:
+    more = replace(PLAN.flows[0], rate_per_s=PLAN.flows[0].rate_per_s * 3)
+    says(replace(PLAN, flows=(more, *PLAN.flows[1:])), "prefill")
+
+
+def test_a_link_that_is_too_thin_or_missing() -> None:
+    crossing = [flow for flow in PLAN.flows if flow.prefill_region != flow.decode_region]
+    assert crossing, "the case needs flows between the regions"
+    thin = replace(PROBLEM, links=tuple(replace(link, gbps=1e-6) for link in LINKS))
+    assert any("Gbps" in each for each in verify(thin, PLAN))
+    assert any("no link" in each for each in verify(replace(PROBLEM, links=()), PLAN))
+
+
+@pytest.mark.parametrize("name", ["prefill_per_s", "decode_per_s", "closed_per_s"])
+def test_a_template_that_promises_too_much(name: str) -> None:
+    first = PLAN.templates[0]
+    wild = tuple(replace(each, **{name: 1e6}) for each in first.capacity)
+    says(replace(PLAN, templates=(replace(first, capacity=wild), *PLAN.templates[1:])), name)
+
+
+def test_names_that_do_not_exist() -> None:
+    says(
+        replace(PLAN, deployments=(*PLAN.deployments, Deployment(PLAN.templates[0].name, "mars", 1))), "mars"
+    )
+    ghost = Share(PLAN.templates[0].name, "mars", 0, "prefill", 1.0)
+    says(replace(PLAN, shares=(*PLAN.shares, ghost)), "not deployed")
+
+
+def test_a_model_that_does_not_fit() -> None:
+    """The same layout, but every weight four times as wide."""
+    wide = replace(PROBLEM.asks[0], model=replace(PROBLEM.asks[0].model, weight_bits=64.0))
+    assert any("does not fit" in each for each in verify(replace(PROBLEM, asks=(wide,)), PLAN))
+
+
+def test_a_layout_of_another_model() -> None:
+    other = a_problem(an_ask("chat", "Llama-3-70B"), offers=TWO, links=LINKS)
+    assert any("layers" in each for each in verify(other, PLAN))
+
+
+def test_an_empty_plan_serves_nothing() -> None:
+    nothing = Plan("none", (), (), (), (), (), (), 0.0, 0.0)
+    assert any("served" in each for each in verify(PROBLEM, nothing))
