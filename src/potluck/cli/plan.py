@@ -15,12 +15,14 @@ from potluck.cli.render import emit_json
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
 if TYPE_CHECKING:
+    from potluck.core.plan import Deployment
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
     from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
+_PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 _WHAT_IF = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<count>\d+)\Z")
 
 
@@ -50,6 +52,7 @@ def _options(command: Command) -> Command:
 @click.option(
     "--running", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The plan in force."
 )
+@click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
 @click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
 @_options
@@ -58,6 +61,7 @@ def plan(
     strategy: str,
     out: Path | None,
     running: Path | None,
+    pinned: tuple[str, ...],
     init_penalty: float,
     explained: bool,
     time_limit_s: float,
@@ -82,7 +86,8 @@ def plan(
     planner = _strategy(strategy)
     problem = _problem(_spec(spec_path), headroom, budget_usd_per_h, what_if, init_penalty)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
-    settings = Settings(time_limit_s=_positive("time-limit", time_limit_s), running=before)
+    limit_s = _positive("time-limit", time_limit_s)
+    settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned))
     workshop = Workshop(problem)
     outcome = planner(workshop, settings)
     violations = verify(problem, outcome.plan)
@@ -197,6 +202,15 @@ def _node_name(problem: Problem, name: str) -> str:
     if canonical not in known:
         raise UnknownNameError("what-if: node", name, known)
     return canonical
+
+
+def _pin(text: str) -> Deployment:
+    from potluck.core.plan import Deployment
+
+    match = _PIN.match(text)
+    if match is None:
+        raise InputError("pin", f"{text!r} is not TEMPLATE@REGION=COUNT; `plan --json` names the templates")
+    return Deployment(match["template"], match["region"], int(match["count"]))
 
 
 def _positive(field: str, value: float) -> float:

@@ -1,0 +1,145 @@
+"""`potluck plan` and `potluck compare`, as a person and as a script would call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.main import run
+from potluck.core.plan import plan_from_json
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SPEC = """\
+models:
+- model: Llama-3.1-8B
+  name: chat
+  slo: {ttft_ms: 2000, tpot_ms: 60}
+  traffic: {rate_per_s: %s, input: 1000, output: 200}
+fleet:
+  regions:
+  - name: home
+    nodes:
+    - {node: 1xL40S, available: 4, price_usd_per_h: 1.9}
+    - {node: 1xA10G, available: 4, price_usd_per_h: 1.0}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "potluck.yaml"
+    path.write_text(SPEC % 4)
+    return path
+
+
+def test_a_plan_is_printed_explained_and_written(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert run(["plan", str(spec), "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    for words in ("proven cheapest", "What to expect", "Why these GPUs", "What a node is worth"):
+        assert words in text
+    plan = plan_from_json(out.read_text())
+    assert plan.strategy == "auto"
+    assert f"${plan.cost_usd_per_h:.2f}/h" in text
+
+
+def test_json_holds_the_plan_and_the_reasons(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(spec), "--json", "--strategy", "melange"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["plan"]["strategy"] == "melange"
+    assert body["explanation"]["models"][0]["model"] == "chat"
+
+
+def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def nodes(*options: str) -> set[str]:
+        assert run(["plan", str(spec), "--json", "--no-explain", *options]) == 0
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        return {each["node"] for template in plan["templates"] for each in template["nodes"]}
+
+    assert nodes("--what-if", "home:1xL40S=0") == {"1xA10G"}
+    assert nodes("--what-if", "home:A10G=0") == {"1xL40S"}
+
+
+def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = tmp_path / "first.json"
+    assert run(["plan", str(spec), "--out", str(first), "--no-explain"]) == 0
+    assert (
+        run(["plan", str(spec), "--running", str(first), "--init-penalty", "0.5", "--no-explain", "--json"])
+        == 0
+    )
+    capsys.readouterr()
+
+
+def test_too_much_demand_is_said_with_what_binds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "potluck.yaml"
+    path.write_text(SPEC % 900)
+    assert run(["plan", str(path), "--no-explain"]) == 0
+    out = capsys.readouterr().out
+    assert "Demand cannot be met" in out
+    assert "home: 1x" in out
+
+
+def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", str(spec), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    names = [row["strategy"] for row in rows]
+    assert names == ["auto", "homo", "melange", "cauchy", "cauchy-mc", "cauchy-mce", "coral"]
+    assert all(row["cost_usd_per_h"] >= rows[0]["cost_usd_per_h"] - 1e-6 for row in rows)
+    assert all(row["violations"] == [] for row in rows)
+    assert run(["compare", str(spec)]) == 0
+    assert "$/M tokens" in capsys.readouterr().out
+
+
+def test_cauchys_working_example_yields_a_plan_by_all_three_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["compare", str(EXAMPLES / "cauchy.yaml"), "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    for name in ("cauchy", "cauchy-mc", "cauchy-mce"):
+        assert rows[name]["served_fraction"] == 1
+        assert rows[name]["goodput_per_s"] == pytest.approx(6.4)
+    assert rows["cauchy-mc"]["cost_usd_per_h"] <= rows["cauchy"]["cost_usd_per_h"] + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--strategy", "corral"], "strategy: unknown 'corral'; did you mean 'coral'?"),
+        (["--headroom", "0"], "headroom"),
+        (["--headroom", "1.5"], "headroom"),
+        (["--time-limit", "-1"], "time-limit"),
+        (["--budget", "-5"], "budget"),
+        (["--what-if", "home=3"], "what-if"),
+        (["--what-if", "mars:1xL40S=3"], "what-if: region: unknown 'mars'"),
+        (["--what-if", "home:8xH100=3"], "what-if: node"),
+        (["--what-if", "home:1xL40S=0", "--what-if", "home:1xA10G=0"], "fleet: has no GPUs"),
+        (["--init-penalty", "-1"], "init_penalty"),
+        (["--pin", "nothing@home=1"], "pin"),
+    ],
+)
+def test_bad_options_get_one_line(
+    spec: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(spec), *options]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_pinned_template_is_kept(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pin = "chat: mixed 1xL40S tp1@home=2"
+    assert run(["plan", str(spec), "--json", "--no-explain", "--pin", pin]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    counts = {each["template"]: each["count"] for each in plan["deployments"]}
+    assert counts["chat: mixed 1xL40S tp1"] >= 2
+
+
+def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(spec), "--json", "--no-explain", "--budget", "1.2"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["plan"]["cost_usd_per_h"] <= 1.2
+    if body["plan"]["fraction"] < 1:
+        assert "budget" in body["shortfall"]
