@@ -8,6 +8,7 @@ every chunk's length and context, is evaluated per step. So a million steps take
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -231,14 +232,29 @@ def _dense_s(
 ) -> Floats:
     total = np.zeros(len(TOKEN_GRID))
     for work, count in works:
-        layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
-        for gemm in work.gemms:
-            layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
-        if tp > 1:
-            half = TOKEN_GRID * work.reduced_bytes_per_token / 2
-            layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, source.networks)
+        # A planner cuts the same few layers in a thousand ways.
+        layer = (
+            _bundled_layer_s(work, node, tp)
+            if source is bundled()
+            else _layer_s(work, node, tp, curves, source)
+        )
         total += count * layer
     return total
+
+
+@lru_cache(maxsize=512)
+def _bundled_layer_s(work: LayerWork, node: NodeType, tp: int) -> Floats:
+    return _layer_s(work, node, tp, curves_for(node.gpu, bundled()), bundled())
+
+
+def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: Curves, source: Calibration) -> Floats:
+    layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
+    for gemm in work.gemms:
+        layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
+    if tp > 1:
+        half = TOKEN_GRID * work.reduced_bytes_per_token / 2
+        layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, source.networks)
+    return layer
 
 
 def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], node: NodeType, curves: Curves) -> Floats | None:

@@ -49,10 +49,17 @@ def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> Ste
 
 
 def replica_capacity(
-    ask: Ask, layout: Layout, nodes: Mapping[str, NodeType], role: Role, headroom: float, copies: int = 1
+    ask: Ask,
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    role: Role,
+    headroom: float,
+    copies: int = 1,
+    *,
+    timer: StepTimer | None = None,
 ) -> tuple[BucketCapacity, ...]:
     """Rates of `copies` replicas of one layout in one role, for every bucket; 0 where it cannot."""
-    timer = layout_timer(ask, layout, nodes)
+    timer = layout_timer(ask, layout, nodes) if timer is None else timer
     return tuple(_bucket(ask, demand, timer, layout, nodes, role, headroom, copies) for demand in ask.demands)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from potluck.plan.allocate.bound import Bound, Lagrangian
 from potluck.plan.allocate.colgen import Relaxed, relax
 from potluck.plan.allocate.cover_data import Cover, Multipliers
+from potluck.plan.allocate.covers import close_by_covers
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.dual import improve
 from potluck.plan.allocate.primal import (
@@ -35,6 +36,8 @@ POOL = 1_000
 FIRST, SEARCH = 20, 60
 """Columns per demand in the first integer program and in the neighbourhood search."""
 MOST_SURVIVORS = 4_000
+MOST_LISTED = 2_000
+"""Columns up to which listing whole covers is tried."""
 EXACT = 1e-9
 
 
@@ -221,9 +224,15 @@ def _close(state: State, effort_s: float) -> bool:
     assert bound is not None
     goal = state.goal
     columns = cheapest_columns(bound, MOST_SURVIVORS, ceiling=goal - bound.value)
-    every = min(goal, bound.value + _least_left_out(bound, columns, goal))
+    every = min(goal, bound.value + _least_left_out(bound, goal))
+    state.solved = max(state.solved, len(columns))
+    if every >= goal and len(columns) <= MOST_LISTED:
+        settled, proven, plan = close_by_covers(state.cover, bound, columns, goal, state.deadline, effort_s)
+        better = state.offer(plan)
+        state.raise_to(min(goal, proven))
+        if settled or better:
+            return settled and not better
     restricted = Restricted(state.cover, columns)
-    state.solved = max(state.solved, len(restricted))
     answer, n = solve_restricted(
         restricted, None, time_limit_s=min(effort_s, state.deadline.left_s), gap_abs=0.0, cutoff=goal
     )
@@ -234,7 +243,7 @@ def _close(state: State, effort_s: float) -> bool:
     return answer.infeasible and every >= goal
 
 
-def _least_left_out(bound: Bound, columns: object, goal: float) -> float:
+def _least_left_out(bound: Bound, goal: float) -> float:
     """The least excess of a column that was left out only because there were too many."""
     least = np.inf
     for d in range(len(bound.tables)):

@@ -38,7 +38,8 @@ def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role) -> Iterable
         if not fits(ask, layout, problem.by_name):
             continue
         copies = node.gpus // tp
-        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies)
+        timer = layout_timer(ask, layout, problem.by_name)
+        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
         if useful(capacity):
             yield Template(
                 name=f"{ask.name}: {role} {node.name} tp{tp}",
@@ -47,7 +48,7 @@ def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role) -> Iterable
                 nodes=(NodeCount(node.name, 1),),
                 replicas=(Replica(role, layout),) * copies,
                 capacity=capacity,
-                confidence=layout_timer(ask, layout, problem.by_name).confidence,
+                confidence=timer.confidence,
             )
 
 

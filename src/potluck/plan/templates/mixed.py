@@ -64,7 +64,8 @@ def _template(problem: Problem, ask: Ask, library: PipelineLibrary, index: int) 
     layout, phase = library.placement(index), library.rates.phase
     if not fits(ask, layout, problem.by_name):
         return None
-    capacity = replica_capacity(ask, layout, problem.by_name, phase, problem.headroom)
+    timer = layout_timer(ask, layout, problem.by_name)
+    capacity = replica_capacity(ask, layout, problem.by_name, phase, problem.headroom, timer=timer)
     if not useful(capacity):
         return None
     nodes = tuple(NodeCount(name, count) for name, count in sorted(layout.node_counts.items()))
@@ -76,5 +77,5 @@ def _template(problem: Problem, ask: Ask, library: PipelineLibrary, index: int) 
         nodes=nodes,
         replicas=(Replica(phase, layout),),
         capacity=capacity,
-        confidence=layout_timer(ask, layout, problem.by_name).confidence,
+        confidence=timer.confidence,
     )

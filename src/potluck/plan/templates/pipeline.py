@@ -209,6 +209,7 @@ def solve(
         upper=upper,
         monotone=bool((upper == rates).all()),
         node_bytes=node_bytes,
+        least_bytes=int(node_bytes.min()),
         most_bytes=most_bytes,
         members=space.members,
         offsets=space.offsets,
@@ -222,12 +223,13 @@ def solve(
         widths=widths,
         tabulated=tabulated,
     )
+    scratch = kernel.scratch(max_nodes, layers)
     holds = np.zeros(int(bases[-1]), np.uint8)
     rests = np.zeros((len(levels), most_stages, kinds), np.int64)
     for s in range(2, min(max_nodes, most_stages, layers) + 1):
-        kernel.fill_holds(tables, s, holds, rests)
+        kernel.fill_holds(tables, scratch, s, holds, rests)
     best, stages = np.zeros(space.count, np.int64), np.zeros(space.count, np.uint8)
-    kernel.solve_all(tables, holds, rests, prune, best, stages)
+    kernel.solve_all(tables, scratch, holds, rests, prune, best, stages)
     return best, stages
 
 

@@ -27,6 +27,7 @@ class Tables(NamedTuple):
     monotone: bool
     """Whether the two are the same."""
     node_bytes: Ints
+    least_bytes: int
     most_bytes: int
     members: Bytes
     """(I, N) types of every multiset, ascending."""
@@ -61,27 +62,39 @@ class Scratch(NamedTuple):
     tails: Ints
     """(N,) layers of each stage, and what the stage reaches with them."""
     sums: Ints
-    """(N, L) rates of each stage."""
+    """(N + 1, L) rates of each stage, or of the highest nodes."""
+    weights: Ints
+    """(N + 1,) bytes of the highest nodes."""
+
+
+def scratch(max_nodes: int, layers: int) -> Scratch:
+    few, masks = np.zeros(max_nodes, np.int64), np.zeros(1 << max_nodes, np.int64)
+    sums, weights = np.zeros((max_nodes + 1, layers), np.int64), np.zeros(max_nodes + 1, np.int64)
+    held = np.zeros(1 << max_nodes, np.uint8)
+    return Scratch(few, masks, held, few.copy(), few.copy(), few.copy(), sums, weights)
 
 
 @compiled
 def code(value: int, shift: int) -> int:
     """The leading bits of a number as a float: they grow with it, in even steps between powers of two."""
-    return np.float64(value).view(np.int64) >> shift
+    found: int = np.float64(value).view(np.int64) >> shift  # type: ignore[assignment]
+    return found
 
 
 @compiled
-def fill_holds(t: Tables, s: int, holds: Bytes, rests: Ints) -> None:
+def fill_holds(t: Tables, c: Scratch, s: int, holds: Bytes, rests: Ints) -> None:
     """h_S(A, k) at holds[base + k·width + id of A], and rests[k, S-1, g] = max j·T̂_j(g) over j > h_S(g, k).
 
     Sums over nodes are kept from the highest node down, since ids in order change the lowest most often.
     """
-    layers, most = t.rates.shape[2], t.tabulated[s]
+    layers, top = t.rates.shape[2], c.sums.shape[0] - 1
     # A stage leaves at least one node to each of the others.
-    spare = t.most_bytes - (s - 1) * t.node_bytes.min()
-    sums = np.zeros((most + 1, layers), np.int64)
-    weight = np.zeros(most + 1, np.int64)
-    for size in range(1, most + 1):
+    spare = t.most_bytes - (s - 1) * t.least_bytes
+    # The last row is the sum above the highest node.
+    c.weights[top] = 0
+    for j in range(layers):
+        c.sums[top, j] = 0
+    for size in range(1, t.tabulated[s] + 1):
         for number in range(t.offsets[size], t.offsets[size + 1]):
             changed = size - 1
             if number > t.offsets[size]:
@@ -89,22 +102,21 @@ def fill_holds(t: Tables, s: int, holds: Bytes, rests: Ints) -> None:
                     changed -= 1
             for node in range(changed, -1, -1):
                 kind = t.members[number, node]
-                # Row `most` stays 0: the sum above the highest node.
-                above = node + 1 if node + 1 < size else most
-                weight[node] = weight[above] + t.node_bytes[kind]
+                above = node + 1 if node + 1 < size else top
+                c.weights[node] = c.weights[above] + t.node_bytes[kind]
                 for j in range(layers):
-                    sums[node, j] = sums[above, j] + t.upper[s - 1, kind, j]
-            if weight[0] <= spare:
-                _hold_row(t, sums, t.bases[s] + number, t.widths[s], holds)
+                    c.sums[node, j] = c.sums[above, j] + t.upper[s - 1, kind, j]
+            if c.weights[0] <= spare:
+                _hold_row(t, c, t.bases[s] + number, t.widths[s], holds)
     for g in range(t.rates.shape[1]):
         _rest_row(t, s, g, holds, rests)
 
 
 @compiled
-def _hold_row(t: Tables, sums: Ints, at: int, width: int, holds: Bytes) -> None:
-    j = sums.shape[1]
+def _hold_row(t: Tables, c: Scratch, at: int, width: int, holds: Bytes) -> None:
+    j = t.rates.shape[2]
     for k in range(t.levels.shape[0]):
-        while j > 0 and sums[0, j - 1] < t.levels[k]:
+        while j > 0 and c.sums[0, j - 1] < t.levels[k]:
             j -= 1
         if j == 0:
             break
@@ -124,18 +136,11 @@ def _rest_row(t: Tables, s: int, g: int, holds: Bytes, rests: Ints) -> None:
 
 
 @compiled
-def solve_all(t: Tables, holds: Bytes, rests: Ints, prune: bool, best: Ints, stages: Bytes) -> None:
+def solve_all(
+    t: Tables, c: Scratch, holds: Bytes, rests: Ints, prune: bool, best: Ints, stages: Bytes
+) -> None:
     """T* and S of every multiset within `most_bytes`; with `prune`, W, and S = 0 where a split is as good."""
     most, layers = t.members.shape[1], t.rates.shape[2]
-    c = Scratch(
-        np.zeros(most, np.int64),
-        np.zeros(1 << most, np.int64),
-        np.zeros(1 << most, np.uint8),
-        np.zeros(most, np.int64),
-        np.zeros(most, np.int64),
-        np.zeros(most, np.int64),
-        np.zeros((most, layers), np.int64),
-    )
     for size in range(1, most + 1):
         for number in range(t.offsets[size], t.offsets[size + 1]):
             weight, pattern = 0, 0
@@ -200,7 +205,8 @@ def _incumbent(ids: Ints, size: int, prune: bool, best: Ints, stages: Bytes) -> 
 @compiled
 def _level(t: Tables, target: int) -> int:
     """The highest level that is not above the target."""
-    return max(0, min(code(target, t.shift) - t.first_code, t.levels.shape[0] - 1))
+    k: int = min(code(target, t.shift) - t.first_code, t.levels.shape[0] - 1)
+    return max(0, k)
 
 
 @compiled
@@ -212,7 +218,7 @@ def _may_beat(
     total = 0
     for i in range(size):
         total += max(holds[at + c.kinds[i]] * target, rests[level, s - 1, c.kinds[i]])
-    return total >= t.rates.shape[2] * target
+    return bool(total >= t.rates.shape[2] * target)
 
 
 @compiled
