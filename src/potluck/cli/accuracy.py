@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from potluck.cli.progress import progress
 from potluck.cli.render import emit_json, percent, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from potluck.perf.study.accuracy import Score
 
 STEPS = 12
@@ -63,30 +59,13 @@ def _study(folder: Path, save: bool) -> tuple[Score, ...]:
 
     sheet = {name: gpus.gpu(name) for name in gpus.names()}
     check = StepCheck(models.model("Llama-3.1-8B"), nodes.node_type("RTX4090"))
-    with _progress() as said:
+    with progress(STEPS) as said:
         scores = study(folder, sheet, check, said)
         if save:
             said("fitting")
             save_calibration(calibrate(folder, sheet, expected_errors(scores)))
             save_scores(scores)
     return scores
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that advances with every stage; silent when stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console, hidden = Console(stderr=True), not sys.stderr.isatty()
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("reading", total=STEPS)
-
-        def said(stage: str) -> None:
-            bar.update(task, description=stage, advance=1)
-
-        yield said
 
 
 def _show(scores: tuple[Score, ...]) -> None:

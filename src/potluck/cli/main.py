@@ -70,6 +70,7 @@ def cli() -> None:
     Examples:
       potluck init                          write potluck.yaml
       potluck check potluck.yaml            validate it
+      potluck plan potluck.yaml             what to rent and how to lay it out
       potluck catalog gpus                  what Potluck knows about GPUs
       potluck estimate --model Llama-3.1-8B --node 2xL40S --input 1024 --output 256
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from potluck.cli.plan_show import Compared, show_compared, show_plan, show_reasons
+from potluck.cli.progress import progress
 from potluck.cli.render import emit_json
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
@@ -88,14 +89,17 @@ def plan(
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned))
-    workshop = Workshop(problem)
-    outcome = planner(workshop, settings)
-    violations = verify(problem, outcome.plan)
-    if violations:
-        raise CapacityError(f"the plan failed its own check: {violations[0]}")
-    if out is not None:
-        out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
-    reasons = explain(workshop, outcome, planner, settings) if explained else None
+    with progress(4 * len(problem.asks) + 2) as said:
+        workshop = Workshop(problem, said=said)
+        outcome = planner(workshop, settings)
+        said("checking")
+        violations = verify(problem, outcome.plan)
+        if violations:
+            raise CapacityError(f"the plan failed its own check: {violations[0]}")
+        if out is not None:
+            out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
+        said("asking what else there was")
+        reasons = explain(workshop, outcome, planner, settings) if explained else None
     if as_json:
         emit_json(_as_json(outcome, reasons))
         return
@@ -122,11 +126,16 @@ def compare(
     from potluck.plan.verify import verify
 
     problem = _problem(_spec(spec_path), headroom, budget_usd_per_h, what_if, 0.0)
-    workshop = Workshop(problem)
     rows = []
-    for name, strategy in STRATEGIES.items():
-        start = time.process_time()
-        outcome = strategy(workshop, Settings(time_limit_s=_positive("time-limit", time_limit_s)))
+    with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
+        workshop = Workshop(problem, said=said)
+        outcomes = {}
+        for name, strategy in STRATEGIES.items():
+            start = time.process_time()
+            said(name)
+            outcome = strategy(workshop, Settings(time_limit_s=_positive("time-limit", time_limit_s)))
+            outcomes[name] = (outcome, time.process_time() - start)
+    for name, (outcome, cpu_s) in outcomes.items():
         found = outcome.plan
         tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
         rows.append(
@@ -138,7 +147,7 @@ def compare(
                 goodput_per_s=sum(ask.rate_per_s for ask in problem.asks) * found.fraction,
                 nodes=sum(found.nodes.values()),
                 gap=found.gap,
-                cpu_s=time.process_time() - start,
+                cpu_s=cpu_s,
                 violations=verify(problem, found),
             )
         )

@@ -44,6 +44,8 @@ class Workshop:
     problem: Problem
     made: dict[tuple[str, str], list[Template]] = field(default_factory=dict)
     """(kind, model) to templates."""
+    said: Callable[[str], None] = lambda _: None
+    """Told what is being made, for a progress bar."""
 
     @property
     def prices(self) -> dict[str, float]:
@@ -78,6 +80,7 @@ class Workshop:
     def _once(self, kind: str, ask: Ask, make: Callable[[], list[Template]]) -> list[Template]:
         key = (kind, ask.name)
         if key not in self.made:
+            self.said(f"{kind} templates of {ask.name}")
             self.made[key] = make()
         return self.made[key]
 
