@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -15,3 +18,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("potluck")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache() -> Iterator[None]:
+    """Template libraries of tests go to a folder of their own, not to the user's cache."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", folder)
+        yield

@@ -53,7 +53,12 @@ class Text:
     def minimum(self) -> float | None:
         """The optimum, or None when infeasible."""
         highs = highspy.Highs()
-        for name, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", 1e-9)):
+        for name, value in (
+            ("output_flag", False),
+            ("threads", 1),
+            ("mip_rel_gap", 0.0),
+            ("mip_abs_gap", 1e-9),
+        ):
             highs.setOptionValue(name, value)
         for cost, upper, whole in zip(self.cost, self.upper, self.whole, strict=True):
             highs.addCol(cost, 0.0, upper, 0, [], [])
@@ -95,17 +100,27 @@ def reference(program: Program, *, fraction: bool = False) -> float | None:
                 text.row(-INF, [(weight, n[key]), (-1.0, late)], weight * running.get(key, 0))
     for r in range(len(fleet.regions)):
         for c in range(len(fleet.nodes)):
-            terms = [(float(groups_of(program)[k.group].uses[k.template, c]), v) for k, v in n.items() if k.region == r]
+            terms = [
+                (float(groups_of(program)[k.group].uses[k.template, c]), v)
+                for k, v in n.items()
+                if k.region == r
+            ]
             text.row(-INF, terms, float(fleet.available[r, c]))
     if program.budget_usd_per_h is not None:
         uses = groups_of(program)
-        rent = [(float(fleet.price_usd_per_h[k.region] @ uses[k.group].uses[k.template]), v) for k, v in n.items()]
+        rent = [
+            (float(fleet.price_usd_per_h[k.region] @ uses[k.group].uses[k.template]), v) for k, v in n.items()
+        ]
         text.row(-INF, rent, program.budget_usd_per_h)
     for pin in program.pins:
         text.row(float(pin.copies), [(1.0, n[pin.key])], float(pin.copies) if pin.exactly else INF)
     if isinstance(program, CoverProgram):
         for d, demand in enumerate(program.demands):
-            terms = [(program.headroom * float(demand.throughput[k.template]), v) for k, v in n.items() if k.group == d]
+            terms = [
+                (program.headroom * float(demand.throughput[k.template]), v)
+                for k, v in n.items()
+                if k.group == d
+            ]
             text.row(0.0, [*terms, (-demand.rate, theta)], INF)
     else:
         _flow_rows(program, text, n, theta, money)
@@ -125,7 +140,7 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[Key, int], theta: int, 
             for r in regions:
                 for s in regions:
                     at = [i for i, link in enumerate(program.links) if (link.source, link.target) == (r, s)]
-                    if r != s and not at:
+                    if (r != s and not at) or (r, s) in bucket.barred:
                         continue
                     usd = program.links[at[0]].egress_usd_per_gb * bucket.kv_bits / 8e9 * 3600 if at else 0.0
                     f = text.variable(money * usd)
@@ -204,9 +219,13 @@ def _check_flows(program: FlowProgram, found: Allocation, counts: dict[Key, int]
                     assert can >= asked * (1 - 1e-6) - 1e-6 * bucket.rate_per_s
             for f in flows:
                 if f.source != f.target:
-                    at = [i for i, k in enumerate(program.links) if (k.source, k.target) == (f.source, f.target)]
+                    at = [
+                        i for i, k in enumerate(program.links) if (k.source, k.target) == (f.source, f.target)
+                    ]
                     carried[at[0]] += f.rate_per_s * bucket.kv_bits
-                    egress += program.links[at[0]].egress_usd_per_gb * f.rate_per_s * bucket.kv_bits / 8e9 * 3600
+                    egress += (
+                        program.links[at[0]].egress_usd_per_gb * f.rate_per_s * bucket.kv_bits / 8e9 * 3600
+                    )
     for bits, link in zip(carried, program.links, strict=True):
         assert bits <= link.bits_per_s * (1 + 1e-6)
     return egress
@@ -256,7 +275,12 @@ def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
     models = []
     for m in range(int(rng.integers(1, 3))):
         buckets = tuple(
-            Bucket(f"b{b}", float(rng.uniform(0, 5) * (rng.random() < 0.9)), float(rng.uniform(0, 2e9)))
+            Bucket(
+                f"b{b}",
+                float(rng.uniform(0, 5) * (rng.random() < 0.9)),
+                float(rng.uniform(0, 2e9)),
+                frozenset({(0, 1)}) if rng.random() < 0.2 else frozenset(),
+            )
             for b in range(int(rng.integers(1, 4)))
         )
         uses = random_uses(rng, int(rng.integers(1, 6)), len(fleet.nodes))
@@ -281,9 +305,13 @@ def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
 
 def random_extras(rng: np.random.Generator, fleet: Fleet, sizes: list[int]) -> dict[str, object]:
     """Running copies, pins, penalty, headroom, budget."""
-    keys = [Key(g, t, r) for g, size in enumerate(sizes) for t in range(size) for r in range(len(fleet.regions))]
+    keys = [
+        Key(g, t, r) for g, size in enumerate(sizes) for t in range(size) for r in range(len(fleet.regions))
+    ]
     running = {keys[i]: int(rng.integers(1, 4)) for i in rng.integers(0, len(keys), int(rng.integers(0, 4)))}
-    pins = {keys[i]: int(rng.integers(0, 3)) for i in rng.integers(0, len(keys), int(rng.integers(0, 3)) // 2)}
+    pins = {
+        keys[i]: int(rng.integers(0, 3)) for i in rng.integers(0, len(keys), int(rng.integers(0, 3)) // 2)
+    }
     return {
         "running": tuple(Count(key, count) for key, count in running.items()),
         "pins": tuple(Pin(key, count, bool(rng.random() < 0.5)) for key, count in pins.items()),

@@ -21,10 +21,12 @@ from potluck.core.plan import (
 )
 from potluck.core.types import Link
 from potluck.perf.pipeline import ORDER
+from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.program import Bucket as DemandRow
 from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
 from potluck.plan.allocate.result import Allocation
-from potluck.plan.problem import Ask, Problem
+from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,9 @@ def columns(
     """The program over some templates of each model; running ones that are still known keep their price."""
     fleet = fleet_of(problem)
     groups = tuple(tuple(templates.get(each.name, ())) for each in problem.asks)
-    models = tuple(_model(each, group, fleet) for each, group in zip(problem.asks, groups, strict=True))
+    models = tuple(
+        _model(each, group, fleet, problem.links) for each, group in zip(problem.asks, groups, strict=True)
+    )
     bare = FlowProgram(fleet, models, links_of(problem.links, fleet.regions))
     found = Columns(problem, groups, bare)
     counts = tuple(
@@ -94,6 +98,20 @@ def links_of(links: Sequence[Link], regions: Sequence[str]) -> tuple[LinkRow, ..
     return tuple(
         LinkRow(regions.index(link.source), regions.index(link.target), link.gbps * 1e9) for link in links
     )
+
+
+def crossing_s(demand: Demand, link: Link) -> float:
+    """Seconds that a mean prompt's KV is behind its prefill on a link that it has to itself.
+
+    Layers are sent as they are computed, so only the last layer's part and a round trip are left when the
+    link keeps up; a link that does not is limited by its bandwidth row. Half of the KV is taken as left.
+    """
+    return float(link_alpha_beta(link).time_s(demand.kv_bytes / 2))
+
+
+def crossing_room_s(each: Ask, demand: Demand) -> float:
+    """The part of TTFT that templates leave free for handing KV over."""
+    return (each.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S) * HANDOVER_SHARE
 
 
 def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
@@ -157,7 +175,7 @@ def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
     return tuple(kept)
 
 
-def _model(each: Ask, group: Sequence[Template], fleet: Fleet) -> ModelColumns:
+def _model(each: Ask, group: Sequence[Template], fleet: Fleet, links: Sequence[Link]) -> ModelColumns:
     size = (len(group), len(each.demands))
     uses = np.zeros((len(group), len(fleet.nodes)), np.uint8)
     prefill, decode, closed = np.zeros(size), np.zeros(size), np.zeros(size)
@@ -169,7 +187,16 @@ def _model(each: Ask, group: Sequence[Template], fleet: Fleet) -> ModelColumns:
             decode[row, capacity.bucket] = capacity.decode_per_s
             closed[row, capacity.bucket] = capacity.closed_per_s
     buckets = tuple(
-        DemandRow(f"{each.name} up to {d.longest_tokens} tokens", d.rate_per_s, d.kv_bytes * 8)
+        DemandRow(
+            f"{each.name} up to {d.longest_tokens} tokens",
+            d.rate_per_s,
+            d.kv_bytes * 8,
+            frozenset(
+                (fleet.regions.index(link.source), fleet.regions.index(link.target))
+                for link in links
+                if crossing_s(d, link) > crossing_room_s(each, d)
+            ),
+        )
         for d in each.demands
     )
     return ModelColumns(each.name, buckets, uses, prefill, decode, closed)

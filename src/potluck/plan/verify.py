@@ -11,6 +11,7 @@ from math import isclose
 
 from potluck.core.plan import BucketCapacity, Plan, Template
 from potluck.core.types import Role
+from potluck.plan.columns import crossing_room_s, crossing_s
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, replica_capacity
 from potluck.plan.templates.pair import pair_capacity
@@ -166,11 +167,15 @@ def _balance(problem: Problem, plan: Plan) -> Iterator[str]:
 def _links(problem: Problem, plan: Plan) -> Iterator[str]:
     load: dict[tuple[str, str], float] = {}
     for flow in plan.flows:
-        if flow.prefill_region != flow.decode_region:
-            ask = _ask(problem, flow.model)
-            size = ask.demands[flow.bucket].kv_bytes if ask else 0.0
-            key = (flow.prefill_region, flow.decode_region)
-            load[key] = load.get(key, 0.0) + flow.rate_per_s * size * 8
+        ask = _ask(problem, flow.model)
+        if flow.prefill_region == flow.decode_region or ask is None:
+            continue
+        demand = ask.demands[flow.bucket]
+        key = (flow.prefill_region, flow.decode_region)
+        load[key] = load.get(key, 0.0) + flow.rate_per_s * demand.kv_bytes * 8
+        link = next((x for x in problem.links if (x.source, x.target) == key), None)
+        if link is not None and crossing_s(demand, link) > crossing_room_s(ask, demand) * (1 + SLACK):
+            yield f"{ask.name} bucket {flow.bucket}: its KV takes too long from {key[0]} to {key[1]}"
     for (source, target), bits in load.items():
         link = next((x for x in problem.links if (x.source, x.target) == (source, target)), None)
         if link is None:

@@ -16,7 +16,7 @@ import numpy as np
 from potluck.plan.allocate.bound import Bound, Lagrangian
 from potluck.plan.allocate.colgen import Relaxed, relax
 from potluck.plan.allocate.cover_data import Cover, Multipliers
-from potluck.plan.allocate.covers import close_by_covers
+from potluck.plan.allocate.choose import close_by_covers
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.dual import improve
 from potluck.plan.allocate.primal import (
@@ -227,11 +227,11 @@ def _close(state: State, effort_s: float) -> bool:
     every = min(goal, bound.value + _least_left_out(bound, goal))
     state.solved = max(state.solved, len(columns))
     if every >= goal and len(columns) <= MOST_LISTED:
-        settled, proven, plan = close_by_covers(state.cover, bound, columns, goal, state.deadline, effort_s)
-        better = state.offer(plan)
-        state.raise_to(min(goal, proven))
-        if settled or better:
-            return settled and not better
+        verdict = close_by_covers(state.cover, bound, columns, goal, state.deadline)
+        state.offer(verdict.plan)
+        state.raise_to(verdict.lower)
+        if verdict.settled:
+            return True
     restricted = Restricted(state.cover, columns)
     answer, n = solve_restricted(
         restricted, None, time_limit_s=min(effort_s, state.deadline.left_s), gap_abs=0.0, cutoff=goal

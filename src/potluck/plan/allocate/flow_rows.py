@@ -28,11 +28,12 @@ class Bin:
     rate_per_s: float
     kv_bits: float
     name: str
+    barred: frozenset[tuple[int, int]]
 
 
 def bins_of(program: FlowProgram) -> tuple[Bin, ...]:
     return tuple(
-        Bin(m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}")
+        Bin(m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}", bucket.barred)
         for m, model in enumerate(program.models)
         for b, bucket in enumerate(model.buckets)
     )
@@ -126,6 +127,8 @@ class FlowRows:
         paths += [(link.source, link.target, i) for i, link in enumerate(program.links)]
         for b, one in enumerate(self.bins):
             for source, target, i in paths:
+                if (source, target) in one.barred:
+                    continue
                 cost = 0.0
                 if i is not None:
                     cost = program.links[i].egress_usd_per_h * one.kv_bits * self.scale[b]

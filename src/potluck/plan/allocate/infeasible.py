@@ -79,7 +79,7 @@ def unserved(program: FlowProgram, pricer: Pricer) -> tuple[str, ...]:
             return [bool((can[:, r] & (table[:, bucket] > 0)).any()) for r in regions]
 
         prefill, decode = somewhere(model.prefill_per_s), somewhere(model.decode_per_s)
-        joined = any(prefill[r] and decode[s] for r, s in paths)
+        joined = any(prefill[r] and decode[s] for r, s in paths if (r, s) not in one.barred)
         if not joined and not any(somewhere(model.closed_per_s)):
             names.append(one.name)
     return tuple(names)

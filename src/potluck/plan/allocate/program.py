@@ -123,6 +123,8 @@ class Bucket:
     rate_per_s: float
     kv_bits: float
     """What crosses a link when prefill and decode are in different regions."""
+    barred: frozenset[tuple[int, int]] = frozenset()
+    """(source, target) regions between which the KV would take too long for the objective."""
 
     def __post_init__(self) -> None:
         _check_rate(f"bucket {self.name}: rate_per_s", self.rate_per_s)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
+from pathlib import Path
 
 import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.plan import NodeCount, Replica, Template
+from potluck.plan.library import pipeline_libraries
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, replica_capacity, useful
-from potluck.plan.stage_rates import stage_rates
-from potluck.plan.templates.pipeline import PipelineLibrary, pipeline_library
+from potluck.plan.templates.pipeline import PipelineLibrary
 
 COLUMNS = 120
 """Pipelines kept per model and phase."""
@@ -32,18 +33,23 @@ def pipelines(
     *,
     columns: int = COLUMNS,
     max_nodes: int = MAX_NODES,
+    folder: Path | None = None,
 ) -> list[Template]:
-    """The most cost-efficient pipelines of several nodes, for prefill and for decode."""
+    """The most cost-efficient pipelines of several nodes, for prefill and for decode.
+
+    The library is kept in `folder` (the user's cache when left out), so that planning again loads it.
+    """
     rate = ask.rate_per_s or 1.0
     mean_in = ceil(sum(d.rate_per_s * d.new_tokens for d in ask.demands) / rate) or ask.demands[0].new_tokens
     mean_out = ceil(sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate) or 1
     try:
-        both = stage_rates(ask.model, problem.offered, ask.slo, mean_in, mean_out, max_stages=max_nodes)
+        both = pipeline_libraries(
+            ask.model, problem.offered, ask.slo, mean_in, mean_out, max_nodes=max_nodes, folder=folder
+        )
     except InputError:
         return []  # more layers or types than the library takes: whole replicas remain
     found = []
-    for rates in both:
-        library = pipeline_library(rates, max_nodes=max_nodes)
+    for library in both:
         for index in _worthwhile(library, prices, columns):
             template = _template(problem, ask, library, index)
             if template is not None:

@@ -49,10 +49,11 @@ MAX_NODES = 6
 MEMORY_RATIO = 12.0
 """CORAL's ρ: templates with more GPU memory than this many times the model's weights are left out."""
 MOST_LAYERS = 128
-CODE_SHIFT = 52 - 7
-"""Levels are the numbers with 7 binary digits after the leading one: less than a hundredth apart."""
+CODE_SHIFT = 52 - 6
+"""Levels are the numbers with 6 binary digits after the leading one: about a hundredth apart."""
 LOW_QUANTILE = 0.01
-LOW_SHARE = 0.1
+LOW_SHARE = 0.02
+"""The lowest level is this share of this quantile of the multisets' upper bounds."""
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -216,6 +217,7 @@ def solve(
         terms=space.terms,
         masks=table.masks,
         starts=table.starts,
+        sizes=np.bitwise_count(np.arange(1 << max_nodes)).astype(np.int64),
         levels=levels,
         first_code=first_code,
         shift=CODE_SHIFT,

@@ -36,6 +36,8 @@ class Tables(NamedTuple):
     masks: Bytes
     starts: Ints
     """Partitions; see `pipeline_partitions`."""
+    sizes: Ints
+    """(2^N,) how many nodes are in a mask."""
     levels: Ints
     """(K,) v_k, ascending."""
     first_code: int
@@ -54,7 +56,7 @@ class Scratch(NamedTuple):
     """(N,) its types."""
     ids: Ints
     """(2^N,) ids of its parts."""
-    held: Bytes
+    held: Ints
     """(2^N,) h of its parts at the level of the incumbent."""
     parts: Ints
     """(N,) stages of a partition, as masks."""
@@ -70,8 +72,7 @@ class Scratch(NamedTuple):
 def scratch(max_nodes: int, layers: int) -> Scratch:
     few, masks = np.zeros(max_nodes, np.int64), np.zeros(1 << max_nodes, np.int64)
     sums, weights = np.zeros((max_nodes + 1, layers), np.int64), np.zeros(max_nodes + 1, np.int64)
-    held = np.zeros(1 << max_nodes, np.uint8)
-    return Scratch(few, masks, held, few.copy(), few.copy(), few.copy(), sums, weights)
+    return Scratch(few, masks, masks.copy(), few.copy(), few.copy(), few.copy(), sums, weights)
 
 
 @compiled
@@ -177,11 +178,8 @@ def _part_ids(t: Tables, c: Scratch, size: int) -> None:
     for high in range(size):
         bit = 1 << high
         for rest in range(bit):
-            count, left = 1, rest
-            while left:
-                left &= left - 1
-                count += 1
             # The id of the rest has the offset of its own size in it.
+            count = t.sizes[rest] + 1
             add = t.terms[c.kinds[high], count] + t.offsets[count] - t.offsets[count - 1]
             c.ids[bit | rest] = c.ids[rest] + add
 
@@ -226,26 +224,47 @@ def _best_partition(
     t: Tables, c: Scratch, holds: Bytes, size: int, pattern: int, s: int, level: int, value: int
 ) -> int:
     """The best throughput above `value` with s stages, or `value` when there is none."""
-    layers = t.rates.shape[2]
     _gather(t, c, holds, size, s, level)
     if s == 2 and size - 1 > t.tabulated[2]:
         value = _one_and_rest(t, c, size, value)
-    for row in range(t.starts[size, pattern, s], t.starts[size, pattern, s + 1]):
+    row, last = t.starts[size, pattern, s], t.starts[size, pattern, s + 1]
+    while True:
+        row = _next_row(t, c, s, row, last)
+        if row == last:
+            return value
         total = 0
-        for stage in range(s):
-            total += c.held[t.masks[row, stage]]
-        if total < layers:
-            continue
         for stage in range(s):
             c.parts[stage] = t.masks[row, stage]
             c.caps[stage] = c.held[t.masks[row, stage]]
+            total += c.caps[stage]
+        row += 1
         found = _settle(t, c, s, total, value)
         if found > value:
             value = found
             if _level(t, value + 1) > level:
                 level = _level(t, value + 1)
                 _gather(t, c, holds, size, s, level)
-    return value
+
+
+@compiled
+def _next_row(t: Tables, c: Scratch, s: int, row: int, last: int) -> int:
+    """The next partition whose stages hold L layers at the level; most time goes in here."""
+    layers, held, masks = t.rates.shape[2], c.held, t.masks
+    if s == 2:
+        while row < last and held[masks[row, 0]] + held[masks[row, 1]] < layers:
+            row += 1
+    elif s == 3:
+        while row < last and held[masks[row, 0]] + held[masks[row, 1]] + held[masks[row, 2]] < layers:
+            row += 1
+    else:
+        while row < last:
+            total = held[masks[row, 0]] + held[masks[row, 1]] + held[masks[row, 2]] + held[masks[row, 3]]
+            for stage in range(4, s):
+                total += held[masks[row, stage]]
+            if total >= layers:
+                break
+            row += 1
+    return row
 
 
 @compiled
@@ -268,7 +287,7 @@ def _one_and_rest(t: Tables, c: Scratch, size: int, value: int) -> int:
             continue
         c.parts[0] = 1 << i
         c.parts[1] = (1 << size) - 1 - c.parts[0]
-        one = np.int64(c.held[c.parts[0]])
+        one = c.held[c.parts[0]]
         while one > 0 and t.upper[1, c.kinds[i], one - 1] <= value:
             one -= 1
         rest = max(layers - one, 1)
