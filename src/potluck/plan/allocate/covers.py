@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from potluck.plan.allocate.bound import Bound
 from potluck.plan.allocate.cover_data import ROUNDING
@@ -23,7 +22,6 @@ from potluck.plan.allocate.survivors import Restricted
 
 MOST_STATES = 40_000
 """Partial covers of one level, or covers of one demand, beyond which listing them is given up."""
-DOMINATORS = 200
 MOST_PAIRS = 4_000_000
 """States times columns looked at together, for memory's sake."""
 
@@ -77,8 +75,6 @@ def list_covers(
             path = np.hstack([copies[some][i], columns[j][:, None]])
             found.append((after, rest[i, j], paid[some][i] + price[j], path))
         uses, left, paid, copies = _distinct(*(np.concatenate(each) for each in zip(*found, strict=True)))
-        kept = _undominated(uses, left, paid)
-        uses, left, paid, copies = uses[kept], left[kept], paid[kept], copies[kept]
         whole = left <= ROUNDING
         done.append((uses[whole], copies[whole]))
         uses, left, paid, copies = uses[~whole], left[~whole], paid[~whole], copies[~whole]
@@ -107,26 +103,6 @@ def _distinct(uses: Floats, left: Floats, paid: Floats, copies: Ints) -> tuple[F
     first = np.append(True, (ahead[1:] != ahead[:-1]).any(axis=1))
     keep = order[first]
     return uses[keep], left[keep], paid[keep], copies[keep]
-
-
-def _undominated(uses: Floats, left: Floats, paid: Floats) -> NDArray[np.bool_]:
-    """Without states that use at least the nodes of another one and have covered no more.
-
-    Only the cheapest and the most covering states are tried as the other one: enough to drop most, and any choice
-    is sound. Node prices are not negative, so who uses less has also paid less.
-    """
-    keep = np.ones(len(uses), dtype=bool)
-    small = uses.astype(np.int16)
-    covered = np.maximum(left, 0.0)
-    few = min(len(uses), DOMINATORS)
-    strong = np.union1d(np.argsort(paid, kind="stable")[:few], np.argsort(covered, kind="stable")[:few])
-    for k in strong:
-        if keep[k]:
-            worse = (covered >= covered[k]) & keep
-            worse[k] = False
-            rows = np.flatnonzero(worse)
-            keep[rows[(small[rows] >= small[k]).all(axis=1)]] = False
-    return keep
 
 
 def _listed(restricted: Restricted, done: list[tuple[Floats, Ints]]) -> Listed:

@@ -308,6 +308,8 @@ def _settle(t: Tables, c: Scratch, s: int, total: int, value: int) -> int:
     """
     layers = t.rates.shape[2]
     for stage in range(s):
+        if c.caps[stage] == 0:
+            return value
         reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
         while reached <= value:
             c.caps[stage] -= 1
