@@ -193,7 +193,7 @@ def test_a_template_speaks_of_requests(both: tuple[StageRates, StageRates]) -> N
     assert (template.kind, template.model, template.capacity[0].bucket) == ("pipeline", "chat", 2)
     assert template.capacity[0].prefill_per_s == pytest.approx(prefill.tokens_per_s[0] / 768)
     assert template.capacity[0].decode_per_s == 0
-    assert template.node_counts == template.replicas[0].layout.node_counts
+    assert template.node_counts == template.replicas[0].layout.node_counts  # one group on each node
     assert decode.template(0).capacity[0].decode_per_s == pytest.approx(decode.tokens_per_s[0] / 195)
     names = {decode.template(i).name for i in range(min(len(decode), 30))}
     assert len(names) == min(len(decode), 30)

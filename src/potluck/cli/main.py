@@ -29,6 +29,7 @@ COMMANDS = {
     "estimate": ("potluck.cli.estimate:estimate", "How fast, how much and at what cost on one node."),
     "plan": ("potluck.cli.plan:plan", "What to rent and how to lay models out, proven cheapest."),
     "compare": ("potluck.cli.plan:compare", "All planning strategies on one spec, in one table."),
+    "replan": ("potluck.cli.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
     "accuracy": ("potluck.cli.accuracy:accuracy", "How far the performance model is off, measured."),
     "overview": ("potluck.cli.overview:overview", "What a spec's fleet could do for its models."),
 }

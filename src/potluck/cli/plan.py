@@ -85,7 +85,7 @@ def plan(
     from potluck.plan.verify import verify
 
     planner = _strategy(strategy)
-    problem = _problem(_spec(spec_path), headroom, budget_usd_per_h, what_if, init_penalty)
+    problem = load_problem(read_spec(spec_path), headroom, budget_usd_per_h, what_if, init_penalty)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned))
@@ -125,7 +125,7 @@ def compare(
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
     from potluck.plan.verify import verify
 
-    problem = _problem(_spec(spec_path), headroom, budget_usd_per_h, what_if, 0.0)
+    problem = load_problem(read_spec(spec_path), headroom, budget_usd_per_h, what_if, 0.0)
     rows = []
     with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
         workshop = Workshop(problem, said=said)
@@ -167,7 +167,8 @@ def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:
     return STRATEGIES[name]
 
 
-def _spec(path: Path | None) -> Spec:
+def read_spec(path: Path | None) -> Spec:
+    """The spec at a path, or the bundled example."""
     from potluck.spec.load import load_spec, parse_spec
 
     if path is not None:
@@ -176,9 +177,10 @@ def _spec(path: Path | None) -> Spec:
     return parse_spec(raw, file="example.yaml")
 
 
-def _problem(
+def load_problem(
     spec: Spec, headroom: float, budget: float | None, what_if: tuple[str, ...], init_penalty: float
 ) -> Problem:
+    """The planning problem that a spec and the options pose."""
     from potluck.plan.explain import without_nodes
     from potluck.plan.problem import Problem, ask
 
@@ -191,14 +193,15 @@ def _problem(
         match = _WHAT_IF.match(text)
         if match is None:
             raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
-        region, node = match["region"], _node_name(problem, match["node"])
+        region, node = match["region"], node_name(problem, match["node"], "what-if")
         if region not in {each.name for each in problem.regions}:
             raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
         problem = without_nodes(problem, region, node, int(match["count"]))
     return problem
 
 
-def _node_name(problem: Problem, name: str) -> str:
+def node_name(problem: Problem, name: str, field: str) -> str:
+    """A node of the problem by any spelling the catalog knows."""
     from potluck.catalog import nodes
 
     known = {node.name for node in problem.nodes}
@@ -209,7 +212,7 @@ def _node_name(problem: Problem, name: str) -> str:
     except InputError:
         canonical = name
     if canonical not in known:
-        raise UnknownNameError("what-if: node", name, known)
+        raise UnknownNameError(f"{field}: node", name, known)
     return canonical
 
 

@@ -66,8 +66,12 @@ def columns(
     *,
     running: Plan | None = None,
     pins: Sequence[Deployment] = (),
+    exactly: bool = False,
 ) -> Columns:
-    """The program over some templates of each model; running ones that are still known keep their price."""
+    """The program over some templates of each model; running ones that are still known keep their price.
+
+    Pins ask for at least so many copies, or for exactly so many.
+    """
     fleet = fleet_of(problem)
     groups = tuple(tuple(templates.get(each.name, ())) for each in problem.asks)
     models = tuple(
@@ -85,7 +89,7 @@ def columns(
         models,
         bare.links,
         running=counts,
-        pins=tuple(_pin(found, pin) for pin in pins),
+        pins=tuple(_pin(found, pin, exactly) for pin in pins),
         init_penalty=problem.init_penalty,
         headroom=problem.headroom,
         budget_usd_per_h=problem.budget_usd_per_h,
@@ -202,12 +206,12 @@ def _model(each: Ask, group: Sequence[Template], fleet: Fleet, links: Sequence[L
     return ModelColumns(each.name, buckets, uses, prefill, decode, closed)
 
 
-def _pin(found: Columns, pin: Deployment) -> Pin:
+def _pin(found: Columns, pin: Deployment, exactly: bool) -> Pin:
     key = found.key(pin.template, pin.region)
     if key is None:
         known = [template.name for group in found.templates for template in group]
         raise UnknownNameError("pin", f"{pin.template}@{pin.region}", known)
-    return Pin(key, pin.count)
+    return Pin(key, pin.count, exactly)
 
 
 def _prediction(

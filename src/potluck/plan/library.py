@@ -43,6 +43,9 @@ from potluck.plan.templates.pipeline import (
 )
 
 FORMAT = 1
+RATES = ("stage_rates.py", "stage_rates_kernel.py")
+SEARCH = ("multisets.py", *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")))
+"""What is stored follows from this code, besides `perf`."""
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -152,7 +155,7 @@ def library_key(rates: StageRates, max_nodes: int, memory_ratio: float, *, prune
     """A name for the templates that follow from all this."""
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
     numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune)], np.int64)
-    search = _own("templates/pipeline.py") + _own("templates/pipeline_kernel.py") + _own("multisets.py")
+    search = b"".join(map(_own, SEARCH))
     return _hash(b"library", numbers.tobytes(), rates.units.tobytes(), node_bytes.tobytes(), search)
 
 

@@ -17,6 +17,9 @@ so that what a template promises holds for every order of its stages and every c
 - w(B) is the hand-over through the node's own card. One between unlike nodes takes the time of the slower
   card, which is at most the sum of the two, and each end pays its part.
 
+All GPUs of a node are one tensor-parallel group. Where the model's heads do not allow that, the node carries
+several copies of its stage, each on the largest group that is allowed; they share the card and add up.
+
 T̂ does not increase in j: more layers make each step longer and leave fewer steps to choose from. It is kept
 in whole hundredths of a token a second, so that comparing two placements leaves no doubt of rounding.
 """
@@ -35,11 +38,11 @@ from potluck.core.model import Model
 from potluck.core.plan import Confidence
 from potluck.core.types import NodeType, Slo
 from potluck.perf.calibration import Calibration
-from potluck.perf.capacity import STEP_TOKENS, stage_memory
+from potluck.perf.capacity import STEP_TOKENS, USABLE_SHARE, stage_memory
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.network import handover_s
 from potluck.perf.roofline import RooflineTimer, check_tp, roofline
-from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.step import Steps, steps
 from potluck.perf.throughput import MAX_BATCH
 
 UNITS_PER_TOKEN = 100
@@ -56,7 +59,7 @@ class StageRates:
     model: Model
     nodes: tuple[NodeType, ...]
     tps: tuple[int, ...]
-    """Tensor-parallel degree on each node type."""
+    """Tensor-parallel degree on each node type; a node carries `gpus // tp` copies of its stage."""
     confidences: tuple[Confidence, ...]
     phase: Phase
     latency_s: float
@@ -68,17 +71,17 @@ class StageRates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Curve:
-    """What one node type needs for steps of B = 1, 2, ... requests."""
+class _Share:
+    """What one of `tp` GPUs keeps of a model, in bytes."""
 
-    layer_s: Floats
-    """a(B)."""
-    rest_s: Floats
-    """c(B)."""
-    handover_s: Floats
-    """w(B)."""
-    tokens: float
-    """t."""
+    layer: float
+    embedding: float
+    head: float
+    activation: float
+    kv_prefill: float
+    """KV of a prompt in one layer."""
+    kv_decode: float
+    """KV of a finished request in one layer."""
 
 
 def stage_rates(
@@ -94,18 +97,18 @@ def stage_rates(
     """(prefill under `slo.ttft_s`, decode under `slo.tpot_s`) for requests of these mean lengths."""
     _check(model, nodes, input_tokens, output_tokens, max_stages)
     tps = tuple(largest_tp(model, node) for node in nodes)
+    shares = {tp: _share(model, nodes[tps.index(tp)], tp, input_tokens, output_tokens) for tp in set(tps)}
+    prompts, decodes = _prompt_steps(input_tokens), _decode_steps(input_tokens, output_tokens)
     shape = (max_stages, len(nodes), model.layer_count)
     prefill, decode = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     confidences: list[Confidence] = []
     for g, (node, tp) in enumerate(zip(nodes, tps, strict=True)):
-        timer = roofline(model, node, tp, calibration=calibration)
+        timer, share = roofline(model, node, tp, calibration=calibration), shares[tp]
         confidences.append(timer.confidence)
-        prompts = _prompt_steps(input_tokens)
-        curve = _curve(timer, prompts, input_tokens)
-        prefill[:, g] = _node_rates(curve, _most_requests(timer, input_tokens, max_stages), slo.ttft_s)
-        curve = _curve(timer, _decode_steps(input_tokens, output_tokens), 1)
-        most = _most_requests(timer, input_tokens + output_tokens, max_stages)
-        decode[:, g] = _node_rates(curve, most, slo.tpot_s)
+        most = _most_requests(node, share, share.kv_prefill, shape, tied=model.tied_embeddings)
+        prefill[:, g] = _node_rates(timer, prompts, input_tokens, most, slo.ttft_s)
+        most = _most_requests(node, share, share.kv_decode, shape, tied=model.tied_embeddings)
+        decode[:, g] = _node_rates(timer, decodes, 1, most, slo.tpot_s)
     shared = (model, tuple(nodes), tps, tuple(confidences))
     return (
         StageRates(*shared, "prefill", slo.ttft_s, input_tokens, output_tokens, prefill),
@@ -114,8 +117,8 @@ def stage_rates(
 
 
 def largest_tp(model: Model, node: NodeType) -> int:
-    """The largest tensor-parallel degree that the node has GPUs for and the model heads."""
-    for tp in range(node.gpus, 1, -1):
+    """The largest tensor-parallel degree that divides the node's GPUs and that the model can have."""
+    for tp in (degree for degree in range(node.gpus, 1, -1) if node.gpus % degree == 0):
         try:
             check_tp(model, node, tp)
         except InputError:
@@ -136,57 +139,55 @@ def _decode_steps(input_tokens: int, output_tokens: int) -> Steps:
     return steps(decodes=requests, decode_context=requests * (input_tokens + output_tokens / 2))
 
 
-def _curve(timer: RooflineTimer, batch: Steps, tokens: int) -> _Curve:
-    whole_s = timer.step_s(batch)
-    layers_s = replace(timer, head_s=None, host_s=0.0).step_s(batch)
-    size_bytes = batch.tokens * timer.model.hidden * 2.0
-    return _Curve(
-        layers_s / timer.model.layer_count,
-        whole_s - layers_s,
-        handover_s(size_bytes, timer.node, timer.node),
-        float(tokens),
+def _share(model: Model, node: NodeType, tp: int, input_tokens: int, output_tokens: int) -> _Share:
+    count = model.layer_count
+    return _Share(
+        layer=weight_bytes_per_gpu(model, tp, range(count), tables=False) / count,
+        embedding=embedding_bytes(model) / tp,
+        head=head_bytes(model) / tp,
+        activation=stage_memory(model, node, tp).activation_bytes,
+        kv_prefill=kv_bytes_per_gpu(model, float(input_tokens), tp) / count,
+        kv_decode=kv_bytes_per_gpu(model, float(input_tokens + output_tokens), tp) / count,
     )
 
 
-def _most_requests(timer: RooflineTimer, tokens: int, max_stages: int) -> Integers:
-    """(S_max, L) requests of so many tokens in one of S batches whose KV fits beside j layers."""
-    model, tp, count = timer.model, timer.tp, timer.model.layer_count
-    memory = stage_memory(model, timer.node, tp)
-    layer_bytes = weight_bytes_per_gpu(model, tp, range(count), tables=False) / count
-    embedding, head = embedding_bytes(model), head_bytes(model)
-    both = embedding + head
+def _most_requests(
+    node: NodeType, share: _Share, kv_bytes: float, shape: tuple[int, int, int], *, tied: bool
+) -> Integers:
+    """(S_max, L) requests in one of S batches whose KV fits beside j layers."""
+    stages = np.arange(1, shape[0] + 1)[:, None]
+    j = np.arange(1, shape[2] + 1)[None, :]
+    both = share.embedding + share.head
     # A tied head stands beside a copy of the embedding on the last stage.
-    one = both if model.tied_embeddings else max(embedding, head)
-    stages = np.arange(1, max_stages + 1)[:, None]
-    j = np.arange(1, count + 1)[None, :]
-    tables = np.where(stages == 1, both, one) / tp
-    room = memory.usable_bytes - memory.activation_bytes - tables - j * layer_bytes
-    each = float(kv_bytes_per_gpu(model, tokens, tp)) / count * j * stages
-    return np.asarray(np.floor(np.maximum(room, 0.0) / each), np.int64)
+    tables = np.where((stages == 1) | tied, both, max(share.embedding, share.head))
+    usable = node.gpu.memory_bytes * USABLE_SHARE
+    room = usable - share.activation - tables - j * share.layer
+    return np.asarray(np.floor(np.maximum(room, 0.0) / (kv_bytes * j * stages)), np.int64)
 
 
-def _node_rates(curve: _Curve, most: Integers, latency_s: float) -> Integers:
-    """(S_max, L) T̂ of one node type."""
-    max_stages, layers = most.shape
-    widest = min(len(curve.layer_s), int(most.max()))
-    found = np.zeros(most.shape, np.int64)
-    if not widest:
-        return found
-    requests = np.arange(1, widest + 1)
-    j = np.arange(1, layers + 1)[:, None]
-    step_s = j * curve.layer_s[:widest] + curve.rest_s[:widest]
-    rate = UNITS_PER_TOKEN * curve.tokens * requests / step_s
-    # best[j, B]: the most that any batch up to B gives; a batch that is too slow ends the row.
-    best = np.maximum.accumulate(rate, axis=1)
-    slowest_s = np.maximum.accumulate(step_s + 2.0 * curve.handover_s[:widest], axis=1)
-    alone_s = np.maximum.accumulate(step_s, axis=1)
-    for stages in range(1, max_stages + 1):
-        latency = alone_s if stages == 1 else slowest_s
-        within = np.count_nonzero(latency <= latency_s / stages, axis=1)
-        batch = np.minimum(within, most[stages - 1])
-        reached = best[np.arange(layers), np.maximum(batch, 1) - 1]
-        found[stages - 1] = np.where(batch > 0, np.floor(reached), 0.0).astype(np.int64)
-    return found
+def _node_rates(
+    timer: RooflineTimer, batch: Steps, tokens: int, most: Integers, latency_s: float
+) -> Integers:
+    """(S_max, L) T̂ of one node type; `batch` are steps of 1, 2, ... requests of so many tokens each."""
+    from potluck.plan.stage_rates_kernel import best_rates  # numba is slow to load
+
+    model, node, copies = timer.model, timer.node, timer.node.gpus // timer.tp
+    widest = min(len(batch), int(most.max()))
+    found = np.zeros(most.shape)
+    if widest:
+        rows = Steps(
+            batch.chunk_new[:widest],
+            batch.chunk_cached[:widest],
+            batch.decodes[:widest],
+            batch.decode_context[:widest],
+        )
+        whole_s = timer.step_s(rows)
+        layers_s = replace(timer, head_s=None, host_s=0.0).step_s(rows)
+        wire_s = handover_s(copies * rows.tokens * model.hidden * 2.0, node, node)
+        units = float(UNITS_PER_TOKEN * tokens * copies)
+        each_s = layers_s / model.layer_count
+        best_rates(each_s, whole_s - layers_s, wire_s, most, latency_s, units, found)
+    return np.floor(found).astype(np.int64)
 
 
 def _check(

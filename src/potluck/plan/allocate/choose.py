@@ -22,7 +22,7 @@ import numpy as np
 
 from potluck.plan.allocate.bound import Bound
 from potluck.plan.allocate.cover_data import Cover
-from potluck.plan.allocate.covers import Listed, list_covers
+from potluck.plan.allocate.covers import Listed, Shorts, first_of_each, list_covers
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.allocate.program import Floats, Ints
@@ -122,7 +122,7 @@ def _thin(listed: Listed, reduced: Floats, spare: float) -> Listed:
     if len(kept.cost) > MOST_COMPARED:
         return kept
     order = np.lexsort((kept.uses.sum(axis=1), kept.cost))
-    uses = kept.uses[order].astype(np.int16)
+    uses = kept.uses[order]
     keep = np.ones(len(order), dtype=bool)
     for k in range(len(order) - 1):
         if keep[k]:
@@ -134,7 +134,7 @@ def _thin(listed: Listed, reduced: Floats, spare: float) -> Listed:
 class States:
     """Partial choices: nodes used, sum of reduced costs, cost, and the cover taken from each list so far."""
 
-    uses: Ints
+    uses: Shorts
     paid: Floats
     cost: Floats
     trail: Ints
@@ -160,7 +160,7 @@ class Merger:
 
     def join(self, states: States, listed: Listed, reduced: Floats) -> Iterator[States]:
         """All pairs that fit, some at a time."""
-        more = listed.uses.astype(np.int16)
+        more = listed.uses
         chunk = max(1, MOST_PAIRS // max(1, len(more)))
         for first in range(0, len(states), chunk):
             some = states.take(slice(first, first + chunk))
@@ -168,7 +168,9 @@ class Merger:
             for part in range(0, len(i), MOST_PAIRS):
                 yield self._fitting(some, listed, reduced, more, i[part:][:MOST_PAIRS], k[part:][:MOST_PAIRS])
 
-    def _fitting(self, some: States, listed: Listed, reduced: Floats, more: Ints, i: Ints, k: Ints) -> States:
+    def _fitting(
+        self, some: States, listed: Listed, reduced: Floats, more: Shorts, i: Ints, k: Ints
+    ) -> States:
         after = some.uses[i] + more[k]
         fits = (after <= self.limit).all(axis=1)
         if self.budget is not None:
@@ -192,24 +194,8 @@ class Merger:
             np.concatenate([each.cost for each in found]),
             np.concatenate([each.trail for each in found]),
         )
-        distinct = joined.take(self._first_of_each(joined))
+        distinct = joined.take(first_of_each(joined.uses, self.limit, joined.paid))
         return distinct if len(distinct) <= MOST_STATES else None
-
-    def _first_of_each(self, states: States) -> Ints:
-        """The cheapest state of each set of nodes used."""
-        keys = [np.zeros(len(states), np.int64)]
-        room = 1
-        for c, most in enumerate(self.limit.tolist()):
-            if room * (most + 1) >= 2**62:
-                keys.append(np.zeros(len(states), np.int64))
-                room = 1
-            keys[-1] = keys[-1] * (most + 1) + states.uses[:, c]
-            room *= most + 1
-        order = np.lexsort((states.paid, *keys))
-        new = np.zeros(max(len(order) - 1, 0), dtype=bool)
-        for key in keys:
-            new |= np.diff(key[order]) != 0
-        return order[np.append(True, new)] if len(order) else order
 
     def cheapest(self, states: States, listed: Listed, reduced: Floats) -> tuple[float, Ints] | None:
         """The least cost and its covers over all joins with the last list; None when time is over."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from potluck.plan.allocate.bound import Bound
 from potluck.plan.allocate.cover_data import ROUNDING
@@ -20,7 +21,10 @@ from potluck.plan.allocate.highs import INFINITY
 from potluck.plan.allocate.program import Floats, Ints
 from potluck.plan.allocate.survivors import Restricted
 
-MOST_STATES = 40_000
+Shorts = NDArray[np.int16]
+"""Node counts; availability is cut to what one demand could use."""
+
+MOST_STATES = 120_000
 """Partial covers of one level, or covers of one demand, beyond which listing them is given up."""
 MOST_PAIRS = 4_000_000
 """States times columns looked at together, for memory's sake."""
@@ -30,7 +34,7 @@ MOST_PAIRS = 4_000_000
 class Listed:
     """The covers of one demand: nodes used, cost, rent, and the copies of the restricted columns."""
 
-    uses: Floats
+    uses: Shorts
     """[covers, R * C]"""
     cost: Floats
     rent: Floats
@@ -52,14 +56,13 @@ def list_covers(
     ceiling = float(table[-1]) + spare
     price, part = restricted.reduced(bound.at)[columns], restricted.part[columns]
     step = _steps(restricted, columns)
-    limit = np.concatenate(
-        [cover.available.ravel(), restricted.most[columns[restricted.most[columns] < INFINITY]]]
-    )
-    uses = np.zeros((1, step.shape[1]))
+    own = restricted.most[columns]
+    limit = np.concatenate([cover.available.ravel(), own[own < INFINITY]]).astype(np.int16)
+    uses = np.zeros((1, step.shape[1]), dtype=np.int16)
     left, paid, copies = np.ones(1), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
-    done: list[tuple[Floats, Ints]] = []
+    done: list[tuple[Shorts, Ints]] = []
     while len(uses):
-        found: list[tuple[Floats, Floats, Floats, Ints]] = []
+        found: list[tuple[Shorts, Floats, Floats, Ints]] = []
         chunk = max(1, MOST_PAIRS // max(1, len(columns)))
         for first in range(0, len(uses), chunk):
             if deadline.over:
@@ -74,7 +77,9 @@ def list_covers(
             i, j, after = i[fits], j[fits], after[fits]
             path = np.hstack([copies[some][i], columns[j][:, None]])
             found.append((after, rest[i, j], paid[some][i] + price[j], path))
-        uses, left, paid, copies = _distinct(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        uses, left, paid, copies = (np.concatenate(each) for each in zip(*found, strict=True))
+        keep = first_of_each(uses, limit, left)
+        uses, left, paid, copies = uses[keep], left[keep], paid[keep], copies[keep]
         whole = left <= ROUNDING
         done.append((uses[whole], copies[whole]))
         uses, left, paid, copies = uses[~whole], left[~whole], paid[~whole], copies[~whole]
@@ -83,7 +88,7 @@ def list_covers(
     return _listed(restricted, done)
 
 
-def _steps(restricted: Restricted, columns: Ints) -> Floats:
+def _steps(restricted: Restricted, columns: Ints) -> Shorts:
     """What one copy of each column takes: nodes, and one of its own for running columns."""
     shape = restricted.cover.available.shape
     step = np.zeros((len(columns), *shape))
@@ -91,21 +96,28 @@ def _steps(restricted: Restricted, columns: Ints) -> Floats:
     old = np.flatnonzero(restricted.most[columns] < INFINITY)
     own = np.zeros((len(columns), len(old)))
     own[old, np.arange(len(old))] = 1.0
-    return np.hstack([step.reshape(len(columns), -1), own])
+    return np.hstack([step.reshape(len(columns), -1), own]).astype(np.int16)
 
 
-def _distinct(uses: Floats, left: Floats, paid: Floats, copies: Ints) -> tuple[Floats, Floats, Floats, Ints]:
-    """One state per set of nodes used: that which has covered most."""
-    if not len(uses):
-        return uses, left, paid, copies
-    order = np.lexsort((left, *uses.T))
-    ahead = uses[order]
-    first = np.append(True, (ahead[1:] != ahead[:-1]).any(axis=1))
-    keep = order[first]
-    return uses[keep], left[keep], paid[keep], copies[keep]
+def first_of_each(uses: Shorts, limit: Shorts, rank: Floats) -> Ints:
+    """Of the rows that use the same, the one with the least rank; `uses` within 0..limit."""
+    keys = [np.zeros(len(uses), np.int64)]
+    room = 1
+    for c, most in enumerate(limit.tolist()):
+        # As many columns as fit go into one number: two or three to sort by instead of dozens.
+        if room * (most + 1) >= 2**62:
+            keys.append(np.zeros(len(uses), np.int64))
+            room = 1
+        keys[-1] = keys[-1] * (most + 1) + uses[:, c]
+        room *= most + 1
+    order = np.lexsort((rank, *keys))
+    new = np.zeros(max(len(order) - 1, 0), dtype=bool)
+    for key in keys:
+        new |= np.diff(key[order]) != 0
+    return order[np.append(True, new)] if len(order) else order
 
 
-def _listed(restricted: Restricted, done: list[tuple[Floats, Ints]]) -> Listed:
+def _listed(restricted: Restricted, done: list[tuple[Shorts, Ints]]) -> Listed:
     nodes = restricted.cover.available.size
     most = max(copies.shape[1] for _, copies in done)
     padded = [np.pad(c, ((0, 0), (0, most - c.shape[1])), constant_values=-1) for _, c in done]

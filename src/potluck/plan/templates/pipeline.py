@@ -93,20 +93,18 @@ class PipelineLibrary:
         return self.units / UNITS_PER_TOKEN
 
     def placement(self, index: int) -> Layout:
-        """The layout that reaches the throughput of a template."""
+        """The layout that reaches the throughput of a template; a node with several groups is there often."""
         types = self.space.types_of(int(self.ids[index]))
         found = best_placement(
             self.rates.units, types, stages=int(self.stages[index]), target=int(self.units[index])
         )
         if found is None or found.units != self.units[index]:
             raise InputError("library", "does not belong to these stage rates; build it anew")
+        return Layout(tuple(Stage(layers, self._members(group)) for layers, group in found.stages))
+
+    def _members(self, group: tuple[int, ...]) -> tuple[StageNode, ...]:
         nodes, tps = self.rates.nodes, self.rates.tps
-        return Layout(
-            tuple(
-                Stage(layers, tuple(StageNode(nodes[g].name, tps[g]) for g in group))
-                for layers, group in found.stages
-            )
-        )
+        return tuple(StageNode(nodes[g].name, tps[g]) for g in group for _ in range(nodes[g].gpus // tps[g]))
 
     def template(self, index: int, *, ask: str | None = None, bucket: int = 0) -> Template:
         """A column of the planner's program for the bucket whose lengths the rates are for.
@@ -125,9 +123,8 @@ class PipelineLibrary:
             ttft_s=rates.latency_s if prefill else 0.0,
             tpot_s=0.0 if prefill else rates.latency_s,
         )
-        counts = layout.node_counts
-        used = [g for g, node in enumerate(rates.nodes) if node.name in counts]
-        nodes = tuple(NodeCount(rates.nodes[g].name, counts[rates.nodes[g].name]) for g in used)
+        types = self.space.types_of(int(self.ids[index]))
+        nodes = tuple(NodeCount(rates.nodes[g].name, types.count(g)) for g in sorted(set(types)))
         listed = " + ".join(f"{each.count} {each.node}" for each in nodes)
         return Template(
             name=f"{name}: {rates.phase} pipeline {listed}",
@@ -136,7 +133,7 @@ class PipelineLibrary:
             nodes=nodes,
             replicas=(Replica(rates.phase, layout),),
             capacity=(capacity,),
-            confidence=max((rates.confidences[g] for g in used), key=ORDER.index),
+            confidence=max((rates.confidences[g] for g in types), key=ORDER.index),
         )
 
 

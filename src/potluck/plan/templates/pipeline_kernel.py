@@ -144,12 +144,10 @@ def solve_all(
     most, layers = t.members.shape[1], t.rates.shape[2]
     for size in range(1, most + 1):
         for number in range(t.offsets[size], t.offsets[size + 1]):
-            weight, pattern = 0, 0
+            weight = 0
             for i in range(size):
                 c.kinds[i] = t.members[number, i]
                 weight += t.node_bytes[c.kinds[i]]
-                if i > 0 and c.kinds[i] == c.kinds[i - 1]:
-                    pattern |= 1 << (i - 1)
             if weight > t.most_bytes:
                 continue
             _part_ids(t, c, size)
@@ -163,7 +161,7 @@ def solve_all(
             for s in range(2, min(size, t.rates.shape[0], layers) + 1):
                 if not _may_beat(t, c, holds, rests, size, s, level, value + 1):
                     continue
-                found = _best_partition(t, c, holds, size, pattern, s, level, value)
+                found = _best_partition(t, c, holds, size, s, level, value)
                 if found > value:
                     value, count = found, s
                     level = _level(t, value + 1)
@@ -220,25 +218,25 @@ def _may_beat(
 
 
 @compiled
-def _best_partition(
-    t: Tables, c: Scratch, holds: Bytes, size: int, pattern: int, s: int, level: int, value: int
-) -> int:
+def _best_partition(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, level: int, value: int) -> int:
     """The best throughput above `value` with s stages, or `value` when there is none."""
     _gather(t, c, holds, size, s, level)
     if s == 2 and size - 1 > t.tabulated[2]:
-        value = _one_and_rest(t, c, size, value)
+        value = _one_and_rest(t, c, size, s, value)
+    pattern = 0
+    for i in range(1, size):
+        if c.kinds[i] == c.kinds[i - 1]:
+            pattern |= 1 << (i - 1)
     row, last = t.starts[size, pattern, s], t.starts[size, pattern, s + 1]
     while True:
         row = _next_row(t, c, s, row, last)
         if row == last:
             return value
-        total = 0
         for stage in range(s):
             c.parts[stage] = t.masks[row, stage]
             c.caps[stage] = c.held[t.masks[row, stage]]
-            total += c.caps[stage]
         row += 1
-        found = _settle(t, c, s, total, value)
+        found = _settle(t, c, s, value)
         if found > value:
             value = found
             if _level(t, value + 1) > level:
@@ -279,7 +277,7 @@ def _gather(t: Tables, c: Scratch, holds: Bytes, size: int, s: int, level: int) 
 
 
 @compiled
-def _one_and_rest(t: Tables, c: Scratch, size: int, value: int) -> int:
+def _one_and_rest(t: Tables, c: Scratch, size: int, s: int, value: int) -> int:
     """Two stages, one of them a single node: the others are not tabulated, so their rates are added up."""
     layers = t.rates.shape[2]
     for i in range(size):
@@ -291,25 +289,27 @@ def _one_and_rest(t: Tables, c: Scratch, size: int, value: int) -> int:
         while one > 0 and t.upper[1, c.kinds[i], one - 1] <= value:
             one -= 1
         rest = max(layers - one, 1)
-        if one == 0 or _rate(t.upper, c, 2, c.parts[1], rest) <= value:
+        if one == 0 or _rate(t.upper, c, s, c.parts[1], rest) <= value:
             continue
-        while rest < layers and _rate(t.upper, c, 2, c.parts[1], rest + 1) > value:
+        while rest < layers and _rate(t.upper, c, s, c.parts[1], rest + 1) > value:
             rest += 1
         c.caps[0], c.caps[1] = one, rest
-        value = max(value, _settle(t, c, 2, one + rest, value))
+        value = max(value, _settle(t, c, s, value))
     return value
 
 
 @compiled
-def _settle(t: Tables, c: Scratch, s: int, total: int, value: int) -> int:
+def _settle(t: Tables, c: Scratch, s: int, value: int) -> int:
     """The best throughput of one partition if above `value`, else `value` or less.
 
-    `caps` are the most layers of each stage at some throughput of at most value + 1, `total` their sum.
+    `caps` are the most layers of each stage at some throughput of at most value + 1.
     """
-    layers = t.rates.shape[2]
+    layers, total = t.rates.shape[2], 0
     for stage in range(s):
+        total += c.caps[stage]
         if c.caps[stage] == 0:
             return value
+    for stage in range(s):
         reached = _rate(t.upper, c, s, c.parts[stage], c.caps[stage])
         while reached <= value:
             c.caps[stage] -= 1

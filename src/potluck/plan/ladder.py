@@ -1,0 +1,274 @@
+"""What to do when something happened: answers from cheap to dear, each with what it gains, costs and takes.
+
+    reroute      the same copies, new fractions                          at once, nothing is touched
+    flip         copies on the same nodes may change their role          at once, no weights are loaded
+    reallocate   a new plan that pays for what it starts (CORAL's K)     as long as the slowest start
+
+Nodes that are gone take copies with them: the deployment with the most copies on such a node loses one at a time.
+The controller chooses; `best_answer` is the rule it starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from potluck.core.plan import BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.types import Offer, Region, Role
+from potluck.perf.memory import weight_bytes
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.plan.allocate.solve import solve
+from potluck.plan.columns import columns, plan_of
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.rates import layout_timer, replica_capacity
+from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.verify import retimed
+
+Step = Literal["reroute", "flip", "reallocate"]
+ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
+MARK = "#"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One rung of the ladder."""
+
+    step: Step
+    plan: Plan
+    served_fraction: float
+    cost_usd_per_h: float
+    start_cost_usd: float
+    """Rent of what is started until it serves."""
+    time_s: float
+    """Until it is in force."""
+    starts: int
+    stops: int
+    flips: int
+
+
+def ladder(
+    problem: Problem,
+    running: Plan,
+    planner: Callable[[Workshop, Settings], Outcome],
+    settings: Settings,
+    costs: StartupCosts = DEFAULT_COSTS,
+) -> tuple[Answer, ...]:
+    """All three answers to whatever made the problem what it is now."""
+    left = survivors(problem, running)
+    return (
+        _reroute(problem, running, left, settings),
+        _flip(problem, running, left, settings, costs),
+        _reallocate(problem, running, left, planner, settings, costs),
+    )
+
+
+def best_answer(answers: Sequence[Answer]) -> Answer:
+    """The first that serves as much as any: cheaper rungs come first."""
+    most = max(answer.served_fraction for answer in answers)
+    return next(answer for answer in answers if answer.served_fraction >= most - 1e-6)
+
+
+def survivors(problem: Problem, running: Plan) -> tuple[Deployment, ...]:
+    """The deployments that the nodes there are now can still hold."""
+    counts = {(d.template, d.region): d.count for d in running.deployments}
+    available = {(r.name, o.node): o.available for r in problem.regions for o in r.offers}
+    while True:
+        used: dict[tuple[str, str], int] = {}
+        for (name, region), count in counts.items():
+            for each in running.template(name).nodes:
+                key = (region, each.node)
+                used[key] = used.get(key, 0) + each.count * count
+        over = next((key for key, count in used.items() if count > available.get(key, 0)), None)
+        if over is None:
+            break
+        region, node = over
+        hit = [
+            k for k in counts if k[1] == region and node in running.template(k[0]).node_counts and counts[k]
+        ]
+        counts[max(hit, key=lambda k: (counts[k], k))] -= 1
+    return tuple(Deployment(name, region, count) for (name, region), count in counts.items() if count)
+
+
+def _reroute(problem: Problem, running: Plan, left: tuple[Deployment, ...], settings: Settings) -> Answer:
+    kept = {deployment.template for deployment in left}
+    templates = [_timed(problem, t) for t in running.templates if t.name in kept and _asked(problem, t.model)]
+    plan = _within(problem, running, templates, left, settings)
+    return _answer("reroute", plan, running, left, 0.0, 0.0, 0)
+
+
+def _flip(
+    problem: Problem, running: Plan, left: tuple[Deployment, ...], settings: Settings, costs: StartupCosts
+) -> Answer:
+    """Every copy of one layout in one role may take another; copies of unlike layouts stay apart.
+
+    Layouts are kept apart by giving each its own name for its nodes, so that no weights would have to move.
+    """
+    templates: list[Template] = []
+    offers: dict[str, list[Offer]] = {region.name: [] for region in problem.regions}
+    types = list(problem.nodes)
+    for place, deployment in enumerate(left):
+        template = running.template(deployment.template)
+        ask = _asked(problem, template.model)
+        if ask is None:
+            continue
+        alias = {each.node: f"{each.node}{MARK}{place}" for each in template.nodes}
+        for each in template.nodes:
+            price = _price(problem, deployment.region, each.node)
+            offers[deployment.region].append(Offer(alias[each.node], price, each.count * deployment.count))
+            types.append(replace(problem.node(each.node), name=alias[each.node]))
+        nodes = tuple(NodeCount(alias[each.node], each.count) for each in template.nodes)
+        templates += [
+            replace(variant, nodes=nodes, name=f"{variant.name}{MARK}{place}")
+            for variant in _roles(problem, ask, template)
+        ]
+    regions = tuple(Region(name, tuple(found)) for name, found in offers.items())
+    if not templates:
+        return _answer("flip", _nothing(), running, left, 0.0, costs.role_flip_s, 0)
+    inside = replace(problem, regions=regions, nodes=tuple(types), budget_usd_per_h=None)
+    plan = _unmarked(_solved(inside, templates, settings), problem)
+    flips = sum(d.count for d in plan.deployments) - _kept(plan, left)
+    return _answer("flip", plan, running, left, 0.0, costs.role_flip_s, flips)
+
+
+def _reallocate(
+    problem: Problem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    planner: Callable[[Workshop, Settings], Outcome],
+    settings: Settings,
+    costs: StartupCosts,
+) -> Answer:
+    still = replace(running, deployments=left)
+    plan = planner(Workshop(problem), replace(settings, running=still)).plan
+    before = {(d.template, d.region): d.count for d in left}
+    slowest_s, started_usd = 0.0, 0.0
+    for deployment in plan.deployments:
+        new = deployment.count - before.get((deployment.template, deployment.region), 0)
+        if new <= 0:
+            continue
+        template = plan.template(deployment.template)
+        ask = _asked(problem, template.model)
+        nodes = sum(each.count for each in template.nodes)
+        takes_s = startup_s(weight_bytes(ask.model) if ask else 0.0, nodes, costs).total_s
+        rent = sum(_price(problem, deployment.region, n.node) * n.count for n in template.nodes)
+        slowest_s = max(slowest_s, takes_s)
+        started_usd += new * rent * takes_s / 3600
+    return _answer("reallocate", plan, running, left, started_usd, slowest_s, 0)
+
+
+def _answer(
+    step: Step,
+    plan: Plan,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    start_cost_usd: float,
+    time_s: float,
+    flips: int,
+) -> Answer:
+    before = {(d.template, d.region): d.count for d in left}
+    after = {(d.template, d.region): d.count for d in plan.deployments}
+    starts = stops = 0
+    if step == "reallocate":
+        starts = sum(max(0, n - before.get(key, 0)) for key, n in after.items())
+        stops = sum(max(0, n - after.get(key, 0)) for key, n in before.items())
+    return Answer(
+        step, plan, plan.fraction, plan.cost_usd_per_h, start_cost_usd, time_s, starts, stops, flips
+    )
+
+
+def _roles(problem: Problem, ask: Ask, template: Template) -> list[Template]:
+    """A template in every role its replicas could take; groups of unlike replicas stay as they are."""
+    layouts = {replica.layout for replica in template.replicas}
+    if len(layouts) > 1 or len({replica.role for replica in template.replicas}) > 1:
+        return [_timed(problem, template)]
+    layout, copies = template.replicas[0].layout, len(template.replicas)
+    timer = layout_timer(ask, layout, problem.by_name)
+    roles = ROLES if len(layout.stages) == 1 else ("prefill", "decode")
+    found = []
+    for role in roles:
+        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
+        name = template.name if role == template.replicas[0].role else f"{template.name} as {role}"
+        found.append(
+            replace(template, name=name, replicas=(Replica(role, layout),) * copies, capacity=capacity)
+        )
+    return found
+
+
+def _timed(problem: Problem, template: Template) -> Template:
+    """A template with its capacity for the demand there is now."""
+    ask = _asked(problem, template.model)
+    assert ask is not None
+    roles = {replica.role for replica in template.replicas}
+    capacity = retimed(problem, ask, template)
+    if len(roles) > 1:  # a closed group: what its parts could do apart is not offered
+        capacity = tuple(
+            BucketCapacity(c.bucket, 0.0, 0.0, c.closed_per_s, c.ttft_s, c.tpot_s) for c in capacity
+        )
+    return replace(template, capacity=capacity)
+
+
+def _within(
+    problem: Problem,
+    running: Plan,
+    templates: list[Template],
+    left: tuple[Deployment, ...],
+    settings: Settings,
+) -> Plan:
+    """Exactly these copies, and no node beside theirs."""
+    if not templates:
+        return _nothing()
+    names = {template.name for template in templates}
+    pins = tuple(deployment for deployment in left if deployment.template in names)
+    held = replace(running, deployments=left).nodes
+    regions = tuple(
+        replace(r, offers=tuple(replace(o, available=held.get((r.name, o.node), 0)) for o in r.offers))
+        for r in problem.regions
+    )
+    inside = replace(problem, regions=regions, budget_usd_per_h=None)
+    return _solved(inside, templates, replace(settings, pins=pins, running=None), exactly=True)
+
+
+def _solved(
+    problem: Problem, templates: list[Template], settings: Settings, *, exactly: bool = False
+) -> Plan:
+    by_model: dict[str, list[Template]] = {}
+    for template in templates:
+        by_model.setdefault(template.model, []).append(template)
+    found = columns(problem, by_model, pins=settings.pins, exactly=exactly)
+    answer = solve(found.program, time_limit_s=settings.time_limit_s, gap_target=1e-3, clock=settings.clock)
+    return plan_of(found, answer, "ladder")
+
+
+def _nothing() -> Plan:
+    return Plan("ladder", (), (), (), (), (), (), 0.0, 0.0, 0.0)
+
+
+def _unmarked(plan: Plan, problem: Problem) -> Plan:
+    """The plan with nodes and templates under their own names again; what became alike is added up."""
+    templates: dict[str, Template] = {}
+    for template in plan.templates:
+        nodes = tuple(NodeCount(each.node.split(MARK)[0], each.count) for each in template.nodes)
+        name = template.name.rsplit(MARK, 1)[0]
+        templates[name] = replace(template, name=name, nodes=nodes)
+    counts: dict[tuple[str, str], int] = {}
+    for deployment in plan.deployments:
+        key = (deployment.template.rsplit(MARK, 1)[0], deployment.region)
+        counts[key] = counts.get(key, 0) + deployment.count
+    shares = tuple(replace(share, template=share.template.rsplit(MARK, 1)[0]) for share in plan.shares)
+    deployments = tuple(Deployment(name, region, n) for (name, region), n in sorted(counts.items()))
+    return replace(plan, templates=tuple(templates.values()), deployments=deployments, shares=shares)
+
+
+def _kept(plan: Plan, left: tuple[Deployment, ...]) -> int:
+    before = {(d.template, d.region): d.count for d in left}
+    return sum(min(d.count, before.get((d.template, d.region), 0)) for d in plan.deployments)
+
+
+def _asked(problem: Problem, model: str) -> Ask | None:
+    return next((ask for ask in problem.asks if ask.name == model), None)
+
+
+def _price(problem: Problem, region: str, node: str) -> float:
+    offer = next((r.offer(node) for r in problem.regions if r.name == region), None)
+    return offer.price_usd_per_h if offer else 0.0

@@ -1,0 +1,102 @@
+"""Answers to trouble are sound, no dearer rung serves less, and when nothing is left it is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask
+
+from potluck.core.plan import Plan
+from potluck.core.types import Link, Slo
+from potluck.plan.explain import without_nodes
+from potluck.plan.ladder import best_answer, ladder, survivors
+from potluck.plan.problem import Problem
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.verify import verify
+
+OFFERS = {"east": {"1xH100": (3.0, 3), "1xL40S": (1.2, 4)}, "west": {"1xA10G": (0.6, 10), "1xL40S": (1.5, 4)}}
+LINKS = (Link("east", "west", 40.0, 0.02), Link("west", "east", 40.0, 0.02))
+PROBLEM = a_problem(an_ask(rate_per_s=40.0, slo=Slo(3.0, 0.08)), offers=OFFERS, links=LINKS)
+AUTO = STRATEGIES["auto"]
+QUICK = Settings(time_limit_s=10.0)
+RUNNING = AUTO(Workshop(PROBLEM), QUICK).plan
+SPREAD = STRATEGIES["coral"](Workshop(PROBLEM), QUICK).plan
+
+
+def test_there_is_something_to_lose() -> None:
+    assert RUNNING.fraction == SPREAD.fraction == 1
+    assert sum(SPREAD.nodes.values()) >= 3
+
+
+def lost(problem: Problem, plan: Plan, shares: list[float]) -> Problem:
+    """The problem after a share of each rented kind of node is gone, and the spare ones of it too."""
+    for (region, node), count in plan.nodes.items():
+        share = shares[hash((region, node)) % len(shares)]
+        problem = without_nodes(problem, region, node, int(count * (1 - share)))
+    return problem
+
+
+@settings(max_examples=10)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.booleans())
+def test_random_losses(shares: list[float], spread: bool) -> None:
+    running = SPREAD if spread else RUNNING
+    now = lost(PROBLEM, running, shares)
+    answers = ladder(now, running, AUTO, QUICK)
+    assert [answer.step for answer in answers] == ["reroute", "flip", "reallocate"]
+    for answer in answers:
+        assert verify(now, answer.plan) == (), answer.step
+    reroute, flip, reallocate = answers
+    assert flip.served_fraction >= reroute.served_fraction - 1e-6
+    assert reallocate.served_fraction >= reroute.served_fraction - 1e-6
+    assert reroute.starts == reroute.stops == reroute.flips == 0
+    assert flip.starts == 0
+    assert reallocate.time_s > 0 or reallocate.starts == 0
+
+
+def test_nothing_happened() -> None:
+    answers = ladder(PROBLEM, RUNNING, AUTO, QUICK)
+    assert best_answer(answers).step == "reroute"
+    assert best_answer(answers).served_fraction == 1
+    assert answers[0].plan.cost_usd_per_h == pytest.approx(RUNNING.cost_usd_per_h)
+
+
+def test_the_last_replica_and_none_at_all() -> None:
+    one = a_problem(an_ask(rate_per_s=1.0), offers={"home": {"1xL40S": (1.2, 1), "1xA10G": (0.6, 1)}})
+    running = STRATEGIES["melange"](Workshop(one), QUICK).plan
+    used = next(iter(running.nodes))[1]
+    spare = "1xA10G" if used == "1xL40S" else "1xL40S"
+    gone = without_nodes(without_nodes(one, "home", used, 0), "home", spare, 1)
+    reroute, flip, reallocate = ladder(gone, running, AUTO, QUICK)
+    assert reroute.served_fraction == flip.served_fraction == 0
+    assert reallocate.served_fraction > 0
+    assert reallocate.starts == 1
+    assert reallocate.start_cost_usd > 0
+    assert best_answer((reroute, flip, reallocate)).step == "reallocate"
+
+
+def test_a_flip_helps_when_the_workload_turns_around() -> None:
+    """From long outputs to long prompts: decode replicas become prefill ones, without a node more."""
+    slo = Slo(6.0, 0.08)
+    writing = an_ask(rate_per_s=14.0, lengths=((200, 800, 1.0),), slo=slo)
+    coding = an_ask(rate_per_s=9.0, lengths=((6000, 40, 1.0),), slo=slo)
+    offers = {"home": {"1xH100": (3.0, 8)}}
+    before = a_problem(writing, offers=offers)
+    workshop = Workshop(before)
+    running = STRATEGIES["coral"](workshop, QUICK).plan
+    now = a_problem(coding, offers={"home": {"1xH100": (3.0, sum(running.nodes.values()))}})
+    reroute, flip, _ = ladder(now, running, AUTO, QUICK)
+    assert flip.served_fraction > reroute.served_fraction
+    assert flip.flips >= 1
+    assert flip.plan.nodes == running.nodes or sum(flip.plan.nodes.values()) <= sum(running.nodes.values())
+
+
+def test_survivors_fit_the_nodes_that_are_left() -> None:
+    for (region, node), count in SPREAD.nodes.items():
+        now = without_nodes(PROBLEM, region, node, count - 1)
+        left = survivors(now, SPREAD)
+        held = replace(SPREAD, deployments=left).nodes
+        assert held.get((region, node), 0) <= count - 1
+        assert sum(d.count for d in left) >= sum(d.count for d in SPREAD.deployments) - count
