@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.sources import Facts, Figure, Source, entry_source, load_toml, plain, source
+from potluck.catalog.names import Names
+from potluck.catalog.sources import Facts, Figure, Source, entry_source, load_toml, source
 from potluck.core.errors import UnknownNameError
 from potluck.core.types import Gpu
 
@@ -45,20 +46,17 @@ class PaperGpu:
 
 def names() -> tuple[str, ...]:
     """Canonical names, in the order of the file."""
-    return tuple(_entries())
+    return _names.all()
 
 
 def known() -> list[str]:
     """Every spelling that `canonical` accepts."""
-    return [spelling for key, entry in _entries().items() for spelling in (key, *entry["aliases"])]
+    return _names.spellings()
 
 
 def canonical(name: str) -> str:
     """The catalog's name for a GPU, whatever case, punctuation or alias is given."""
-    found = _index().get(plain(name))
-    if found is None:
-        raise UnknownNameError("gpu", name, known())
-    return found
+    return _names.canonical(name)
 
 
 @lru_cache(maxsize=256)
@@ -97,10 +95,4 @@ def _entries() -> dict[str, dict[str, Any]]:
     return entries
 
 
-@lru_cache(maxsize=1)
-def _index() -> dict[str, str]:
-    index: dict[str, str] = {}
-    for key, entry in _entries().items():
-        for spelling in (key, *entry["aliases"]):
-            index[plain(spelling)] = key
-    return index
+_names = Names("gpu", _entries)

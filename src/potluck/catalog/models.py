@@ -6,8 +6,9 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from potluck.catalog.sources import Facts, Figure, entry_source, load_toml, plain, source
-from potluck.core.errors import FormatError, UnknownNameError
+from potluck.catalog.names import Names
+from potluck.catalog.sources import Facts, Figure, entry_source, load_toml, source
+from potluck.core.errors import FormatError
 from potluck.core.model import (
     Attention,
     DenseFfn,
@@ -28,20 +29,17 @@ _RUN = re.compile(r"(?:(\d+) )?([a-z_]+)/([a-z_]+)")
 
 def names() -> tuple[str, ...]:
     """Canonical names, in the order of the file."""
-    return tuple(_entries())
+    return _names.all()
 
 
 def known() -> list[str]:
     """Every spelling that `canonical` accepts."""
-    return [spelling for key, entry in _entries().items() for spelling in (key, *entry["aliases"])]
+    return _names.spellings()
 
 
 def canonical(name: str) -> str:
-    """The catalog's name for a model, whatever case or alias (such as its Hugging Face id) is given."""
-    found = _index().get(plain(name))
-    if found is None:
-        raise UnknownNameError("model", name, known())
-    return found
+    """The catalog's name for a model, whatever case, punctuation or alias is given."""
+    return _names.canonical(name)
 
 
 @lru_cache(maxsize=256)
@@ -129,10 +127,4 @@ def _entries() -> dict[str, dict[str, Any]]:
     return entries
 
 
-@lru_cache(maxsize=1)
-def _index() -> dict[str, str]:
-    index: dict[str, str] = {}
-    for key, entry in _entries().items():
-        for spelling in (key, *entry["aliases"]):
-            index[plain(spelling)] = key
-    return index
+_names = Names("model", _entries)

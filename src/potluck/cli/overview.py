@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from potluck.cli.plan import read_spec
 from potluck.cli.render import emit_json, seconds, table, usd
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ def overview(spec_path: Path | None, as_json: bool) -> None:
 
     Every node serves alone here, as whole replicas. Without SPEC the bundled example is shown.
     """
-    from potluck.spec.load import load_spec, parse_spec
-
-    if spec_path is None:
-        raw = resources.files("potluck.spec").joinpath("data/example.yaml").read_bytes()
-        spec = parse_spec(raw, file="example.yaml")
-    else:
-        spec = load_spec(spec_path)
+    spec = read_spec(spec_path)
     found = {model.name: _candidates(spec, model) for model in spec.models}
     if as_json:
         emit_json({name: [_as_json(row) for row in rows] for name, rows in found.items()})

@@ -103,9 +103,8 @@ def cached_stage_rates(
     """`stage_rates`, from disk where they are there."""
     given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages))
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
-    key = _hash(
-        b"stage rates", dumps(given).encode(), fitted, sources("potluck.perf"), _own("stage_rates.py")
-    )
+    code = sources("potluck.perf") + b"".join(map(_own, RATES))
+    key = _hash(b"stage rates", dumps(given).encode(), fitted, code)
     shape = (max_stages, len(nodes), model.layer_count)
     stored = load(folder, key)
     if stored is not None and _are_rates(stored, shape):

@@ -53,6 +53,7 @@ def close_by_covers(cover: Cover, bound: Bound, columns: Columns, goal: float, d
             return Verdict(False, bound.value)
         lists.append(listed)
     lower = bound.value
+    dual = np.zeros(0)
     for _ in range(3):
         if any(not len(listed.cost) for listed in lists):
             return Verdict(True, goal)
@@ -62,7 +63,8 @@ def close_by_covers(cover: Cover, bound: Bound, columns: Columns, goal: float, d
             return Verdict(True, goal)
         if relaxed.x is None or relaxed.row_dual is None or not relaxed.finished:
             return Verdict(False, lower)
-        constant, reduced = _split(cover, lists, problem, relaxed.row_dual)
+        dual = relaxed.row_dual
+        constant, reduced = _split(cover, lists, problem, dual)
         lower = max(lower, constant)
         if lower >= goal:
             return Verdict(True, goal)
@@ -70,7 +72,7 @@ def close_by_covers(cover: Cover, bound: Bound, columns: Columns, goal: float, d
         lists = [_thin(listed, part, goal - constant) for listed, part in zip(lists, reduced, strict=True)]
         if sum(len(listed.cost) for listed in lists) > 0.8 * before:
             break
-    constant, reduced = _split(cover, lists, _choice(cover, lists), relaxed.row_dual)
+    constant, reduced = _split(cover, lists, _choice(cover, lists), dual)
     return _merge(restricted, lists, reduced, goal, constant, lower, deadline)
 
 

@@ -36,8 +36,8 @@ POOL = 1_000
 FIRST, SEARCH = 20, 60
 """Columns per demand in the first integer program and in the neighbourhood search."""
 MOST_SURVIVORS = 4_000
-MOST_LISTED = 2_000
-"""Columns up to which listing whole covers is tried."""
+MOST_LISTED, MOST_CLOSED = 2_000, 1_000
+"""Columns up to which listing whole covers, and an integer program over them all, are tried."""
 EXACT = 1e-9
 
 
@@ -183,13 +183,13 @@ def _search(state: State) -> None:
     if state.plan is None or state.bound is None:
         return
     effort_s = 1.0
-    seed = 0
-    while not state.done and not state.deadline.over:
-        if _close(state, effort_s):
+    for seed in range(1_000):
+        if state.done or state.deadline.over:
             return
         _neighbourhoods(state, seed, effort_s)
-        effort_s *= 2
-        seed += 1
+        if state.done or state.deadline.over or _close(state, effort_s):
+            return
+        effort_s *= 1.5
 
 
 def _neighbourhoods(state: State, seed: int, effort_s: float) -> None:
@@ -201,14 +201,13 @@ def _neighbourhoods(state: State, seed: int, effort_s: float) -> None:
     n = counts_of(restricted, state.plan)
     assert n is not None
     around = Neighbourhoods(restricted, state.bound, seed)
-    failures, budget_s = 0, 4 * effort_s
-    start_s = state.deadline.spent_s
-    while not state.done and not state.deadline.over and failures < 8:
-        if state.deadline.spent_s - start_s > budget_s:
+    failures, start_s = 0, state.deadline.spent_s
+    while not state.done and not state.deadline.over and failures < 5:
+        if state.deadline.spent_s - start_s > 4 * effort_s:
             return
         better = around.step(
             n,
-            size=FREED + (failures // 4),
+            size=FREED + (failures // 3),
             time_limit_s=min(0.6 * effort_s, state.deadline.left_s),
             gap_abs=1e-4 * state.upper,
         )
@@ -232,6 +231,8 @@ def _close(state: State, effort_s: float) -> bool:
         state.raise_to(verdict.lower)
         if verdict.settled:
             return True
+    if len(columns) > MOST_CLOSED:
+        return False
     restricted = Restricted(state.cover, columns)
     answer, n = solve_restricted(
         restricted, None, time_limit_s=min(effort_s, state.deadline.left_s), gap_abs=0.0, cutoff=goal

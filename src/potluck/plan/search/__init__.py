@@ -1,0 +1,1 @@
+"""The best use of a fixed pool of unlike, badly connected GPUs (THUNDERSERVE, section 3)."""
