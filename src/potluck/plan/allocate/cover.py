@@ -18,7 +18,7 @@ from potluck.plan.allocate.colgen import Relaxed, relax
 from potluck.plan.allocate.cover_data import Cover, Multipliers
 from potluck.plan.allocate.choose import close_by_covers
 from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.dual import improve
+from potluck.plan.allocate.dual import Covers, improve
 from potluck.plan.allocate.primal import (
     FREED,
     Neighbourhoods,
@@ -31,13 +31,14 @@ from potluck.plan.allocate.survivors import Chosen, Restricted, solve_restricted
 
 COARSE, FINE = 2_000, 20_000
 """Grid steps per demand while prices are sought, and for the bound that counts."""
-POOL = 1_000
-"""Templates per demand that take part in the search for prices."""
+POOL, POOLS = 1_500, 6
+"""Templates per demand that take part in the search for prices, and how often they are chosen anew."""
 FIRST, SEARCH = 20, 60
 """Columns per demand in the first integer program and in the neighbourhood search."""
 MOST_SURVIVORS = 4_000
 MOST_LISTED, MOST_CLOSED = 2_000, 1_000
 """Columns up to which listing whole covers, and an integer program over them all, are tried."""
+FEW = 8
 EXACT = 1e-9
 
 
@@ -110,24 +111,19 @@ def _bound(state: State) -> None:
     """L at the relaxation's prices, then at better ones, always over all columns."""
     cover = state.cover
     assert state.relaxed is not None
-    coarse = Lagrangian(cover, COARSE)
     fine = Lagrangian(cover, FINE)
-    _take(state, fine.evaluate(state.relaxed.at))
-    if state.done or state.bound is None or not np.isfinite(state.bound.value):
-        return
-    at = state.bound.at
-    for _ in range(3):
-        if state.deadline.over:
+    full = fine.evaluate(state.relaxed.at)
+    _take(state, full)
+    covers = Covers(cover, state.relaxed.at)
+    for _ in range(POOLS):
+        if state.done or state.deadline.over or not np.isfinite(full.value):
             return
-        pool = cover.restrict(_pool(state.bound))
-        small = Lagrangian(pool, COARSE)
-        better = improve(small, small.evaluate(at), state.deadline, rounds=120)
+        pool = Lagrangian(cover.restrict(_pool(full)), COARSE)
+        better = improve(covers, pool, pool.evaluate(full.at), state.deadline, rounds=100)
         full = fine.evaluate(better.at)
-        progress = full.value - state.lower
         _take(state, full)
-        at = better.at
-        # The pool's bound exceeds the true one only when a column left out of it prices lower.
-        if state.done or better.value - coarse.evaluate(at).value < 1e-4 * abs(full.value) or progress <= 0:
+        # The pool's bound exceeds the true one only when a template left out of it would have been chosen.
+        if better.value - full.value < 1e-4 * abs(full.value):
             return
 
 
@@ -186,7 +182,9 @@ def _search(state: State) -> None:
     for seed in range(1_000):
         if state.done or state.deadline.over:
             return
-        _neighbourhoods(state, seed, effort_s)
+        # With few demands listing covers is quick and finds the optimum itself.
+        if seed or len(state.cover.groups) > FEW:
+            _neighbourhoods(state, seed, effort_s)
         if state.done or state.deadline.over or _close(state, effort_s):
             return
         effort_s *= 1.5
@@ -221,16 +219,12 @@ def _close(state: State, effort_s: float) -> bool:
     """Prove the goal over the columns that could undercut it; true when nothing is left to do."""
     bound = state.bound
     assert bound is not None
+    if _deepen(state):
+        return True
     goal = state.goal
     columns = cheapest_columns(bound, MOST_SURVIVORS, ceiling=goal - bound.value)
     every = min(goal, bound.value + _least_left_out(bound, goal))
     state.solved = max(state.solved, len(columns))
-    if every >= goal and len(columns) <= MOST_LISTED:
-        verdict = close_by_covers(state.cover, bound, columns, goal, state.deadline)
-        state.offer(verdict.plan)
-        state.raise_to(verdict.lower)
-        if verdict.settled:
-            return True
     if len(columns) > MOST_CLOSED:
         return False
     restricted = Restricted(state.cover, columns)
@@ -242,6 +236,30 @@ def _close(state: State, effort_s: float) -> bool:
         return False
     state.raise_to(min(every, np.inf if answer.infeasible else answer.bound))
     return answer.infeasible and every >= goal
+
+
+def _deepen(state: State) -> bool:
+    """Settle nearer goals first: each either raises the bound to it or finds the optimum; true when done.
+
+    What there is to list grows fast with the distance, so the steps before the last cost little, and a plan in
+    hand that is far from the optimum does not make the search longer.
+    """
+    bound = state.bound
+    assert bound is not None
+    for part in (0.4, 0.6, 0.75, 0.87, 1.0):
+        goal = bound.value + part * (state.goal - bound.value)
+        if goal <= state.lower and part < 1.0:
+            continue
+        columns = cheapest_columns(bound, MOST_SURVIVORS, ceiling=goal - bound.value)
+        if len(columns) > MOST_LISTED or state.deadline.over:
+            return False
+        state.solved = max(state.solved, len(columns))
+        verdict = close_by_covers(state.cover, bound, columns, goal, state.deadline)
+        state.offer(verdict.plan)
+        state.raise_to(verdict.lower)
+        if state.done or not verdict.settled:
+            return state.done
+    return False
 
 
 def _least_left_out(bound: Bound, goal: float) -> float:

@@ -47,9 +47,12 @@ class Covers:
         self.lp.add(cost, np.full(self._shared, INFINITY), slack)
         self._seen: set[bytes] = set()
 
-    def add(self, bound: Bound) -> bool:
-        """The cover of every demand that these prices favour; false when all were known."""
-        rows = [self.column(bound, d) for d in range(self._demands)]
+    def add(self, cover: Cover, bound: Bound) -> bool:
+        """The cover of every demand that these prices favour; false when all were known.
+
+        `cover` may hold fewer templates than the program, `bound` belongs to it.
+        """
+        rows = [self._column(cover, bound, d) for d in range(self._demands)]
         fresh = [(cost, row) for cost, row in rows if row.tobytes() not in self._seen]
         self._seen.update(row.tobytes() for _, row in fresh)
         if fresh:
@@ -57,8 +60,8 @@ class Covers:
             self.lp.add(costs, np.full(len(fresh), INFINITY), np.array([row for _, row in fresh]))
         return bool(fresh)
 
-    def column(self, bound: Bound, d: int) -> tuple[float, Floats]:
-        cover, group = self.cover, self.cover.groups[d]
+    def _column(self, cover: Cover, bound: Bound, d: int) -> tuple[float, Floats]:
+        group = cover.groups[d]
         new, old = bound.tables[d].best()
         nodes = np.zeros(cover.available.shape)
         penalty = 1 + cover.program.init_penalty
@@ -88,11 +91,12 @@ class Covers:
         return Multipliers(shared[:-1].reshape(self.cover.available.shape), float(shared[-1])), objective
 
 
-def improve(lagrangian: Lagrangian, start: Bound, deadline: Deadline, rounds: int) -> Bound:
+def improve(
+    covers: Covers, lagrangian: Lagrangian, start: Bound, deadline: Deadline, rounds: int
+) -> Bound:
     """The best bound that some rounds of cutting planes find, from the prices of `start`."""
     best = start
-    covers = Covers(lagrangian.cover, start.at)
-    covers.add(start)
+    covers.add(lagrangian.cover, start)
     stale = 0
     for _ in range(rounds):
         found = None if deadline.over else covers.prices(deadline)
@@ -102,7 +106,7 @@ def improve(lagrangian: Lagrangian, start: Bound, deadline: Deadline, rounds: in
         if ceiling - best.value <= PROGRESS * abs(ceiling):
             break
         bound = lagrangian.evaluate(_between(best.at, out, TRUST))
-        fresh = covers.add(bound)
+        fresh = covers.add(lagrangian.cover, bound)
         if bound.value > best.value:
             stale = stale + 1 if bound.value - best.value < PROGRESS * abs(best.value) else 0
             best = bound
@@ -110,7 +114,7 @@ def improve(lagrangian: Lagrangian, start: Bound, deadline: Deadline, rounds: in
             stale += 1
             if not fresh:  # the step between lies in known ground: go all the way
                 bound = lagrangian.evaluate(out)
-                if not covers.add(bound) and bound.value <= best.value:
+                if not covers.add(lagrangian.cover, bound) and bound.value <= best.value:
                     break
                 best = bound if bound.value > best.value else best
         if stale >= PATIENCE:

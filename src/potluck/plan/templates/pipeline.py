@@ -49,6 +49,7 @@ MAX_NODES = 6
 MEMORY_RATIO = 12.0
 """CORAL's ρ: templates with more GPU memory than this many times the model's weights are left out."""
 MOST_LAYERS = 128
+MOST_UNITS = 2**45
 CODE_SHIFT = 52 - 6
 """Levels are the numbers with 6 binary digits after the leading one: about a hundredth apart."""
 LOW_QUANTILE = 0.01
@@ -280,7 +281,7 @@ def _running_types(
 def _check(rates: Ints, node_bytes: Ints) -> None:
     if rates.shape[2] > MOST_LAYERS:
         raise InputError("layers", f"pipelines of more than {MOST_LAYERS} layers are not supported")
-    if rates.min() < 0 or int(rates.max()) * rates.shape[2] * 8 > 2**62:
-        raise InputError("stage rates", "must not be negative, nor too large to be added up exactly")
+    if rates.min() < 0 or rates.max() > MOST_UNITS:
+        raise InputError("stage rates", f"must be 0 to {MOST_UNITS}, to be added up exactly")
     if node_bytes.min() <= 0:
         raise InputError("node memory", "must be positive")

@@ -1,0 +1,244 @@
+"""The parallel configuration of one group of GPUs (THUNDERSERVE 3.3 and appendix B), exactly.
+
+A group takes some GPUs of some nodes. Its configuration is a pipeline of S stages, each on tp GPUs of one node:
+
+- tensor parallelism stays within a node: every way to cut a node's GPUs into degrees that the model allows;
+- the order of the stages is the one whose hand-overs take least, by dynamic programming over how many stages
+  of each node are behind and which node is last;
+- layers are split unevenly. A stage of l layers takes l·a + r seconds for its step, and memory caps l. From
+  the split of least latency (the fastest stages filled first) layers are moved one by one off the slowest
+  stage; every split on the way has the least latency of all with its interval I, so all trade-offs between
+  interval and latency T are seen.
+
+What is best depends on the phase (h: the share of time a replica is planned to be busy):
+
+    prefill   (1/I)·P(W <= TTFT - T)     W: the wait of an M/D/1 queue of service I at utilisation h
+    decode    S·B / (C·O)                C = max(S·I, T) <= TPOT, the time in which all S batches step once
+    mixed     S·B / (C·O)·P(W <= TTFT - T1)      T1: first token of a prompt, in chunks among the decodes
+
+over all batches B whose KV fits. THUNDERSERVE takes prefill's least latency instead; with a rate and a wait
+in the objective, this is the same aim without ignoring that a long stage also queues. A tenth of TTFT is kept
+for the hand-over of KV here; `plan.search.evaluate` puts the real one in its place. For the wait the mean of
+M/D/1 is spread exponentially: P(W > t) = h exp(-2 (1 - h) t / I), which has P(W > 0) and E[W] right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from potluck.core.types import Role
+from potluck.plan.rates import HANDOVER_SHARE
+from potluck.plan.search.costs import Costs, Ints, Timing, costs_of
+from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL, Scratch, Tables, best_split
+from potluck.plan.search.pool import Pool, Wires, Workload, wires_of
+
+MAX_STAGES = 8
+PHASES: dict[Role, int] = {"prefill": PREFILL, "decode": DECODE, "mixed": MIXED}
+NAMES: tuple[Role, ...] = ("prefill", "decode", "mixed")
+NOMINAL_BATCH = 16
+"""For which batch the order of a decoding pipeline is chosen."""
+
+Takes = tuple[tuple[int, int], ...]
+"""(node, GPUs) of a group, by node."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTake:
+    """One stage of a configuration."""
+
+    node: int
+    tp: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deduced:
+    """The best configuration of a group in a phase, and what it does."""
+
+    stages: tuple[StageTake, ...]
+    rate_per_s: float
+    """Requests a second when it is always busy."""
+    latency_s: float
+    """Prefill and mixed: until the first token, alone."""
+    service_s: float
+    """Prefill: between two prompts. Else TPOT."""
+    batch: int
+    """Requests in each stage's batch."""
+    attained: float
+    """Share within TTFT at the planned utilisation, hand-over taken as a tenth of it."""
+
+    @property
+    def goodput_per_s(self) -> float:
+        return self.rate_per_s * self.attained
+
+
+@dataclass(slots=True)
+class Deducer:
+    """Deduces configurations for one pool and workload; remembers every group it has seen."""
+
+    pool: Pool
+    work: Workload
+    costs: Costs
+    wires: Wires
+    tables: Tables
+    seen: dict[tuple[Takes, int], Deduced | None] = field(default_factory=dict)
+    _paths: dict[tuple[Takes, float], tuple[tuple[int, ...], tuple[float, float, float]]] = field(
+        default_factory=dict
+    )
+    _scratch: Scratch = field(
+        default_factory=lambda: Scratch(
+            *(np.zeros(MAX_STAGES) for _ in range(2)),
+            *(np.zeros(MAX_STAGES, np.int64) for _ in range(3)),
+        )
+    )
+    _result: tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Ints] = field(
+        default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64))
+    )
+
+    def best(self, takes: Takes, phase: int) -> Deduced | None:
+        """The best configuration; None when the group cannot do this phase."""
+        key = (takes, phase)
+        if key not in self.seen:
+            self.seen[key] = self._search(takes, phase)
+        return self.seen[key]
+
+    def candidates(self, takes: Takes) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Every list of stages (node, tp), in no order yet."""
+        cuts = [
+            [tuple((node, tp) for tp in cut) for cut in partitions(count, self.costs.degrees[node])]
+            for node, count in takes
+        ]
+        for chosen in product(*cuts):
+            stages = tuple(stage for cut in chosen for stage in cut)
+            if len(stages) <= min(MAX_STAGES, self.work.model.layer_count):
+                yield stages
+
+    def path(self, per_node: Takes, phase: int) -> tuple[tuple[int, ...], tuple[float, float, float]]:
+        """The order of nodes for so many stages on each, and its hops: see `deduce_kernel.walk`."""
+        sent = self.sent_bytes(phase)
+        key = (per_node, sent)
+        if key not in self._paths:
+            alpha, beta = self.wires.hop_alpha_s, self.wires.hop_s_per_byte
+            order = best_order(per_node, alpha + sent * beta, alpha)
+            hops = list(zip(order, order[1:], strict=False))
+            back = float(alpha[order[-1], order[0]]) if hops else 0.0
+            total = back + sum(float(alpha[hop]) for hop in hops)
+            betas = [float(beta[hop]) for hop in hops] or [0.0]
+            self._paths[key] = order, (total, sum(betas), max(betas))
+        return self._paths[key]
+
+    def sent_bytes(self, phase: int) -> float:
+        """What crosses a hop in the step that the order is chosen for."""
+        return self.tables.token_bytes * (NOMINAL_BATCH if phase == DECODE else self.work.input_tokens)
+
+    def _search(self, takes: Takes, phase: int) -> Deduced | None:
+        result, layers = self._result
+        kinds = np.zeros(MAX_STAGES, np.int64)
+        best: Deduced | None = None
+        for stages in self.candidates(takes):
+            order, path = self.path(_per_node(stages), phase)
+            placed = _placed(stages, order)
+            for s, stage in enumerate(placed):
+                kinds[s] = self.costs.kinds[stage]
+            best_split(phase, kinds, len(placed), path, self.tables, self._scratch, result, layers)
+            if result[0] > (best.goodput_per_s if best else 0.0):
+                held = layers[: len(placed)].tolist()
+                best = Deduced(
+                    tuple(StageTake(node, tp, n) for (node, tp), n in zip(placed, held, strict=True)),
+                    float(result[1]),
+                    float(result[2]),
+                    float(result[3]),
+                    int(result[4]),
+                    float(result[5]),
+                )
+        return best
+
+
+def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
+    """Tables for a pool and a workload, and an empty memory."""
+    costs = costs_of(pool, work, timing)
+    tables = Tables(
+        costs.batches,
+        costs.prefill,
+        costs.decode,
+        costs.mixed,
+        costs.room,
+        costs.layer_bytes,
+        costs.kv_bytes,
+        costs.chunk_tokens,
+        work.model.layer_count,
+        float(work.input_tokens),
+        float(work.output_tokens),
+        work.model.hidden * 2.0,
+        work.slo.ttft_s * (1.0 - HANDOVER_SHARE),
+        work.slo.tpot_s,
+        work.headroom,
+    )
+    return Deducer(pool, work, costs, wires_of(pool), tables)
+
+
+@lru_cache(maxsize=4096)
+def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Every way to write `count` as a sum of degrees, largest first."""
+    if count == 0:
+        return ((),)
+    found = []
+    for degree in degrees:
+        if degree <= count:
+            rest = tuple(d for d in degrees if d <= degree)
+            found += [(degree, *more) for more in partitions(count - degree, rest)]
+    return tuple(sorted(found, reverse=True))
+
+
+def best_order(per_node: Takes, hop_s: np.ndarray, back_s: np.ndarray) -> tuple[int, ...]:  # type: ignore[type-arg]
+    """Nodes in the order of stages whose hops, and the way back of the token, take least.
+
+    f(left, last) is the least time to visit what is left, so many stages of each node, after `last`.
+    """
+    nodes = [node for node, _ in per_node]
+    if len(nodes) == 1:
+        return tuple(nodes) * per_node[0][1]
+
+    def rest(left: tuple[int, ...], last: int, first: int) -> tuple[float, tuple[int, ...]]:
+        key = (left, last, first)
+        if key not in known:
+            if not any(left):
+                known[key] = (float(back_s[nodes[last], nodes[first]]), ())
+            else:
+                options = []
+                for i, count in enumerate(left):
+                    if count:
+                        after = (*left[:i], count - 1, *left[i + 1 :])
+                        more, way = rest(after, i, first)
+                        options.append((float(hop_s[nodes[last], nodes[i]]) + more, (i, *way)))
+                known[key] = min(options)
+        return known[key]
+
+    known: dict[tuple[tuple[int, ...], int, int], tuple[float, tuple[int, ...]]] = {}
+    ways = []
+    counts = tuple(count for _, count in per_node)
+    for i in range(len(nodes)):
+        left = (*counts[:i], counts[i] - 1, *counts[i + 1 :])
+        time, way = rest(left, i, i)
+        ways.append((time, (i, *way)))
+    return tuple(nodes[i] for i in min(ways)[1])
+
+
+def _per_node(stages: tuple[tuple[int, int], ...]) -> Takes:
+    counts: dict[int, int] = {}
+    for node, _ in stages:
+        counts[node] = counts.get(node, 0) + 1
+    return tuple(sorted(counts.items()))
+
+
+def _placed(stages: tuple[tuple[int, int], ...], order: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The stages in an order of nodes; those of one node as they come."""
+    waiting: dict[int, list[tuple[int, int]]] = {}
+    for stage in stages:
+        waiting.setdefault(stage[0], []).append(stage)
+    return [waiting[node].pop(0) for node in order]

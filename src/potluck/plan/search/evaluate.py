@@ -1,0 +1,199 @@
+"""How good a way to use the pool is: estimated SLO attainment, thousands of times a second.
+
+A state says which groups of GPUs there are and which phase each does. Its parallel configurations come from
+`deduce`, once per (group, phase). What is left is the orchestration (`orchestrate` has it with its letters):
+
+    attainment = max over flows of  sum_ij f_ij D_ij + sum_k g_k D_k,  over the offered rate
+
+within every replica's planned share h of its rate, the links' bandwidth and the offered rate. D_ij is the
+share of requests within TTFT when i prefills and j decodes:
+
+    D_ij = P(W_i <= TTFT - T_i - KV_ij)        W_i: the wait at i, see `deduce`
+    KV_ij = max over links (a, b) of  alpha_ab + bytes_ab / beta_ab
+
+where bytes_ab are the layers that i keeps on node a and j on node b, through the codec. So two pipelines that
+cut the model alike over the same two nodes hand everything over inside the nodes. The KV goes in one piece
+after the prefill, as in THUNDERSERVE's equation 1. TPOT is kept by every decoding configuration.
+
+What two states attain alike is told apart by the rate that they would attain if more were offered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from potluck.plan.search.deduce import NAMES, Deduced, Deducer, Takes
+from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
+from potluck.plan.search.orchestrate import Orchestration, shares_of
+from potluck.plan.search.orchestrate_kernel import (
+    CAPPED,
+    COMPLETE,
+    OPEN,
+    Floats,
+    Ints,
+    Program,
+    Store,
+    evaluate,
+)
+
+TIE_WEIGHT = 1e-3
+"""How little the attainable rate, in units of the offered one, counts beside the attainment."""
+MAX_LINK_ROWS = 64
+FIRST_NUMBERS = 1024
+
+
+class Group(NamedTuple):
+    """GPUs that serve as one replica."""
+
+    takes: Takes
+    phase: int
+
+
+class State(NamedTuple):
+    """Groups in their canonical order, and GPUs in none of them."""
+
+    groups: tuple[Group, ...]
+    idle: Takes
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Score:
+    """What a state is worth; compares by `value`."""
+
+    value: float
+    attainment: float
+    """Estimated share of the offered requests that are served within the objective."""
+    goodput_per_s: float
+    """Requests a second within the objective if any number were offered."""
+
+
+NOTHING = Score(-1.0, 0.0, 0.0)
+
+
+@dataclass(slots=True)
+class Evaluator:
+    """Scores states of one pool and workload. Build it with `evaluator`."""
+
+    deducer: Deducer
+    numbers: dict[Group, int] = field(default_factory=dict)
+    """(group, phase) to its row in the store; -1 for what cannot do its phase."""
+    scores: dict[tuple[Group, ...], Score] = field(default_factory=dict)
+    evaluated: int = 0
+    """States scored, without those that were remembered."""
+    _used: int = 0
+    _store: Store = field(init=False)
+    _program: Program = field(init=False)
+    _result: Floats = field(default_factory=lambda: np.zeros(3))
+
+    def __post_init__(self) -> None:
+        work, wires = self.deducer.work, self.deducer.wires
+        self._store = Store(
+            np.zeros((FIRST_NUMBERS, work.model.layer_count), np.int64),
+            *(np.zeros(FIRST_NUMBERS) for _ in range(4)),
+            wires.kv_alpha_s,
+            wires.kv_s_per_byte,
+            work.kv_bytes_per_layer,
+            work.slo.ttft_s,
+            work.headroom,
+        )
+        gpus, nodes = self.deducer.pool.gpus, len(self.deducer.pool.nodes)
+        columns = (gpus // 2 + 1) * (gpus - gpus // 2 + 1) + gpus
+        rows = 2 * gpus + 1 + MAX_LINK_ROWS
+        self._program = Program(
+            np.zeros((rows + 1, columns + 1)),
+            np.zeros(rows, np.int64),
+            np.zeros(columns, np.int64),
+            np.zeros(columns),
+            np.zeros(columns),
+            np.zeros((nodes, nodes), np.int64),
+            np.zeros((nodes, nodes)),
+            np.zeros(MAX_LINK_ROWS, np.int64),
+        )
+
+    def score(self, groups: tuple[Group, ...]) -> Score:
+        """What these groups are worth; NOTHING when one of them cannot do its phase."""
+        known = self.scores.get(groups)
+        if known is None:
+            known = self.scores[groups] = self._score(groups)
+        return known
+
+    def deduced(self, group: Group) -> Deduced | None:
+        return self.deducer.best(group.takes, group.phase)
+
+    def orchestrated(self, groups: tuple[Group, ...]) -> Orchestration:
+        """The routing of a state that has a score."""
+        sides = self._sides(groups)
+        assert sides is not None, "a group cannot do its phase"
+        pre, dec, mix = sides
+        self._run(pre, dec, mix)
+        flow, weight = self._program.flow.copy(), self._program.weight.copy()
+        places = [[i for i, group in enumerate(groups) if group.phase == p] for p in (PREFILL, DECODE, MIXED)]
+        return shares_of(flow, weight, *places)
+
+    def number(self, group: Group) -> int:
+        """The group's row in the store."""
+        known = self.numbers.get(group)
+        if known is None:
+            found = self.deducer.best(group.takes, group.phase)
+            known = self.numbers[group] = -1 if found is None else self._add(found)
+        return known
+
+    def _score(self, groups: tuple[Group, ...]) -> Score:
+        sides = self._sides(groups)
+        if sides is None:
+            return NOTHING
+        self.evaluated += 1
+        self._run(*sides)
+        offered = self.deducer.work.rate_per_s
+        capped, free = float(self._result[CAPPED]), float(self._result[OPEN])
+        attainment = min(1.0, capped / offered)
+        return Score(attainment + TIE_WEIGHT * free / offered, attainment, free)
+
+    def _sides(self, groups: tuple[Group, ...]) -> tuple[Ints, Ints, Ints] | None:
+        sides: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for group in groups:
+            number = self.number(group)
+            if number < 0:
+                return None
+            sides[group.phase].append(number)
+        pre, dec, mix = (np.array(side, np.int64) for side in sides)
+        return pre, dec, mix
+
+    def _run(self, pre: Ints, dec: Ints, mix: Ints) -> None:
+        offered = self.deducer.work.rate_per_s
+        evaluate(pre, dec, mix, offered, self._store, self._program, self._result)
+
+    def _add(self, found: Deduced) -> int:
+        number = self._used
+        if number == len(self._store.rate):
+            grown = (np.concatenate([part, np.zeros_like(part)]) for part in self._store[:5])
+            self._store = Store(*grown, *self._store[5:])  # type: ignore[arg-type]
+        self._used += 1
+        owner = [stage.node for stage in found.stages for _ in range(stage.layers)]
+        self._store.owner[number] = owner
+        self._store.rate[number] = found.rate_per_s
+        self._store.latency_s[number] = found.latency_s
+        self._store.service_s[number] = found.service_s
+        self._store.attained[number] = found.attained
+        return number
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last orchestration kept every link within its bandwidth by itself."""
+        return bool(self._result[COMPLETE] == 1.0)
+
+
+def describe(state: State, evaluator: Evaluator) -> list[str]:
+    """One line per group: GPUs, phase, stages."""
+    pool = evaluator.deducer.pool
+    lines = []
+    for group in state.groups:
+        gpus = "+".join(f"{count}x{pool.nodes[node].name}" for node, count in group.takes)
+        found = evaluator.deduced(group)
+        stages = " ".join(f"tp{s.tp}:{s.layers}" for s in found.stages) if found else "-"
+        rate = found.rate_per_s if found else 0.0
+        lines.append(f"{NAMES[group.phase]:<8}{gpus:<28}{stages:<32}{rate:.3f}/s")
+    return lines

@@ -1,0 +1,106 @@
+"""Groups to start from: hierarchical clustering of the GPUs by the bandwidth between them.
+
+Every GPU starts as a cluster of its own. While some cluster cannot hold the model, the two with the best mean
+bandwidth between their GPUs, at least one of them such a cluster, become one (average linkage); of equals the
+smaller pair, so that a node falls into even parts. Clusters that never can hold it stay idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+
+from potluck.perf.capacity import USABLE_SHARE
+from potluck.perf.memory import weight_bytes
+from potluck.plan.search.deduce import Takes
+from potluck.plan.search.evaluate import Evaluator, Group, State
+from potluck.plan.search.pool import Pool
+
+MARGIN = 1.15
+"""How much more memory than the weights a first group gets, for KV."""
+
+
+def starting_state(evaluator: Evaluator, phases: tuple[int, ...], rng: Random, scale: float = 1.0) -> State:
+    """Clusters that hold the model `scale` times over, each with a random phase that it can do."""
+    pool = evaluator.deducer.pool
+    model_bytes = weight_bytes(evaluator.deducer.work.model)
+
+    def holds(cluster: Takes) -> bool:
+        return usable_bytes(pool, cluster) >= model_bytes * MARGIN * scale
+
+    groups, idle = [], []
+    for cluster in clusters(pool, holds):
+        able = [p for p in phases if evaluator.number(Group(cluster, p)) >= 0]
+        if able:
+            groups.append(Group(cluster, rng.choice(able)))
+        else:
+            idle.append(cluster)
+    return make_state(groups, joined(idle))
+
+
+def clusters(pool: Pool, holds: Callable[[Takes], bool]) -> list[Takes]:
+    """Agglomerate until every cluster holds the model or is the only one left."""
+    members: list[Takes] = [((i, 1),) for i, node in enumerate(pool.nodes) for _ in range(node.gpus)]
+    done: list[Takes] = []
+    while members:
+        done += [cluster for cluster in members if holds(cluster)]
+        members = [cluster for cluster in members if not holds(cluster)]
+        # A cluster that is done takes no more in unless somebody is left alone.
+        partners = members if len(members) > 1 else [*members, *done]
+        if not members or len(partners) < 2:
+            break
+        first, second = _closest(pool, members, partners)
+        for each in (first, second):
+            (members if each in members else done).remove(each)
+        members.append(joined((first, second)))
+    return sorted(done + members)
+
+
+def _closest(pool: Pool, members: list[Takes], partners: list[Takes]) -> tuple[Takes, Takes]:
+    best: tuple[float, int, Takes, Takes] | None = None
+    known: set[tuple[Takes, Takes]] = set()
+    for i, first in enumerate(members):
+        for j, second in enumerate(partners):
+            if j == i and partners[j] is members[i]:
+                continue
+            if (first, second) in known:
+                continue
+            known.add((first, second))
+            key = (-_mean_gbps(pool, first, second), size_of(first) + size_of(second), first, second)
+            if best is None or key < best:
+                best = key
+    assert best is not None
+    return best[2], best[3]
+
+
+def _mean_gbps(pool: Pool, first: Takes, second: Takes) -> float:
+    total = weight = 0.0
+    for a, i in first:
+        for b, j in second:
+            inside = pool.nodes[a].type.interconnect.gb_per_s * 8.0
+            total += i * j * (inside if a == b else pool.gbps[a][b])
+            weight += i * j
+    return total / weight
+
+
+def size_of(takes: Takes) -> int:
+    return sum(count for _, count in takes)
+
+
+def usable_bytes(pool: Pool, takes: Takes) -> float:
+    """Memory of a group that weights and KV may fill."""
+    return sum(count * pool.nodes[node].type.gpu.memory_bytes for node, count in takes) * USABLE_SHARE
+
+
+def joined(parts: Iterable[Takes]) -> Takes:
+    """All GPUs of some groups together."""
+    counts: dict[int, int] = {}
+    for part in parts:
+        for node, count in part:
+            counts[node] = counts.get(node, 0) + count
+    return tuple(sorted((node, count) for node, count in counts.items() if count))
+
+
+def make_state(groups: Iterable[Group], idle: Takes) -> State:
+    """A state in its canonical form."""
+    return State(tuple(sorted(groups)), idle)

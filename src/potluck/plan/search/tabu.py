@@ -1,0 +1,192 @@
+"""Tabu search over groups and phases (THUNDERSERVE's algorithm 1), with restarts.
+
+From a start by clustering, every step looks at some random neighbours and goes to the best that is not tabu, better
+or not. A walk that has not improved on its own best for `patience` steps ends; the next one starts from the best
+state found, shaken, or from clusters of another size. The search has converged when `walks` walks in a row have
+brought nothing. The random numbers come from a seed, so that the same limits in steps give the same answer;
+the clock can only cut it short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from potluck.core.errors import CapacityError
+from potluck.core.types import Role
+from potluck.plan.search.costs import Calibrated, Timing
+from potluck.plan.search.deduce import PHASES, Deduced, deducer
+from potluck.plan.search.evaluate import Evaluator, Score, State
+from potluck.plan.search.groups import starting_state
+from potluck.plan.search.moves import Moves, all_moves
+from potluck.plan.search.orchestrate import Orchestration
+from potluck.plan.search.pool import Pool, Workload
+
+SCALES = (1.0, 1.6, 2.4, 1.3)
+"""How many times over the groups of a start hold the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long to search."""
+
+    neighbours: int = 20
+    """N_neigh: states looked at in a step."""
+    memory: int = 40
+    """N_mem: states that are tabu."""
+    patience: int = 60
+    """Steps without a better state of its own after which a walk ends."""
+    walks: int = 12
+    """Walks without a better state at all after which the search ends."""
+    steps: int = 1_000_000
+    time_limit_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to search."""
+
+    phases: tuple[Role, ...] = ("prefill", "decode", "mixed")
+    """THUNDERSERVE knows only the first two."""
+    seed: int = 0
+    limits: Limits = field(default_factory=Limits)
+    timing: Timing = field(default_factory=Calibrated)
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best way found to use the pool."""
+
+    state: State
+    score: Score
+    configurations: tuple[Deduced, ...]
+    """Of the groups, in their order."""
+    orchestration: Orchestration
+    trace: tuple[tuple[float, float], ...]
+    """(seconds since the start, attainment with its tie-break) whenever that rose."""
+    evaluated: int
+    """States scored."""
+    steps: int
+    converged: bool
+    """False when a limit ended the search."""
+
+
+def search(pool: Pool, work: Workload, settings: Settings | None = None) -> Found:
+    """Group the pool's GPUs, give each group a phase and a configuration, and route."""
+    return search_with(Evaluator(deducer(pool, work, (settings or Settings()).timing)), settings)
+
+
+def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found:
+    """The same with an evaluator that may remember an earlier search."""
+    chosen = settings or Settings()
+    pool, work = evaluator.deducer.pool, evaluator.deducer.work
+    phases = tuple(PHASES[role] for role in chosen.phases)
+    hunt = Hunt(evaluator, all_moves(pool, work, phases), chosen)
+    hunt.run(lambda scale: starting_state(evaluator, phases, hunt.rng, scale))
+    return hunt.found()
+
+
+@dataclass(slots=True)
+class Hunt:
+    """A search under way."""
+
+    evaluator: Evaluator
+    moves: Moves
+    settings: Settings
+    rng: Random = field(init=False)
+    best: State | None = None
+    best_score: Score = Score(-2.0, 0.0, 0.0)
+    trace: list[tuple[float, float]] = field(default_factory=list)
+    steps: int = 0
+    converged: bool = False
+    _begun: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = Random(self.settings.seed)
+        self._begun = self.settings.clock()
+
+    def run(self, start: Callable[[float], State]) -> None:
+        """Walk after walk until nothing new comes."""
+        idle_walks, number = 0, 0
+        limits = self.settings.limits
+        while idle_walks < limits.walks:
+            before = self.best_score.value
+            fresh = number < len(SCALES) or number % 4 == 3
+            if fresh or self.best is None:
+                state = start(SCALES[number % len(SCALES)])
+            else:
+                state = self._shaken(self.best, self.rng.randint(2, 6))
+            self._walk(state)
+            number += 1
+            if self._over():
+                return
+            idle_walks = 0 if self.best_score.value > before + 1e-12 else idle_walks + 1
+        self.converged = True
+
+    def _walk(self, state: State) -> None:
+        limits = self.settings.limits
+        tabu: deque[State] = deque([state], maxlen=limits.memory)
+        own, stale = self._offer(state), 0
+        while stale < limits.patience and not self._over():
+            chosen: State | None = None
+            value = -2.0
+            for _ in range(limits.neighbours):
+                near = self.moves.neighbour(state, self.rng)
+                if near is None or near in tabu:
+                    continue
+                worth = self.evaluator.score(near.groups).value
+                if worth > value:
+                    chosen, value = near, worth
+            self.steps += 1
+            stale += 1
+            if chosen is None:
+                continue
+            state = chosen
+            tabu.append(state)
+            if value > own + 1e-12:
+                own, stale = value, 0
+                self._offer(state)
+
+    def _offer(self, state: State) -> float:
+        score = self.evaluator.score(state.groups)
+        if self.best is None or score.value > self.best_score.value + 1e-12:
+            self.best, self.best_score = state, score
+            self.trace.append((self.settings.clock() - self._begun, score.value))
+        return score.value
+
+    def _shaken(self, state: State, times: int) -> State:
+        for _ in range(times):
+            near = self.moves.neighbour(state, self.rng)
+            if near is not None and self.evaluator.score(near.groups).value >= 0:
+                state = near
+        return state
+
+    def _over(self) -> bool:
+        limits = self.settings.limits
+        return (
+            self.steps >= limits.steps or self.settings.clock() - self._begun >= limits.time_limit_s
+        )
+
+    def found(self) -> Found:
+        """The answer; an error when no group can serve the model within its objective."""
+        if self.best is None or self.best_score.goodput_per_s <= 0:
+            work = self.evaluator.deducer.work
+            raise CapacityError(
+                f"{work.model.name} cannot be served on this pool within {work.slo.ttft_s:g} s to the first "
+                f"token and {work.slo.tpot_s:g} s per token; add GPUs or relax the objective"
+            )
+        configurations = tuple(self.evaluator.deduced(group) for group in self.best.groups)
+        return Found(
+            self.best,
+            self.best_score,
+            tuple(each for each in configurations if each is not None),
+            self.evaluator.orchestrated(self.best.groups),
+            tuple(self.trace),
+            self.evaluator.evaluated,
+            self.steps,
+            self.converged,
+        )
