@@ -16,6 +16,7 @@ import click
 
 MIN_WIDTH = 100
 PIPE_WIDTH = 140
+WIDEST = 200
 _NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+)?\Z")
 
 
@@ -31,7 +32,6 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=sys.stdout, width=_width(), highlight=False, soft_wrap=False)
     grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
     for i, column in enumerate(columns):
@@ -41,6 +41,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in cells:
         # Text, not markup: a name may hold square brackets.
         grid.add_row(*(Text(cell) for cell in row))
+    # In a pipe nothing is folded that a script might look for, within reason.
+    needed = Console(width=WIDEST).measure(grid).maximum
+    width = _width() if sys.stdout.isatty() else max(_width(), min(needed, WIDEST))
+    console = Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
     console.print(grid)
     console.print()
 

@@ -142,16 +142,30 @@ def optimum(site: Site, lengths: Lengths) -> Operating:
     """The best threshold and split; a site without remote instances keeps everything at home."""
     if site.local_instances < 1 or site.remote_instances < 0:
         raise InputError("site", "needs at least one local instance and no negative count")
-    thresholds = np.unique(np.concatenate([[0.0], lengths.tokens]))
+    thresholds = np.concatenate([[0.0], lengths.tokens])
     if not site.remote_instances:
         thresholds = thresholds[-1:]
-    step = max(1, len(thresholds) // 512)
-    tried = [*thresholds[::step], thresholds[-1]]
-    found = [operating(site, lengths, float(t), n) for n in range(site.local_instances) for t in tried]
-    best = max(found, key=lambda each: each.rate_per_s)
-    near = thresholds[np.abs(thresholds - best.threshold_tokens) <= _reach(thresholds, best, step)]
-    fine = [operating(site, lengths, float(t), best.prefill) for t in near]
-    return max([best, *fine], key=lambda each: each.rate_per_s)
+    rates = np.stack([_rates(site, lengths, thresholds, n) for n in range(site.local_instances)])
+    prefill, place = np.unravel_index(int(np.argmax(rates)), rates.shape)
+    return operating(site, lengths, float(thresholds[place]), int(prefill))
+
+
+def _rates(site: Site, lengths: Lengths, thresholds: Floats, prefill: int) -> Floats:
+    """Λ_max at many thresholds at once: the same equations over running sums."""
+    share = np.concatenate([[0.0], np.cumsum(lengths.share)])
+    tokens = np.concatenate([[0.0], np.cumsum(lengths.share * lengths.tokens)])
+    below = np.searchsorted(lengths.tokens, thresholds, side="right")
+    stay, away = share[below], share[-1] - share[below]
+    some_stay, some_go = stay > 1e-12, away > 1e-12
+    short = tokens[below] / np.where(some_stay, stay, 1.0)
+    long = (tokens[-1] - tokens[below]) / np.where(some_go, away, 1.0)
+    compute = site.remote_instances / np.maximum(site.remote_prefill_s.at(long), 1e-12)
+    egress = site.egress_gbps * 1e9 / np.maximum(site.kv_bytes.at(long) * 8, 1e-12)
+    remote = np.where(some_go, np.minimum(compute, egress) / np.where(some_go, away, 1.0), np.inf)
+    local = prefill / np.maximum(site.local_prefill_s.at(short), 1e-12)
+    local = np.where(some_stay, local / np.where(some_stay, stay, 1.0), np.inf)
+    decode = (site.local_instances - prefill) / site.hold_s
+    return np.asarray(np.minimum(np.minimum(remote, local), decode), np.float64)
 
 
 def local_from_remote(remote: Curve, known: tuple[tuple[float, float], tuple[float, float]]) -> Curve:
@@ -176,13 +190,6 @@ def _remote_rate(site: Site, long_tokens: float, bits: float) -> float:
 def _mean(lengths: Lengths, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> float:
     share = float(lengths.share[mask].sum())
     return float((lengths.tokens[mask] * lengths.share[mask]).sum()) / share if share > 0 else 0.0
-
-
-def _reach(thresholds: Floats, best: Operating, step: int) -> float:
-    """How far from the best of a coarse grid the best of all may lie."""
-    at = int(np.searchsorted(thresholds, best.threshold_tokens))
-    low, high = max(0, at - step), min(len(thresholds) - 1, at + step)
-    return float(thresholds[high] - thresholds[low])
 
 
 def _phi(x: float) -> float:

@@ -170,8 +170,26 @@ def _first_plan(state: State) -> None:
             state.infeasible = True
             return
         if state.plan is not None or every:
-            return
+            break
         limit *= 4
+    if state.plan is None:
+        _plan_by_covers(state)
+
+
+def _plan_by_covers(state: State) -> None:
+    """Where no plan was found: the cheapest one, when it is not far above the bound."""
+    bound = state.bound
+    assert bound is not None
+    for above in (0.02, 0.04, 0.08, 0.16):
+        goal = bound.value * (1 + above)
+        columns = cheapest_columns(bound, MOST_SURVIVORS, ceiling=goal - bound.value)
+        if len(columns) > MOST_LISTED or state.deadline.over or state.plan is not None:
+            return
+        verdict = close_by_covers(state.cover, bound, columns, goal, state.deadline)
+        state.offer(verdict.plan)
+        state.raise_to(verdict.lower)
+        if not verdict.settled:
+            return
 
 
 def _search(state: State) -> None:
@@ -246,7 +264,7 @@ def _deepen(state: State) -> bool:
     """
     bound = state.bound
     assert bound is not None
-    for part in (0.4, 0.6, 0.75, 0.87, 1.0):
+    for part in (0.5, 0.75, 0.88, 1.0):
         goal = bound.value + part * (state.goal - bound.value)
         if goal <= state.lower and part < 1.0:
             continue

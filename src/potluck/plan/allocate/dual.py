@@ -91,9 +91,7 @@ class Covers:
         return Multipliers(shared[:-1].reshape(self.cover.available.shape), float(shared[-1])), objective
 
 
-def improve(
-    covers: Covers, lagrangian: Lagrangian, start: Bound, deadline: Deadline, rounds: int
-) -> Bound:
+def improve(covers: Covers, lagrangian: Lagrangian, start: Bound, deadline: Deadline, rounds: int) -> Bound:
     """The best bound that some rounds of cutting planes find, from the prices of `start`."""
     best = start
     covers.add(lagrangian.cover, start)

@@ -2,7 +2,8 @@
 
 A group takes some GPUs of some nodes. Its configuration is a pipeline of S stages, each on tp GPUs of one node:
 
-- tensor parallelism stays within a node: every way to cut a node's GPUs into degrees that the model allows;
+- tensor parallelism stays within a node; each node's GPUs are cut by one degree that the model allows, any for
+  any node, and GPUs that are left over by smaller degrees;
 - the order of the stages is the one whose hand-overs take least, by dynamic programming over how many stages
   of each node are behind and which node is last;
 - layers are split unevenly. A stage of l layers takes l·a + r seconds for its step, and memory caps l. From
@@ -26,15 +27,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 
 from potluck.core.types import Role
 from potluck.plan.rates import HANDOVER_SHARE
-from potluck.plan.search.costs import Costs, Ints, Timing, costs_of
-from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL, Scratch, Tables, best_split
+from potluck.plan.search.costs import Costs, Timing, costs_of
+from potluck.plan.search.deduce_kernel import (
+    DECODE,
+    MIXED,
+    PREFILL,
+    Floats,
+    Ints,
+    Scratch,
+    Tables,
+    best_path,
+    best_split,
+)
 from potluck.plan.search.pool import Pool, Wires, Workload, wires_of
 
 MAX_STAGES = 8
@@ -90,13 +100,14 @@ class Deducer:
     _paths: dict[tuple[Takes, float], tuple[tuple[int, ...], tuple[float, float, float]]] = field(
         default_factory=dict
     )
+    _cuts: dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], ...]] = field(default_factory=dict)
     _scratch: Scratch = field(
         default_factory=lambda: Scratch(
             *(np.zeros(MAX_STAGES) for _ in range(2)),
             *(np.zeros(MAX_STAGES, np.int64) for _ in range(3)),
         )
     )
-    _result: tuple[np.ndarray[tuple[int], np.dtype[np.float64]], Ints] = field(
+    _result: tuple[Floats, Ints] = field(
         default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64))
     )
 
@@ -109,14 +120,18 @@ class Deducer:
 
     def candidates(self, takes: Takes) -> Iterator[tuple[tuple[int, int], ...]]:
         """Every list of stages (node, tp), in no order yet."""
-        cuts = [
-            [tuple((node, tp) for tp in cut) for cut in partitions(count, self.costs.degrees[node])]
-            for node, count in takes
-        ]
-        for chosen in product(*cuts):
-            stages = tuple(stage for cut in chosen for stage in cut)
-            if len(stages) <= min(MAX_STAGES, self.work.model.layer_count):
-                yield stages
+        most = min(MAX_STAGES, self.work.model.layer_count)
+        for chosen in product(*(self.cuts(node, count) for node, count in takes)):
+            if sum(map(len, chosen)) <= most:
+                yield tuple(chain.from_iterable(chosen))
+
+    def cuts(self, node: int, count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The ways to cut so many GPUs of a node into stages."""
+        key = (node, count)
+        if key not in self._cuts:
+            ways = even_cuts(count, self.costs.degrees[node])
+            self._cuts[key] = tuple(tuple((node, tp) for tp in way) for way in ways)
+        return self._cuts[key]
 
     def path(self, per_node: Takes, phase: int) -> tuple[tuple[int, ...], tuple[float, float, float]]:
         """The order of nodes for so many stages on each, and its hops: see `deduce_kernel.walk`."""
@@ -182,51 +197,30 @@ def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
     return Deducer(pool, work, costs, wires_of(pool), tables)
 
 
-@lru_cache(maxsize=4096)
-def partitions(count: int, degrees: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Every way to write `count` as a sum of degrees, largest first."""
-    if count == 0:
-        return ((),)
+def even_cuts(count: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """For every degree, as many stages of it as there are GPUs for, then smaller ones for the rest."""
     found = []
-    for degree in degrees:
-        if degree <= count:
-            rest = tuple(d for d in degrees if d <= degree)
-            found += [(degree, *more) for more in partitions(count - degree, rest)]
-    return tuple(sorted(found, reverse=True))
+    for largest in degrees:
+        way: list[int] = []
+        for degree in sorted((d for d in degrees if d <= largest), reverse=True):
+            way += [degree] * ((count - sum(way)) // degree)
+        if largest <= count:
+            found.append(tuple(way))
+    return found
 
 
-def best_order(per_node: Takes, hop_s: np.ndarray, back_s: np.ndarray) -> tuple[int, ...]:  # type: ignore[type-arg]
-    """Nodes in the order of stages whose hops, and the way back of the token, take least.
-
-    f(left, last) is the least time to visit what is left, so many stages of each node, after `last`.
-    """
+def best_order(per_node: Takes, hop_s: Floats, back_s: Floats) -> tuple[int, ...]:
+    """Nodes in the order of stages whose hops, and the way back of the token, take least."""
     nodes = [node for node, _ in per_node]
     if len(nodes) == 1:
         return tuple(nodes) * per_node[0][1]
-
-    def rest(left: tuple[int, ...], last: int, first: int) -> tuple[float, tuple[int, ...]]:
-        key = (left, last, first)
-        if key not in known:
-            if not any(left):
-                known[key] = (float(back_s[nodes[last], nodes[first]]), ())
-            else:
-                options = []
-                for i, count in enumerate(left):
-                    if count:
-                        after = (*left[:i], count - 1, *left[i + 1 :])
-                        more, way = rest(after, i, first)
-                        options.append((float(hop_s[nodes[last], nodes[i]]) + more, (i, *way)))
-                known[key] = min(options)
-        return known[key]
-
-    known: dict[tuple[tuple[int, ...], int, int], tuple[float, tuple[int, ...]]] = {}
-    ways = []
-    counts = tuple(count for _, count in per_node)
-    for i in range(len(nodes)):
-        left = (*counts[:i], counts[i] - 1, *counts[i + 1 :])
-        time, way = rest(left, i, i)
-        ways.append((time, (i, *way)))
-    return tuple(nodes[i] for i in min(ways)[1])
+    counts = np.array([count for _, count in per_node], np.int64)
+    size = int(np.prod(counts + 1))
+    mine = np.ix_(nodes, nodes)
+    path = np.zeros(int(counts.sum()), np.int64)
+    scratch = np.zeros((size, len(nodes))), np.zeros((size, len(nodes)), np.int64)
+    best_path(counts, hop_s[mine], back_s[mine], *scratch, path)
+    return tuple(nodes[i] for i in path.tolist())
 
 
 def _per_node(stages: tuple[tuple[int, int], ...]) -> Takes:
