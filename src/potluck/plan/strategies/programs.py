@@ -2,6 +2,7 @@
 
 - *homo* (CORAL's first baseline): each model on its most cost-efficient node type, alone or in two phases.
 - *melange*: aggregated replicas of any node types, counts chosen by the integer program.
+- *prfaas*: single nodes that do one phase; long prompts may be prefilled in another region over a link.
 - *coral*: single nodes and pipelines of unlike nodes, each doing one phase.
 - *auto*: every kind of column in one program. It contains all the others' columns, so it can only be cheaper.
 """
@@ -36,6 +37,12 @@ def coral(workshop: Workshop, settings: Settings) -> Outcome:
     asks = workshop.problem.asks
     templates = {ask.name: [*workshop.phased(ask), *workshop.pipelines(ask)] for ask in asks}
     return allocated(workshop, settings, "coral", templates)
+
+
+def prfaas(workshop: Workshop, settings: Settings) -> Outcome:
+    """Prefill and decode on single nodes, in one region or over a link; which lengths cross falls out."""
+    templates = {ask.name: workshop.phased(ask) for ask in workshop.problem.asks}
+    return allocated(workshop, settings, "prfaas", templates)
 
 
 def melange(workshop: Workshop, settings: Settings) -> Outcome:
