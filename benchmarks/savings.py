@@ -12,7 +12,6 @@ import sys
 import time
 
 from common import run
-
 from potluck.catalog import models, nodes, prices
 from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask

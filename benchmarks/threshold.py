@@ -1,8 +1,8 @@
 """PrfaaS's case study (its section 4): the optimum of the throughput model, its Table 6 beside ours.
 
-The paper prints prefill times for H200 only. Those of H20 follow from two throughputs in Table 6: nine instances at the
-mean length give 2.11 requests/s, three at the mean below the threshold give 1.64; with T_H20 = a + b T_H200 these two
-times fix the curve. Decode comes from Table 6 as well: five instances give 3.91 requests/s.
+The paper prints prefill times for H200 only. Those of H20 follow from two throughputs in Table 6: nine instances at
+the mean length give 2.11 requests/s, three at the mean below the threshold give 1.64; with T_H20 = a + b T_H200 these
+two times fix the curve. Decode comes from Table 6 as well: five instances give 3.91 requests/s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 
 from common import run
-
 from potluck.catalog import models
 from potluck.plan.threshold import Curve, Site, local_from_remote, operating, optimum, truncated_lognormal
 
