@@ -57,6 +57,16 @@ def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> N
     assert verify(problem, outcome.plan) == ()
 
 
+def test_running_out_of_time_promises_nothing() -> None:
+    """A clock that jumps past the limit at once: whatever comes back, it serves what it says."""
+    ticks = iter(range(0, 10_000_000, 1000))
+    late = Settings(time_limit_s=0.5, clock=lambda: float(next(ticks)))
+    problem = a_problem(an_ask(rate_per_s=30.0))
+    outcome = STRATEGIES["coral"](Workshop(problem), late)
+    assert verify(problem, outcome.plan) == ()
+    assert outcome.plan.deployments or outcome.plan.fraction == 0
+
+
 def test_an_objective_below_the_physical_minimum_is_said_so() -> None:
     problem = a_problem(an_ask(slo=Slo(0.001, 0.0001, 1.0)))
     outcome = STRATEGIES["auto"](Workshop(problem), QUICK)

@@ -92,6 +92,8 @@ def plan(
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
         outcome = planner(workshop, settings)
+        if outcome.allocation.status == "unknown":
+            raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
         said("checking")
         violations = verify(problem, outcome.plan)
         if violations:

@@ -135,7 +135,9 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
         for f in allocation.flows
         if f.rate_per_s > 0
     )
-    fraction = 1.0 if allocation.shortfall is None else allocation.shortfall.fraction
+    fraction = 1.0 if allocation.found else 0.0
+    if allocation.shortfall is not None:
+        fraction = allocation.shortfall.fraction
     gap = allocation.gap if np.isfinite(allocation.gap) else 1.0
     return Plan(
         strategy,
