@@ -1,7 +1,7 @@
 """A second, plain telling of the allocation program: random instances, all of it in one HiGHS model, a checker.
 
-It shares no code with the solver but the values: penalties are CORAL's auxiliary variables, every template is in every
-region, and nothing is scaled.
+It shares no code with the solver but the values: penalties are CORAL's auxiliary variables, every template is
+in every region, nothing is scaled, and HiGHS runs without presolve.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Text:
             ("output_flag", False),
             ("threads", 1),
             ("mip_rel_gap", 0.0),
-            ("mip_abs_gap", 1e-9),
+            ("presolve", "off"),
         ):
             highs.setOptionValue(name, value)
         for cost, upper, whole in zip(self.cost, self.upper, self.whole, strict=True):

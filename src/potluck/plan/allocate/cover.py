@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from potluck.plan.allocate.bound import Bound, Lagrangian
+from potluck.plan.allocate.choose import close_by_covers
 from potluck.plan.allocate.colgen import Relaxed, relax
 from potluck.plan.allocate.cover_data import Cover, Multipliers
-from potluck.plan.allocate.choose import close_by_covers
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.dual import Covers, improve
 from potluck.plan.allocate.primal import (
@@ -159,7 +159,7 @@ def _first_plan(state: State) -> None:
             restricted,
             state.bound,
             time_limit_s=seconds,
-            gap_abs=0.5 * max(state.gap_target, 1e-9) * abs(state.bound.value),
+            gap_abs=0.95 * max(state.gap_target, 1e-9) * abs(state.bound.value),
             start=start,
         )
         state.solved = max(state.solved, len(restricted))

@@ -12,7 +12,7 @@ class Deadline:
 
     def __init__(self, limit_s: float, clock: Clock) -> None:
         self.limit_s = limit_s
-        self.reserve_s = min(0.1, 0.05 * limit_s)
+        self.reserve_s = min(0.5, 0.1 * limit_s)
         self._clock = clock
         self._start_s = clock()
 
@@ -23,6 +23,11 @@ class Deadline:
     @property
     def left_s(self) -> float:
         return self.limit_s - self.reserve_s - self.spent_s
+
+    @property
+    def final_s(self) -> float:
+        """For the last small steps: half of what is left, the reserve included."""
+        return max(0.5 * (self.limit_s - self.spent_s), 0.0)
 
     @property
     def over(self) -> bool:

@@ -94,7 +94,7 @@ def close(state: FlowState) -> None:
             state.infeasible = True
             return
         state.lower = max(state.lower, min(proven, state.upper))
-        if whole and answer.finished:
+        if whole and (answer.finished or limit > FIRST):
             return
         limit = MOST_SURVIVORS if limit == FIRST else 4 * limit
 
@@ -128,7 +128,7 @@ def _run(state: FlowState, rows: FlowRows, share: float) -> Answer:
     start = None if state.counts is None else (integers, start_vector(rows, state.counts)[integers])
     answer = solve_milp(
         problem,
-        time_limit_s=max(share * state.deadline.left_s, 0.01),
+        time_limit_s=share * state.deadline.left_s,
         gap_rel=0.5 * state.gap_target,
         sparse_start=start,
     )
@@ -155,7 +155,7 @@ def settle(rows: FlowRows, x: Floats, at_cost: bool, deadline: Deadline) -> tupl
     problem = rows.milp(at_cost=at_cost)
     whole = np.flatnonzero(problem.integer)
     problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
-    answer = solve_milp(problem, time_limit_s=max(deadline.left_s, 1.0), relax=True)
+    answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
     if answer.x is None or not answer.finished:
         return None
     final = answer.x.copy()

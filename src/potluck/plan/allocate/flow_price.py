@@ -166,7 +166,7 @@ def relax_flow(
     last: Relaxation | None = None
     while not deadline.over:
         rows = FlowRows(program, known)
-        problem = rows.milp(at_cost=at_cost, theta_cap=theta_cap)
+        problem = rows.milp(at_cost=at_cost, theta_cap=theta_cap, priced=True)
         answer = solve_milp(problem, time_limit_s=deadline.left_s, relax=True)
         if answer.x is None or answer.row_dual is None or not answer.finished:
             return last

@@ -176,22 +176,20 @@ class FlowRows:
                 entries.put(row, share, rate / self.scale[b] if self.bins[b].rate_per_s > 0 else 0.0)
                 self.shares.append((key, b, p, share, rate))
 
-    def milp(self, *, at_cost: bool, theta_cap: float = 1.0, cutoff: float = INFINITY) -> Milp:
-        """Minimise cost with theta = 1, or maximise theta up to a cap."""
+    def milp(self, *, at_cost: bool, theta_cap: float = 1.0, priced: bool = False) -> Milp:
+        """Minimise cost with theta = 1, or maximise theta up to a cap.
+
+        `priced`: new columns have no limits of their own, so that nodes_rc, which implies them, carries the
+        whole price of a scarce node.
+        """
         entries = self.entries
         cost, upper = np.array(entries.cost), np.array(entries.upper)
         lower = np.zeros(len(cost))
-        low, high = list(entries.low), list(entries.high)
-        row, column, value = list(entries.row), list(entries.column), list(entries.value)
+        if priced:
+            new = np.array(list(self.new.values()), dtype=np.int64)
+            upper[new[upper[new] >= 1]] = INFINITY
         if at_cost:
             lower[THETA] = upper[THETA] = 1.0
-            if cutoff < INFINITY:
-                for variable in np.flatnonzero(cost):
-                    row.append(len(low))
-                    column.append(int(variable))
-                    value.append(float(cost[variable]))
-                low.append(-INFINITY)
-                high.append(cutoff)
         else:
             upper[THETA] = theta_cap
             cost = np.zeros(len(cost))
@@ -201,12 +199,12 @@ class FlowRows:
             lower=lower,
             upper=upper,
             integer=np.array(entries.integer),
-            row_lower=np.array(low),
-            row_upper=np.array(high),
-            row=np.array(row, dtype=np.int64),
-            column=np.array(column, dtype=np.int64),
-            value=np.array(value),
-            row_names=[],
+            row_lower=np.array(entries.low),
+            row_upper=np.array(entries.high),
+            row=np.array(entries.row, dtype=np.int64),
+            column=np.array(entries.column, dtype=np.int64),
+            value=np.array(entries.value),
+            row_names=entries.names,
         )
 
     def counts(self, x: Floats) -> dict[Key, int]:

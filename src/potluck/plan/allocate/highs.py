@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import highspy
@@ -12,6 +13,13 @@ from potluck.plan.allocate.program import Floats, Ints
 
 INFINITY = float("inf")
 MIN_TIME_S = 0.01
+PROBING = 1 << 15
+"""The presolve rule that is switched off: in HiGHS 1.14 and 1.15 probing cuts off optima of small mixed programs
+(a continuous share below a whole count is enough) and then reports a wrong bound as proven."""
+
+KINDS = highspy.HighsModelStatus
+INFEASIBLE = (KINDS.kInfeasible, KINDS.kUnboundedOrInfeasible)
+SOUND = (*INFEASIBLE, KINDS.kOptimal, KINDS.kTimeLimit)
 
 
 @dataclass(slots=True)
@@ -52,34 +60,47 @@ def solve_milp(
     gap_abs: float = 0.0,
     gap_rel: float = 0.0,
 ) -> Answer:
-    """One run of HiGHS on one thread. A start gives all variables, or some by index for HiGHS to complete."""
+    """HiGHS on one thread. A start gives all variables, or some by index for HiGHS to complete.
+
+    When HiGHS ends in an error (it finds its own solution a hair outside its tolerance), it is asked once more
+    without presolve; what then still has no status proves nothing.
+    """
+    clock_s = time.monotonic()
     highs = _silent()
-    highs.setOptionValue("time_limit", max(time_limit_s, MIN_TIME_S))
     highs.setOptionValue("mip_rel_gap", gap_rel)
     highs.setOptionValue("mip_abs_gap", max(gap_abs, 1e-9))
     highs.passModel(_as_lp(problem, relax))
-    if start is not None and not relax:
+    for presolve in ("choose", "off"):
+        highs.setOptionValue("presolve", presolve)
+        left_s = time_limit_s - (time.monotonic() - clock_s)
+        highs.setOptionValue("time_limit", highs.getRunTime() + max(left_s, MIN_TIME_S))
+        if not relax:
+            _give_start(highs, start, sparse_start)
+        highs.run()
+        if highs.getModelStatus() in SOUND:
+            return _answer(highs, mixed=bool(problem.integer.any()) and not relax)
+        highs.clearSolver()
+    return Answer(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
+
+
+def _give_start(highs: highspy.Highs, start: Floats | None, sparse_start: tuple[Ints, Floats] | None) -> None:
+    if start is not None:
         solution = highspy.HighsSolution()
         solution.col_value = start.tolist()
         highs.setSolution(solution)
-    elif sparse_start is not None and not relax:
+    elif sparse_start is not None:
         index, values = sparse_start
         highs.setSolution(len(index), index.astype(np.int32), values)
-    highs.run()
-    status = highs.getModelStatus()
-    info = highs.getInfo()
-    kinds = highspy.HighsModelStatus
+
+
+def _answer(highs: highspy.Highs, mixed: bool) -> Answer:
+    status, info, solution = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    finished = status in (
-        kinds.kOptimal,
-        kinds.kInfeasible,
-        kinds.kUnboundedOrInfeasible,
-        kinds.kObjectiveBound,
-    )
-    infeasible = status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible)
-    solution = highs.getSolution()
-    mixed = bool(problem.integer.any()) and not relax
+    infeasible = status in INFEASIBLE
+    finished = infeasible or status == highspy.HighsModelStatus.kOptimal
     bound = info.mip_dual_bound if mixed else (info.objective_function_value if finished else -INFINITY)
+    if not finished and bound == 0.0:  # what HiGHS reports when it was stopped before it had any bound
+        bound = -INFINITY
     return Answer(
         x=np.array(solution.col_value) if feasible else None,
         objective=float(info.objective_function_value) if feasible else INFINITY,
@@ -142,6 +163,7 @@ def _silent() -> highspy.Highs:
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.setOptionValue("parallel", "off")
+    highs.setOptionValue("presolve_rule_off", PROBING)
     return highs
 
 

@@ -9,16 +9,23 @@ Rows        time_j     x_j <= h r_j n_j                          prefill and mix
             gpus_v     sum_j U_jv n_j <= G_v                     v: nodes, or classes of like nodes
             n_j        whole and not negative
 
-D_j is the attainment with KV that takes no time, and links have no limit, so no state of the search is worth
-more. `exact_bound` has a column for every group of the pool's own nodes; it is for small pools, where it is a
-whole program. `class_bound` is for large ones: all links are the pool's best, like nodes are one class of GPUs
-that groups draw from, and n may be fractional. Both know groups of up to `MAX_NODES` nodes, as the search does.
+and, between nodes a and b of the pool, with s_ja the layers that j keeps on a and F_ab layers of KV a second:
+
+            out_a      sum_{j prefill} s_ja x_j = sum_b F_ab
+            in_b       sum_{j decode} s_jb z_j = sum_a F_ab      z_j <= h r_j n_j: what j decodes
+            F_ab       <= bandwidth_ab / bytes of a layer, a != b
+
+D_j is the attainment with KV that takes no time, and which prefill feeds which decode is free, so no state of
+the search is worth more. `exact_bound` has a column for every group of the pool's own nodes; it is for small
+pools, where it is a whole program. `class_bound` is for large ones: all links are the pool's best and without
+limit, like nodes are one class of GPUs that groups draw from, and n may be fractional. Both know groups of up
+to `MAX_NODES` nodes, as the search does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from itertools import combinations_with_replacement, product
 
 import numpy as np
@@ -27,7 +34,7 @@ from potluck.core.types import Role
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.search.costs import Timing
 from potluck.plan.search.deduce import PHASES, Deduced, Deducer, Takes, deducer
-from potluck.plan.search.deduce_kernel import DECODE, PREFILL, attained
+from potluck.plan.search.deduce_kernel import DECODE, PREFILL, Floats, Ints, attained
 from potluck.plan.search.moves import MAX_NODES
 from potluck.plan.search.pool import Pool, Workload, uniform_pool
 
@@ -45,13 +52,13 @@ def exact_bound(
 ) -> float:
     """At most so many requests a second within the objective, of those offered."""
     source = deducer(pool, work, timing)
-    columns = []
+    columns: list[Column] = []
     for counts in product(*(range(node.gpus + 1) for node in pool.nodes)):
         takes = tuple((node, count) for node, count in enumerate(counts) if count)
         if 0 < len(takes) <= MAX_NODES:
             columns += _columns(source, takes, tuple(map(float, counts)), phases)
     gpus = [float(node.gpus) for node in pool.nodes]
-    return _bound(columns, gpus, work, time_limit_s=time_limit_s, relax=False)
+    return _bound(columns, gpus, work, source, time_limit_s=time_limit_s, relax=False)
 
 
 def class_bound(
@@ -65,7 +72,7 @@ def class_bound(
     """The same for pools of any size, looser."""
     rich, members = _classes(pool)
     source = deducer(rich, work, timing)
-    columns = []
+    columns: list[Column] = []
     for takes in _multisets(rich, members):
         uses = [0.0] * len(members)
         for node, count in takes:
@@ -94,7 +101,7 @@ def _classes(pool: Pool) -> tuple[Pool, list[list[int]]]:
     for index, node in enumerate(pool.nodes):
         if node.gpus:
             kinds.setdefault((node.type.gpu, node.type.interconnect, node.gpus), []).append(index)
-    return replace(uniform_pool(pool.nodes, gbps, rtt_s)), list(kinds.values())
+    return uniform_pool(pool.nodes, gbps, rtt_s), list(kinds.values())
 
 
 def _multisets(pool: Pool, members: list[list[int]]) -> Iterator[Takes]:
@@ -110,55 +117,118 @@ def _multisets(pool: Pool, members: list[list[int]]) -> Iterator[Takes]:
 
 
 def _bound(
-    columns: list[Column], gpus: list[float], work: Workload, *, time_limit_s: float, relax: bool
+    columns: list[Column],
+    gpus: list[float],
+    work: Workload,
+    source: Deducer | None = None,
+    *,
+    time_limit_s: float,
+    relax: bool,
 ) -> float:
+    """Solve it; links count when `source` says what they are."""
     if not columns:
         return 0.0
     count, h = len(columns), work.headroom
-    weight = np.zeros(count)
-    rate = np.zeros(count)
-    for j, (_, phase, found) in enumerate(columns):
-        rate[j] = h * found.rate_per_s
-        if phase == PREFILL:
-            weight[j] = attained(h, found.service_s, work.slo.ttft_s - found.latency_s)
-        elif phase != DECODE:
-            weight[j] = found.attained
     phases = np.array([phase for _, phase, _ in columns])
+    rate = np.array([h * found.rate_per_s for _, _, found in columns])
+    weight = np.array([_weight(work, phase, found) for _, phase, found in columns])
     uses = np.array([row for row, _, _ in columns])
+    size = 2 * count  # n, then x or z
+    j = np.arange(count)
+    rows = Rows(size)
+    rows.add(
+        j, np.concatenate([j, count + j]), np.concatenate([j, j]), np.concatenate([-rate, np.ones(count)])
+    )
+    prefills, decodes = np.flatnonzero(phases == PREFILL), np.flatnonzero(phases == DECODE)
+    both = np.concatenate([prefills, decodes])
+    signs = np.concatenate([np.ones(len(prefills)), -np.ones(len(decodes))])
+    rows.add_one(count + both, signs, 0.0)
     giving = np.flatnonzero(phases != DECODE)
-    # Rows: time of every giving column, then decode, offered, GPUs. Columns: n, then x of the giving ones.
-    x = count + np.arange(len(giving))
-    decode_row, offered_row = len(giving), len(giving) + 1
-    first_gpu = len(giving) + 2
-    prefills = np.flatnonzero(phases[giving] == PREFILL)
-    decodes = np.flatnonzero(phases == DECODE)
-    used_row, used_column = np.nonzero(uses.T)
-    entries = [
-        (np.arange(len(giving)), x, np.ones(len(giving))),
-        (np.arange(len(giving)), giving, -rate[giving]),
-        (np.full(len(prefills), decode_row), x[prefills], np.ones(len(prefills))),
-        (np.full(len(decodes), decode_row), decodes, -rate[decodes]),
-        (np.full(len(giving), offered_row), x, np.ones(len(giving))),
-        (first_gpu + used_row, used_column, uses.T[used_row, used_column]),
-    ]
-    row, column, value = (np.concatenate([entry[k] for entry in entries]) for k in range(3))
-    upper = np.zeros(first_gpu + len(gpus))
-    upper[offered_row], upper[first_gpu:] = work.rate_per_s, gpus
-    size = count + len(giving)
+    rows.add_one(count + giving, np.ones(len(giving)), work.rate_per_s)
+    for v, most in enumerate(gpus):
+        mine = np.flatnonzero(uses[:, v])
+        rows.add_one(mine, uses[mine, v], most)
+    if source is not None:
+        _add_links(rows, columns, source, count)
+    cost = np.zeros(rows.size)
+    cost[count : 2 * count] = -weight
     answer = solve_milp(
         Milp(
-            np.concatenate([np.zeros(count), -weight[giving]]),
-            np.zeros(size),
-            np.full(size, INFINITY),
-            np.arange(size) < count,
-            np.full(len(upper), -INFINITY),
-            upper,
-            row.astype(np.int64),
-            column.astype(np.int64),
-            value.astype(np.float64),
+            cost,
+            np.zeros(rows.size),
+            np.concatenate([np.full(size, INFINITY), *rows.uppers]),
+            np.arange(rows.size) < count,
+            np.concatenate(rows.lower),
+            np.concatenate(rows.upper),
+            np.concatenate(rows.row).astype(np.int64),
+            np.concatenate(rows.column).astype(np.int64),
+            np.concatenate(rows.value).astype(np.float64),
         ),
         time_limit_s=time_limit_s,
         relax=relax,
         gap_rel=1e-4,
     )
     return min(work.rate_per_s, -answer.bound)
+
+
+def _weight(work: Workload, phase: int, found: Deduced) -> float:
+    if phase == PREFILL:
+        return float(attained(work.headroom, found.service_s, work.slo.ttft_s - found.latency_s))
+    return 0.0 if phase == DECODE else found.attained
+
+
+def _add_links(rows: Rows, columns: list[Column], source: Deducer, count: int) -> None:
+    """out_a and in_b, with F_ab as further columns."""
+    nodes, each = len(source.pool.nodes), source.work.kv_bytes_per_layer
+    most = np.full((nodes, nodes), INFINITY)
+    beta = source.wires.kv_s_per_byte
+    if each > 0:
+        apart = ~np.eye(nodes, dtype=bool)
+        most[apart] = 1.0 / (beta[apart] * each)
+    first = rows.size
+    rows.size += nodes * nodes
+    rows.uppers.append(most.ravel())
+    for phase, axis in ((PREFILL, 0), (DECODE, 1)):
+        for node in range(nodes):
+            mine, held = [], []
+            for j, (_, its, found) in enumerate(columns):
+                layers = sum(stage.layers for stage in found.stages if stage.node == node)
+                if its == phase and layers:
+                    mine.append(count + j)
+                    held.append(float(layers))
+            links = first + np.arange(nodes * nodes).reshape(nodes, nodes).take(node, axis=axis)
+            column = np.concatenate([np.array(mine, np.int64), links])
+            rows.add_one(column, np.concatenate([held, -np.ones(nodes)]), 0.0, equal=True)
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows in the making: sum of value x column, at most a limit or equal to it."""
+
+    size: int
+    """Columns."""
+    row: list[Ints] = field(default_factory=list)
+    column: list[Ints] = field(default_factory=list)
+    value: list[Floats] = field(default_factory=list)
+    lower: list[Floats] = field(default_factory=list)
+    upper: list[Floats] = field(default_factory=list)
+    uppers: list[Floats] = field(default_factory=list)
+    """Limits of columns beyond the first."""
+    count: int = 0
+
+    def add(self, which: Ints, column: Ints, row: Ints, value: Floats) -> None:
+        """Rows that must not exceed 0; `row` counts from the first of them."""
+        self.row.append(row + self.count)
+        self.column.append(column)
+        self.value.append(value)
+        self.lower.append(np.full(len(which), -INFINITY))
+        self.upper.append(np.zeros(len(which)))
+        self.count += len(which)
+
+    def add_one(self, column: Ints, value: Floats, limit: float, *, equal: bool = False) -> None:
+        self.row.append(np.full(len(column), self.count))
+        self.column.append(column)
+        self.value.append(value)
+        self.lower.append(np.array([limit if equal else -INFINITY]))
+        self.upper.append(np.array([limit]))
+        self.count += 1

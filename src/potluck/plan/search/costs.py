@@ -179,9 +179,7 @@ def _decode(work: Workload, timing: Timing, batches: Floats, node: NodeType, tp:
     return np.stack(timing.parts(work.model, node, tp, batch), axis=1)
 
 
-def _mixed(
-    work: Workload, timing: Timing, batches: Floats, chunk: Floats, node: NodeType, tp: int
-) -> Floats:
+def _mixed(work: Workload, timing: Timing, batches: Floats, chunk: Floats, node: NodeType, tp: int) -> Floats:
     context = batches * (work.input_tokens + work.output_tokens / 2)
     # With more prompt tokens than the budget, prefill paces the decodes: such a batch is as slow as that.
     paced = np.maximum(batches * work.input_tokens / work.output_tokens / chunk, 1.0)

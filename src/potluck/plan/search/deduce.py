@@ -4,8 +4,8 @@ A group takes some GPUs of some nodes. Its configuration is a pipeline of S stag
 
 - tensor parallelism stays within a node; each node's GPUs are cut by one degree that the model allows, any for
   any node, and GPUs that are left over by smaller degrees;
-- the order of the stages is the one whose hand-overs take least, by dynamic programming over how many stages
-  of each node are behind and which node is last;
+- the order of the stages is the one whose hand-overs of a prompt take least, by dynamic programming over how many
+  stages of each node are left and which node was last;
 - layers are split unevenly. A stage of l layers takes l·a + r seconds for its step, and memory caps l. From
   the split of least latency (the fastest stages filled first) layers are moved one by one off the slowest
   stage; every split on the way has the least latency of all with its interval I, so all trade-offs between
@@ -25,9 +25,9 @@ M/D/1 is spread exponentially: P(W > t) = h exp(-2 (1 - h) t / I), which has P(W
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, pairwise, product
 
 import numpy as np
 
@@ -35,13 +35,19 @@ from potluck.core.types import Role
 from potluck.plan.rates import HANDOVER_SHARE
 from potluck.plan.search.costs import Costs, Timing, costs_of
 from potluck.plan.search.deduce_kernel import (
+    BATCH,
     DECODE,
+    LATENCY_S,
     MIXED,
     PREFILL,
+    RATE,
+    SERVICE_S,
+    SHARE,
     Floats,
     Ints,
     Scratch,
     Tables,
+    best_candidate,
     best_path,
     best_split,
 )
@@ -50,8 +56,6 @@ from potluck.plan.search.pool import Pool, Wires, Workload, wires_of
 MAX_STAGES = 8
 PHASES: dict[Role, int] = {"prefill": PREFILL, "decode": DECODE, "mixed": MIXED}
 NAMES: tuple[Role, ...] = ("prefill", "decode", "mixed")
-NOMINAL_BATCH = 16
-"""For which batch the order of a decoding pipeline is chosen."""
 
 Takes = tuple[tuple[int, int], ...]
 """(node, GPUs) of a group, by node."""
@@ -87,6 +91,17 @@ class Deduced:
         return self.rate_per_s * self.attained
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """The candidates of a group, each in its best order."""
+
+    placed: list[tuple[tuple[int, int], ...]]
+    """(node, tp) of every stage."""
+    kinds: Ints
+    counts: Ints
+    paths: Floats
+
+
 @dataclass(slots=True)
 class Deducer:
     """Deduces configurations for one pool and workload; remembers every group it has seen."""
@@ -97,19 +112,14 @@ class Deducer:
     wires: Wires
     tables: Tables
     seen: dict[tuple[Takes, int], Deduced | None] = field(default_factory=dict)
-    _paths: dict[tuple[Takes, float], tuple[tuple[int, ...], tuple[float, float, float]]] = field(
-        default_factory=dict
-    )
+    _paths: dict[Takes, tuple[tuple[int, ...], tuple[float, float, float]]] = field(default_factory=dict)
     _cuts: dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], ...]] = field(default_factory=dict)
-    _scratch: Scratch = field(
-        default_factory=lambda: Scratch(
-            *(np.zeros(MAX_STAGES) for _ in range(2)),
-            *(np.zeros(MAX_STAGES, np.int64) for _ in range(3)),
-        )
-    )
+    _listed: dict[Takes, Listed] = field(default_factory=dict)
+    _scratch: Scratch = field(default_factory=lambda: _scratch())
     _result: tuple[Floats, Ints] = field(
         default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64))
     )
+    _tried: tuple[Floats, Ints] = field(default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64)))
 
     def best(self, takes: Takes, phase: int) -> Deduced | None:
         """The best configuration; None when the group cannot do this phase."""
@@ -133,45 +143,78 @@ class Deducer:
             self._cuts[key] = tuple(tuple((node, tp) for tp in way) for way in ways)
         return self._cuts[key]
 
-    def path(self, per_node: Takes, phase: int) -> tuple[tuple[int, ...], tuple[float, float, float]]:
+    def path(self, per_node: Takes) -> tuple[tuple[int, ...], tuple[float, float, float]]:
         """The order of nodes for so many stages on each, and its hops: see `deduce_kernel.walk`."""
-        sent = self.sent_bytes(phase)
-        key = (per_node, sent)
-        if key not in self._paths:
+        if per_node not in self._paths:
             alpha, beta = self.wires.hop_alpha_s, self.wires.hop_s_per_byte
+            sent = self.tables.token_bytes * self.work.input_tokens
             order = best_order(per_node, alpha + sent * beta, alpha)
-            hops = list(zip(order, order[1:], strict=False))
-            back = float(alpha[order[-1], order[0]]) if hops else 0.0
-            total = back + sum(float(alpha[hop]) for hop in hops)
-            betas = [float(beta[hop]) for hop in hops] or [0.0]
-            self._paths[key] = order, (total, sum(betas), max(betas))
-        return self._paths[key]
+            self._paths[per_node] = order, self._hops(order)
+        return self._paths[per_node]
 
-    def sent_bytes(self, phase: int) -> float:
-        """What crosses a hop in the step that the order is chosen for."""
-        return self.tables.token_bytes * (NOMINAL_BATCH if phase == DECODE else self.work.input_tokens)
+    def fixed(self, stages: tuple[StageTake, ...], phase: int) -> Deduced | None:
+        """What a configuration that is loaded already does in a phase: only its batch is free."""
+        placed = tuple((stage.node, stage.tp) for stage in stages)
+        result, layers = self._result
+        layers[: len(stages)] = [stage.layers for stage in stages]
+        kinds = np.array([self.costs.kinds[stage] for stage in placed], np.int64)
+        path = self._hops(tuple(stage.node for stage in stages))
+        best_split(phase, kinds, len(placed), path, self.tables, self._scratch, True, 0.0, result, layers)
+        return self._deduced(placed) if result[RATE] > 0 else None
 
     def _search(self, takes: Takes, phase: int) -> Deduced | None:
-        result, layers = self._result
-        kinds = np.zeros(MAX_STAGES, np.int64)
-        best: Deduced | None = None
+        if takes not in self._listed:
+            self._listed[takes] = self._list(takes)
+        listed = self._listed[takes]
+        if not listed.placed:
+            return None
+        best = best_candidate(
+            phase,
+            listed.kinds,
+            listed.counts,
+            listed.paths,
+            self.tables,
+            self._scratch,
+            self._tried,
+            *self._result,
+        )
+        return self._deduced(listed.placed[best]) if best >= 0 else None
+
+    def _list(self, takes: Takes) -> Listed:
+        placed, paths = [], []
         for stages in self.candidates(takes):
-            order, path = self.path(_per_node(stages), phase)
-            placed = _placed(stages, order)
-            for s, stage in enumerate(placed):
-                kinds[s] = self.costs.kinds[stage]
-            best_split(phase, kinds, len(placed), path, self.tables, self._scratch, result, layers)
-            if result[0] > (best.goodput_per_s if best else 0.0):
-                held = layers[: len(placed)].tolist()
-                best = Deduced(
-                    tuple(StageTake(node, tp, n) for (node, tp), n in zip(placed, held, strict=True)),
-                    float(result[1]),
-                    float(result[2]),
-                    float(result[3]),
-                    int(result[4]),
-                    float(result[5]),
-                )
-        return best
+            order, path = self.path(_per_node(stages))
+            placed.append(_placed(stages, order))
+            paths.append(path)
+        kinds = np.zeros((len(placed), MAX_STAGES), np.int64)
+        for row, mine in zip(kinds, placed, strict=True):
+            row[: len(mine)] = [self.costs.kinds[stage] for stage in mine]
+        counts = np.array([len(mine) for mine in placed], np.int64)
+        return Listed(placed, kinds, counts, np.array(paths, np.float64))
+
+    def _deduced(self, placed: Sequence[tuple[int, int]]) -> Deduced:
+        result, layers = self._result
+        return Deduced(
+            tuple(StageTake(*stage, n) for stage, n in zip(placed, layers.tolist(), strict=False)),
+            float(result[RATE]),
+            float(result[LATENCY_S]),
+            float(result[SERVICE_S]),
+            int(result[BATCH]),
+            float(result[SHARE]),
+        )
+
+    def _hops(self, order: tuple[int, ...]) -> tuple[float, float, float]:
+        alpha, beta = self.wires.hop_alpha_s, self.wires.hop_s_per_byte
+        hops = list(pairwise(order))
+        back = float(alpha[order[-1], order[0]]) if hops else 0.0
+        betas = [float(beta[hop]) for hop in hops] or [0.0]
+        return back + sum(float(alpha[hop]) for hop in hops), sum(betas), max(betas)
+
+
+def _scratch() -> Scratch:
+    a, r = np.zeros(MAX_STAGES), np.zeros(MAX_STAGES)
+    cap, held, order = (np.zeros(MAX_STAGES, np.int64) for _ in range(3))
+    return Scratch(a, r, cap, held, order)
 
 
 def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
@@ -230,9 +273,9 @@ def _per_node(stages: tuple[tuple[int, int], ...]) -> Takes:
     return tuple(sorted(counts.items()))
 
 
-def _placed(stages: tuple[tuple[int, int], ...], order: tuple[int, ...]) -> list[tuple[int, int]]:
+def _placed(stages: tuple[tuple[int, int], ...], order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """The stages in an order of nodes; those of one node as they come."""
     waiting: dict[int, list[tuple[int, int]]] = {}
     for stage in stages:
         waiting.setdefault(stage[0], []).append(stage)
-    return [waiting[node].pop(0) for node in order]
+    return tuple(waiting[node].pop(0) for node in order)

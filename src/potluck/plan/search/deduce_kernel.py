@@ -54,7 +54,8 @@ def attained(busy: float, service_s: float, slack_s: float) -> float:
     """Share of requests that wait at most `slack_s` in an M/D/1 queue."""
     if slack_s < 0.0:
         return 0.0
-    return 1.0 - busy * np.exp(-2.0 * (1.0 - busy) * slack_s / service_s)
+    share: float = 1.0 - busy * np.exp(-2.0 * (1.0 - busy) * slack_s / service_s)
+    return share
 
 
 @compiled
@@ -80,6 +81,16 @@ def fill(count: int, layers: int, scratch: Scratch) -> bool:
         more = min(left, scratch.cap[s] - 1)
         scratch.held[s] += more
         left -= more
+    return True
+
+
+@compiled
+def given(count: int, layers: Ints, scratch: Scratch) -> bool:
+    """The split in `layers`, if memory takes it."""
+    for s in range(count):
+        scratch.held[s] = layers[s]
+        if scratch.held[s] > scratch.cap[s]:
+            return False
     return True
 
 
@@ -121,6 +132,24 @@ def load(phase: int, kinds: Ints, count: int, b: int, tables: Tables, scratch: S
 
 
 @compiled
+def hopeless(count: int, batch: float, tables: Tables, scratch: Scratch, best: float) -> bool:
+    """Whether even layers in fractions, without regard to memory or hops, would not beat `best`.
+
+    Balanced, all stages take I = (L + sum r/a) / sum 1/a; the latency is at least L min a + sum r.
+    """
+    speed, ahead, rest_s, least = 0.0, 0.0, 0.0, np.inf
+    for s in range(count):
+        speed += 1.0 / scratch.a[s]
+        ahead += scratch.r[s] / scratch.a[s]
+        rest_s += scratch.r[s]
+        least = min(least, scratch.a[s])
+    cycle_s = max(count * (tables.layers + ahead) / speed, tables.layers * least + rest_s)
+    # A touch of slack, so that rounding never drops what is as good as the best.
+    cycle_s *= 1.0 - 1e-12
+    return cycle_s > tables.tpot_s or count * batch / (cycle_s * tables.output_tokens) < best
+
+
+@compiled
 def walk(
     phase: int,
     kinds: Ints,
@@ -129,15 +158,19 @@ def walk(
     path: tuple[float, float, float],
     tables: Tables,
     scratch: Scratch,
+    fixed: bool,
     result: Floats,
     layers: Ints,
 ) -> None:
     """All splits on the way from least latency to least interval; keeps the best in `result`, `layers`.
 
-    `path` is the sum of the hops' alphas, the sum and the largest of their seconds per byte.
+    `path` is the sum of the hops' alphas, the sum and the largest of their seconds per byte. When the split
+    is `fixed`, it is the one in `layers`.
     """
     load(phase, kinds, count, b, tables, scratch)
-    if not fill(count, tables.layers, scratch):
+    if phase != PREFILL and hopeless(count, tables.batches[b], tables, scratch, result[0]):
+        return
+    if not (given(count, layers, scratch) if fixed else fill(count, tables.layers, scratch)):
         return
     batch = tables.batches[b]
     tokens = tables.input_tokens if phase == PREFILL else batch
@@ -176,7 +209,7 @@ def walk(
             _keep(rate * share, rate, first_s, cycle_s, batch, share, count, scratch, result, layers)
         if phase != PREFILL and latency_s >= count * interval_s:
             return  # beyond here the cycle only grows
-        if not relieve(count, slowest, peak, scratch):
+        if fixed or not relieve(count, slowest, peak, scratch):
             return
 
 
@@ -193,7 +226,7 @@ def _keep(
     result: Floats,
     layers: Ints,
 ) -> None:
-    better = goodput > result[0] or (goodput == result[0] and goodput > 0.0 and latency_s < result[2])
+    better = goodput > result[0] or (goodput == result[0] and result[1] > 0.0 and latency_s < result[2])
     if better:
         result[0], result[1], result[2] = goodput, rate, latency_s
         result[3], result[4], result[5] = service_s, batch, share
@@ -209,16 +242,46 @@ def best_split(
     path: tuple[float, float, float],
     tables: Tables,
     scratch: Scratch,
+    fixed: bool,
+    above: float,
     result: Floats,
     layers: Ints,
 ) -> None:
-    """The best batch and split of one list of stages; `result[0]` stays 0 when there is none."""
+    """The best batch and split of one list of stages, above a goodput; `result[1]` stays 0 if there is none."""
     result[:] = 0.0
+    result[0] = above
     if phase == PREFILL:
-        walk(phase, kinds, count, 0, path, tables, scratch, result, layers)
+        walk(phase, kinds, count, 0, path, tables, scratch, fixed, result, layers)
         return
-    for b in range(len(tables.batches)):
-        walk(phase, kinds, count, b, path, tables, scratch, result, layers)
+    for b in range(len(tables.batches) - 1, -1, -1):  # large batches are best where they fit
+        walk(phase, kinds, count, b, path, tables, scratch, fixed, result, layers)
+
+
+@compiled
+def best_candidate(
+    phase: int,
+    kinds: Ints,
+    counts: Ints,
+    paths: Floats,
+    tables: Tables,
+    scratch: Scratch,
+    tried: tuple[Floats, Ints],
+    result: Floats,
+    layers: Ints,
+) -> int:
+    """Which list of stages, a row of `kinds` each, is best; -1 when none can do the phase."""
+    best = -1
+    result[0] = 0.0
+    for c in range(len(counts)):
+        path = (paths[c, 0], paths[c, 1], paths[c, 2])
+        best_split(phase, kinds[c], counts[c], path, tables, scratch, False, result[0], tried[0], tried[1])
+        if tried[0][1] > 0.0:
+            best = c
+            for i in range(len(result)):
+                result[i] = tried[0][i]
+            for s in range(counts[c]):
+                layers[s] = tried[1][s]
+    return best
 
 
 @compiled

@@ -21,7 +21,7 @@ What two states attain alike is told apart by the rate that they would attain if
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,6 +43,7 @@ TIE_WEIGHT = 1e-3
 """How little the attainable rate, in units of the offered one, counts beside the attainment."""
 MAX_LINK_ROWS = 64
 FIRST_NUMBERS = 1024
+PER_NUMBER = ("owner", "rate", "latency_s", "service_s", "attained")
 
 
 class Group(NamedTuple):
@@ -90,9 +91,13 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         work, wires = self.deducer.work, self.deducer.wires
+        rate, latency_s, service_s, attained = (np.zeros(FIRST_NUMBERS) for _ in range(4))
         self._store = Store(
             np.zeros((FIRST_NUMBERS, work.model.layer_count), np.int64),
-            *(np.zeros(FIRST_NUMBERS) for _ in range(4)),
+            rate,
+            latency_s,
+            service_s,
+            attained,
             wires.kv_alpha_s,
             wires.kv_s_per_byte,
             work.kv_bytes_per_layer,
@@ -169,8 +174,11 @@ class Evaluator:
     def _add(self, found: Deduced) -> int:
         number = self._used
         if number == len(self._store.rate):
-            grown = (np.concatenate([part, np.zeros_like(part)]) for part in self._store[:5])
-            self._store = Store(*grown, *self._store[5:])  # type: ignore[arg-type]
+            parts = {name: getattr(self._store, name) for name in PER_NUMBER}
+            grown: dict[str, Any] = {
+                name: np.concatenate([part, np.zeros_like(part)]) for name, part in parts.items()
+            }
+            self._store = self._store._replace(**grown)
         self._used += 1
         owner = [stage.node for stage in found.stages for _ in range(stage.layers)]
         self._store.owner[number] = owner

@@ -20,17 +20,25 @@ MARGIN = 1.15
 """How much more memory than the weights a first group gets, for KV."""
 
 
-def starting_state(evaluator: Evaluator, phases: tuple[int, ...], rng: Random, scale: float = 1.0) -> State:
+def starting_state(
+    evaluator: Evaluator,
+    phases: tuple[int, ...],
+    rng: Random,
+    scale: float = 1.0,
+    most_gpus: int | None = None,
+) -> State:
     """Clusters that hold the model `scale` times over, each with a random phase that it can do."""
     pool = evaluator.deducer.pool
     model_bytes = weight_bytes(evaluator.deducer.work.model)
 
     def holds(cluster: Takes) -> bool:
-        return usable_bytes(pool, cluster) >= model_bytes * MARGIN * scale
+        full = most_gpus is not None and size_of(cluster) >= most_gpus
+        return full or usable_bytes(pool, cluster) >= model_bytes * MARGIN * scale
 
     groups, idle = [], []
     for cluster in clusters(pool, holds):
-        able = [p for p in phases if evaluator.number(Group(cluster, p)) >= 0]
+        small = most_gpus is None or size_of(cluster) <= most_gpus
+        able = [p for p in phases if small and evaluator.number(Group(cluster, p)) >= 0]
         if able:
             groups.append(Group(cluster, rng.choice(able)))
         else:

@@ -13,7 +13,7 @@ from random import Random
 from potluck.perf.memory import weight_bytes
 from potluck.plan.search.deduce import MAX_STAGES, Takes
 from potluck.plan.search.evaluate import Group, State
-from potluck.plan.search.groups import joined, make_state, usable_bytes
+from potluck.plan.search.groups import joined, make_state, size_of, usable_bytes
 from potluck.plan.search.pool import Pool, Workload
 
 MAX_NODES = 4
@@ -27,6 +27,8 @@ class Moves:
     pool: Pool
     phases: tuple[int, ...]
     model_bytes: float
+    most_gpus: int
+    """In one group."""
     kinds: tuple[Callable[[Moves, State, Random], State | None], ...]
 
     def neighbour(self, state: State, rng: Random) -> State | None:
@@ -35,17 +37,20 @@ class Moves:
 
     def possible(self, takes: Takes) -> bool:
         """Whether a group may be worth a look."""
-        return len(takes) <= min(MAX_NODES, MAX_STAGES) and usable_bytes(self.pool, takes) > self.model_bytes
+        if len(takes) > min(MAX_NODES, MAX_STAGES) or size_of(takes) > self.most_gpus:
+            return False
+        return usable_bytes(self.pool, takes) > self.model_bytes
 
 
-def all_moves(pool: Pool, work: Workload, phases: tuple[int, ...]) -> Moves:
+def all_moves(pool: Pool, work: Workload, phases: tuple[int, ...], most_gpus: int) -> Moves:
     """All four; moving and splitting, which have the most outcomes, are drawn more often."""
-    return Moves(pool, phases, weight_bytes(work.model), (flip, split, split, merge, move, move, move))
+    kinds = (flip, split, split, merge, move, move, move)
+    return Moves(pool, phases, weight_bytes(work.model), most_gpus, kinds)
 
 
 def flips_only(pool: Pool, work: Workload, phases: tuple[int, ...]) -> Moves:
     """What lightweight rescheduling may do."""
-    return Moves(pool, phases, weight_bytes(work.model), (flip,))
+    return Moves(pool, phases, weight_bytes(work.model), pool.gpus, (flip,))
 
 
 def flip(moves: Moves, state: State, rng: Random) -> State | None:

@@ -13,9 +13,9 @@ Rows        prefill_i   sum_j f_ij <= P_i
             link_ab     sum_ij s_ij,ab f_ij <= 1
 
 The paper's own X_i (share of requests that i prefills) and Y_ij (share of i's that j decodes) are f_ij =
-R X_i Y_ij; as printed it has no capacities, and would send everything to the best pair. All right-hand sides are positive,
-so f = 0 is feasible and a primal simplex on a condensed tableau needs no first phase; links are thick enough in most
-states, so their rows are added only when an answer overloads one, and it is solved again.
+R X_i Y_ij; as printed it has no capacities, and would send everything to the best pair. No right-hand side is
+negative, so f = 0 is feasible and a primal simplex on a condensed tableau needs no first phase. Links are thick
+enough in most states, so their rows are added only when an answer overloads one, and it is solved again.
 """
 
 from __future__ import annotations

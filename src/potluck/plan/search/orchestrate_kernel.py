@@ -210,7 +210,8 @@ def optimum(
     columns = len(pre) * len(dec) + len(mix)
     nodes = program.load.shape[0]
     linked = 0
-    value, worst = 0.0, 1.0
+    value: float = 0.0
+    worst: float = 1.0
     most = len(program.links)
     for _ in range(ROUNDS):
         rows = state(pre, dec, mix, offered, linked, store, program)

@@ -1,17 +1,17 @@
 """Tabu search over groups and phases (THUNDERSERVE's algorithm 1), with restarts.
 
-From a start by clustering, every step looks at some random neighbours and goes to the best that is not tabu, better
-or not. A walk that has not improved on its own best for `patience` steps ends; the next one starts from the best
-state found, shaken, or from clusters of another size. The search has converged when `walks` walks in a row have
-brought nothing. The random numbers come from a seed, so that the same limits in steps give the same answer;
-the clock can only cut it short.
+From a start by clustering, every step looks at some random neighbours and goes to the best that is not tabu,
+better or not. A walk that has not improved on its own best for `patience` steps ends; the next one starts from
+clusters of another size, from the best state found, shaken, or from the best mixture of the groups seen so far
+(`recombine`). The search has converged when `walks` walks in a row have brought nothing. The random numbers
+come from a seed, so the same limits in steps give the same answer; the clock can only cut it short.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -24,9 +24,12 @@ from potluck.plan.search.groups import starting_state
 from potluck.plan.search.moves import Moves, all_moves
 from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.pool import Pool, Workload
+from potluck.plan.search.recombine import recombined
 
 SCALES = (1.0, 1.6, 2.4, 1.3)
 """How many times over the groups of a start hold the model."""
+ROUND = 5
+"""Walks from one mixture of seen groups to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Limits:
     """N_mem: states that are tabu."""
     patience: int = 60
     """Steps without a better state of its own after which a walk ends."""
-    walks: int = 12
+    walks: int = 8
     """Walks without a better state at all after which the search ends."""
     steps: int = 1_000_000
     time_limit_s: float = 60.0
@@ -51,6 +54,8 @@ class Settings:
 
     phases: tuple[Role, ...] = ("prefill", "decode", "mixed")
     """THUNDERSERVE knows only the first two."""
+    max_group_gpus: int | None = None
+    """Large groups serve most; small ones lose less with a GPU."""
     seed: int = 0
     limits: Limits = field(default_factory=Limits)
     timing: Timing = field(default_factory=Calibrated)
@@ -85,8 +90,12 @@ def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found
     chosen = settings or Settings()
     pool, work = evaluator.deducer.pool, evaluator.deducer.work
     phases = tuple(PHASES[role] for role in chosen.phases)
-    hunt = Hunt(evaluator, all_moves(pool, work, phases), chosen)
-    hunt.run(lambda scale: starting_state(evaluator, phases, hunt.rng, scale))
+    most = chosen.max_group_gpus or pool.gpus
+    hunt = Hunt(evaluator, all_moves(pool, work, phases, most), chosen)
+    hunt.run(
+        lambda scale: starting_state(evaluator, phases, hunt.rng, scale, most),
+        lambda attained: recombined(evaluator, hunt.moves, attained * work.rate_per_s),
+    )
     return hunt.found()
 
 
@@ -109,22 +118,41 @@ class Hunt:
         self.rng = Random(self.settings.seed)
         self._begun = self.settings.clock()
 
-    def run(self, start: Callable[[float], State]) -> None:
-        """Walk after walk until nothing new comes."""
+    def run(
+        self, start: Callable[[float], State], mix: Callable[[float], State | None] = lambda _: None
+    ) -> None:
+        """Walk after walk until nothing new comes; `mix` makes a state out of groups seen, or None."""
         idle_walks, number = 0, 0
-        limits = self.settings.limits
-        while idle_walks < limits.walks:
+        while idle_walks < self.settings.limits.walks:
             before = self.best_score.value
-            fresh = number < len(SCALES) or number % 4 == 3
-            if fresh or self.best is None:
-                state = start(SCALES[number % len(SCALES)])
-            else:
-                state = self._shaken(self.best, self.rng.randint(2, 6))
-            self._walk(state)
+            self._walk(self._start(number, start, mix))
             number += 1
             if self._over():
                 return
             idle_walks = 0 if self.best_score.value > before + 1e-12 else idle_walks + 1
+        self.converged = True
+
+    def _start(
+        self, number: int, start: Callable[[float], State], mix: Callable[[float], State | None]
+    ) -> State:
+        """The first walks start from clusters; then come rounds of a mixture, clusters and the best, shaken."""
+        turn = number - len(SCALES)
+        if turn >= 0 and turn % ROUND == 0:
+            mixed = mix(self.best_score.attainment)
+            if mixed is not None and self.evaluator.score(mixed.groups).value >= 0:
+                return mixed
+        if self.best is None or turn < 0 or turn % ROUND == ROUND - 1:
+            return start(SCALES[number % len(SCALES)])
+        return self._shaken(self.best, self.rng.randint(2, 6))
+
+    def try_all(self, states: Sequence[State]) -> None:
+        """Each of some states; a walk from the first when it is the only one."""
+        for state in states:
+            self._offer(state)
+            if self._over():
+                return
+        if len(states) == 1:
+            self.run(lambda _: states[0])
         self.converged = True
 
     def _walk(self, state: State) -> None:
@@ -167,9 +195,7 @@ class Hunt:
 
     def _over(self) -> bool:
         limits = self.settings.limits
-        return (
-            self.steps >= limits.steps or self.settings.clock() - self._begun >= limits.time_limit_s
-        )
+        return self.steps >= limits.steps or self.settings.clock() - self._begun >= limits.time_limit_s
 
     def found(self) -> Found:
         """The answer; an error when no group can serve the model within its objective."""

@@ -1,0 +1,108 @@
+"""A start made of the best groups that walks have come across, by an integer program.
+
+Columns j are (group, phase)s that were deduced; w_j is the goodput of one (for a decoder: its rate), times the
+planned utilisation. KV takes no time and links have no limit here; the walk that follows sees them.
+
+Maximise    F + sum_{j mixed} w_j n_j
+Rows        prefill    F <= sum_{j prefill} w_j n_j
+            decode     F <= sum_{j decode} w_j n_j
+            offered    F + sum_{j mixed} w_j n_j <= R
+            gpus_v     sum_j U_jv n_j <= G_v            n_j whole
+
+First with n in fractions: a column whose reduced cost would bring the bound below what is already there cannot
+be part of anything better (within these columns); of the rest the `MOST_COLUMNS` nearest are taken whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from potluck.plan.allocate.highs import INFINITY, Answer, Milp, solve_milp
+from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL, Floats, Ints
+from potluck.plan.search.evaluate import Evaluator, Group, State
+from potluck.plan.search.groups import joined, make_state
+from potluck.plan.search.moves import Moves, without
+
+MOST_COLUMNS = 150
+GAP = 0.01
+SAFETY_LIMIT_S = 20.0
+"""Such programs take a fraction of a second; a limit that is reached would make the answer depend on the clock."""
+
+
+def recombined(evaluator: Evaluator, moves: Moves, best_per_s: float) -> State | None:
+    """The best state of groups seen so far, links aside; None when it promises no more than `best_per_s`."""
+    groups = [
+        group
+        for group, number in evaluator.numbers.items()
+        if number >= 0 and group.phase in moves.phases and moves.possible(group.takes)
+    ]
+    if not groups:
+        return None
+    pool, offered = evaluator.deducer.pool, evaluator.deducer.work.rate_per_s
+    gpus = np.array([float(node.gpus) for node in pool.nodes])
+    uses = np.zeros((len(groups), len(gpus)))
+    for j, group in enumerate(groups):
+        for node, count in group.takes:
+            uses[j, node] = count
+    phases = np.array([group.phase for group in groups])
+    worth = np.array([_worth(evaluator, group) for group in groups])
+    relaxed = _solve(worth, phases, uses, gpus, offered, relax=True)
+    if relaxed.row_dual is None or -relaxed.objective <= best_per_s * (1.0 + GAP):
+        return None
+    loss = _reduced(relaxed.row_dual, worth, phases, uses)
+    near = np.argsort(loss, kind="stable")[:MOST_COLUMNS]
+    near = near[loss[near] <= -relaxed.objective - best_per_s]
+    whole = _solve(worth[near], phases[near], uses[near], gpus, offered, relax=False)
+    if whole.x is None:
+        return None
+    copies = np.rint(whole.x[1:]).astype(int)
+    chosen = [groups[j] for j, n in zip(near.tolist(), copies.tolist(), strict=True) for _ in range(n)]
+    everything = tuple((i, node.gpus) for i, node in enumerate(pool.nodes) if node.gpus)
+    return make_state(chosen, without(everything, joined(group.takes for group in chosen)))
+
+
+def _worth(evaluator: Evaluator, group: Group) -> float:
+    found = evaluator.deduced(group)
+    assert found is not None
+    return evaluator.deducer.work.headroom * found.goodput_per_s
+
+
+def _coefficients(worth: Floats, phases: Ints, uses: Floats) -> Floats:
+    """[row, n]: of prefill, decode, offered and the GPUs of every node."""
+    return np.vstack(
+        [
+            np.where(phases == PREFILL, -worth, 0.0),
+            np.where(phases == DECODE, -worth, 0.0),
+            np.where(phases == MIXED, worth, 0.0),
+            uses.T,
+        ]
+    )
+
+
+def _solve(worth: Floats, phases: Ints, uses: Floats, gpus: Floats, offered: float, *, relax: bool) -> Answer:
+    table = _coefficients(worth, phases, uses)
+    flow = np.zeros((len(table), 1))
+    flow[:3] = 1.0
+    table = np.hstack([flow, table])
+    row, column = np.nonzero(table)
+    size = table.shape[1]
+    cost = np.concatenate([[-1.0], np.where(phases == MIXED, -worth, 0.0)])
+    upper = np.concatenate([[0.0, 0.0, offered], gpus])
+    milp = Milp(
+        cost,
+        np.zeros(size),
+        np.full(size, INFINITY),
+        np.arange(size) > 0,
+        np.full(len(upper), -INFINITY),
+        upper,
+        row,
+        column,
+        table[row, column],
+    )
+    return solve_milp(milp, time_limit_s=SAFETY_LIMIT_S, relax=relax, gap_rel=GAP)
+
+
+def _reduced(dual: Floats, worth: Floats, phases: Ints, uses: Floats) -> Floats:
+    """How much one copy of each column costs of the relaxed value, at least."""
+    cost = np.where(phases == MIXED, -worth, 0.0)
+    return np.maximum(cost - dual @ _coefficients(worth, phases, uses), 0.0)

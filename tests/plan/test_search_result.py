@@ -1,0 +1,113 @@
+"""Rescheduling what is loaded, and what was found as templates and a plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from search_pools import CODING, catalog_node, paper_pool, workload
+
+from potluck.catalog import models
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.plan import plan_from_json, plan_to_json
+from potluck.core.types import LengthBin, Slo, Traffic
+from potluck.plan.problem import Ask, ask
+from potluck.plan.search.costs import Calibrated, Peak
+from potluck.plan.search.groups import joined
+from potluck.plan.search.pool import Pool, uniform_pool, workload_of
+from potluck.plan.search.reschedule import flipped, reschedule, survivors
+from potluck.plan.search.result import cut_problem, to_plan, to_templates
+from potluck.plan.search.tabu import Found, Limits, Settings, search
+from potluck.plan.verify import verify
+
+QUICK = Settings(timing=Peak(), limits=Limits(walks=4, patience=30), phases=("prefill", "decode"))
+
+
+@pytest.fixture(scope="module")
+def conversation() -> Found:
+    return search(paper_pool(), workload(), Settings(**{**_fields(QUICK), "max_group_gpus": 4}))
+
+
+def _fields(settings: Settings) -> dict[str, object]:
+    return {name: getattr(settings, name) for name in settings.__slots__}
+
+
+def test_losing_a_node_flips_and_reroutes_without_reloading(conversation: Found) -> None:
+    pool, work = paper_pool(), workload()
+    left = survivors(pool, conversation, {"A6000-0": 4})
+    after = reschedule(left, conversation, work, QUICK)
+    loaded = [mine.stages for mine in conversation.configurations]
+    assert all(mine.stages in loaded for mine in after.configurations)
+    assert all(node != 0 for group in after.state.groups for node, _ in group.takes)
+    for mine in after.configurations:
+        assert all(stage.node != 0 for stage in mine.stages)
+    everything = joined([*(group.takes for group in after.state.groups), after.state.idle])
+    assert everything == tuple((i, node.gpus) for i, node in enumerate(left.pool.nodes) if node.gpus)
+    assert after.score.attainment <= conversation.score.attainment
+    stay = reschedule(left, conversation, work, Settings(**{**_fields(QUICK), "limits": Limits(steps=0)}))
+    assert after.score.value >= stay.score.value
+
+
+def test_a_shift_to_coding_flips_towards_prefill(conversation: Found) -> None:
+    pool = paper_pool()
+    nothing_lost = survivors(pool, conversation, {})
+    after = reschedule(nothing_lost, conversation, workload(lengths=CODING), QUICK)
+    changes = flipped(conversation, after)
+    assert changes
+    assert sum(new == 0 for _, _, new in changes) > sum(new == 1 for _, _, new in changes)
+
+
+def test_random_losses_down_to_nothing(conversation: Found) -> None:
+    pool, work = paper_pool(), workload()
+    rng = np.random.default_rng(5)
+    served = refused = 0
+    for _ in range(40):
+        lost = {node.name: int(rng.integers(0, node.gpus + 1)) for node in pool.nodes}
+        left = survivors(pool, conversation, lost)
+        used = joined(conversation.state.groups[place].takes for place in left.kept)
+        assert all(count <= left.pool.nodes[node].gpus for node, count in used)
+        try:
+            after = reschedule(left, conversation, work, QUICK)
+        except CapacityError:
+            refused += 1
+            continue
+        served += 1
+        assert 0 < after.score.attainment <= 1
+        assert after.orchestration.goodput_per_s == pytest.approx(after.score.attainment * work.rate_per_s)
+    assert served
+    assert refused
+    nearly_all = survivors(
+        pool, conversation, {node.name: node.gpus for node in pool.nodes[1:]} | {"A6000-0": 3}
+    )
+    with pytest.raises(CapacityError, match="no group that is left"):
+        reschedule(nearly_all, conversation, work, QUICK)
+
+
+def test_the_groups_that_were_hit_may_be_named(conversation: Found) -> None:
+    pool = paper_pool()
+    node = conversation.state.groups[0].takes[0][0]
+    left = survivors(pool, conversation, {pool.nodes[node].name: 1}, dead=[0])
+    assert 0 not in left.kept
+    with pytest.raises(InputError, match="beyond the"):
+        survivors(pool, conversation, {}, dead=[99])
+
+
+def chat() -> tuple[Pool, Ask]:
+    pool = uniform_pool([catalog_node("a", "A40", 4), catalog_node("b", "RTX3090Ti", 4)], 40.0)
+    traffic = Traffic("chat", 6.0, (LengthBin(300, 250, 0.6), LengthBin(1500, 200, 0.4)))
+    return pool, ask("chat", models.model("Llama-3.1-8B"), Slo(2.0, 0.06), traffic)
+
+
+@pytest.mark.parametrize("phases", [("prefill", "decode"), ("prefill", "decode", "mixed")])
+def test_a_plan_that_the_checker_accepts(phases: tuple[str, ...]) -> None:
+    pool, wanted = chat()
+    settings = Settings(phases=phases, timing=Calibrated(), limits=Limits(walks=3, patience=30))
+    found = search(pool, workload_of(wanted), settings)
+    plan = to_plan(pool, wanted, found)
+    assert verify(cut_problem(pool, wanted, found), plan) == ()
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert plan.fraction == 1.0
+    templates = to_templates(pool, wanted, found)
+    assert {template.kind for template in templates} == {"group"}
+    assert len(plan.deployments) == len(found.state.groups)
+    for template in templates:
+        assert template.replicas[0].layout.layer_count == wanted.model.layer_count

@@ -1,0 +1,155 @@
+"""The search as a whole: against all states of tiny pools, against bounds, and its manners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+from search_pools import catalog_node, paper_pool, random_pool, workload
+
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.types import Slo
+from potluck.plan.problem import ask
+from potluck.plan.search.bound import class_bound, exact_bound
+from potluck.plan.search.costs import Calibrated, Peak
+from potluck.plan.search.deduce import Takes, deducer
+from potluck.plan.search.evaluate import Evaluator, Group
+from potluck.plan.search.groups import clusters, joined, size_of
+from potluck.plan.search.pool import Pool, PoolNode, uniform_pool, workload_of
+from potluck.plan.search.tabu import Limits, Settings, search, search_with
+
+KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
+SHORT = Limits(walks=6, patience=40)
+
+
+def small_workload(rate_per_s: float = 40.0, ttft_s: float = 1.0) -> object:
+    return workload("Llama-3.1-8B", (1155, 211), rate_per_s, Slo(ttft_s, 0.06))
+
+
+def partitions(left: tuple[int, ...], top: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """All multisets of groups of at most these GPUs, groups in descending order; GPUs may stay idle."""
+    yield []
+    for part in product(*(range(n + 1) for n in left)):
+        if any(part) and part <= top:
+            rest = tuple(a - b for a, b in zip(left, part, strict=True))
+            for more in partitions(rest, part):
+                yield [part, *more]
+
+
+def best_of_all(evaluator: Evaluator) -> float:
+    counts = tuple(node.gpus for node in evaluator.deducer.pool.nodes)
+    best = 0.0
+    for parts in partitions(counts, counts):
+        takes = [tuple((n, c) for n, c in enumerate(part) if c) for part in parts]
+        for phases in product(range(3), repeat=len(takes)):
+            groups = tuple(sorted(Group(t, p) for t, p in zip(takes, phases, strict=True)))
+            best = max(best, evaluator.score(groups).value)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_finds_the_best_of_all_states_on_tiny_pools(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pool = random_pool(rng, 5, KINDS, largest=3)
+    evaluator = Evaluator(deducer(pool, small_workload(), Peak()))
+    found = search_with(evaluator, Settings(seed=seed))
+    assert found.score.value == pytest.approx(best_of_all(evaluator), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_within_three_percent_of_the_bound_on_pools_of_twelve(seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    pool = random_pool(rng, 12, KINDS)
+    work = small_workload(500.0)
+    found = search(pool, work, Settings(seed=seed, timing=Peak()))
+    bound = exact_bound(pool, work, Peak())
+    assert found.score.goodput_per_s <= bound * (1 + 1e-3)
+    assert found.score.goodput_per_s >= 0.97 * bound
+    assert class_bound(pool, work, Peak()) >= bound * (1 - 1e-3)
+
+
+def test_same_seed_same_answer_and_the_trace_rises() -> None:
+    settings = Settings(seed=3, timing=Peak(), limits=Limits(walks=2, patience=20))
+    first, second = (search(paper_pool(), workload(), settings) for _ in range(2))
+    assert (first.state, first.score, first.steps) == (second.state, second.score, second.steps)
+    values = [value for _, value in first.trace]
+    assert values == sorted(values)
+    assert values[-1] == first.score.value
+    assert first.converged
+
+
+def test_the_time_limit_is_kept() -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    found = search(
+        paper_pool(), workload(), Settings(timing=Peak(), limits=Limits(time_limit_s=1.0), clock=clock)
+    )
+    assert not found.converged
+    assert now[0] <= 1.1
+
+
+def test_every_gpu_is_in_one_group_or_idle() -> None:
+    pool = paper_pool()
+    found = search(pool, workload(), Settings(timing=Calibrated(), limits=SHORT, max_group_gpus=6))
+    everything = joined([*(group.takes for group in found.state.groups), found.state.idle])
+    assert everything == tuple((i, node.gpus) for i, node in enumerate(pool.nodes))
+    assert all(size_of(group.takes) <= 6 for group in found.state.groups)
+    assert found.orchestration.rate_per_s <= workload().rate_per_s * (1 + 1e-9)
+
+
+def test_without_mixed_replicas_when_told_so() -> None:
+    settings = Settings(phases=("prefill", "decode"), timing=Peak(), limits=SHORT)
+    found = search(paper_pool(), workload(), settings)
+    assert {group.phase for group in found.state.groups} == {0, 1}
+
+
+def test_clusters_keep_to_fast_links() -> None:
+    def two(takes: Takes) -> bool:
+        return size_of(takes) >= 2
+
+    nodes = tuple(catalog_node(f"n{i}", "A5000", 1) for i in range(4))
+    near = [[0.0, 1.0, 1.0, 50.0], [1.0, 0.0, 50.0, 1.0], [1.0, 50.0, 0.0, 1.0], [50.0, 1.0, 1.0, 0.0]]
+    pool = Pool(nodes, tuple(map(tuple, near)), ((0.0,) * 4,) * 4)
+    assert clusters(pool, two) == [((0, 1), (3, 1)), ((1, 1), (2, 1))]
+
+
+def test_a_model_that_fits_nowhere_is_one_clear_line() -> None:
+    pool = uniform_pool([catalog_node("a", "L4", 1)], 10.0)
+    with pytest.raises(CapacityError, match="LLaMA-30B cannot be served on this pool within 3 s"):
+        search(pool, workload(), Settings(limits=SHORT))
+
+
+def test_bad_pools_are_one_clear_line() -> None:
+    nodes = (catalog_node("a", "A40", 2), catalog_node("b", "A40", 2))
+    square = ((0.0, 1.0), (1.0, 0.0))
+    with pytest.raises(InputError, match="must be 2 x 2"):
+        Pool(nodes, ((0.0, 1.0),), square)
+    with pytest.raises(InputError, match="a to b must be positive, is 0"):
+        Pool(nodes, ((0.0, 0.0), (1.0, 0.0)), square)
+    with pytest.raises(InputError, match="same name"):
+        Pool((nodes[0], nodes[0]), square, square)
+    with pytest.raises(InputError, match="has no GPUs"):
+        Pool((), (), ())
+    with pytest.raises(InputError, match="has 3 GPUs of 2"):
+        PoolNode("a", nodes[0].type, 3)
+    pool = Pool(nodes, square, square)
+    with pytest.raises(UnknownNameError, match="unknown 'c'"):
+        pool.without({"c": 1})
+    with pytest.raises(InputError, match="cannot lose 3 GPUs of 2"):
+        pool.without({"a": 3})
+
+
+def test_a_demand_becomes_a_workload_of_the_same_tokens() -> None:
+    from potluck.catalog import models
+    from potluck.core.types import LengthBin, Traffic
+
+    model = models.model("Llama-3.1-8B")
+    traffic = Traffic("chat", 5.0, (LengthBin(300, 250, 0.5), LengthBin(2000, 100, 0.5)))
+    work = workload_of(ask("chat", model, Slo(1.0, 0.05), traffic))
+    assert (work.input_tokens, work.output_tokens, work.rate_per_s) == (1150, 175, 5.0)
