@@ -31,7 +31,7 @@ EXTENDED = CORE | {
 }
 COUNTS = (1, 2, 4, 8)
 AMPLE = 60
-RATE_PER_S = 10.0
+RATE_PER_S = 40.0
 PAPER = {"core": {"homo": 1.62, "cauchy": 1.60}, "extended": {"homo": 3.14, "cauchy": 2.66}}
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.plan.allocate import choose, colgen, flow, flow_price, highs, primal, survivors
+from potluck.plan.allocate import colgen, flow, flow_price, highs, primal, survivors
 from potluck.plan.allocate.program import (
     Bucket,
     Count,
@@ -77,7 +77,7 @@ def test_the_time_limit_holds_even_if_every_solve_uses_all_it_may(
         now[0] += max(0.3 * time_limit_s, highs.MIN_TIME_S)
         return grow(self, 60.0)
 
-    for module in (choose, flow, flow_price, primal, survivors):
+    for module in (flow, flow_price, primal, survivors):
         monkeypatch.setattr(module, "solve_milp", slow, raising=True)
     monkeypatch.setattr(colgen.GrowingLp, "solve", slow_grow)
     for seed in range(15):

@@ -22,14 +22,15 @@ import numpy as np
 
 from potluck.plan.allocate.bound import Bound
 from potluck.plan.allocate.cover_data import Cover
-from potluck.plan.allocate.covers import Listed, Shorts, first_of_each, list_covers
+from potluck.plan.allocate.covers import Listed, Shorts, groups_of_same, list_covers
 from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
+from potluck.plan.allocate.highs import INFINITY, GrowingLp
 from potluck.plan.allocate.program import Floats, Ints
 from potluck.plan.allocate.survivors import Chosen, Columns, Restricted
 
 MOST_STATES = 400_000
 MOST_PAIRS = 2_000_000
+PER_ROUND = 60
 MOST_COMPARED = 6_000
 """Covers of a demand up to which all pairs are compared for needless ones."""
 
@@ -51,70 +52,80 @@ def close_by_covers(cover: Cover, bound: Bound, columns: Columns, goal: float, d
         listed = list_covers(restricted, bound, d, goal - bound.value, deadline)
         if listed is None:
             return Verdict(False, bound.value)
+        if not len(listed.cost):
+            return Verdict(True, goal)
         lists.append(listed)
-    lower = bound.value
-    dual = np.zeros(0)
-    for _ in range(3):
-        if any(not len(listed.cost) for listed in lists):
-            return Verdict(True, goal)
-        problem = _choice(cover, lists)
-        relaxed = solve_milp(problem, time_limit_s=deadline.left_s, relax=True)
-        if relaxed.infeasible:
-            return Verdict(True, goal)
-        if relaxed.x is None or relaxed.row_dual is None or not relaxed.finished:
-            return Verdict(False, lower)
-        dual = relaxed.row_dual
-        constant, reduced = _split(cover, lists, problem, dual)
-        lower = max(lower, constant)
-        if lower >= goal:
-            return Verdict(True, goal)
-        before = sum(len(listed.cost) for listed in lists)
-        lists = [_thin(listed, part, goal - constant) for listed, part in zip(lists, reduced, strict=True)]
-        if sum(len(listed.cost) for listed in lists) > 0.8 * before:
-            break
-    constant, reduced = _split(cover, lists, _choice(cover, lists), dual)
+    dual = _duals(cover, lists, goal, deadline)
+    if dual is None:
+        return Verdict(False, bound.value)
+    constant, reduced = _split(cover, lists, dual)
+    lower = max(bound.value, constant)
+    if constant >= goal:
+        return Verdict(True, goal)
+    lists = [_thin(listed, part, goal - constant) for listed, part in zip(lists, reduced, strict=True)]
+    if any(not len(listed.cost) for listed in lists):
+        return Verdict(True, goal)
+    constant, reduced = _split(cover, lists, dual)
     return _merge(restricted, lists, reduced, goal, constant, lower, deadline)
 
 
-def _choice(cover: Cover, lists: list[Listed]) -> Milp:
+def _duals(cover: Cover, lists: list[Listed], goal: float, deadline: Deadline) -> Floats | None:
+    """Duals of the relaxed choice, by column generation over the lists; None when time is over.
+
+    A stand-in for every demand, dearer than the goal, makes the first few columns feasible.
+    """
     demands, nodes = len(lists), cover.available.size
-    sizes = [len(listed.cost) for listed in lists]
-    dense = np.zeros((sum(sizes), demands + nodes + 1))
-    dense[np.arange(sum(sizes)), np.repeat(np.arange(demands), sizes)] = 1.0
-    dense[:, demands:-1] = np.concatenate([listed.uses for listed in lists])
-    rent = np.concatenate([listed.rent for listed in lists])
-    dense[:, -1] = rent if cover.budget is not None else 0.0
-    column, row = np.nonzero(dense)
-    budget = INFINITY if cover.budget is None else cover.budget
-    return Milp(
-        cost=np.concatenate([listed.cost for listed in lists]),
-        lower=np.zeros(sum(sizes)),
-        upper=np.full(sum(sizes), INFINITY),
-        integer=np.zeros(sum(sizes), dtype=bool),
-        row_lower=np.concatenate([np.ones(demands), np.full(nodes + 1, -INFINITY)]),
-        row_upper=np.concatenate([np.ones(demands), cover.available.ravel().astype(float), [budget]]),
-        row=row,
-        column=column,
-        value=dense[column, row],
+    limit = np.append(
+        cover.available.ravel().astype(float), INFINITY if cover.budget is None else cover.budget
     )
+    lp = GrowingLp(
+        np.concatenate([np.ones(demands), np.full(nodes + 1, -INFINITY)]),
+        np.concatenate([np.ones(demands), limit]),
+    )
+    lp.add(np.full(demands, 2 * goal), np.full(demands, INFINITY), np.eye(demands, demands + nodes + 1))
+    inside = [np.zeros(len(listed.cost), dtype=bool) for listed in lists]
+    worth = [listed.cost for listed in lists]
+    while not deadline.over:
+        fresh = 0
+        for d, (listed, value) in enumerate(zip(lists, worth, strict=True)):
+            few = min(PER_ROUND, len(value))
+            pick = np.argpartition(value, few - 1)[:few]
+            pick = pick[~inside[d][pick]]
+            inside[d][pick] = True
+            dense = np.zeros((len(pick), demands + nodes + 1))
+            dense[:, d] = 1.0
+            dense[:, demands:-1] = listed.uses[pick]
+            dense[:, -1] = listed.rent[pick] if cover.budget is not None else 0.0
+            lp.add(listed.cost[pick], np.full(len(pick), INFINITY), dense)
+            fresh += len(pick)
+        solved = lp.solve(deadline.left_s)
+        if solved is None:
+            return None
+        dual = solved[1]
+        worth = _reduced(cover, lists, dual)
+        if not fresh or min(float(value.min()) for value in worth) > -1e-7 * goal:
+            return dual
+    return None
 
 
-def _split(cover: Cover, lists: list[Listed], problem: Milp, dual: Floats) -> tuple[float, list[Floats]]:
+def _reduced(cover: Cover, lists: list[Listed], dual: Floats) -> list[Floats]:
+    demands = len(lists)
+    nodes = np.minimum(dual[demands:-1], 0.0)
+    budget = min(float(dual[-1]), 0.0) if cover.budget is not None else 0.0
+    return [
+        listed.cost - dual[d] - listed.uses @ nodes - budget * listed.rent for d, listed in enumerate(lists)
+    ]
+
+
+def _split(cover: Cover, lists: list[Listed], dual: Floats) -> tuple[float, list[Floats]]:
     """The constant and each cover's reduced cost; exact for any duals, negative parts moved to the constant."""
     demands = len(lists)
-    pick, shared = dual[:demands], np.minimum(dual[demands:], 0.0)
-    signed = np.concatenate([pick, shared])
-    reduced = problem.cost - np.bincount(
-        problem.column, problem.value * signed[problem.row], minlength=len(problem.cost)
-    )
+    shared = np.minimum(dual[demands:], 0.0)
     limit = np.append(cover.available.ravel().astype(float), cover.budget or 0.0)
-    constant = float(pick.sum() + shared @ limit)
-    parts = np.split(reduced, np.cumsum([len(listed.cost) for listed in lists])[:-1])
-    least = [float(part.min(initial=INFINITY)) for part in parts]
-    for d, low in enumerate(least):
-        if np.isfinite(low):
-            parts[d] = parts[d] - low
-            constant += low
+    parts = _reduced(cover, lists, dual)
+    least = [float(part.min()) for part in parts]
+    constant = float(dual[:demands].sum() + shared @ limit) + sum(least)
+    parts = [part - low for part, low in zip(parts, least, strict=True)]
     return constant - 1e-9 * abs(constant), parts
 
 
@@ -196,7 +207,8 @@ class Merger:
             np.concatenate([each.cost for each in found]),
             np.concatenate([each.trail for each in found]),
         )
-        distinct = joined.take(first_of_each(joined.uses, self.limit, joined.paid))
+        order, starts = groups_of_same(joined.uses, self.limit, joined.paid)
+        distinct = joined.take(order[starts])
         return distinct if len(distinct) <= MOST_STATES else None
 
     def cheapest(self, states: States, listed: Listed, reduced: Floats) -> tuple[float, Ints] | None:

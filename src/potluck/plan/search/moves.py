@@ -17,7 +17,8 @@ from potluck.plan.search.groups import joined, make_state, size_of, usable_bytes
 from potluck.plan.search.pool import Pool, Workload
 
 MAX_NODES = 4
-"""Nodes that one group may span: further hand-overs never paid in any pool tried."""
+"""Nodes that one group may span."""
+EXCHANGE_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +97,23 @@ def merge(moves: Moves, state: State, rng: Random) -> State | None:
 
 
 def move(moves: Moves, state: State, rng: Random) -> State | None:
-    """Some GPUs of one node from a group to another; either may be the idle ones."""
+    """Some GPUs of one node from a group to another, at times some of another node in return.
+
+    Either group may be the idle GPUs. The paper's m_t moves so many GPUs of every type t at once; in return is a
+    negative one, and without it two full groups could not exchange what they have.
+    """
     places = len(state.groups) + 1
     if places < 2:
         return None
     i, j = rng.sample(range(places), 2)
-    takes = [state.groups[p].takes if p < len(state.groups) else state.idle for p in (i, j)]
-    if not takes[0]:
+    first, second = (state.groups[p].takes if p < len(state.groups) else state.idle for p in (i, j))
+    if not first:
         return None
-    node, most = rng.choice(takes[0])
-    part = ((node, rng.randint(1, most)),)
-    after = (without(takes[0], part), joined((takes[1], part)))
+    part = _some(first, rng)
+    back = _some(second, rng) if second and rng.random() < EXCHANGE_SHARE else ()
+    if back and back[0][0] == part[0][0]:
+        return None
+    after = (joined((without(first, part), back)), joined((without(second, back), part)))
     idle = state.idle
     groups = []
     for place, left in zip((i, j), after, strict=True):
@@ -118,6 +125,11 @@ def move(moves: Moves, state: State, rng: Random) -> State | None:
             groups.append(Group(left, state.groups[place].phase))
     gone = tuple(place for place in (i, j) if place < len(state.groups))
     return _replaced(state, gone, groups, idle)
+
+
+def _some(takes: Takes, rng: Random) -> Takes:
+    node, most = rng.choice(takes)
+    return ((node, rng.randint(1, most)),)
 
 
 def without(takes: Takes, part: Takes) -> Takes:

@@ -26,7 +26,7 @@ from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.pool import Pool, Workload
 from potluck.plan.search.recombine import recombined
 
-SCALES = (1.0, 1.6, 2.4, 1.3)
+SCALES = (1.0, 1.6, 2.6, 5.0)
 """How many times over the groups of a start hold the model."""
 ROUND = 5
 """Walks from one mixture of seen groups to the next."""
@@ -36,13 +36,13 @@ ROUND = 5
 class Limits:
     """How long to search."""
 
-    neighbours: int = 20
+    neighbours: int = 30
     """N_neigh: states looked at in a step."""
     memory: int = 40
     """N_mem: states that are tabu."""
-    patience: int = 60
+    patience: int = 40
     """Steps without a better state of its own after which a walk ends."""
-    walks: int = 8
+    walks: int = 10
     """Walks without a better state at all after which the search ends."""
     steps: int = 1_000_000
     time_limit_s: float = 60.0

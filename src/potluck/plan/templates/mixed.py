@@ -22,8 +22,8 @@ from potluck.plan.templates.pipeline import PipelineLibrary
 
 COLUMNS = 120
 """Pipelines kept per model and phase."""
-MAX_NODES = 4
-"""Nodes of a pipeline in a plan; larger ones seldom pay, and the library grows steeply."""
+MAX_NODES = 6
+"""Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
 
 
 def pipelines(
