@@ -1,13 +1,14 @@
 """The allocation program in CORAL's two settings, over the exact pipeline libraries, prices from the catalog.
 
-Core: 3 models, 12 node types, 2 regions. Extended: 6 models, 20 node types, 3 regions, every pruned template of every
-model and phase a column in every region. Rates are such that the plans need as many GPUs as the paper says (20 to 40
-and 100 to 300). Scarce: availability is drawn per region and type (log-normal), scaled to the least that has a plan,
-then 25 % (core) or 75 % (extended) above it, one draw per seed. Warm: after a plan, with that plan running and the
-paper's penalty for a new start, every demand changes by up to 10 % either way.
+Core: 3 models, 12 node types, 2 regions. Extended: 6 models, 20 node types, 3 regions, every pruned template
+of every model and phase a column in every region. Rates are such that the plans need as many GPUs as the
+paper says (20 to 40 and 100 to 300). Scarce: availability is drawn per region and type (log-normal), scaled
+to the least that has a plan, then 25 % (core) or 75 % (extended) above it, one draw per seed. Warm: after a
+plan, with that plan running and the paper's penalty for a new start, every demand changes by up to 10 %
+either way.
 
-`..._gap_max` and `..._cpu_s_max` are over all seeds; a run without a plan counts as a gap of 1. Plain HiGHS gets every
-column of the core setting at once, ample and scarce.
+`..._gap_max` and `..._cpu_s_max` are over all seeds; a run without a plan counts as a gap of 1. Plain HiGHS
+gets every column of the core setting at once, ample and scarce.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ RATE_PER_S = 40.0
 PAPER = {"core": {"homo": 1.62, "cauchy": 1.60}, "extended": {"homo": 3.14, "cauchy": 2.66}}
 
 
-def problem(asked: dict[str, tuple[float, float, str]], gpus: tuple[str, ...], places: tuple[str, ...]) -> Problem:
+def problem(
+    asked: dict[str, tuple[float, float, str]], gpus: tuple[str, ...], places: tuple[str, ...]
+) -> Problem:
     """CORAL's setting: some models, GPU types times 1, 2, 4, 8, and regions with the catalog's prices."""
     asks = []
     for name, (ttft_s, tpot_s, trace) in asked.items():
@@ -78,4 +80,6 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(run("savings", measure, {"core_homo_over_auto": (">=", 1.0), "core_cauchy_over_auto": (">=", 1.0)}))
+    sys.exit(
+        run("savings", measure, {"core_homo_over_auto": (">=", 1.0), "core_cauchy_over_auto": (">=", 1.0)})
+    )

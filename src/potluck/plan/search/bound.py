@@ -131,7 +131,7 @@ def _bound(
     count, h = len(columns), work.headroom
     phases = np.array([phase for _, phase, _ in columns])
     rate = np.array([h * found.rate_per_s for _, _, found in columns])
-    weight = np.array([_weight(work, phase, found) for _, phase, found in columns])
+    weight = np.array([kv_free_share(work, phase, found) for _, phase, found in columns])
     uses = np.array([row for row, _, _ in columns])
     size = 2 * count  # n, then x or z
     j = np.arange(count)
@@ -171,7 +171,8 @@ def _bound(
     return min(work.rate_per_s, -answer.bound)
 
 
-def _weight(work: Workload, phase: int, found: Deduced) -> float:
+def kv_free_share(work: Workload, phase: int, found: Deduced) -> float:
+    """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
     if phase == PREFILL:
         return float(attained(work.headroom, found.service_s, work.slo.ttft_s - found.latency_s))
     return 0.0 if phase == DECODE else found.attained

@@ -1,7 +1,7 @@
 """A start made of the best groups that walks have come across, by an integer program.
 
 Columns j are (group, phase)s that were deduced; w_j is the goodput of one (for a decoder: its rate), times the
-planned utilisation. KV takes no time and links have no limit here; the walk that follows sees them.
+planned utilisation, with KV that takes no time over links without limit; the walk that follows sees them.
 
 Maximise    F + sum_{j mixed} w_j n_j
 Rows        prefill    F <= sum_{j prefill} w_j n_j
@@ -15,18 +15,50 @@ be part of anything better (within these columns); of the rest the `MOST_COLUMNS
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import combinations, product
+from math import comb
+from random import Random
+
 import numpy as np
 
 from potluck.plan.allocate.highs import INFINITY, Answer, Milp, solve_milp
+from potluck.plan.search.bound import kv_free_share
 from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL, Floats, Ints
 from potluck.plan.search.evaluate import Evaluator, Group, State
 from potluck.plan.search.groups import joined, make_state
-from potluck.plan.search.moves import Moves, without
+from potluck.plan.search.moves import MAX_NODES, Moves, without
 
 MOST_COLUMNS = 150
+MOST_LOOKED_AT = 2000
 GAP = 0.01
 SAFETY_LIMIT_S = 20.0
 """Such programs take a fraction of a second; a limit that is reached would make the answer depend on the clock."""
+
+
+def look_around(evaluator: Evaluator, moves: Moves, rng: Random) -> None:
+    """Deduce groups of whole and half nodes, which walks rarely come across when they span many.
+
+    All of them if they are few; else the same number at random, single nodes first.
+    """
+    pool = evaluator.deducer.pool
+    parts = [sorted({node.gpus, node.gpus // 2} - {0}) for node in pool.nodes]
+    having = [i for i, options in enumerate(parts) if options]
+    left = MOST_LOOKED_AT
+    for size in range(1, min(MAX_NODES, len(having)) + 1):
+        several = size < min(MAX_NODES, len(having))
+        budget = left // 2 if several else left
+        if comb(len(having), size) * 2**size <= budget:
+            chosen: Iterable[tuple[int, ...]] = combinations(having, size)
+        else:
+            chosen = [tuple(sorted(rng.sample(having, size))) for _ in range(budget >> size)]
+        for nodes in chosen:
+            for counts in product(*(parts[node] for node in nodes)):
+                takes = tuple(zip(nodes, counts, strict=True))
+                left -= 1
+                if moves.possible(takes):
+                    for phase in moves.phases:
+                        evaluator.number(Group(takes, phase))
 
 
 def recombined(evaluator: Evaluator, moves: Moves, best_per_s: float) -> State | None:
@@ -62,9 +94,10 @@ def recombined(evaluator: Evaluator, moves: Moves, best_per_s: float) -> State |
 
 
 def _worth(evaluator: Evaluator, group: Group) -> float:
-    found = evaluator.deduced(group)
+    found, work = evaluator.deduced(group), evaluator.deducer.work
     assert found is not None
-    return evaluator.deducer.work.headroom * found.goodput_per_s
+    share = 1.0 if group.phase == DECODE else kv_free_share(work, group.phase, found)
+    return work.headroom * found.rate_per_s * share
 
 
 def _coefficients(worth: Floats, phases: Ints, uses: Floats) -> Floats:

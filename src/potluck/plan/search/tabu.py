@@ -24,9 +24,9 @@ from potluck.plan.search.groups import starting_state
 from potluck.plan.search.moves import Moves, all_moves
 from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.pool import Pool, Workload
-from potluck.plan.search.recombine import recombined
+from potluck.plan.search.recombine import look_around, recombined
 
-SCALES = (1.0, 1.6, 2.6, 5.0)
+SCALES = (1.0, 1.6, 2.4)
 """How many times over the groups of a start hold the model."""
 ROUND = 5
 """Walks from one mixture of seen groups to the next."""
@@ -92,10 +92,14 @@ def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found
     phases = tuple(PHASES[role] for role in chosen.phases)
     most = chosen.max_group_gpus or pool.gpus
     hunt = Hunt(evaluator, all_moves(pool, work, phases, most), chosen)
-    hunt.run(
-        lambda scale: starting_state(evaluator, phases, hunt.rng, scale, most),
-        lambda attained: recombined(evaluator, hunt.moves, attained * work.rate_per_s),
-    )
+
+    def mixture(attainment: float) -> State | None:
+        if not hunt.looked_around:
+            look_around(evaluator, hunt.moves, hunt.rng)
+            hunt.looked_around = True
+        return recombined(evaluator, hunt.moves, attainment * work.rate_per_s)
+
+    hunt.run(lambda scale: starting_state(evaluator, phases, hunt.rng, scale, most), mixture)
     return hunt.found()
 
 
@@ -112,6 +116,7 @@ class Hunt:
     trace: list[tuple[float, float]] = field(default_factory=list)
     steps: int = 0
     converged: bool = False
+    looked_around: bool = False
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:
