@@ -53,7 +53,7 @@ SPREAD = 0.75
 """Standard deviation of the logarithm of availability."""
 PENALTY = 0.1
 """Six minutes to start a node, an hour between two plans."""
-LIMIT_S = 15.0
+LIMIT_S, PLAIN_LIMIT_S = 15.0, 10.0
 TARGETS = {
     "core_ample_gap": ("<=", 1e-6),
     "core_ample_cpu_s": ("<=", 0.3),
@@ -187,14 +187,14 @@ def ample(name: str, gap_target: float) -> dict[str, float]:
 
 
 def plain(asked: CoverProgram, ours: Allocation) -> tuple[float, float]:
-    """HiGHS on all columns at once with our time limit: its CPU-seconds over ours, and the gap it proves."""
+    """HiGHS on all columns at once: its CPU-seconds, up to a limit, over ours, and the gap it proves."""
     cover = prepare(asked)
     cells = [np.nonzero(group.fits) for group in cover.groups]
     group = np.repeat(np.arange(len(cells)), [len(rows) for rows, _ in cells])
     row, region = (np.concatenate([cell[k] for cell in cells]) for k in (0, 1))
     problem = Restricted(cover, Columns(group, row, region)).milp(None)
     start_s = time.process_time()
-    answer = solve_milp(problem, time_limit_s=LIMIT_S, gap_rel=max(ours.gap, 1e-6))
+    answer = solve_milp(problem, time_limit_s=PLAIN_LIMIT_S, gap_rel=max(ours.gap, 1e-6))
     spent_s = time.process_time() - start_s
     proven = (answer.objective - answer.bound) / answer.objective if answer.x is not None else 1.0
     return spent_s / max(ours.cpu_s, 1e-9), proven
@@ -229,10 +229,8 @@ def measure(quick: bool) -> dict[str, float]:
         plans = [timed(each, 0.01) for each in asked]
         figures |= spread_of(f"{name}_scarce", plans)
         if name == "core":
-            few = seeds if quick else seeds[:5]
-            ratios = [plain(each, plan) for each, plan in zip(asked, plans, strict=True) if plan.found][
-                : len(few)
-            ]
+            few = list(zip(asked, plans, strict=True))[: 1 if quick else 5]
+            ratios = [plain(*each) for each in few]
             figures["plain_highs_scarce_over_ours_median"] = statistics.median(ratio for ratio, _ in ratios)
             figures["plain_highs_scarce_gap_median"] = statistics.median(proven for _, proven in ratios)
             ratio, proven = plain(program(name), first)

@@ -42,7 +42,7 @@ def demand(name: str, rate: float, uses: list[list[int]], throughput: list[float
     return CoverDemand(name, rate, np.array(uses, dtype=np.uint8), np.array(throughput))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(Kinds, Seeds, st.sampled_from([0.0, 0.03, 0.3]), st.integers(2, 60))
 def test_the_bound_is_below_the_optimum_wherever_it_stops(
     kind: type[Program], seed: int, gap: float, ticks: int

@@ -53,6 +53,11 @@ def test_programs_on_which_highs_itself_errs(seed: int) -> None:
     assert agrees(random_cover(seed)) == "infeasible"
 
 
+def test_a_count_that_is_whole_only_within_tolerance() -> None:
+    """The cheapest plan of HiGHS runs 1.0000008 copies."""
+    assert agrees(random_flow(20745)) == "optimal"
+
+
 @pytest.mark.parametrize("seed", range(200, 220))
 def test_both_solvers_agree_on_a_cover_program(seed: int) -> None:
     program = random_cover(seed)

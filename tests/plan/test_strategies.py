@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +57,21 @@ def test_too_small_a_fleet_gives_the_largest_fraction_and_says_what_binds() -> N
     assert 0 < outcome.plan.fraction < 1
     assert "1xA10G" in str(outcome.allocation.shortfall)
     assert verify(problem, outcome.plan) == ()
+
+
+def test_auto_is_not_costlier_either_when_time_runs_out() -> None:
+    """The clock jumps past the limit after a few looks, so the large program cannot be finished."""
+
+    def impatient() -> Settings:
+        ticks = iter(range(10_000_000))
+        return Settings(time_limit_s=8.0, gap_target=0.0, clock=lambda: float(next(ticks)))
+
+    workshop = Workshop(a_problem(an_ask(rate_per_s=25.0)))
+    best = STRATEGIES["auto"](workshop, impatient()).plan
+    for name in ("homo", "melange", "prfaas", "cauchy-mc"):
+        plan = STRATEGIES[name](workshop, replace(impatient(), time_limit_s=1.0)).plan
+        assert (best.fraction, -best.cost_usd_per_h) >= (plan.fraction, -plan.cost_usd_per_h - 1e-9), name
+    assert verify(workshop.problem, best) == ()
 
 
 def test_running_out_of_time_promises_nothing() -> None:

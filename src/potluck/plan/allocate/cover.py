@@ -40,6 +40,8 @@ MOST_LISTED, MOST_CLOSED = 2_000, 1_000
 """Columns up to which listing whole covers, and an integer program over them all, are tried."""
 FEW = 8
 EXACT = 1e-9
+INSIDE = 0.999
+"""How much of the gap asked for is used, so that rounding does not carry the answer past it."""
 
 
 @dataclass(slots=True)
@@ -64,7 +66,8 @@ class State:
     @property
     def goal(self) -> float:
         """The bound that would do for the plan in hand."""
-        return self.upper - max(self.gap_target * (self.upper + self.cover.fixed_cost), EXACT * self.upper)
+        allowed = self.gap_target * INSIDE * (self.upper + self.cover.fixed_cost)
+        return self.upper - max(allowed, EXACT * self.upper)
 
     @property
     def done(self) -> bool:

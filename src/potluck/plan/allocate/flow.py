@@ -18,8 +18,12 @@ from potluck.plan.allocate.highs import INFINITY, Answer, solve_milp
 from potluck.plan.allocate.program import Floats, FlowProgram, Key
 
 EXACT = 1e-9
+WHOLE = 1e-6
+"""How far from whole a count may be for HiGHS."""
 FIRST = 6
 """Columns per model and region beside those of the relaxation, in the first integer program."""
+TRIES = 4
+"""Integer programs over all columns that matter before giving up: HiGHS keeps time by its own clock."""
 MOST_SURVIVORS = 800
 """Columns per model and region in the integer program that closes the gap."""
 
@@ -78,15 +82,15 @@ def close(state: FlowState) -> None:
     """Integer programs over ever more columns, until nothing that is left out can matter."""
     relaxed = state.relaxed
     assert relaxed is not None
-    limit = FIRST
-    while not state.done and not state.deadline.over:
+    limit, tries = FIRST, 0
+    while not state.done and not state.deadline.over and tries < TRIES:
         # The first one looks for a plan; from then on the columns are those that could undercut the goal.
         ceiling = state.goal - relaxed.bound if state.counts is not None else INFINITY
         keys = sorted({*_always(state), *state.pricer.cheapest(relaxed.reduced, limit, ceiling)})
-        left_out = _least_left_out(state, set(keys), ceiling)
+        left_out = _least_left_out(state, set(keys))
         rows = FlowRows(state.pricer.program, keys)
         state.solved = max(state.solved, len(keys))
-        whole = left_out == INFINITY
+        whole = left_out == INFINITY or left_out > ceiling
         share = 1.0 if whole and limit > FIRST else 0.4
         answer = _run(state, rows, share)
         proven = min(relaxed.bound + left_out, INFINITY if answer.infeasible else answer.bound)
@@ -94,8 +98,9 @@ def close(state: FlowState) -> None:
             state.infeasible = True
             return
         state.lower = max(state.lower, min(proven, state.upper))
-        if whole and (answer.finished or limit > FIRST):
+        if whole and answer.finished:
             return
+        tries += whole
         limit = MOST_SURVIVORS if limit == FIRST else 4 * limit
 
 
@@ -109,8 +114,8 @@ def _always(state: FlowState) -> list[Key]:
     return keys + state.relaxed.keys
 
 
-def _least_left_out(state: FlowState, keys: set[Key], ceiling: float) -> float:
-    """The least reduced cost of a column that is not there though it could matter; infinite when none."""
+def _least_left_out(state: FlowState, keys: set[Key]) -> float:
+    """The least reduced cost of a column that is not there; infinite when all are."""
     assert state.relaxed is not None
     least = INFINITY
     for m, table in enumerate(state.relaxed.reduced):
@@ -119,7 +124,7 @@ def _least_left_out(state: FlowState, keys: set[Key], ceiling: float) -> float:
         if inside:
             spare[tuple(np.array(inside).T)] = np.inf
         least = min(least, float(spare.min(initial=np.inf)))
-    return least if least <= ceiling and np.isfinite(least) else INFINITY
+    return least
 
 
 def _run(state: FlowState, rows: FlowRows, share: float) -> Answer:
@@ -151,11 +156,17 @@ def start_vector(rows: FlowRows, counts: dict[Key, int]) -> Floats:
 
 
 def settle(rows: FlowRows, x: Floats, at_cost: bool, deadline: Deadline) -> tuple[float, Floats] | None:
-    """With the counts made whole, the best shares and flows; None when whole counts do not suffice."""
+    """With the counts made whole, the best shares and flows; None when whole counts do not suffice.
+
+    HiGHS calls 1.000001 copies whole: where exactly 1 falls short, that much less of the demand will do.
+    """
     problem = rows.milp(at_cost=at_cost)
     whole = np.flatnonzero(problem.integer)
     problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
     answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
+    if answer.infeasible and at_cost:
+        problem.lower[THETA] = 1 - WHOLE
+        answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
     if answer.x is None or not answer.finished:
         return None
     final = answer.x.copy()

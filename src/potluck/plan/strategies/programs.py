@@ -10,14 +10,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from potluck.core.plan import Template
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
+from potluck.plan.strategies.cauchy import cauchy_mc
 
 
 def auto(workshop: Workshop, settings: Settings) -> Outcome:
-    """Everything at once."""
+    """Everything at once.
+
+    The single strategies are tried first, which costs little beside the whole: when time runs out before the
+    program over all columns has found something better, the best of them stands, with the whole's proof.
+    """
     templates = {
         ask.name: _distinct(
             [
@@ -29,7 +35,17 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
         )
         for ask in workshop.problem.asks
     }
-    return allocated(workshop, settings, "auto", templates)
+    whole = allocated(workshop, settings, "auto", templates)
+    if settings.pins or settings.running or whole.allocation.gap <= settings.gap_target:
+        return whole  # pins and what runs bind only here; a proof leaves nothing to gain
+    short = replace(settings, time_limit_s=settings.time_limit_s / 8)
+    tried = [strategy(workshop, short) for strategy in (homo, melange, prfaas, coral, cauchy_mc)]
+    best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.cost_usd_per_h))
+    if best is whole:
+        return whole
+    cost, bound = best.plan.cost_usd_per_h, whole.allocation.lower_bound_usd_per_h
+    gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
+    return replace(best, plan=replace(best.plan, strategy="auto", gap=gap))
 
 
 def coral(workshop: Workshop, settings: Settings) -> Outcome:
