@@ -102,7 +102,8 @@ def test_bad_points_are_refused(call, problem):
 @needs_data
 def test_partial_prefill_on_a_measured_a30():
     """Qwen2-7B's operators on an A30, added up to whole prefills: as good as the paper's 0.993, 7.4 %."""
-    pd = pytest.importorskip("pandas")
+    import pandas as pd
+
     attention = pd.read_parquet(DATA / "measured" / "vidurfork_a30_qwen2_7b_attention.parquet")
     dense = pd.read_parquet(DATA / "measured" / "vidurfork_a30_qwen2_7b_mlp.parquet")
     dense = dense.groupby("num_tokens").median(numeric_only=True)
@@ -135,7 +136,8 @@ def test_chunked_iterations_on_a_measured_rtx_4090():
     Here a plane explains less (R^2 0.89, 2.8 %): in the same kernel many short decodes and few long ones of
     the same total context take different times, and that total is all the predictor sees.
     """
-    pd = pytest.importorskip("pandas")
+    import pandas as pd
+
     name = "llmservingsim_rtx4090_llama31_8b_{}.parquet"
     attention, dense, heads = (
         pd.read_parquet(DATA / "measured" / name.format(part))

@@ -223,7 +223,8 @@ def test_one_step_measured_often_is_no_profile():
 )
 def test_held_out_steps_of_a_measured_rtx_4090():
     """Steps put together from measured operators of Llama-3.1-8B: a tenth of them predicts the rest."""
-    pd = pytest.importorskip("pandas")
+    import pandas as pd
+
     name = "llmservingsim_rtx4090_llama31_8b_{}.parquet"
     attention = pd.read_parquet(DATA / "measured" / name.format("attention"))
     dense = pd.read_parquet(DATA / "measured" / name.format("dense"))

@@ -13,7 +13,7 @@ columns at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,15 +29,6 @@ THETA = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Column:
-    """A new (unbounded) column of the master: row of a group, in a region."""
-
-    group: int
-    row: int
-    region: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Relaxed:
     """The solved relaxation; `theta` below 1 means that it has no solution."""
 
@@ -46,9 +37,6 @@ class Relaxed:
     at: Multipliers
     earn: Floats
     """pi_d, per unit of throughput."""
-    columns: list[Column]
-    copies: Floats
-    """Of `columns`, then of the running columns."""
     converged: bool
 
 
@@ -57,7 +45,6 @@ class Master:
 
     def __init__(self, cover: Cover) -> None:
         self.cover = cover
-        self.columns: list[Column] = []
         self._seen: set[tuple[int, int, int]] = set()
         self._needs = np.array([group.need for group in cover.groups])
         demands, shared = len(self._needs), cover.available.size
@@ -104,7 +91,6 @@ class Master:
         if not fresh:
             return 0
         self._seen.update((group, i, r) for i, r in fresh)
-        self.columns.extend(Column(group, i, r) for i, r in fresh)
         which = np.array([i for i, _ in fresh])
         where = np.array([r for _, r in fresh])
         of = self.cover.groups[group]
@@ -133,10 +119,8 @@ class Master:
         demands = len(self._needs)
         shape = self.cover.available.shape
         at = Multipliers(np.maximum(-dual[demands:-1], 0.0).reshape(shape), max(-float(dual[-1]), 0.0))
-        olds = len(self.cover.olds)
-        copies = np.concatenate([x[1 + olds :], x[1 : 1 + olds]])
         earn = np.maximum(dual[:demands], 0.0) / self._needs
-        return Relaxed(float(x[THETA]), objective, at, earn, list(self.columns), copies, False)
+        return Relaxed(float(x[THETA]), objective, at, earn, converged=False)
 
 
 def best_columns(prices: Floats, rate: Floats, earn: float, limit: int) -> tuple[Ints, Ints, float]:
@@ -197,7 +181,5 @@ def _generate(master: Master, deadline: Deadline, at_cost: bool) -> Relaxed | No
             worth = reduced[rows, regions] - solved.earn[d] * group.rate[rows] < -TOLERANCE * scale
             added += master.add(d, rows[worth], regions[worth])
         if not added:
-            return Relaxed(
-                solved.theta, solved.objective, solved.at, solved.earn, solved.columns, solved.copies, True
-            )
+            return replace(solved, converged=True)
     return last

@@ -3,13 +3,13 @@
 relax       linear program over all columns by column generation         -> node prices
 bound       knapsacks at those prices; improved by cutting planes        -> L, a valid lower bound
 plan        the knapsacks' covers if they fit, else a small integer program and neighbourhood search
-close       columns whose excess takes L above what must be proven cannot matter; HiGHS on the others proves
-            the bound or finds a better plan
+close       columns whose excess takes L above what must be proven cannot matter; over the others, whole
+            covers are listed and one per demand is chosen, or HiGHS proves the bound or finds a plan
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class State:
     relaxed: Relaxed | None = None
     solved: int = 0
     infeasible: bool = False
-    log: list[str] = field(default_factory=list)
 
     @property
     def upper(self) -> float:

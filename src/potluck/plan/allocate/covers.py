@@ -24,7 +24,7 @@ from potluck.plan.allocate.survivors import Restricted
 Shorts = NDArray[np.int16]
 """Node counts; availability is cut to what one demand could use."""
 
-MOST_STATES = 120_000
+MOST_STATES = 300_000
 """Partial covers of one level, or covers of one demand, beyond which listing them is given up."""
 MOST_PAIRS = 500_000
 """Extensions written down at a time."""

@@ -130,11 +130,6 @@ class Neighbourhoods:
         self._tried.clear()
         return better
 
-    @property
-    def fresh(self) -> bool:
-        """Nothing has been tried in vain from the present plan."""
-        return not self._tried
-
     def _pick(self, n: Floats, size: int) -> Ints | None:
         groups = len(self.bound.tables)
         size = min(size, groups)

@@ -21,7 +21,8 @@ Rows
     prefill_br   sum_{j in r} P_jb x_jb >= sum_s f_brs
     decode_bs    sum_{j in s} Q_jb z_jb >= sum_r f_brs
     nodes_rc     sum_{j in r} U_jc n_j <= A_rc
-    link_rs      sum_b kv_b f_brs <= bandwidth_rs             r != s; without a link f_brs does not exist
+    link_rs      sum_b kv_b f_brs <= bandwidth_rs             r != s; without a link, or where the KV would be
+                                                              too late (barred), f_brs does not exist
     budget       sum_j p_j n_j <= B                           rent only, without the penalty
     pin_j        n_j >= k or n_j = k
 

@@ -29,9 +29,6 @@ class Columns:
     def __len__(self) -> int:
         return len(self.group)
 
-    def where(self, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Columns:
-        return Columns(self.group[mask], self.row[mask], self.region[mask])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chosen:
