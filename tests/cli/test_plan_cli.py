@@ -143,3 +143,28 @@ def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixt
     assert body["plan"]["cost_usd_per_h"] <= 1.2
     if body["plan"]["fraction"] < 1:
         assert "budget" in body["shortfall"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("Llama-3.1-8B", "DeepSeek-V3", "chat: its weights fit on no node on offer"),
+        ("tpot_ms: 60", "tpot_ms: 0.01", "chat: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"),
+    ],
+)
+def test_a_plan_that_would_serve_nothing_is_a_reason_instead(
+    tmp_path: Path, old: str, new: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "potluck.yaml"
+    path.write_text((SPEC % 4).replace(old, new))
+    assert run(["plan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_nothing_asked_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "potluck.yaml"
+    path.write_text(SPEC % 0)
+    assert run(["plan", str(path)]) == 0
+    assert "nothing is asked of it" in capsys.readouterr().out

@@ -94,6 +94,7 @@ def plan(
         outcome = planner(workshop, settings)
         if outcome.allocation.status == "unknown":
             raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
+        _require_service(problem, outcome)
         said("checking")
         violations = verify(problem, outcome.plan)
         if violations:
@@ -159,6 +160,20 @@ def compare(
         emit_json([encode(row) for row in rows])
     else:
         show_compared(rows)
+
+
+def _require_service(problem: Problem, outcome: Outcome) -> None:
+    """A plan that serves nothing is no plan: say why instead."""
+    from potluck.plan.explain import why_not
+
+    if outcome.plan.fraction > 0 or not any(ask.rate_per_s > 0 for ask in problem.asks):
+        return
+    shortfall = outcome.allocation.shortfall
+    unserved = () if shortfall is None else shortfall.unserved
+    models = [ask.name for ask in problem.asks if any(name.startswith(f"{ask.name}/") for name in unserved)]
+    if models:
+        raise CapacityError("; ".join(why_not(problem, model) for model in models))
+    raise CapacityError(f"no plan serves any of the demand: {shortfall}")
 
 
 def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:

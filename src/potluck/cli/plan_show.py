@@ -84,6 +84,8 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
             )
         )
     proof = "proven cheapest" if found.gap < 1e-6 else f"at most {percent(found.gap)} above the cheapest"
+    if found.fraction < 1:
+        proof = f"for {percent(found.fraction)} of the demand"
     title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h, {proof}"
     table(title, ("model", "region", "copies", "template", "req/s", "USD/h", "confidence"), rows)
 
@@ -115,7 +117,9 @@ def show_reasons(reasons: Explanation) -> None:
     """Why these GPUs, and what a node is worth."""
     rows = []
     for each in reasons.models:
-        if each.next_best_usd_per_h is None:
+        if not each.served_by:
+            extra = "nothing is asked of it"
+        elif each.next_best_usd_per_h is None:
             extra = "demand could not be met"
         else:
             extra = f"+{usd(max(0.0, each.next_best_usd_per_h))}/h: {'; '.join(each.next_best)}"

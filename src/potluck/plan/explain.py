@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from potluck.core.errors import InputError
+from potluck.core.layout import single
 from potluck.core.plan import Plan
 from potluck.core.types import Region
+from potluck.perf.phases import decode_step_s, prefill_s
+from potluck.perf.roofline import check_tp
 from potluck.plan.problem import Problem
+from potluck.plan.rates import fits, layout_timer
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 
 Planner = Callable[[Workshop, Settings], Outcome]
@@ -158,3 +163,28 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
                 )
             )
     return found
+
+
+def why_not(problem: Problem, model: str) -> str:
+    """Why nothing on offer can serve a model at all."""
+    ask = next(each for each in problem.asks if each.name == model)
+    fastest: list[tuple[float, float]] = []
+    for node in problem.offered:
+        for tp in (d for d in range(node.gpus, 0, -1) if node.gpus % d == 0):
+            layout = single(node.name, tp, ask.model.layer_count)
+            try:
+                check_tp(ask.model, node, tp)
+            except InputError:
+                continue
+            if fits(ask, layout, problem.by_name):
+                timer = layout_timer(ask, layout, problem.by_name)
+                prompt, context = ask.demands[0].new_tokens, float(ask.demands[0].input_tokens)
+                alone = float(prefill_s(timer, prompt)[0]), float(decode_step_s(timer, 1.0, context)[0])
+                fastest.append(alone)
+                break
+    if not fastest:
+        return f"{model}: its weights fit on no node on offer, nor on a pipeline of them within the objective"
+    ttft_s, tpot_s = min(each[0] for each in fastest), min(each[1] for each in fastest)
+    wanted = f"TTFT {ask.slo.ttft_s * 1e3:.4g} ms, TPOT {ask.slo.tpot_s * 1e3:.4g} ms"
+    best = f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts and {tpot_s * 1e3:.4g} ms a token"
+    return f"{model}: its objective ({wanted}) is out of reach; the fastest node alone takes {best}"
