@@ -147,7 +147,7 @@ def compare(
                 cost_usd_per_h=found.cost_usd_per_h,
                 usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
                 served_fraction=found.fraction,
-                goodput_per_s=sum(ask.rate_per_s for ask in problem.asks) * found.fraction,
+                goodput_per_s=max(0.0, sum(ask.rate_per_s for ask in problem.asks) * found.fraction),
                 nodes=sum(found.nodes.values()),
                 gap=found.gap,
                 cpu_s=cpu_s,
