@@ -1,10 +1,11 @@
 """The cover solver: relaxation, lagrangian bound, plans, and the proof that nothing better is left.
 
-relax       linear program over all columns by column generation         -> node prices
-bound       knapsacks at those prices; improved by cutting planes        -> L, a valid lower bound
-plan        the knapsacks' covers if they fit, else a small integer program and neighbourhood search
-close       columns whose excess takes L above what must be proven cannot matter; over the others, whole
-            covers are listed and one per demand is chosen, or HiGHS proves the bound or finds a plan
+Steps
+    relax       linear program over all columns by column generation         -> node prices
+    bound       knapsacks at those prices; improved by cutting planes        -> L, a valid lower bound
+    plan        the knapsacks' covers if they fit, else a small integer program and neighbourhood search
+    close       columns whose excess takes L above what must be proven cannot matter; over the others, whole
+                covers are listed and one per demand is chosen, or HiGHS proves the bound or finds a plan
 """
 
 from __future__ import annotations

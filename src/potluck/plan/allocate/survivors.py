@@ -1,9 +1,11 @@
 """The integer program over a chosen few columns of a cover program.
 
-cover_d    sum_j (T_j / need_d) n_j >= 1
-nodes_rc   sum_j U_jc n_j <= A_rc
-budget     sum_j p_j n_j <= B
-bound_d    sum_{j of d} c_j n_j >= F_d      c_j, F_d at the lagrangian's prices: with it the root starts at L
+Rows
+    cover_d    sum_j (T_j / need_d) n_j >= 1
+    nodes_rc   sum_j U_jc n_j <= A_rc
+    budget     sum_j p_j n_j <= B
+    bound_d    sum_{j of d} c_j n_j >= F_d      c_j, F_d at the lagrangian's prices: the root then starts at L
+    cutoff     sum_j cost_j n_j <= cutoff       when only plans cheaper than the one in hand are of interest
 """
 
 from __future__ import annotations
