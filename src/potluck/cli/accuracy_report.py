@@ -93,8 +93,8 @@ Why they miss:
 
 - *L40S, calibrated.* Its large GEMMs run into the power limit, and neighbouring shapes differ by up to 50 %
   for no reason of shape (32768 x 65536: 113 ms at k = 7168, 127 ms at the smaller k = 6144). Gradient-boosted
-  trees on top of an earlier formula reached 8.6 % over all its prefill shapes in a trial. Its attention rows were taken with a warm cache, and the
-  boundary where the cache stops helping is steep.
+  trees on top of an earlier formula reached 8.6 % over all its prefill shapes in a trial. Its attention rows
+  were taken with a warm cache, and the boundary where the cache stops helping is steep.
 - *A100, decode attention (aiconfigurator, vLLM 0.14).* Times jump from 13 to 19 µs between one and two
   requests, and the share of bandwidth is below what Vidur measured on the same GPU; other GPUs cannot tell.
 - *A30, prefill attention left out.* A Vidur fork measured it; its kernels behave like Vidur's own, which on the
