@@ -193,6 +193,11 @@ class Request:
     prompt_tokens: int
     max_output_tokens: int
     priority: int = 0
+    """Higher goes first."""
+    deadline_s: float | None = None
+    """When nobody waits for the answer any more."""
+    blocks: tuple[int, ...] = ()
+    """Chained hashes of the prompt's prefix blocks, where prefixes may be shared."""
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1:

@@ -1,0 +1,127 @@
+"""The fleet as the Brain knows it: which replicas there are, in which state, with how much work.
+
+`Member` is what a replica is; `View` is what is known of it now. Views change, and only `Fleet` changes them,
+called by the Brain. Policies read views and return values. Counts of open work are the Brain's own and exact;
+a `Status` is the replica's word, which is late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from potluck.core.errors import InputError
+from potluck.core.events import Status
+from potluck.core.plan import TemplateKind
+from potluck.core.types import Role
+
+State = Literal["starting", "ready", "draining"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One replica of one copy of a template."""
+
+    id: str
+    unit: str
+    """The copy it belongs to: its replicas were planned to work together."""
+    template: str
+    index: int
+    """Which of the template's replicas it is."""
+    kind: TemplateKind
+    model: str
+    role: Role
+    region: str
+
+
+@dataclass(slots=True, eq=False)
+class View:
+    """What is known of a replica. Read by policies, written by `Fleet` alone."""
+
+    member: Member
+    state: State = "starting"
+    role: Role = "mixed"
+    """Its present role; a flip makes it differ from the planned one."""
+    status: Status | None = None
+    status_at_s: float = 0.0
+    open_requests: int = 0
+    """Requests with a segment here that is not done."""
+    open_prefill_tokens: int = 0
+    """Prompt tokens sent here whose segment is not done."""
+    open_context_tokens: int = 0
+    """Prompt and output tokens that requests decoding (or to decode) here hold at most."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing of ours is there, and it did not report others' work."""
+        return self.open_requests == 0 and (
+            self.status is None or self.status.running + self.status.queued == 0
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """A copy of a template: replicas that are routed to together."""
+
+    id: str
+    template: str
+    kind: TemplateKind
+    model: str
+    region: str
+    views: list[View] = field(default_factory=list)
+    whole: bool = False
+    """All of its replicas are ready. Written by `Fleet`."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All replicas, indexed the ways that routing asks for. `version` grows whenever who may serve changes."""
+
+    views: dict[str, View] = field(default_factory=dict)
+    units: dict[str, Unit] = field(default_factory=dict)
+    version: int = 0
+
+    def add(self, member: Member) -> View:
+        if member.id in self.views:
+            raise InputError(f"replica {member.id}", "is already in the fleet")
+        view = View(member, role=member.role)
+        self.views[member.id] = view
+        unit = self.units.get(member.unit)
+        if unit is None:
+            unit = Unit(member.unit, member.template, member.kind, member.model, member.region)
+            self.units[member.unit] = unit
+        unit.views.append(view)
+        self._changed(unit)
+        return view
+
+    def ready(self, replica: str) -> None:
+        self._state(replica, "ready")
+
+    def drain(self, replica: str) -> None:
+        self._state(replica, "draining")
+
+    def flip(self, replica: str, role: Role) -> None:
+        self.views[replica].role = role
+        self.version += 1
+
+    def remove(self, replica: str) -> View | None:
+        """Forget a replica that stopped or was lost."""
+        view = self.views.pop(replica, None)
+        if view is None:
+            return None
+        unit = self.units[view.member.unit]
+        unit.views.remove(view)
+        if not unit.views:
+            del self.units[unit.id]
+        self._changed(unit)
+        return view
+
+    def _state(self, replica: str, state: State) -> None:
+        view = self.views.get(replica)
+        if view is not None:
+            view.state = state
+            self._changed(self.units[view.member.unit])
+
+    def _changed(self, unit: Unit) -> None:
+        unit.whole = bool(unit.views) and all(view.state == "ready" for view in unit.views)
+        self.version += 1

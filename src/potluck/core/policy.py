@@ -1,0 +1,57 @@
+"""Which rules decide: the few knobs of the run-time policies, with defaults that hold for most fleets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from potluck.core.errors import InputError
+
+Balance = Literal["goodput", "round-robin", "token", "least-work", "fixed"]
+"""How requests are spread over units: in proportion to goodput (CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit
+with the most free tokens, to the one with the least work in seconds, or by the plan's fractions
+(THUNDERSERVE's X and Y)."""
+Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan"]
+"""Who changes the fleet: nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift;
+PrfaaS's periodic split and threshold; CORAL's periodic re-allocation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules of one fleet."""
+
+    balance: Balance = "goodput"
+    opportunistic: bool = True
+    """Run a request in place on an idle replica of its unit (CAUCHY 3.4.2)."""
+    split: bool = True
+    """Let pairs share a prompt's prefill (CRONUS); otherwise the low-end GPU takes it whole."""
+    adapt_threshold: bool = True
+    """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
+    affinity: float = 1.0
+    """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
+    scaling: Scaling = "none"
+    retries: int = 2
+    """How often a request may be sent again after a failure."""
+    max_wait_s: float = 60.0
+    """With no replica ready, requests wait for one so long before they are refused."""
+    tick_s: float = 1.0
+    window_s: float = 120.0
+    """Sliding window over which rates and lengths are watched (CAUCHY Algorithm 1)."""
+    ratio: float = 0.2
+    """Deviation of the rate from the capacity that calls for scaling (CAUCHY Algorithm 1)."""
+    global_window_s: float = 1800.0
+    """A rate that held so long calls for a refinement of the whole fleet (CAUCHY 3.5.2)."""
+    grace_s: float = 30.0
+    """From a drain until the replica is stopped whether done or not (CAUCHY 3.5)."""
+    replan_s: float = 360.0
+    """Between two periodic re-allocations (CORAL 5.1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("affinity", "max_wait_s", "grace_s"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
+        for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"policy: {name}", f"must be positive, is {getattr(self, name)}")
+        if self.retries < 0:
+            raise InputError("policy: retries", f"must not be negative, is {self.retries}")
