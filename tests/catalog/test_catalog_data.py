@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from potluck.catalog import gpus, models, nodes, prices
+from potluck.catalog import gpus, models, nodes, prices, workloads
 from potluck.catalog.sources import Facts, load_toml, plain, sources
 from potluck.core.errors import UnknownNameError
 
@@ -87,6 +87,7 @@ def test_sources_are_dated_and_used() -> None:
 def _all_facts() -> list[Facts]:
     found = [gpus.facts(name) for name in gpus.names()]
     found += [models.facts(name) for name in models.names()]
+    found += [workloads.facts(name) for name in workloads.names()]
     return found + [nodes.facts(name) for name in nodes.names()]
 
 

@@ -42,3 +42,15 @@ def test_what_is_not_a_layout_says_why() -> None:
         with pytest.raises(InputError) as caught:
             build_it()
         assert str(caught.value) == says
+
+
+def test_stages_on_one_named_machine_count_it_once() -> None:
+    def on(*places: tuple[str, str]) -> Layout:
+        return Layout(tuple(Stage(8, (StageNode(node, 2, machine),)) for node, machine in places))
+
+    named = on(("4xA40", "x"), ("4xA40", "x"), ("4xA40", "y"), ("2xL4", "z"))
+    assert named.node_counts == {"4xA40": 2, "2xL4": 1}
+    assert named.machines == {"x": 4, "y": 2, "z": 2}
+    unnamed = on(("4xA40", ""), ("4xA40", ""))
+    assert unnamed.node_counts == {"4xA40": 2}
+    assert unnamed.machines == {}

@@ -138,3 +138,17 @@ def test_one_stage_fits_what_the_node_fits() -> None:
 def test_a_stage_without_room_is_an_error() -> None:
     with pytest.raises(CapacityError, match="Llama-3-70B does not fit on 1xA10"):
         layout_requests(BIG, Layout((stage(60, ("4xH100-SXM", 4)), stage(20, ("1xA10", 1)))), NODES, 100)
+
+
+def test_known_links_take_the_place_of_network_cards() -> None:
+    """The same numbers as the cards give the same times; a link slower than the stages sets the pace."""
+    node = NODES["1xH100-SXM"]
+    per_byte = 8.0 / (node.network_gbps * 0.8 * 1e9)
+    fixed = float(handover_s(0.0, node, node))
+    by_card, by_link = (
+        pipeline(LLAMA, halves(), NODES),
+        pipeline(LLAMA, halves(), NODES, None, ((fixed, per_byte),) * 2),
+    )
+    assert by_link.step_s(BATCH) == pytest.approx(by_card.step_s(BATCH), rel=1e-12)
+    slow = pipeline(LLAMA, halves(), NODES, None, ((0.0, 1e-6), (0.0, 0.0)))
+    assert slow.interval_s(BATCH) == pytest.approx(BATCH.tokens * 4096 * 2 * 1e-6, rel=1e-12)

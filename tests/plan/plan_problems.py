@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from potluck.catalog import models, nodes
+from potluck.core.pool import Pool
 from potluck.core.types import LengthBin, Link, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Ask, Problem, ask
 
@@ -44,3 +45,15 @@ def a_problem(
         headroom,
         budget_usd_per_h=budget_usd_per_h,
     )
+
+
+def pool_problem(pool: Pool, *asks: Ask, headroom: float = 0.8) -> Problem:
+    """A pool with the regions that follow from it."""
+    offers: dict[str, dict[str, Offer]] = {}
+    for node in pool.nodes:
+        here = offers.setdefault(node.region, {})
+        before = here[node.type.name].available if node.type.name in here else 0
+        here[node.type.name] = Offer(node.type.name, node.price_usd_per_h, before + 1)
+    regions = tuple(Region(name, tuple(here.values())) for name, here in offers.items())
+    types = {node.type.name: node.type for node in pool.nodes}
+    return Problem(asks or (an_ask(),), regions, tuple(types.values()), headroom=headroom, pool=pool)

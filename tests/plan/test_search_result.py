@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_problems import pool_problem
 from search_pools import CODING, catalog_node, paper_pool, workload
 
 from potluck.catalog import models
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.plan import plan_from_json, plan_to_json
 from potluck.core.types import LengthBin, Slo, Traffic
 from potluck.plan.problem import Ask, ask
 from potluck.plan.search.costs import Calibrated, Peak
 from potluck.plan.search.groups import joined
 from potluck.plan.search.pool import Pool, uniform_pool, workload_of
 from potluck.plan.search.reschedule import flipped, reschedule, survivors
-from potluck.plan.search.result import cut_problem, to_plan, to_templates
+from potluck.plan.search.result import attainment_trace, found_of, replicas_of, to_templates
 from potluck.plan.search.tabu import Found, Limits, Settings, search
-from potluck.plan.verify import verify
 
 QUICK = Settings(timing=Peak(), limits=Limits(walks=4, patience=30), phases=("prefill", "decode"))
 
@@ -98,16 +97,33 @@ def chat() -> tuple[Pool, Ask]:
 
 
 @pytest.mark.parametrize("phases", [("prefill", "decode"), ("prefill", "decode", "mixed")])
-def test_a_plan_that_the_checker_accepts(phases: tuple[str, ...]) -> None:
+def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
     pool, wanted = chat()
     settings = Settings(phases=phases, timing=Calibrated(), limits=Limits(walks=3, patience=30))
     found = search(pool, workload_of(wanted), settings)
-    plan = to_plan(pool, wanted, found)
-    assert verify(cut_problem(pool, wanted, found), plan) == ()
-    assert plan_from_json(plan_to_json(plan)) == plan
-    assert plan.fraction == 1.0
-    templates = to_templates(pool, wanted, found)
+    templates = to_templates(pool_problem(pool, wanted), wanted, pool, found)
     assert {template.kind for template in templates} == {"group"}
-    assert len(plan.deployments) == len(found.state.groups)
+    stood = [machine for template in templates for machine in template.machines]
+    assert len(stood) == len(set(stood)), "two templates share a machine"
     for template in templates:
-        assert template.replicas[0].layout.layer_count == wanted.model.layer_count
+        assert sum(each.count for each in template.nodes) == len(template.machines)
+        assert {replica.layout.layer_count for replica in template.replicas} == {wanted.model.layer_count}
+        for machine, gpus in template.machines.items():
+            assert gpus <= pool.nodes[pool.index(machine)].gpus
+
+
+def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
+    pool, wanted = chat()
+    found = search(pool, workload_of(wanted), Settings(limits=Limits(walks=2, patience=20)))
+    again = found_of(pool, replicas_of(pool, found))
+    assert again.state == found.state
+    assert [c.stages for c in again.configurations] == [c.stages for c in found.configurations]
+
+
+def test_a_trace_is_attainment_and_never_falls() -> None:
+    pool, wanted = chat()
+    found = search(pool, workload_of(wanted), Settings(limits=Limits(walks=2, patience=20)))
+    values = [value for _, value in attainment_trace(found)]
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(found.score.attainment, abs=1e-3)
+    assert all(0 <= value <= 1 for value in values)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.core.layout import Layout, Stage, StageNode
 from potluck.core.plan import Template
 from potluck.core.types import Slo
 from potluck.perf.phases import prefill_s
-from potluck.plan.rates import layout_timer, wait_factor
+from potluck.plan.rates import layout_timer, replica_capacity, wait_factor
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import pipelines
@@ -133,3 +136,20 @@ def test_a_looser_objective_never_offers_less(ttft_s: float, tpot_s: float, loos
         for c in template.capacity:
             key = (template.nodes[0].node, template.replicas[0].role, c.bucket)
             assert best.get(key, 0.0) >= (c.prefill_per_s + c.decode_per_s + c.closed_per_s) * (1 - 1e-9)
+
+
+def test_a_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
+    """Two halves on two nodes have twice the memory and turn about: more than one node, at most about twice it."""
+    problem = a_problem(an_ask(lengths=((1000, 200, 1.0),)), offers={"east": {"1xL40S": (1.9, 2)}})
+    ask, name = problem.asks[0], "1xL40S"
+    whole = Layout((Stage(32, (StageNode(name, 1),)),))
+    halves = Layout(tuple(Stage(16, (StageNode(name, 1),)) for _ in range(2)))
+    one = replica_capacity(ask, whole, problem.by_name, "mixed", 0.8)[0]
+    two = replica_capacity(ask, halves, problem.by_name, "mixed", 0.8)[0]
+    assert one.closed_per_s < two.closed_per_s < 2.6 * one.closed_per_s
+    assert 0 < two.tpot_s <= ask.slo.tpot_s
+    assert 0 < two.ttft_s <= ask.slo.ttft_s
+    tight = replace(ask, slo=Slo(ask.slo.ttft_s, two.tpot_s / 2))
+    less = replica_capacity(tight, halves, problem.by_name, "mixed", 0.8)[0]
+    assert less.closed_per_s < two.closed_per_s
+    assert less.tpot_s <= tight.slo.tpot_s

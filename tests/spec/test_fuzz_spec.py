@@ -23,7 +23,8 @@ KEYS = re.findall(
     "models model name slo ttft_ms tpot_ms ttft attainment traffic rate_per_s input output isl trace "
     "prefix_hit_share mean cv p50 p99 lognormal mu sigma min max uniform values weights fleet regions cloud "
     "nodes node gpu count interconnect kind gb_per_s network_gbps available price_usd_per_h spot links "
-    "between from to gbps rtt_ms gpus fp16_tflops memory_gb bandwidth_gb_per_s budget_usd_per_h << @at",
+    "between from to gbps rtt_ms gpus fp16_tflops memory_gb bandwidth_gb_per_s budget_usd_per_h pool machines "
+    "region << @at",
 )
 
 scalars = (
@@ -84,8 +85,16 @@ def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return inner
 
 
+POOL = "machines: [{name: a, node: 1xL4}, {name: b, node: 1xL4}], gbps: [[0, 1], [1, 0]], rtt_ms: [[0, 1], [1, 0]]"
+POOLED = yaml.safe_load(GOOD.split("fleet:")[0] + f"pool: {{{POOL}}}\n")
 BASE = yaml.safe_load(GOOD + "gpus:\n  - {name: G, fp16_tflops: 1, memory_gb: 9, bandwidth_gb_per_s: 9}\n")
 PLACES = [place for place in places(BASE) if place]
+
+
+@given(st.lists(st.tuples(st.sampled_from(places(POOLED)[1:]), structures), min_size=1, max_size=3))
+@example([(("pool", "gbps", 0), {})])
+def test_a_sound_pool_with_parts_replaced(changes: list[tuple[tuple[Any, ...], object]]) -> None:
+    check_replaced(POOLED, changes)
 
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), structures), min_size=1, max_size=3))
@@ -94,7 +103,11 @@ PLACES = [place for place in places(BASE) if place]
 @example([(("models", 0, "@at"), 1)])
 @settings(max_examples=300)
 def test_a_sound_spec_with_parts_replaced(changes: list[tuple[tuple[Any, ...], object]]) -> None:
-    spec = copy.deepcopy(BASE)
+    check_replaced(BASE, changes)
+
+
+def check_replaced(base: Any, changes: list[tuple[tuple[Any, ...], object]]) -> None:
+    spec = copy.deepcopy(base)
     for place, value in changes:
         parent = spec
         for key in place[:-1]:

@@ -13,6 +13,7 @@ import click
 from potluck.cli.plan_show import Compared, show_compared, show_plan, show_reasons
 from potluck.cli.progress import progress
 from potluck.cli.render import emit_json
+from potluck.cli.search_trace import require_kind, show_search, write_trace
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -40,6 +41,13 @@ def _options(command: Command) -> Command:
         click.option(
             "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
         ),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Of the search on a pool.",
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ):
         command = option(command)
@@ -56,6 +64,12 @@ def _options(command: Command) -> Command:
 @click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
 @click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw how a search went (.html, .svg or .json).",
+)
 @_options
 def plan(
     spec_path: Path | None,
@@ -65,6 +79,8 @@ def plan(
     pinned: tuple[str, ...],
     init_penalty: float,
     explained: bool,
+    trace_path: Path | None,
+    seed: int,
     time_limit_s: float,
     headroom: float,
     budget_usd_per_h: float | None,
@@ -78,6 +94,7 @@ def plan(
       potluck plan potluck.yaml --out plan.json
       potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
       potluck plan potluck.yaml --running plan.json --init-penalty 0.2
+      potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
     from potluck.core.plan import plan_from_json, plan_to_json
     from potluck.plan.explain import explain
@@ -85,10 +102,12 @@ def plan(
     from potluck.plan.verify import verify
 
     planner = _strategy(strategy)
+    if trace_path is not None:
+        require_kind(trace_path)
     problem = load_problem(read_spec(spec_path), headroom, budget_usd_per_h, what_if, init_penalty)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
-    settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned))
+    settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
         outcome = planner(workshop, settings)
@@ -101,12 +120,16 @@ def plan(
             raise CapacityError(f"the plan failed its own check: {violations[0]}")
         if out is not None:
             out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
+        searched = dict(workshop.searched)
+        if trace_path is not None:
+            write_trace(trace_path, searched)
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
     if as_json:
         emit_json(_as_json(outcome, reasons))
         return
     show_plan(problem, outcome)
+    show_search(searched)
     if reasons is not None:
         show_reasons(reasons)
 
@@ -116,6 +139,7 @@ def plan(
 @_options
 def compare(
     spec_path: Path | None,
+    seed: int,
     time_limit_s: float,
     headroom: float,
     budget_usd_per_h: float | None,
@@ -132,11 +156,19 @@ def compare(
     rows = []
     with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
         workshop = Workshop(problem, said=said)
-        outcomes = {}
+        outcomes, left_out = {}, []
         for name, strategy in STRATEGIES.items():
             start = time.process_time()
             said(name)
-            outcome = strategy(workshop, Settings(time_limit_s=_positive("time-limit", time_limit_s)))
+            limit_s = _positive("time-limit", time_limit_s)
+            try:
+                outcome = strategy(workshop, Settings(time_limit_s=limit_s, seed=seed))
+            except InputError as error:
+                # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
+                if error.field != "strategy":
+                    raise
+                left_out.append(error.problem)
+                continue
             outcomes[name] = (outcome, time.process_time() - start)
     for name, (outcome, cpu_s) in outcomes.items():
         found = outcome.plan
@@ -160,6 +192,8 @@ def compare(
         emit_json([encode(row) for row in rows])
     else:
         show_compared(rows)
+    for problem_text in left_out:
+        click.echo(f"left out: {problem_text}", err=as_json)
 
 
 def _require_service(problem: Problem, outcome: Outcome) -> None:
@@ -205,7 +239,9 @@ def load_problem(
         raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
     asks = tuple(ask(m.name, m.model, m.slo, m.traffic) for m in spec.models)
     limit = budget if budget is not None else spec.budget_usd_per_h
-    problem = Problem(asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit)
+    problem = Problem(
+        asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool
+    )
     for text in what_if:
         match = _WHAT_IF.match(text)
         if match is None:

@@ -12,6 +12,7 @@ from potluck.cli.render import percent, seconds, table, usd
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from potluck.core.plan import Plan
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome
@@ -57,7 +58,23 @@ def show_plan(problem: Problem, outcome: Outcome) -> None:
     if outcome.allocation.shortfall is not None:
         click.echo(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
     _show_deployments(problem, outcome)
+    show_groups(outcome.plan)
     _show_predictions(problem, outcome)
+
+
+def show_groups(plan: Plan) -> None:
+    """Which machines do what, where a plan names them: a row per replica, its stages as GPUs:layers."""
+    rows = []
+    for template in plan.templates:
+        if template.kind != "group":
+            continue
+        group = template.name.split(": group ", 1)[-1].split(" ", 1)[0]
+        for replica in template.replicas:
+            machines = ", ".join(f"{gpus} of {name}" for name, gpus in replica.layout.machines.items())
+            stages = " ".join(f"{stage.nodes[0].tp}:{stage.layers}" for stage in replica.layout.stages)
+            rows.append((template.model, group, replica.role, machines, stages))
+    if rows:
+        table("Groups of machines", ("model", "group", "role", "GPUs", "stages (GPUs:layers)"), rows)
 
 
 def _show_deployments(problem: Problem, outcome: Outcome) -> None:
@@ -84,6 +101,8 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
             )
         )
     proof = "proven cheapest" if found.gap < 1e-6 else f"at most {percent(found.gap)} above the cheapest"
+    if found.strategy == "thunderserve" and found.gap < 1e-6:
+        proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if found.fraction < 1:
         proof = f"for {percent(found.fraction)} of the demand"
     title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h, {proof}"

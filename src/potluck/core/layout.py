@@ -18,6 +18,8 @@ class StageNode:
 
     node: str
     tp: int
+    machine: str = ""
+    """Which machine, where that matters."""
 
     def __post_init__(self) -> None:
         if self.tp < 1:
@@ -54,12 +56,26 @@ class Layout:
 
     @property
     def node_counts(self) -> dict[str, int]:
-        """How many nodes of each type the replica takes."""
+        """How many nodes of each type the replica takes; a named machine is one, however many stages it holds."""
         counts: dict[str, int] = {}
+        named: set[tuple[str, str]] = set()
         for stage in self.stages:
             for node in stage.nodes:
+                if node.machine and (node.node, node.machine) in named:
+                    continue
+                named.add((node.node, node.machine))
                 counts[node.node] = counts.get(node.node, 0) + 1
         return counts
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """GPUs it takes of each machine that it names."""
+        gpus: dict[str, int] = {}
+        for stage in self.stages:
+            for node in stage.nodes:
+                if node.machine:
+                    gpus[node.machine] = gpus.get(node.machine, 0) + node.tp
+        return gpus
 
 
 def single(node: str, tp: int, layers: int) -> Layout:

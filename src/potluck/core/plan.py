@@ -67,10 +67,21 @@ class Template:
     replicas: tuple[Replica, ...]
     capacity: tuple[BucketCapacity, ...]
     confidence: Confidence
+    codec: Codec = "fp16"
+    """In which KV crosses between its own replicas."""
 
     @property
     def node_counts(self) -> dict[str, int]:
         return {each.node: each.count for each in self.nodes}
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """GPUs that one copy takes of each machine that it names."""
+        gpus: dict[str, int] = {}
+        for replica in self.replicas:
+            for machine, count in replica.layout.machines.items():
+                gpus[machine] = gpus.get(machine, 0) + count
+        return gpus
 
 
 @dataclass(frozen=True, slots=True)

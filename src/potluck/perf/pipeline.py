@@ -32,6 +32,9 @@ class PipelineTimer:
 
     model: Model
     stages: tuple[tuple[RooflineTimer, ...], ...]
+    hops: tuple[tuple[float, float], ...] = ()
+    """(seconds, seconds per byte) from each stage to the next and from the last to the first, where the machines
+    are known; else the slower network card counts."""
 
     @property
     def confidence(self) -> Confidence:
@@ -49,6 +52,8 @@ class PipelineTimer:
         # Every node's own engine spends its time between steps.
         stages_s = [stage_s + HOST_S for stage_s in self._stages_s(batch)]
         shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in stages_s]
+        size = batch.tokens * self.model.hidden * 2.0
+        shared += [size * s_per_byte for _, s_per_byte in self.hops[:-1]]
         return np.where(batch.tokens > 0, np.max(shared, axis=0), 0.0)
 
     def _stages_s(self, batch: Steps) -> list[Floats]:
@@ -57,6 +62,11 @@ class PipelineTimer:
     def _handovers_s(self, batch: Steps) -> Floats:
         size = batch.tokens * self.model.hidden * 2.0
         total = np.zeros(len(batch))
+        if self.hops:
+            *onward, (back_s, back_s_per_byte) = self.hops
+            for fixed_s, s_per_byte in onward:
+                total = total + fixed_s + size * s_per_byte
+            return total + back_s + batch.sequences * 8.0 * back_s_per_byte
         for first, second in zip(self.stages, self.stages[1:], strict=False):
             pairs = [handover_s(size, a.node, b.node) for a in first for b in second]
             total = total + np.max(pairs, axis=0)
@@ -66,7 +76,11 @@ class PipelineTimer:
 
 
 def pipeline(
-    model: Model, layout: Layout, nodes: Mapping[str, NodeType], calibration: Calibration | None = None
+    model: Model,
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    calibration: Calibration | None = None,
+    hops: tuple[tuple[float, float], ...] = (),
 ) -> PipelineTimer:
     """A timer for a layout; an unknown node or a layer too many is an error."""
     stages = []
@@ -78,7 +92,7 @@ def pipeline(
                 roofline(model, node, member.tp, layers=layers, calibration=calibration, host_s=0.0)
             )
         stages.append(tuple(timers))
-    return PipelineTimer(model, tuple(stages))
+    return PipelineTimer(model, tuple(stages), hops)
 
 
 def stage_layers(model: Model, layout: Layout) -> list[tuple[Stage, range]]:

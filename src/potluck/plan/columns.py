@@ -25,6 +25,7 @@ from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.program import Bucket as DemandRow
 from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
 from potluck.plan.allocate.result import Allocation
+from potluck.plan.machines import machine_of
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 
@@ -47,9 +48,17 @@ class Columns:
         return None
 
 
-def fleet_of(problem: Problem) -> Fleet:
-    """Prices and availability as tables."""
-    nodes = tuple(node.name for node in problem.nodes)
+MACHINE = "machine "
+"""Before the name of a machine among a fleet's node types."""
+
+
+def fleet_of(problem: Problem, machines: Sequence[str] = ()) -> Fleet:
+    """Prices and availability as tables.
+
+    A machine that some template names is a node type of its own, free, of which its region has one: so no two
+    templates stand on it, nor a template twice. What it costs is in the type it is of.
+    """
+    nodes = tuple(node.name for node in problem.nodes) + tuple(f"{MACHINE}{name}" for name in machines)
     shape = (len(problem.regions), len(nodes))
     price, available = np.zeros(shape), np.zeros(shape, np.int64)
     for row, region in enumerate(problem.regions):
@@ -57,6 +66,10 @@ def fleet_of(problem: Problem) -> Fleet:
             column = nodes.index(offer.node)
             price[row, column] = offer.price_usd_per_h
             available[row, column] = offer.available
+    for place, name in enumerate(machines, len(problem.nodes)):
+        machine = machine_of(problem, name)
+        for row, region in enumerate(problem.regions):
+            available[row, place] = machine is not None and machine.gpus > 0 and machine.region == region.name
     return Fleet(tuple(region.name for region in problem.regions), nodes, price, available)
 
 
@@ -72,8 +85,9 @@ def columns(
 
     Pins ask for at least so many copies, or for exactly so many.
     """
-    fleet = fleet_of(problem)
     groups = tuple(tuple(templates.get(each.name, ())) for each in problem.asks)
+    named = {machine for group in groups for template in group for machine in template.machines}
+    fleet = fleet_of(problem, sorted(named))
     models = tuple(
         _model(each, group, fleet, problem.links) for each, group in zip(problem.asks, groups, strict=True)
     )
@@ -188,6 +202,8 @@ def _model(each: Ask, group: Sequence[Template], fleet: Fleet, links: Sequence[L
     for row, template in enumerate(group):
         for count in template.nodes:
             uses[row, fleet.nodes.index(count.node)] = count.count
+        for machine in template.machines:
+            uses[row, fleet.nodes.index(f"{MACHINE}{machine}")] = 1
         for capacity in template.capacity:
             prefill[row, capacity.bucket] = capacity.prefill_per_s
             decode[row, capacity.bucket] = capacity.decode_per_s

@@ -4,8 +4,9 @@
     flip         copies on the same nodes may change their role          at once, no weights are loaded
     reallocate   a new plan that pays for what it starts (CORAL's K)     as long as the slowest start
 
-Nodes that are gone take copies with them: the deployment with the most copies on such a node loses one at a time.
-The controller chooses; `best_answer` is the rule it starts from.
+Nodes that are gone take copies with them: the deployment with the most copies on such a node loses one at a time;
+a group of named machines loses the replicas on them and serves on with the others (`regroup`). The controller
+chooses; `best_answer` is the rule it starts from.
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ from potluck.plan.allocate.solve import solve
 from potluck.plan.columns import columns, plan_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import layout_timer, replica_capacity
+from potluck.plan.regroup import (
+    Left,
+    changed_roles,
+    flipped,
+    left_of,
+    moved,
+    new_replicas,
+    settled,
+    surviving,
+)
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.templates.group import machine_counts
 from potluck.plan.verify import retimed
 
 Step = Literal["reroute", "flip", "reallocate"]
@@ -55,11 +67,14 @@ def ladder(
     costs: StartupCosts = DEFAULT_COSTS,
 ) -> tuple[Answer, ...]:
     """All three answers to whatever made the problem what it is now."""
+    problem = settled(problem, running)
+    loaded = left_of(problem, running)
+    running = surviving(problem, running)
     left = survivors(problem, running)
     return (
         _reroute(problem, running, left, settings),
-        _flip(problem, running, left, settings, costs),
-        _reallocate(problem, running, left, planner, settings, costs),
+        _flip(problem, running, left, loaded, settings, costs),
+        _reallocate(problem, running, left, loaded, planner, settings, costs),
     )
 
 
@@ -86,7 +101,8 @@ def survivors(problem: Problem, running: Plan) -> tuple[Deployment, ...]:
         hit = [
             k for k in counts if k[1] == region and node in running.template(k[0]).node_counts and counts[k]
         ]
-        counts[max(hit, key=lambda k: (counts[k], k))] -= 1
+        # Groups name their machines, so those are not the ones that are gone.
+        counts[max(hit, key=lambda k: (running.template(k[0]).kind != "group", counts[k], k))] -= 1
     return tuple(Deployment(name, region, count) for (name, region), count in counts.items() if count)
 
 
@@ -98,11 +114,17 @@ def _reroute(problem: Problem, running: Plan, left: tuple[Deployment, ...], sett
 
 
 def _flip(
-    problem: Problem, running: Plan, left: tuple[Deployment, ...], settings: Settings, costs: StartupCosts
+    problem: Problem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    loaded: Left,
+    settings: Settings,
+    costs: StartupCosts,
 ) -> Answer:
     """Every copy of one layout in one role may take another; copies of unlike layouts stay apart.
 
     Layouts are kept apart by giving each its own name for its nodes, so that no weights would have to move.
+    Groups stay on their machines; which of their replicas changes its role is for `regroup` to find.
     """
     templates: list[Template] = []
     offers: dict[str, list[Offer]] = {region.name: [] for region in problem.regions}
@@ -110,7 +132,7 @@ def _flip(
     for place, deployment in enumerate(left):
         template = running.template(deployment.template)
         ask = _asked(problem, template.model)
-        if ask is None:
+        if ask is None or template.kind == "group":
             continue
         alias = {each.node: f"{each.node}{MARK}{place}" for each in template.nodes}
         for each in template.nodes:
@@ -122,25 +144,58 @@ def _flip(
             replace(variant, nodes=nodes, name=f"{variant.name}{MARK}{place}")
             for variant in _roles(problem, ask, template)
         ]
+    groups, machines = _group_roles(problem, running, left, loaded, settings)
+    templates += groups
+    for (region, node), count in machines.items():
+        offers[region].append(Offer(f"{node}{MARK}", _price(problem, region, node), count))
+    types += [
+        replace(problem.node(node), name=f"{node}{MARK}") for node in sorted({node for _, node in machines})
+    ]
     regions = tuple(Region(name, tuple(found)) for name, found in offers.items())
     if not templates:
         return _answer("flip", _nothing(), running, left, 0.0, costs.role_flip_s, 0)
     inside = replace(problem, regions=regions, nodes=tuple(types), budget_usd_per_h=None)
     plan = _unmarked(_solved(inside, templates, settings), problem)
-    flips = sum(d.count for d in plan.deployments) - _kept(plan, left)
+    whole = {t.name for t in plan.templates if t.kind != "group"}
+    flips = sum(d.count for d in plan.deployments if d.template in whole) - _kept(plan, left, whole)
+    flips += changed_roles(loaded, (t for t in plan.templates if t.kind == "group"))
     return _answer("flip", plan, running, left, 0.0, costs.role_flip_s, flips)
+
+
+def _group_roles(
+    problem: Problem, running: Plan, left: tuple[Deployment, ...], loaded: Left, settings: Settings
+) -> tuple[list[Template], dict[tuple[str, str], int]]:
+    """Groups as they are and in new roles, on nodes of their own; and those nodes, (region, type) to how many."""
+    found = [(d.region, running.template(d.template)) for d in left]
+    found = [
+        (region, _timed(problem, t)) for region, t in found if t.kind == "group" and _asked(problem, t.model)
+    ]
+    found += flipped(problem, loaded, settings.seed, settings.time_limit_s / 4)
+    templates: dict[str, Template] = {}
+    for _, template in found:
+        nodes = tuple(NodeCount(f"{each.node}{MARK}", each.count) for each in template.nodes)
+        templates[template.name] = replace(template, nodes=nodes, name=f"{template.name}{MARK}")
+    machines: dict[tuple[str, str], int] = {}
+    for region in {region for region, _ in found}:
+        mine = [replica for where, template in found if where == region for replica in template.replicas]
+        for node, count in machine_counts(mine).items():
+            machines[region, node] = count
+    return list(templates.values()), machines
 
 
 def _reallocate(
     problem: Problem,
     running: Plan,
     left: tuple[Deployment, ...],
+    loaded: Left,
     planner: Callable[[Workshop, Settings], Outcome],
     settings: Settings,
     costs: StartupCosts,
 ) -> Answer:
     still = replace(running, deployments=left)
-    plan = planner(Workshop(problem), replace(settings, running=still)).plan
+    groups = tuple(running.template(d.template) for d in left)
+    kept = tuple(template for template in groups if template.kind == "group")
+    plan = planner(Workshop(problem, running=kept), replace(settings, running=still)).plan
     before = {(d.template, d.region): d.count for d in left}
     slowest_s, started_usd = 0.0, 0.0
     for deployment in plan.deployments:
@@ -149,12 +204,24 @@ def _reallocate(
             continue
         template = plan.template(deployment.template)
         ask = _asked(problem, template.model)
-        nodes = sum(each.count for each in template.nodes)
-        takes_s = startup_s(weight_bytes(ask.model) if ask else 0.0, nodes, costs).total_s
+        weights = weight_bytes(ask.model) if ask else 0.0
+        if template.kind == "group":
+            for replica in new_replicas(loaded, template):
+                takes_s = startup_s(weights, len(replica.layout.machines), costs).total_s
+                slowest_s = max(slowest_s, takes_s)
+                started_usd += _rent(problem, deployment.region, replica) * takes_s / 3600
+            continue
+        takes_s = startup_s(weights, sum(each.count for each in template.nodes), costs).total_s
         rent = sum(_price(problem, deployment.region, n.node) * n.count for n in template.nodes)
         slowest_s = max(slowest_s, takes_s)
         started_usd += new * rent * takes_s / 3600
-    return _answer("reallocate", plan, running, left, started_usd, slowest_s, 0)
+    return _answer("reallocate", plan, running, left, started_usd, slowest_s, 0, loaded)
+
+
+def _rent(problem: Problem, region: str, replica: Replica) -> float:
+    """The share of its machines' rent that a replica's GPUs are."""
+    stages = [node for stage in replica.layout.stages for node in stage.nodes]
+    return sum(_price(problem, region, n.node) * n.tp / problem.node(n.node).gpus for n in stages)
 
 
 def _answer(
@@ -165,13 +232,17 @@ def _answer(
     start_cost_usd: float,
     time_s: float,
     flips: int,
+    loaded: Left | None = None,
 ) -> Answer:
-    before = {(d.template, d.region): d.count for d in left}
-    after = {(d.template, d.region): d.count for d in plan.deployments}
+    grouped = {t.name for t in (*running.templates, *plan.templates) if t.kind == "group"}
+    before = {(d.template, d.region): d.count for d in left if d.template not in grouped}
+    after = {(d.template, d.region): d.count for d in plan.deployments if d.template not in grouped}
     starts = stops = 0
     if step == "reallocate":
         starts = sum(max(0, n - before.get(key, 0)) for key, n in after.items())
         stops = sum(max(0, n - after.get(key, 0)) for key, n in before.items())
+        fresh, gone = moved(loaded or {}, (t for t in plan.templates if t.kind == "group"))
+        starts, stops = starts + fresh, stops + gone
     return Answer(
         step, plan, plan.fraction, plan.cost_usd_per_h, start_cost_usd, time_s, starts, stops, flips
     )
@@ -260,9 +331,10 @@ def _unmarked(plan: Plan, problem: Problem) -> Plan:
     return replace(plan, templates=tuple(templates.values()), deployments=deployments, shares=shares)
 
 
-def _kept(plan: Plan, left: tuple[Deployment, ...]) -> int:
+def _kept(plan: Plan, left: tuple[Deployment, ...], whole: set[str]) -> int:
     before = {(d.template, d.region): d.count for d in left}
-    return sum(min(d.count, before.get((d.template, d.region), 0)) for d in plan.deployments)
+    mine = [d for d in plan.deployments if d.template in whole]
+    return sum(min(d.count, before.get((d.template, d.region), 0)) for d in mine)
 
 
 def _asked(problem: Problem, model: str) -> Ask | None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.model import Model
+from potluck.core.pool import Pool
 from potluck.core.types import LengthBin, Link, NodeType, Region, Slo, Traffic
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.memory import kv_bytes
@@ -80,6 +81,8 @@ class Problem:
     init_penalty: float = 0.0
     """CORAL's K: start-up time of a node over the interval between two plans."""
     budget_usd_per_h: float | None = None
+    pool: Pool | None = None
+    """The machines behind the regions, by name, where they are known."""
 
     def __post_init__(self) -> None:
         if not self.asks:

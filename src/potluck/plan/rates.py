@@ -7,24 +7,26 @@ that hardly vary the mean wait is that of an M/D/1 queue, so
 
 must stay within the objective. In a pipeline S is the time between two prompts, and the first token waits for
 all stages. A decoding replica runs the largest batch whose step is within TPOT and whose
-KV fits. A mixed one does both and must keep both (`perf.throughput`).
+KV fits. A mixed one does both and must keep both (`perf.throughput`); in a pipeline of S stages S batches take
+turns, so a request's step is a cycle of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 
 from potluck.core.errors import CapacityError
 from potluck.core.layout import Layout
 from potluck.core.plan import BucketCapacity
-from potluck.core.types import NodeType, Role
-from potluck.perf.phases import prefill_s
+from potluck.core.types import NodeType, Role, Slo
+from potluck.perf.phases import CHUNK_TOKENS, prefill_s
 from potluck.perf.pipeline import PipelineTimer, layout_requests, pipeline
 from potluck.perf.roofline import roofline
-from potluck.perf.step import StepTimer, steps
+from potluck.perf.step import Floats, StepTimer, steps
 from potluck.perf.throughput import MAX_BATCH, best_operating
 from potluck.plan.problem import Ask, Demand
 
@@ -105,6 +107,9 @@ def _bucket(
         rate, tpot_s = _pipeline_decode(timer, demand, batch, ask.slo.tpot_s)
         return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)
     slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
+        rate, ttft_s, tpot_s = _pipeline_mixed(timer, demand, batch, slo)
+        return BucketCapacity(demand.bucket, 0.0, 0.0, rate * copies, ttft_s, tpot_s)
     lengths = (demand.input_tokens, demand.output_tokens)
     found = best_operating(timer, *lengths, batch, slo, role, cached_tokens=demand.cached_tokens)
     if found is None:
@@ -129,3 +134,39 @@ def _pipeline_decode(timer: PipelineTimer, demand: Demand, room: int, tpot_s: fl
     tokens_per_s = np.where(step_s <= tpot_s, tokens_per_s, 0.0)
     best = int(np.argmax(tokens_per_s))
     return float(tokens_per_s[best]) / demand.output_tokens, float(step_s[best])
+
+
+def _pipeline_mixed(timer: PipelineTimer, demand: Demand, room: int, slo: Slo) -> tuple[float, float, float]:
+    """(requests/s, TTFT, TPOT): in each of S stages a batch of B decodes with the prompt tokens that feed it.
+
+    A step of one batch takes T and the slowest stage I of it; with S batches under way each has its turn every
+    C = max(S I, T). A prompt of several chunks takes as many turns.
+    """
+    stages = len(timer.stages)
+    most = min(room // stages, MAX_BATCH)
+    if most < 1:
+        return 0.0, 0.0, 0.0
+    batches = np.unique(np.geomspace(1, most, 64).round())
+    new, out = demand.new_tokens, demand.output_tokens
+    context = batches * (demand.input_tokens + out / 2)
+
+    def cycle_s(chunk: Floats, cached: Floats) -> Floats:
+        batch = steps(chunk, cached, batches, context)
+        return np.maximum(stages * timer.interval_s(batch), timer.step_s(batch))
+
+    chunk = np.minimum(batches * new / out, CHUNK_TOKENS)
+    starts = np.arange(ceil(chunk.max() / new)) * float(new)
+    prompts = np.clip(chunk[:, None] - starts, 0.0, float(new))
+    behind = demand.cached_tokens + np.maximum(new - chunk, 0.0)[:, None] / 2
+    paced = np.maximum(batches * new / out / chunk, 1.0)
+    tpot_s = cycle_s(prompts, np.broadcast_to(behind, prompts.shape)) * paced
+    ttft_s = np.zeros(len(batches))
+    for start in range(0, new, CHUNK_TOKENS):
+        size = np.full(len(batches), float(min(CHUNK_TOKENS, new - start)))
+        ttft_s += cycle_s(size, np.full(len(batches), float(demand.cached_tokens + start)))
+    rate = stages * batches / (tpot_s * out)
+    rate = np.where((tpot_s <= slo.tpot_s) & (ttft_s <= slo.ttft_s), rate, 0.0)
+    best = int(np.argmax(rate))
+    if not rate[best] > 0:
+        return 0.0, 0.0, 0.0
+    return float(rate[best]), float(ttft_s[best]), float(tpot_s[best])

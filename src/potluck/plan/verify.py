@@ -12,8 +12,10 @@ from math import isclose
 from potluck.core.plan import BucketCapacity, Plan, Template
 from potluck.core.types import Role
 from potluck.plan.columns import crossing_room_s, crossing_s
+from potluck.plan.machines import machine_of, timer_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, replica_capacity
+from potluck.plan.templates.group import group_capacity
 from potluck.plan.templates.pair import pair_capacity
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
@@ -24,6 +26,7 @@ SLACK = 1e-6
 def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """All violations; empty for a sound plan."""
     broken = (*_names(problem, plan), *_layers(problem, plan))
+    broken = broken or tuple(_machines(problem, plan))
     broken = broken or tuple(_memory(problem, plan))
     if broken:  # nothing else can be asked of a plan that does not hang together
         return broken
@@ -66,6 +69,44 @@ def _layers(problem: Problem, plan: Plan) -> Iterator[str]:
                 yield f"{template.name}: unknown node {min(unknown)!r}"
 
 
+def _machines(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Replicas have the GPUs they need: of what their template rents, and of the machines that they name."""
+    for template in plan.templates:
+        wanted: dict[str, int] = {}
+        stood: set[tuple[str, str]] = set()
+        for replica in template.replicas:
+            for stage in replica.layout.stages:
+                for node in stage.nodes:
+                    wanted[node.node] = wanted.get(node.node, 0) + node.tp
+                    stood.add((node.node, node.machine))
+        for name, gpus in wanted.items():
+            rented = template.node_counts.get(name, 0)
+            named = sum(1 for node, machine in stood if node == name and machine)
+            if gpus > rented * problem.node(name).gpus or named > rented:
+                yield f"{template.name}: needs {gpus} GPUs on {named or 'some'} {name}, rents {rented}"
+        for name, machine in sorted(stood):
+            found = machine_of(problem, machine) if machine else None
+            if machine and (found is None or found.type.name != name):
+                yield f"{template.name}: there is no {name} named {machine!r}"
+        if template.kind == "group" and not all(machine for _, machine in stood):
+            yield f"{template.name}: a group must name its machines"
+    taken: dict[str, int] = {}
+    holders: dict[str, int] = {}
+    for deployment in plan.deployments:
+        for machine, gpus in plan.template(deployment.template).machines.items():
+            taken[machine] = taken.get(machine, 0) + gpus * deployment.count
+            holders[machine] = holders.get(machine, 0) + deployment.count
+            found = machine_of(problem, machine)
+            if found is not None and found.region != deployment.region:
+                yield f"{deployment.template}: {machine!r} is in {found.region}, not in {deployment.region}"
+    for machine, gpus in sorted(taken.items()):
+        found = machine_of(problem, machine)
+        if found is not None and gpus > found.gpus:
+            yield f"machine {machine!r}: {gpus} GPUs taken of {found.gpus}"
+        elif holders[machine] > 1:
+            yield f"machine {machine!r} is rented {holders[machine]} times"
+
+
 def _memory(problem: Problem, plan: Plan) -> Iterator[str]:
     for template in plan.templates:
         ask = _ask(problem, template.model)
@@ -93,12 +134,15 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
     """What a template can do at most, from its replicas alone.
 
     A closed group does no more than its prefilling replicas prefill and its decoding ones decode, and what
-    its mixed replicas serve alone. In a pair the mixed replicas are relieved of a part of the prefill.
+    its mixed replicas serve alone. In a pair the mixed replicas are relieved of a part of the prefill; in a group
+    of named machines the links between them count too.
     """
     if template.kind == "pair":
         low = [replica for replica in template.replicas if replica.role == "prefill"]
         high = [replica for replica in template.replicas if replica.role == "mixed"]
         return pair_capacity(problem, ask, low, high)
+    if template.kind == "group":
+        return group_capacity(problem, ask, template.replicas, template.codec)
     found = []
     for bucket in range(len(ask.demands)):
         prefill, decode, mixed = (_role_rate(problem, ask, template, role, bucket) for role in ROLES)
@@ -111,7 +155,9 @@ def _role_rate(problem: Problem, ask: Ask, template: Template, role: Role, bucke
     members = [replica for replica in template.replicas if replica.role == role]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
-        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies)[bucket]
+        timer = timer_of(problem, ask, layout)
+        rates = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
+        capacity = rates[bucket]
         total += capacity.prefill_per_s + capacity.decode_per_s + capacity.closed_per_s
     return total
 

@@ -10,10 +10,11 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from potluck.core.errors import did_you_mean
+from potluck.core.pool import REGION
 from potluck.spec.marks import MAX_BYTES, read_marked
 from potluck.spec.problems import Loc, Problem, Problems, SpecError, one_line, shown
 from potluck.spec.resolve import resolve
-from potluck.spec.schema import AT, NODE_TAGS, SpecIn
+from potluck.spec.schema import AT, NODE_TAGS, FleetSpecIn, SpecIn
 from potluck.spec.values import Spec
 
 MAX_PROBLEMS = 500
@@ -41,15 +42,18 @@ def load_spec(path: str | Path) -> Spec:
 def parse_spec(raw: bytes | str, *, file: str = "potluck.yaml", folder: Path = Path()) -> Spec:
     """The spec in `raw`; paths in it are relative to `folder`."""
     data, problems = read_marked(raw.encode("utf-8", "replace") if isinstance(raw, str) else raw, file)
-    regions = region_names(data)
+    regions, machines = region_names(data), len(_machines(data))
     written = validate(data, problems)
     if written is None:
         raise SpecError(problems.found)
-    return resolve(written, folder, problems, regions)
+    return resolve(written, folder, problems, regions, machines)
 
 
 def region_names(data: dict[str, Any]) -> list[str]:
     """Every region that is named, also those with something wrong in them: links may mean these."""
+    if "pool" in data:
+        places = [machine.get("region") for machine in _machines(data) if isinstance(machine, dict)]
+        return [place if isinstance(place, str) else REGION for place in places]
     fleet = data.get("fleet")
     regions = fleet.get("regions") if isinstance(fleet, dict) else None
     if not isinstance(regions, list):
@@ -58,14 +62,21 @@ def region_names(data: dict[str, Any]) -> list[str]:
     return [name for name in named if isinstance(name, str)]
 
 
+def _machines(data: dict[str, Any]) -> list[Any]:
+    pool = data.get("pool")
+    machines = pool.get("machines") if isinstance(pool, dict) else None
+    return machines if isinstance(machines, list) else []
+
+
 def validate(data: dict[str, Any], problems: Problems) -> SpecIn | None:
     """Check shapes and ranges; what is wrong is noted and cut out, so that the rest is still checked.
 
     None when too little is left to go on with.
     """
     locate(data, (), problems)
+    root = SpecIn if data.get("pool") is not None else FleetSpecIn
     try:
-        return SpecIn.model_validate(data)
+        return root.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)[:MAX_PROBLEMS]
         for detail in details:
@@ -75,7 +86,7 @@ def validate(data: dict[str, Any], problems: Problems) -> SpecIn | None:
         if error.error_count() > MAX_PROBLEMS or not _prune(data, error):
             return None
     try:
-        return SpecIn.model_validate(data)
+        return root.model_validate(data)
     except ValidationError:
         # What the cuts have broken, such as a list that is empty now, is not the writer's doing.
         return None
@@ -101,7 +112,7 @@ def _written_loc(loc: Loc) -> Loc:
     )
 
 
-_ITEM_LISTS = {"models", "gpus", "links", "regions", "nodes"}
+_ITEM_LISTS = {"models", "gpus", "links", "regions", "nodes", "machines"}
 
 
 def _prune(data: dict[str, Any], error: ValidationError) -> bool:

@@ -13,47 +13,68 @@ from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_
 from potluck.core.model import Model
 from potluck.core.types import Link, NodeType, Offer, Region, Slo
 from potluck.spec.hardware import Hardware
+from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
 from potluck.spec.traffic import resolve_traffic
 from potluck.spec.values import ModelSpec, PriceNote, Spec
 
 
-def resolve(written: SpecIn, folder: Path, problems: Problems, region_names: list[str]) -> Spec:
+def resolve(
+    written: SpecIn, folder: Path, problems: Problems, region_names: list[str], machine_count: int = 0
+) -> Spec:
     """The frozen spec; raises SpecError with all problems, those found before included.
 
-    `region_names` also has the regions that were cut out as broken, which links may rightly name.
+    `region_names` also has the regions that were cut out as broken, which links may rightly name, and
+    `machine_count` the machines of a pool.
     """
     broken = bool(problems.found)
     if not broken:
         _not_empty(written, problems)
     hardware = Hardware(problems)
     hardware.add_gpus(written.gpus)
+    if written.pool is not None:
+        if written.fleet is not None:
+            problems.add(
+                ("pool",), "stands beside `fleet`; keep one of them, a pool's machines are its fleet"
+            )
+        pooled = resolve_pool(written.pool, machine_count, hardware, problems)
+    else:
+        pooled = _rented(written, hardware, problems, broken)
+    links = _links(written.links, region_names, problems)
+    models = _models(written.models, folder, problems)
+    problems.raise_any()
+    return Spec(
+        models=tuple(models),
+        regions=pooled.regions,
+        node_types=pooled.node_types,
+        links=tuple(links) or pooled.links,
+        budget_usd_per_h=written.budget_usd_per_h,
+        price_notes=pooled.price_notes,
+        notes=tuple(hardware.notes),
+        pool=pooled.pool,
+    )
+
+
+def _rented(written: SpecIn, hardware: Hardware, problems: Problems, broken: bool) -> Pooled:
+    """A written fleet: regions and what they offer."""
+    assert written.fleet is not None
     regions, notes = _regions(written.fleet.regions, hardware, problems)
     available = [offer.available for region in regions for offer in region.offers]
     if not broken and not problems.found and not any(available):
         problems.add(("fleet",), "fleet has no GPUs: available is 0 everywhere")
-    links = _links(written.links, region_names, problems)
-    models = _models(written.models, folder, problems)
-    problems.raise_any()
     used = {offer.node for region in regions for offer in region.offers}
-    return Spec(
-        models=tuple(models),
-        regions=tuple(regions),
-        node_types=tuple(node for node in hardware.nodes.values() if node.name in used),
-        links=tuple(links),
-        budget_usd_per_h=written.budget_usd_per_h,
-        price_notes=tuple(notes),
-        notes=tuple(hardware.notes),
-    )
+    types = tuple(node for node in hardware.nodes.values() if node.name in used)
+    return Pooled(None, tuple(regions), types, (), tuple(notes))
 
 
 def _not_empty(written: SpecIn, problems: Problems) -> None:
     lists: list[tuple[Loc, list[Any]]] = [
         (("models",), written.models),
-        (("fleet", "regions"), written.fleet.regions),
-        *(((*region.at, "nodes"), region.nodes) for region in written.fleet.regions),
     ]
+    if written.fleet is not None:
+        lists.append((("fleet", "regions"), written.fleet.regions))
+        lists += [((*region.at, "nodes"), region.nodes) for region in written.fleet.regions]
     for loc, entries in lists:
         if not entries:
             problems.add(loc, "needs at least one entry")

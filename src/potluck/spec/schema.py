@@ -224,6 +224,23 @@ class FleetIn(Written):
     regions: list[RegionIn]
 
 
+class MachineIn(Written):
+    """One machine of a pool."""
+
+    name: Name
+    node: NodeField
+    price_usd_per_h: float | None = Field(default=None, ge=0, le=100_000)
+    region: Name | None = None
+
+
+class PoolIn(Written):
+    """The machines one has. Links are a number, or a matrix in the order of the machines (`spec.pools` checks)."""
+
+    machines: list[MachineIn]
+    gbps: Any
+    rtt_ms: Any = None
+
+
 class LinkIn(Written):
     """A link between two regions: `between` means both directions, `from` and `to` one."""
 
@@ -245,7 +262,14 @@ class SpecIn(Written):
     """The root of `potluck.yaml`."""
 
     models: list[ModelIn]
-    fleet: FleetIn
+    fleet: FleetIn | None = None
+    pool: PoolIn | None = None
     gpus: list[GpuIn] = Field(default_factory=list)
     links: list[LinkIn] = Field(default_factory=list)
     budget_usd_per_h: float | None = Field(default=None, gt=0, le=1e9)
+
+
+class FleetSpecIn(SpecIn):
+    """The root when no pool is written: then there must be a fleet."""
+
+    fleet: FleetIn

@@ -6,6 +6,7 @@ from math import exp
 from pathlib import Path
 
 from potluck.core.errors import InputError
+from potluck.core.lengths import lognormal_from_mean, lognormal_from_quantiles
 from potluck.core.types import LengthBin, Traffic
 from potluck.spec import lengths
 from potluck.spec.problems import Loc, Problems
@@ -64,6 +65,8 @@ def _trace_words(trace: Trace, name: str) -> str:
     words = f"{trace.format_name} trace {name}, {len(trace):,} requests"
     if trace.empty_outputs:
         words += f" ({trace.empty_outputs:,} without output counted as one token)"
+    if trace.format_name == "sharegpt":
+        words += ", token counts estimated where not given"
     return words
 
 
@@ -88,11 +91,11 @@ def cut(written: LengthsIn, groups: int) -> list[lengths.Group]:
         return lengths.cut_law(lengths.lognormal(law.mu, law.sigma, law.min, law.max), groups)
     if written.p50 is not None and written.p99 is not None:
         middle = written.p50
-        mu, sigma = lengths.lognormal_from_quantiles(written.p50, written.p99)
+        mu, sigma = lognormal_from_quantiles(written.p50, written.p99)
     else:
         assert written.mean is not None
         middle = written.mean
-        mu, sigma = lengths.lognormal_from_mean(written.mean, written.cv or 0.0)
+        mu, sigma = lognormal_from_mean(written.mean, written.cv or 0.0)
     if sigma < MIN_SIGMA:
         return [(1.0, middle)]
     if sigma > MAX_SIGMA:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.model import Model
+from potluck.core.pool import Pool
 from potluck.core.types import Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class Spec:
     price_notes: tuple[PriceNote, ...] = ()
     notes: tuple[str, ...] = ()
     """What was assumed because the spec and the catalog leave it open."""
+    pool: Pool | None = None
+    """The machines by name, where they are written; the regions then follow from it."""
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

@@ -1,106 +1,97 @@
-"""What the search found, in the planner's words: templates of the kind `group`, and a plan.
+"""What the search found, in the planner's words: templates of the kind `group` on named machines.
 
-A group takes some GPUs of a machine, a template rents whole nodes; so each stage becomes a *slice*, a node type
-of its own with just the stage's GPUs (`2/4xA5000`), and `cut_problem` is the pool cut that way. Templates
-are timed by `plan.rates`, so they promise what `plan.verify` finds; the plan's flows come from the allocation
-program with every template pinned. That timing knows one network card per node instead of the matrix, and the
-program takes hand-overs within a region as free: what the search itself expects is in `Found`.
+Groups that share a machine or hand KV to one another become one template of whole machines (`templates.group`).
+They are timed again by `plan.rates`, bucket by bucket, so a template promises what `plan.verify` finds; what the
+search itself expects, for mean lengths, is in `Found`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Deployment, NodeCount, Plan, Replica, Template
-from potluck.core.types import Interconnect, NodeType, Offer, Region
-from potluck.plan.allocate.solve import solve
-from potluck.plan.columns import columns, plan_of
-from potluck.plan.problem import HEADROOM, Ask, Problem
-from potluck.plan.rates import layout_timer, replica_capacity
-from potluck.plan.search.deduce import NAMES, Deduced, StageTake
-from potluck.plan.search.pool import Pool
+from potluck.core.plan import Replica, Template
+from potluck.core.pool import Pool
+from potluck.core.types import Codec
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.search.deduce import NAMES, PHASES, Deduced, StageTake, Takes
+from potluck.plan.search.evaluate import TIE_WEIGHT, Group, Score, State
+from potluck.plan.search.moves import without
+from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.tabu import Found
+from potluck.plan.templates.group import components, group_template, route
 
-REGION = "pool"
-
-
-def slice_name(pool: Pool, stage: StageTake) -> str:
-    return f"{stage.tp}/{pool.nodes[stage.node].type.name}"
+CODEC: Codec = "int4"
+"""THUNDERSERVE sends KV in four bits."""
 
 
-def slices(pool: Pool, found: Found) -> dict[str, NodeType]:
-    """The node types that the found stages are cut to."""
-    made: dict[str, NodeType] = {}
-    for configuration in found.configurations:
-        for stage in configuration.stages:
-            name = slice_name(pool, stage)
-            if name not in made:
-                made[name] = _slice(pool, stage, name)
-    return made
-
-
-def cut_problem(pool: Pool, ask: Ask, found: Found, headroom: float = HEADROOM) -> Problem:
-    """The pool as a fleet of exactly these slices, at their share of the machines' prices."""
-    count: dict[str, int] = {}
-    price: dict[str, float] = {}
-    for configuration in found.configurations:
-        for stage in configuration.stages:
-            name, node = slice_name(pool, stage), pool.nodes[stage.node]
-            count[name] = count.get(name, 0) + 1
-            price[name] = price.get(name, 0.0) + node.price_usd_per_h * stage.tp / node.type.gpus
-    offers = tuple(Offer(name, price[name] / count[name], count[name]) for name in sorted(count))
-    made = slices(pool, found)
-    nodes = tuple(made[name] for name in sorted(made))
-    return Problem((ask,), (Region(REGION, offers),), nodes, headroom=headroom)
-
-
-def to_templates(pool: Pool, ask: Ask, found: Found, headroom: float = HEADROOM) -> tuple[Template, ...]:
-    """One template per group, in their order."""
-    nodes = slices(pool, found)
-    made = []
-    for place, (group, mine) in enumerate(zip(found.state.groups, found.configurations, strict=True)):
-        layout = layout_of(pool, mine)
-        role = NAMES[group.phase]
-        timer = layout_timer(ask, layout, nodes)
-        takes = "+".join(f"{n}x{pool.nodes[node].name}" for node, n in group.takes)
-        counts = sorted(layout.node_counts.items())
-        made.append(
-            Template(
-                name=f"{ask.name}: group {place + 1} {role} {takes}",
-                kind="group",
-                model=ask.name,
-                nodes=tuple(NodeCount(name, count) for name, count in counts),
-                replicas=(Replica(role, layout),),
-                capacity=replica_capacity(ask, layout, nodes, role, headroom, timer=timer),
-                confidence=timer.confidence,
-            )
-        )
-    return tuple(made)
-
-
-def to_plan(
-    pool: Pool, ask: Ask, found: Found, headroom: float = HEADROOM, *, time_limit_s: float = 10.0
-) -> Plan:
-    """Every group deployed once, and requests routed by the allocation program."""
-    problem = cut_problem(pool, ask, found, headroom)
-    templates = to_templates(pool, ask, found, headroom)
-    pins = tuple(Deployment(template.name, REGION, 1) for template in templates)
-    program = columns(problem, {ask.name: templates}, pins=pins)
-    return plan_of(program, solve(program.program, time_limit_s=time_limit_s), "thunderserve")
-
-
-def layout_of(pool: Pool, found: Deduced) -> Layout:
-    """A configuration on slices."""
-    return Layout(
-        tuple(Stage(stage.layers, (StageNode(slice_name(pool, stage), stage.tp),)) for stage in found.stages)
+def replicas_of(pool: Pool, found: Found) -> tuple[Replica, ...]:
+    """One replica per group, in their order."""
+    return tuple(
+        Replica(NAMES[group.phase], layout_of(pool, mine))
+        for group, mine in zip(found.state.groups, found.configurations, strict=True)
     )
 
 
-def _slice(pool: Pool, stage: StageTake, name: str) -> NodeType:
-    whole = pool.nodes[stage.node].type
-    like = [i for i, node in enumerate(pool.nodes) if node.type.name == whole.name]
-    links = [pool.gbps[a][b] for a in like for b in range(len(pool.nodes)) if a != b]
-    inside = whole.interconnect if stage.tp > 1 else Interconnect("none", 0.0, 0.0)
-    network = min(links, default=whole.network_gbps)
-    return replace(whole, name=name, gpus=stage.tp, interconnect=inside, network_gbps=network)
+def to_templates(
+    problem: Problem, ask: Ask, pool: Pool, found: Found, codec: Codec = CODEC
+) -> tuple[Template, ...]:
+    """One template per set of groups that hang together; those that serve nothing are left out."""
+    return templates_of(problem, ask, replicas_of(pool, found), codec)
+
+
+def templates_of(
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
+) -> tuple[Template, ...]:
+    """Replicas as templates. Who hands KV to whom is decided with all of them at hand, in every bucket."""
+    routed = route(problem, ask, replicas, codec)
+    flows = {(i, j) for each in routed for i, j, _ in each.flows}
+    busy = {place for flow in flows for place in flow}
+    kept = [place for place in range(len(replicas)) if place in busy]
+    places = {place: number for number, place in enumerate(kept)}
+    members = [replicas[place] for place in kept]
+    joined = [(places[i], places[j]) for i, j in flows]
+    made = [
+        group_template(problem, ask, [members[place] for place in component], codec)
+        for component in components(members, joined)
+    ]
+    return tuple(template for template in made if template is not None)
+
+
+def layout_of(pool: Pool, found: Deduced) -> Layout:
+    """A configuration as stages on named machines."""
+    stages = []
+    for stage in found.stages:
+        node = pool.nodes[stage.node]
+        stages.append(Stage(stage.layers, (StageNode(node.type.name, stage.tp, node.name),)))
+    return Layout(tuple(stages))
+
+
+def found_of(pool: Pool, replicas: Sequence[Replica]) -> Found:
+    """Replicas that run, as the search speaks of them: what `reschedule` starts from. Nothing in it is scored."""
+    groups, configurations = [], []
+    for replica in replicas:
+        stages = tuple(
+            StageTake(pool.index(stage.nodes[0].machine), stage.nodes[0].tp, stage.layers)
+            for stage in replica.layout.stages
+        )
+        groups.append(Group(_takes(stages), PHASES[replica.role]))
+        configurations.append(Deduced(stages, 0.0, 0.0, 0.0, 0, 0.0))
+    used = _takes([stage for mine in configurations for stage in mine.stages])
+    everything = tuple((place, node.gpus) for place, node in enumerate(pool.nodes) if node.gpus)
+    state = State(tuple(groups), without(everything, used))
+    nothing = Score(0.0, 0.0, 0.0)
+    return Found(state, nothing, tuple(configurations), Orchestration(()), (), 0, 0, converged=True)
+
+
+def attainment_trace(found: Found) -> tuple[tuple[float, float], ...]:
+    """(seconds, attainment) whenever the search found better, without the tie-break in its score."""
+    # A score is attained + w * attainable; the two are the same until all that is offered is attained.
+    return tuple((at_s, min(1.0, max(0.0, value) / (1.0 + TIE_WEIGHT))) for at_s, value in found.trace)
+
+
+def _takes(stages: Sequence[StageTake]) -> Takes:
+    counts: dict[int, int] = {}
+    for stage in stages:
+        counts[stage.node] = counts.get(stage.node, 0) + stage.tp
+    return tuple(sorted(counts.items()))

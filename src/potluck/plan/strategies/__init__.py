@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.strategies.cauchy import cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.programs import auto, coral, homo, melange, prfaas
+from potluck.plan.strategies.programs import auto, coral, homo, melange, prfaas, thunderserve
 
 STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "auto": auto,
@@ -17,6 +17,7 @@ STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "cauchy-mce": cauchy_mce,
     "prfaas": prfaas,
     "coral": coral,
+    "thunderserve": thunderserve,
 }
 """Name to strategy; `auto` puts every kind of column into one program."""
 

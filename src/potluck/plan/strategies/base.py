@@ -11,6 +11,8 @@ from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import solve
 from potluck.plan.columns import Columns, columns, plan_of
 from potluck.plan.problem import Ask, Problem
+from potluck.plan.search.tabu import Found
+from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.combo import combos
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import pipelines
@@ -26,6 +28,8 @@ class Settings:
     running: Plan | None = None
     pins: tuple[Deployment, ...] = ()
     clock: Callable[[], float] = time.monotonic
+    seed: int = 0
+    """Of the search on a pool; the program needs none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +50,10 @@ class Workshop:
     """(kind, model) to templates."""
     said: Callable[[str], None] = lambda _: None
     """Told what is being made, for a progress bar."""
+    searched: dict[str, Found] = field(default_factory=dict)
+    """Region to what the search of its pool found."""
+    running: tuple[Template, ...] = ()
+    """Groups that run already, to be chosen beside those that are found."""
 
     @property
     def prices(self) -> dict[str, float]:
@@ -77,10 +85,29 @@ class Workshop:
     def pipelines(self, ask: Ask) -> list[Template]:
         return self._once("pipeline", ask, lambda: pipelines(self.problem, ask, self.prices))
 
+    def groups(self, ask: Ask, settings: Settings) -> list[Template]:
+        """Groups of the pool's machines, found by search in each region.
+
+        The first search takes half of the time there is. Others, on a pool that lacks a machine or two, answer
+        what that would mean, and are short.
+        """
+        key = f"group of {machines_key(self.problem)}"
+        first = not any(kind.startswith("group of ") for kind, _ in self.made)
+        share = 0.5 if first else 0.1
+
+        def make() -> list[Template]:
+            made, self.searched = search_groups(
+                self.problem, ask, settings.time_limit_s * share, settings.seed
+            )
+            known = {template.name for template in made}
+            return made + [t for t in self.running if t.model == ask.name and t.name not in known]
+
+        return self._once(key, ask, make)
+
     def _once(self, kind: str, ask: Ask, make: Callable[[], list[Template]]) -> list[Template]:
         key = (kind, ask.name)
         if key not in self.made:
-            self.said(f"{kind} templates of {ask.name}")
+            self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
             self.made[key] = make()
         return self.made[key]
 

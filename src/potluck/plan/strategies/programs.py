@@ -4,26 +4,33 @@
 - *melange*: aggregated replicas of any node types, counts chosen by the integer program.
 - *prfaas*: single nodes that do one phase; long prompts may be prefilled in another region over a link.
 - *coral*: single nodes and pipelines of unlike nodes, each doing one phase.
+- *thunderserve*: groups of named machines, found by search on the pool there is.
 - *auto*: every kind of column in one program. It contains all the others' columns, so it can only be cheaper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from potluck.core.plan import Template
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_mc
+from potluck.plan.strategies.pools import require_pool, worth_searching
 
 
 def auto(workshop: Workshop, settings: Settings) -> Outcome:
     """Everything at once.
 
-    The single strategies are tried first, which costs little beside the whole: when time runs out before the
+    The single strategies are tried too, which costs little beside the whole: when time runs out before the
     program over all columns has found something better, the best of them stands, with the whole's proof.
+    Groups of machines are columns where the pool is written down. A small fleet without one is searched as well,
+    but what that finds stands apart: it is taken only when it is better than the plan without it.
     """
+    problem, start_s = workshop.problem, settings.clock()
+    pooled = worth_searching(problem)
+    inside = pooled and problem.pool is not None
     templates = {
         ask.name: _distinct(
             [
@@ -31,21 +38,44 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
                 *workshop.combos(ask),
                 *workshop.pairs(ask),
                 *workshop.pipelines(ask),
+                *(workshop.groups(ask, settings) if inside else ()),
             ]
         )
-        for ask in workshop.problem.asks
+        for ask in problem.asks
     }
-    whole = allocated(workshop, settings, "auto", templates)
-    if settings.pins or settings.running or whole.allocation.gap <= settings.gap_target:
-        return whole  # pins and what runs bind only here; a proof leaves nothing to gain
+    left_s = settings.time_limit_s
+    if inside:
+        left_s = max(settings.time_limit_s - (settings.clock() - start_s), settings.time_limit_s / 4)
+    whole = allocated(workshop, replace(settings, time_limit_s=left_s), "auto", templates)
+    if settings.pins or settings.running:
+        return whole  # pins and what runs bind only here
+    rivals: list[Callable[[Workshop, Settings], Outcome]] = [thunderserve] if pooled and not inside else []
+    if (
+        whole.allocation.gap > settings.gap_target
+    ):  # else a proof leaves nothing to gain from the same columns
+        rivals += [homo, melange, prfaas, coral, cauchy_mc, *([thunderserve] if inside else [])]
     short = replace(settings, time_limit_s=settings.time_limit_s / 8)
-    tried = [strategy(workshop, short) for strategy in (homo, melange, prfaas, coral, cauchy_mc)]
+    tried = [strategy(workshop, short) for strategy in rivals]
     best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.cost_usd_per_h))
-    if best is whole:
+    if best is whole or not _better(best, whole):
         return whole
     cost, bound = best.plan.cost_usd_per_h, whole.allocation.lower_bound_usd_per_h
     gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
     return replace(best, plan=replace(best.plan, strategy="auto", gap=gap))
+
+
+def _better(one: Outcome, other: Outcome) -> bool:
+    """By more than rounding."""
+    more = one.plan.fraction - other.plan.fraction
+    return more > 1e-9 or one.plan.cost_usd_per_h < other.plan.cost_usd_per_h * (1 - 1e-9)
+
+
+def thunderserve(workshop: Workshop, settings: Settings) -> Outcome:
+    """Groups of the machines there are, by search; which of them are needed is the program's choice."""
+    ask, start_s = require_pool(workshop.problem), settings.clock()
+    templates = {ask.name: workshop.groups(ask, settings)}
+    left_s = max(settings.time_limit_s - (settings.clock() - start_s), settings.time_limit_s / 4)
+    return allocated(workshop, replace(settings, time_limit_s=left_s), "thunderserve", templates)
 
 
 def coral(workshop: Workshop, settings: Settings) -> Outcome:

@@ -1,0 +1,73 @@
+"""From a problem to groups of its machines: THUNDERSERVE's search in every region's pool.
+
+No template spans two regions, so each region is searched by itself, as if it had to serve everything; the
+program then says how much of which group is used. With `headroom` at its limit of 1 no queue would be stable,
+so the search plans for a little less.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.plan import Template
+from potluck.plan.machines import gpus_of, region_pool
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.search.pool import workload_of
+from potluck.plan.search.result import CODEC, to_templates
+from potluck.plan.search.tabu import Found, Limits, Settings, search
+
+MAX_GPUS = 256
+"""Beyond, a search takes too long to be of use."""
+AUTO_GPUS = 16
+"""Without a written pool, `auto` searches only fleets of so few GPUs, where it takes a second or two."""
+MAX_HEADROOM = 0.99
+
+
+def require_pool(problem: Problem) -> Ask:
+    """The model to search for; an error when there are several, or too many GPUs."""
+    if len(problem.asks) > 1:
+        names = ", ".join(ask.name for ask in problem.asks)
+        raise InputError("strategy", f"thunderserve plans one model at a time, not {names}; use auto")
+    gpus = gpus_of(problem)
+    if gpus > MAX_GPUS:
+        fix = "lower `available`, or write the machines you have as `pool:`"
+        if problem.pool is not None:
+            fix = "split the pool"
+        raise InputError("strategy", f"thunderserve takes at most {MAX_GPUS} GPUs, there are {gpus}; {fix}")
+    return problem.asks[0]
+
+
+def worth_searching(problem: Problem) -> bool:
+    """Whether `auto` looks for groups too."""
+    most = AUTO_GPUS if problem.pool is None else MAX_GPUS
+    return len(problem.asks) == 1 and problem.asks[0].rate_per_s > 0 and gpus_of(problem) <= most
+
+
+def machines_key(problem: Problem) -> str:
+    """Tells pools apart."""
+    pools = [region_pool(problem, region.name) for region in problem.regions]
+    return hashlib.sha256(repr(pools).encode()).hexdigest()[:16]
+
+
+def search_groups(
+    problem: Problem, ask: Ask, time_limit_s: float, seed: int
+) -> tuple[list[Template], dict[str, Found]]:
+    """(templates, what each region's search found); a region where the model cannot be served has neither."""
+    templates: list[Template] = []
+    searched: dict[str, Found] = {}
+    if not ask.rate_per_s > 0:
+        return templates, searched
+    work = workload_of(ask, CODEC, min(problem.headroom, MAX_HEADROOM))
+    for region in problem.regions:
+        pool = region_pool(problem, region.name)
+        if pool is None:
+            continue
+        limits = Limits(time_limit_s=time_limit_s / len(problem.regions))
+        try:
+            found = search(pool, work, Settings(seed=seed, limits=limits))
+        except CapacityError:
+            continue
+        searched[region.name] = found
+        templates += to_templates(problem, ask, pool, found)
+    return templates, searched

@@ -1,0 +1,216 @@
+"""A spec with a pool through the commands: plan, compare, replan, traces of the search, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from potluck.cli.main import run
+from potluck.cli.search_trace import sparkline, svg, ticks
+from potluck.core.plan import plan_from_json
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SPEC = """\
+models:
+- model: Llama-2-13B
+  name: chat
+  slo: {ttft_ms: 2500, tpot_ms: 100}
+  traffic: {rate_per_s: 2, input: 900, output: 200}
+pool:
+  machines:
+  - {name: node0, node: 2xA40, price_usd_per_h: 0.8}
+  - {name: node1, node: 2xA5000, price_usd_per_h: 0.5}
+  - {name: node2, node: 2xA5000, price_usd_per_h: 0.5}
+  - {name: node3, node: 1xL4, price_usd_per_h: 0.6}
+  gbps: 20
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pool")
+    spec, plan = folder / "pool.yaml", folder / "plan.json"
+    spec.write_text(SPEC)
+    options = ["--strategy", "thunderserve", "--no-explain", "--time-limit", "4"]
+    assert run(["plan", str(spec), *options, "--out", str(plan)]) == 0
+    return str(plan), str(spec)
+
+
+def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_from_json(Path(files[0]).read_text())
+    assert plan.strategy == "thunderserve"
+    assert {t.kind for t in plan.templates} == {"group"}
+    assert {m for t in plan.templates for m in t.machines} <= {"node0", "node1", "node2", "node3"}
+    assert run(["plan", files[1], "--strategy", "thunderserve", "--time-limit", "3"]) == 0
+    text = capsys.readouterr().out
+    for words in ("Groups of machines", "of node0", "search in pool:", "What a node is worth"):
+        assert words in text
+
+
+def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def plan(*options: str) -> object:
+        assert run(["plan", files[1], "--json", "--no-explain", "--strategy", "thunderserve", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert plan("--seed", "3") == plan("--seed", "3")
+
+
+@pytest.mark.parametrize("ending", ["html", "svg", "json"])
+def test_a_search_leaves_a_trace(
+    files: tuple[str, str], tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / f"trace.{ending}"
+    options = ["--strategy", "thunderserve", "--no-explain", "--time-limit", "2", "--trace", str(out)]
+    assert run(["plan", files[1], *options]) == 0
+    text = out.read_text()
+    if ending == "json":
+        (row,) = json.loads(text)
+        values = [point["attainment"] for point in row["trace"]]
+        assert row["region"] == "pool"
+        assert values == sorted(values)
+        assert 0 < values[-1] <= 1
+        return
+    drawing = text[text.index("<svg") : text.index("</svg>") + 6]
+    lines = ElementTree.fromstring(drawing).findall("{http://www.w3.org/2000/svg}path")
+    assert len(lines) == 1
+    assert ending == "svg" or text.startswith("<!doctype html>")
+    assert "<script" not in text
+
+
+def test_drawings_of_odd_traces() -> None:
+    assert sparkline([(0.0, 0.0)], 4) == "▁▁▁▁"
+    assert sparkline([(0.0, 0.2), (1.0, 1.0)], 4)[-1] == "█"
+    assert ElementTree.fromstring(svg({"a <b>&": [(0.0, 0.5)]})) is not None
+    for end in (0.01, 0.3, 1.0, 4.93, 77.0):
+        assert 4 <= len(ticks(end)) <= 11
+        assert ticks(end)[-1] <= end
+
+
+def test_every_strategy_works_on_a_pool(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", files[1], "--json", "--time-limit", "4"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert len(rows) == 9
+    assert all(row["violations"] == [] for row in rows.values())
+    best, found = rows["auto"], rows["thunderserve"]
+    assert found["served_fraction"] > 0
+    assert best["served_fraction"] >= found["served_fraction"] - 1e-6
+    assert best["served_fraction"] > found["served_fraction"] or (
+        best["cost_usd_per_h"] <= found["cost_usd_per_h"] + 1e-6
+    )
+    assert run(["check", files[1]]) == 0
+    assert "is valid" in capsys.readouterr().out
+
+
+def test_strategies_that_do_not_apply_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "two.yaml"
+    small = SPEC.replace("Llama-2-13B", "Llama-2-7B").replace("rate_per_s: 2", "rate_per_s: 0.1")
+    model = small.split("models:\n")[1].split("pool:")[0]
+    path.write_text(small.replace("pool:", model.replace("chat", "talk") + "pool:", 1))
+    assert run(["compare", str(path), "--json", "--time-limit", "2"]) == 0
+    caught = capsys.readouterr()
+    assert "thunderserve" not in [row["strategy"] for row in json.loads(caught.out)]
+    assert "thunderserve plans one model at a time" in caught.err
+
+
+def answers(options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
+    assert run(["replan", *options, "--json", "--time-limit", "3"]) == 0
+    return {each["step"]: each for each in json.loads(capsys.readouterr().out)["answers"]}
+
+
+def test_named_machines_are_lost(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new.json"
+    found = answers([*files, "--lose", "node1,node2", "--out", str(out)], capsys)
+    assert found["reroute"]["served_fraction"] <= found["flip"]["served_fraction"] + 1e-6
+    plan = plan_from_json(out.read_text())
+    assert not {m for t in plan.templates for m in t.machines} & {"node1", "node2"}
+    assert sum(plan.nodes.values()) <= 2
+    by_type = answers([*files, "--lose", "pool:2xA5000=1"], capsys)
+    assert by_type["reallocate"]["served_fraction"] > 0
+
+
+def test_other_lengths(files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "t.csv"
+    rows = [f"2023-11-16 18:00:{i:02d}.0,{100 + 10 * i},{20 + i}" for i in range(40)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    for text in ("chat=coding", str(trace)):
+        found = answers([*files, "--workload", text], capsys)
+        assert found["reallocate"]["served_fraction"] > 0, text
+    same = answers([*files, "--workload", "900/200"], capsys)
+    assert same["reroute"]["served_fraction"] == pytest.approx(
+        plan_from_json(Path(files[0]).read_text()).fraction
+    )
+
+
+def test_a_prompt_beyond_the_context_is_cut_and_told(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replan", *files, "--workload", "9000/20", "--time-limit", "2"]) == 0
+    assert "context of 4,096 tokens and were cut" in capsys.readouterr().err
+
+
+def test_a_slower_link_between_machines(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"node{i}" for i in range(4)]
+    slow = [f"{a}:{b}=0.05gbps" for a in names for b in names if a != b]
+    found = answers([*files, *(text for each in slow for text in ("--link", each))], capsys)
+    assert found["reroute"]["served_fraction"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--lose", "node9"], "lose: machine: unknown 'node9'; did you mean 'node"),
+        (["--lose", "node1,node1"], "'node1' is named twice"),
+        (["--lose", "node0,node1,node2,node3"], "every machine of the pool; nothing is left"),
+        (["--link", "node0:node9=3"], "link: machine: unknown 'node9'"),
+        (["--link", "node0:node1=0"], "must be positive"),
+        (["--workload", "codign"], "did you mean 'coding'?"),
+        (["--workload", "talk=coding"], "workload: model: unknown 'talk'"),
+        (["--workload", "0/3"], "lengths: input_tokens"),
+        (
+            ["--lose", "node0,node1,node2"],
+            "nothing that is left",
+        ),
+    ],
+)
+def test_bad_options_get_one_line(
+    files: tuple[str, str], options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replan", *files, *options, "--time-limit", "2"]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "says"),
+    [
+        ("gbps: 20", "gbps: [[0, 1], [1, 0]]", [], ":12: pool.gbps: must be one number, or 4 rows of 4"),
+        ("gbps: 20", "gbps: 0", [], ":12: pool.gbps: must be positive, is 0"),
+        ("2xA40", "2xA41", [], ":8: pool.machines[0].node: '2xA41': unknown GPU 'A41'"),
+        ("node1", "node0", [], ":9: pool.machines[1].name: duplicate machine 'node0'"),
+        ("Llama-2-13B", "DeepSeek-V3", [], "chat: its weights fit on no node on offer"),
+        ("tpot_ms: 100", "tpot_ms: 0.1", [], "out of reach"),
+        ("gbps: 20", "gbps: 20", ["--trace", "x.png"], "trace: 'x.png' must end in .html, .svg, .json"),
+    ],
+)
+def test_bad_pools_get_one_line(
+    tmp_path: Path, old: str, new: str, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pool.yaml"
+    path.write_text(SPEC.replace(old, new, 1))
+    assert run(["plan", str(path), "--strategy", "thunderserve", "--time-limit", "2", *options]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_trace_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "trace.svg"
+    spec = str(EXAMPLES / "one-node.yaml")
+    assert run(["plan", spec, "--strategy", "melange", "--no-explain", "--trace", str(out)]) == 2
+    assert "trace: nothing was searched" in capsys.readouterr().err

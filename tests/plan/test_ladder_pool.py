@@ -1,0 +1,122 @@
+"""Lost machines of a pool: every answer is sound, cheap rungs load nothing, and when nothing is left it is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask, pool_problem
+from search_pools import catalog_node
+
+from potluck.core.errors import InputError
+from potluck.core.plan import Plan
+from potluck.core.pool import Pool
+from potluck.core.types import Slo
+from potluck.plan.explain import without_nodes
+from potluck.plan.ladder import Answer, best_answer, ladder
+from potluck.plan.problem import Problem
+from potluck.plan.regroup import left_of, settled
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.verify import verify
+
+QUICK = Settings(time_limit_s=2.0)
+MACHINES = (("a", "A40", 4), ("b", "A5000", 4), ("c", "RTX3090Ti", 4), ("d", "A5000", 4), ("e", "A40", 2))
+
+
+def a_pool() -> Pool:
+    nodes = tuple(replace(catalog_node(*each), price_usd_per_h=0.4 * each[2]) for each in MACHINES)
+    gbps = np.random.default_rng(3).choice([5.0, 10.0, 40.0], (5, 5))
+    rtt_s = ((2e-4,) * 5,) * 5
+    return Pool(nodes, tuple(map(tuple, np.minimum(gbps, gbps.T).tolist())), rtt_s)
+
+
+PROBLEM = pool_problem(a_pool(), an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((900, 200, 1.0),)))
+RUNNING = STRATEGIES["thunderserve"](Workshop(PROBLEM), QUICK).plan
+
+
+def test_there_is_something_to_lose() -> None:
+    assert verify(PROBLEM, RUNNING) == ()
+    assert sum(len(t.machines) for t in RUNNING.templates) >= 4
+
+
+def without(problem: Problem, names: list[str]) -> Problem:
+    """The problem after these machines are gone."""
+    assert problem.pool is not None
+    for name in names:
+        node = problem.pool.nodes[problem.pool.index(name)]
+        here = next(r for r in problem.regions if r.name == node.region).offer(node.type.name)
+        assert here is not None
+        problem = replace(problem, pool=problem.pool.without({name: node.gpus}))  # type: ignore[union-attr]
+        problem = without_nodes(problem, node.region, node.type.name, here.available - 1)
+    return problem
+
+
+def sound(now: Problem, running: Plan) -> tuple[Answer, ...]:
+    answers = ladder(now, running, STRATEGIES["auto"], QUICK)
+    left = left_of(settled(now, running), running)
+    loaded = {replica.layout for replicas in left.values() for replica in replicas}
+    for answer in answers:
+        assert verify(now, answer.plan) == (), answer.step
+    reroute, flip, reallocate = answers
+    assert flip.served_fraction >= reroute.served_fraction - 1e-6
+    assert reallocate.served_fraction >= reroute.served_fraction - 1e-6
+    for answer in (reroute, flip):
+        assert answer.starts == 0
+        used = {r.layout for t in answer.plan.templates if t.kind == "group" for r in t.replicas}
+        assert used <= loaded, "weights would have to be loaded"
+    assert reroute.flips == 0
+    return answers
+
+
+@settings(max_examples=5)
+@given(st.sets(st.sampled_from([name for name, *_ in MACHINES]), max_size=4))
+def test_random_losses_down_to_one_machine(names: set[str]) -> None:
+    sound(without(PROBLEM, sorted(names)), RUNNING)
+
+
+def test_every_machine_gone_is_an_error_in_a_line() -> None:
+    with pytest.raises(InputError, match="has no GPUs"):
+        without(PROBLEM, [name for name, *_ in MACHINES])
+
+
+def test_nothing_happened() -> None:
+    answers = sound(PROBLEM, RUNNING)
+    assert best_answer(answers).step == "reroute"
+    assert answers[0].served_fraction == pytest.approx(RUNNING.fraction, rel=1e-6)
+    flip = answers[1]  # flips only for something: more served, or less rented
+    assert flip.flips == 0 or (-flip.served_fraction, flip.cost_usd_per_h) < (-1.0, RUNNING.cost_usd_per_h)
+
+
+def test_a_number_of_a_type_takes_idle_machines_first() -> None:
+    """One of two machines of a type is used: losing one of the type loses the other."""
+    nodes = [replace(catalog_node(name, "A40", 4), price_usd_per_h=2.0) for name in ("x", "y")]
+    problem = pool_problem(
+        Pool(tuple(nodes), ((1.0, 9.0), (9.0, 1.0)), ((0.0,) * 2,) * 2), an_ask(rate_per_s=0.5)
+    )
+    plan = STRATEGIES["thunderserve"](
+        Workshop(pool_problem(problem.pool.only([1]), *problem.asks)), QUICK
+    ).plan  # type: ignore[union-attr]
+    assert set(plan.templates[0].machines) == {"y"}
+    fewer = without_nodes(problem, "pool", "4xA40", 1)
+    assert [node.name for node in settled(fewer, plan).pool.nodes] == ["y"]  # type: ignore[union-attr]
+    assert sound(fewer, plan)[0].served_fraction == pytest.approx(plan.fraction)
+
+
+def test_other_lengths_flip_roles() -> None:
+    """From long answers to long prompts, on the same machines."""
+    turned = an_ask("chat", "Llama-2-13B", 9.0, Slo(2.5, 0.1), ((1800, 20, 1.0),))
+    now = replace(PROBLEM, asks=(turned,))
+    reroute, flip, _ = sound(now, RUNNING)
+    assert flip.served_fraction >= reroute.served_fraction
+    if flip.served_fraction > reroute.served_fraction + 1e-6:
+        assert flip.flips > 0
+
+
+def test_a_plan_on_a_fleet_without_a_pool_loses_named_machines() -> None:
+    problem = a_problem(an_ask(rate_per_s=6.0), offers={"home": {"1xL40S": (1.9, 3), "1xA10G": (1.0, 3)}})
+    plan = STRATEGIES["thunderserve"](Workshop(problem), QUICK).plan
+    (_, node), count = next(iter(plan.nodes.items()))
+    sound(without_nodes(problem, "home", node, count - 1), plan)

@@ -1,0 +1,227 @@
+"""Groups of named machines as columns: sound, never double-booked, and never better than `auto`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask, pool_problem
+from search_pools import catalog_node, random_pool
+
+from potluck.core.errors import InputError
+from potluck.core.layout import Layout, Stage, StageNode
+from potluck.core.plan import Deployment, Replica, plan_from_json, plan_to_json
+from potluck.core.pool import Pool, PoolNode, uniform_pool
+from potluck.core.types import Codec, Slo
+from potluck.plan.allocate.solve import solve
+from potluck.plan.columns import columns, plan_of
+from potluck.plan.machines import machine_of, named, region_pool
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.rates import replica_capacity
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.templates.group import components, group_capacity, group_template, route
+from potluck.plan.verify import verify
+
+KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
+QUICK = Settings(time_limit_s=4.0, gap_target=0.0)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Problem:
+    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
+    pool = random_pool(rng, draw(st.integers(2, 10)), KINDS)
+    # Machines of one type in one region have one price.
+    prices = {name: float(rng.uniform(0.3, 4.0)) for name in sorted({n.type.name for n in pool.nodes})}
+    regions = ("pool", "far")[: draw(st.integers(1, 2))]
+    nodes = tuple(
+        replace(node, price_usd_per_h=prices[node.type.name], region=regions[i % len(regions)])
+        for i, node in enumerate(pool.nodes)
+    )
+    wanted = an_ask(rate_per_s=draw(st.floats(0.5, 12.0)), slo=Slo(draw(st.floats(1.0, 4.0)), 0.08))
+    return pool_problem(replace(pool, nodes=nodes), wanted)
+
+
+@settings(max_examples=6)
+@given(pools())
+def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: Problem) -> None:
+    workshop = Workshop(problem)
+    best = STRATEGIES["auto"](workshop, QUICK).plan
+    found = STRATEGIES["thunderserve"](workshop, QUICK).plan
+    for plan in (best, found):
+        assert verify(problem, plan) == ()
+        assert plan_from_json(plan_to_json(plan)) == plan
+        stood = [
+            m for d in plan.deployments for m in plan.template(d.template).machines for _ in range(d.count)
+        ]
+        assert len(stood) == len(set(stood))
+    assert best.fraction >= found.fraction - 1e-6
+    if found.fraction >= 1 - 1e-9:
+        assert best.cost_usd_per_h <= found.cost_usd_per_h * (1 + 1e-6)
+
+
+def two_machines(gbps: float = 40.0) -> Problem:
+    nodes = [replace(catalog_node(name, "A40", 4), price_usd_per_h=2.0) for name in ("a", "b")]
+    return pool_problem(uniform_pool(nodes, gbps), an_ask(rate_per_s=2.0, lengths=((1000, 200, 1.0),)))
+
+
+def on(machine: str, tp: int = 4, role: str = "mixed", layers: int = 32) -> Replica:
+    return Replica(role, Layout((Stage(layers, (StageNode("4xA40", tp, machine),)),)))  # type: ignore[arg-type]
+
+
+def test_a_template_that_names_a_machine_is_deployed_at_most_once() -> None:
+    """Two machines of the type are there, but a template that stands on one of them cannot be had twice."""
+    problem = two_machines()
+    wanted = replace(problem.asks[0], demands=(replace(problem.asks[0].demands[0], rate_per_s=1e4),))
+    problem = replace(problem, asks=(wanted,))
+    template = group_template(problem, wanted, [on("a")], "fp16")
+    rival = group_template(problem, wanted, [on("a", 2), on("a", 2)], "fp16")
+    assert template is not None
+    assert rival is not None
+    program = columns(problem, {wanted.name: [template, rival]})
+    plan = plan_of(program, solve(program.program, time_limit_s=5.0), "test")
+    assert sum(deployment.count for deployment in plan.deployments) == 1
+    assert verify(problem, plan) == ()
+
+
+def test_the_checker_refuses_what_machines_cannot_hold() -> None:
+    problem = two_machines()
+    wanted = problem.asks[0]
+    template = group_template(problem, wanted, [on("a")], "fp16")
+    assert template is not None
+    program = columns(problem, {wanted.name: [template]})
+    plan = plan_of(program, solve(program.program, time_limit_s=5.0), "test")
+    assert verify(problem, plan) == ()
+
+    def broken(**changes: object) -> str:
+        changed = replace(template, **changes)  # type: ignore[arg-type]
+        return "; ".join(verify(problem, replace(plan, templates=(changed,))))
+
+    assert "4xA40 named 'c'" in broken(replicas=(on("c"),))
+    assert "rents 1" in broken(replicas=(on("a"), on("b")))
+    assert "rents 1" in broken(replicas=(on("a"), on("a")))
+    assert "must name" in broken(replicas=(on(""),))
+    twice = replace(plan, deployments=(Deployment(template.name, "pool", 2),))
+    assert any("'a'" in each for each in verify(problem, twice))
+    moved = replace(problem.pool, nodes=tuple(replace(n, region="far") for n in problem.pool.nodes))  # type: ignore[type-var, union-attr]
+    assert any("is in far" in each for each in verify(replace(problem, pool=moved), plan))
+    greedy = tuple(replace(c, closed_per_s=c.closed_per_s * 1.01) for c in template.capacity)
+    assert "closed_per_s" in broken(capacity=greedy)
+
+
+def reference(problem: Problem, wanted: Ask, replicas: list[Replica], codec: Codec) -> float:
+    """The closed rate of two replicas, prefill and decode, by hand: rates, the link, the objective."""
+    from potluck.perf.transfer import alpha_beta, codec_ratio
+
+    demand, h = wanted.demands[0], problem.headroom
+    first, second = (replica_capacity(wanted, r.layout, problem.by_name, r.role, h)[0] for r in replicas)
+    sent = demand.kv_bytes * codec_ratio(codec, stored_bits=wanted.model.kv_bits)
+    assert problem.pool is not None
+    path = alpha_beta(problem.pool.gbps[0][1], problem.pool.rtt_s[0][1])
+    if first.ttft_s + path.alpha_s + sent / path.beta_bytes_per_s > wanted.slo.ttft_s:
+        return 0.0
+    return min(first.prefill_per_s, second.decode_per_s, path.beta_bytes_per_s / sent / h)
+
+
+@pytest.mark.parametrize("gbps", [100.0, 10.0, 2.0, 0.5, 0.1])
+@pytest.mark.parametrize("codec", ["fp16", "int4"])
+def test_a_thin_link_limits_a_pair_of_replicas(gbps: float, codec: Codec) -> None:
+    problem = two_machines(gbps)
+    replicas = [on("a", role="prefill"), on("b", role="decode")]
+    found = group_capacity(problem, problem.asks[0], replicas, codec)[0].closed_per_s
+    assert found == pytest.approx(reference(problem, problem.asks[0], replicas, codec), rel=1e-6)
+
+
+def test_kv_within_a_machine_does_not_touch_the_links() -> None:
+    def rate(gbps: float) -> float:
+        problem = two_machines(gbps)
+        stages = [Stage(16, (StageNode("4xA40", 2, name),)) for name in ("a", "b")]
+        replicas = [Replica("prefill", Layout(tuple(stages))), Replica("decode", Layout(tuple(stages)))]
+        return group_capacity(problem, problem.asks[0], replicas, "fp16")[0].closed_per_s
+
+    assert rate(5.0) == pytest.approx(rate(100.0), rel=0.1)  # only activations cross
+    assert rate(5.0) > 0
+
+
+def test_more_replicas_never_serve_less_and_routing_keeps_within_rates() -> None:
+    problem = two_machines(5.0)
+    wanted = problem.asks[0]
+    members = [on("a", 2, "prefill"), on("a", 2, "decode"), on("b", 2, "decode"), on("b", 2, "mixed")]
+    last = 0.0
+    for size in range(2, 5):
+        routed = route(problem, wanted, members[:size], "int4")[0]
+        assert routed.capacity.closed_per_s >= last - 1e-9
+        last = routed.capacity.closed_per_s
+        for place, replica in enumerate(members[:size]):
+            rate = replica_capacity(wanted, replica.layout, problem.by_name, replica.role, problem.headroom)[
+                0
+            ]
+            most = problem.headroom * max(rate.prefill_per_s, rate.decode_per_s, rate.closed_per_s)
+            assert sum(f for i, j, f in routed.flows if place in (i, j)) <= most * (1 + 1e-9)
+
+
+def test_components_hang_together() -> None:
+    members = [on("a"), on("b"), on("b", 2), on("c"), on("d")]
+    found = {frozenset(each) for each in components(members, [(3, 0)])}
+    assert found == {frozenset({0, 3}), frozenset({1, 2}), frozenset({4})}
+
+
+def test_machines_of_a_fleet_without_a_pool_have_names() -> None:
+    problem = a_problem(offers={"us/east": {"1xL40S": (1.0, 2)}, "west": {"2xL4": (1.0, 1)}})
+    pool = region_pool(problem, "us/east")
+    assert pool is not None
+    assert [node.name for node in pool.nodes] == ["us/east/1xL40S/0", "us/east/1xL40S/1"]
+    for node in pool.nodes:
+        found = machine_of(problem, node.name)
+        assert found is not None
+        assert (found.region, found.type.name) == ("us/east", "1xL40S")
+    assert machine_of(problem, "us/east/1xL40S/2") is None
+    assert machine_of(problem, "us/east/2xL4/0") is None
+    whole = named(problem)
+    assert [n.name for n in region_pool(whole, "west").nodes] == ["west/2xL4/0"]  # type: ignore[union-attr]
+    assert named(whole) is whole
+
+
+def test_a_small_fleet_without_a_pool_is_searched_too() -> None:
+    problem = a_problem(offers={"home": {"1xL40S": (1.9, 2), "1xA10G": (1.0, 2)}})
+    plan = STRATEGIES["thunderserve"](Workshop(problem), QUICK).plan
+    assert plan.fraction > 0
+    assert verify(problem, plan) == ()
+
+
+def test_a_pool_that_lost_machines_by_type_lacks_the_last() -> None:
+    problem = two_machines()
+    fewer = replace(problem.regions[0], offers=(replace(problem.regions[0].offers[0], available=1),))
+    pool = region_pool(replace(problem, regions=(fewer,)), "pool")
+    assert pool is not None
+    assert [node.name for node in pool.nodes] == ["a"]
+
+
+def test_several_models_and_huge_fleets_are_refused_in_a_line() -> None:
+    both = a_problem(an_ask("x"), an_ask("y"))
+    with pytest.raises(InputError, match="one model at a time, not x, y; use auto"):
+        STRATEGIES["thunderserve"](Workshop(both), QUICK)
+    huge = a_problem(offers={"home": {"8xH100": (20.0, 33)}})
+    with pytest.raises(InputError, match="at most 256 GPUs, there are 264; lower `available`"):
+        STRATEGIES["thunderserve"](Workshop(huge), QUICK)
+
+
+def test_nothing_asked_is_nothing_rented() -> None:
+    problem = pool_problem(two_machines().pool, an_ask(rate_per_s=0.0))  # type: ignore[arg-type]
+    for name in ("thunderserve", "auto"):
+        assert STRATEGIES[name](Workshop(problem), QUICK).plan.deployments == ()
+
+
+def test_a_pool_is_a_value_with_sound_links() -> None:
+    pool = two_machines().pool
+    assert pool is not None
+    assert pool.with_link("a", "b", 7.0).gbps == ((40.0, 7.0), (40.0, 40.0))
+    assert pool.only([1]).nodes[0].name == "b"
+    with pytest.raises(InputError, match="positive"):
+        Pool(
+            (PoolNode("a", pool.nodes[0].type, 4), PoolNode("b", pool.nodes[0].type, 4)),
+            ((0, 0), (1, 0)),
+            pool.rtt_s,
+        )

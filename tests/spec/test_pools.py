@@ -1,0 +1,131 @@
+"""A written pool: what follows from it, and every complaint with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from spec_texts import GOOD, complaint, good, problems
+
+from potluck.core.types import Link, Offer
+from potluck.spec.load import load_spec
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
+MODELS = GOOD.split("fleet:")[0]
+POOL = (
+    MODELS
+    + """\
+pool:
+  machines:
+    - {name: one, node: 2xL40S, price_usd_per_h: 3}
+    - {name: two, node: 2xL40S, price_usd_per_h: 3}
+    - {name: three, node: 1xL4, price_usd_per_h: 0.8, region: lab}
+  gbps:
+    - [0, 40, 5]
+    - [20, 0, 10]
+    - [8, 9, 0]
+  rtt_ms: [[0, 0.1, 20], [0.1, 0, 30], [20, 30, 0]]
+"""
+)
+
+
+def changed(old: str, new: str) -> str:
+    assert old in POOL
+    return POOL.replace(old, new, 1)
+
+
+def test_regions_and_links_follow_from_a_pool() -> None:
+    spec = good(POOL)
+    assert spec.pool is not None
+    assert [(n.name, n.region, n.gpus) for n in spec.pool.nodes] == [
+        ("one", "pool", 2),
+        ("two", "pool", 2),
+        ("three", "lab", 1),
+    ]
+    assert spec.region("pool").offers == (Offer("2xL40S", 3, 2),)
+    assert spec.region("lab").offers == (Offer("1xL4", 0.8, 1),)
+    assert spec.pool.gbps[0][1:] == (40, 5)
+    assert spec.pool.gbps[1][0] == 20  # the two directions may be unlike
+    assert set(spec.links) == {Link("pool", "lab", 5, 0.03), Link("lab", "pool", 8, 0.03)}
+    assert spec.price_source("pool", "2xL40S") == "spec"
+
+
+def test_who_does_not_know_the_machine_counts_on_the_slowest_link() -> None:
+    spec = good(POOL)
+    assert spec.node_type("2xL40S").network_gbps == 20  # within its region only
+    assert spec.node_type("1xL4").network_gbps == good().node_type("1xL4").network_gbps  # alone there
+    assert {node.type.network_gbps for node in spec.pool.nodes[:2]} == {20}  # type: ignore[union-attr]
+
+
+def test_one_number_is_every_link_and_written_links_win() -> None:
+    text = POOL.split("  gbps:")[0] + "  gbps: 25\n"
+    spec = good(text)
+    assert spec.pool is not None
+    assert {spec.pool.gbps[a][b] for a in range(3) for b in range(3) if a != b} == {25}
+    assert {spec.pool.rtt_s[a][b] for a in range(3) for b in range(3) if a != b} == {1e-4}
+    written = good(text + "links:\n  - {from: pool, to: lab, gbps: 1, rtt_ms: 5}\n")
+    assert written.links == (Link("pool", "lab", 1, 0.005),)
+
+
+def test_prices_come_from_the_catalog_where_none_is_written() -> None:
+    spec = load_spec(EXAMPLE)
+    assert spec.pool is not None
+    assert spec.pool.gpus == 32
+    assert all(node.price_usd_per_h > 0 for node in spec.pool.nodes)
+    assert spec.price_source("pool", "8xA40").startswith("catalog: ")
+
+
+BAD = [
+    ("- [8, 9, 0]\n", "\n", "14: pool.gbps: must be one number, or 3 rows of 3"),
+    ("[20, 0, 10]", "[20, 0]", "16: pool.gbps[1]: must be one number, or 3 rows of 3"),
+    (
+        "[20, 0, 10]",
+        "7",
+        "16: pool.gbps[1]: must be one number, or 3 rows of 3: a row and a column per machine; row 2 is 7",
+    ),
+    ("[20, 0, 10]", "[20, 0, 0]", "16: pool.gbps[1][2]: must be positive, is 0"),
+    ("[20, 0, 10]", "[-20, 0, 1]", "16: pool.gbps[1][0]: must be positive, is -20"),
+    ("[20, 0, 10]", "[.nan, 0, 1]", "16: pool.gbps[1][0]: must be a finite number"),
+    ("[20, 0, 10]", "[fast, 0, 1]", "16: pool.gbps[1][0]: must be a number, is 'fast'"),
+    ("[20, 0, 10]", "[1e9, 0, 1]", "16: pool.gbps[1][0]: must be at most 1e+06"),
+    ("[0.1, 0, 30]", "[-1, 0, 30]", "18: pool.rtt_ms[1][0]: must not be negative, is -1"),
+    ("node: 1xL4", "node: 1xL5", "13: pool.machines[2].node: '1xL5': unknown GPU 'L5'"),
+    ("name: two", "name: one", "12: pool.machines[1].name: duplicate machine 'one'; give each its own name"),
+    ("name: two, ", "", "12: pool.machines[1].name: is missing"),
+    ("name: two", "nmae: two", "12: pool.machines[1].nmae: unknown key; did you mean 'name'?"),
+    (
+        "two, node: 2xL40S, price_usd_per_h: 3",
+        "two, node: 2xL40S, price_usd_per_h: 4",
+        "12: pool.machines[1].price_usd_per_h: 4 is not what 'one' costs, 3; machines of one type and region",
+    ),
+    (
+        "price_usd_per_h: 3}",
+        "price_usd_per_h: -3}",
+        "11: pool.machines[0].price_usd_per_h: must not be negative",
+    ),
+    (
+        "pool:\n",
+        "fleet: {regions: [{name: x, nodes: [{node: 1xL4, available: 1}]}]}\npool:\n",
+        "10: pool: stands beside",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "says"), BAD)
+def test_what_is_wrong_is_one_line(old: str, new: str, says: str) -> None:
+    assert complaint(changed(old, new)).startswith(f"potluck.yaml:{says}")
+
+
+def test_all_complaints_come_at_once() -> None:
+    text = (
+        changed("node: 1xL4", "node: 1xL5")
+        .replace("[20, 0, 10]", "[0, 0, 10]")
+        .replace("ttft_ms: 500", "ttft_ms: -1")
+    )
+    assert [problem.line for problem in problems(text)] == [4, 13, 16]
+
+
+def test_an_empty_pool_and_no_matrix() -> None:
+    assert "pool.machines: needs at least one entry" in complaint(MODELS + "pool: {machines: [], gbps: 1}\n")
+    assert "pool.gbps: is missing" in complaint(POOL.split("  gbps:")[0])
+    assert "pool: must be a mapping" in complaint(MODELS + "pool: 3\n")
