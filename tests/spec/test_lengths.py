@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spec_texts import changed, good
 
 from potluck.core.errors import InputError
+from potluck.core.lengths import Z99
 from potluck.spec import lengths
 from potluck.spec.lengths import Group
 from potluck.spec.schema import LengthsIn
@@ -59,7 +60,7 @@ def test_median_and_p99(p50: float, ratio: float) -> None:
     groups = cut_of(p50=p50, p99=p50 * ratio if p50 * ratio < 1e7 else p50)
     sound(groups, 16)
     p99 = p50 * ratio if p50 * ratio < 1e7 else p50
-    sigma = log(p99 / p50) / lengths.Z99
+    sigma = log(p99 / p50) / Z99
     assert mean(groups) == pytest.approx(p50 * exp(sigma**2 / 2), rel=1e-6)
 
 
@@ -142,7 +143,7 @@ def test_no_requests() -> None:
 FORMS = [
     ("{mean: 1024}", 1024, "fixed 1024"),
     ("{mean: 1024, cv: 2}", 1024, "lognormal mean 1024 cv 2"),
-    ("{p50: 100, p99: 1000}", 100 * exp((log(10) / lengths.Z99) ** 2 / 2), "lognormal p50 100 p99 1000"),
+    ("{p50: 100, p99: 1000}", 100 * exp((log(10) / Z99) ** 2 / 2), "lognormal p50 100 p99 1000"),
     ("{uniform: [10, 30]}", 20, "uniform 10-30"),
     ("{values: [1, 9]}", 5, "2 values"),
     ("{values: [1, 9], weights: [3, 1]}", 3, "2 values"),

@@ -126,7 +126,7 @@ def test_a_bad_line_is_named(text: str | bytes, says: str, tmp_path: Path) -> No
 
 
 def test_damaged_gzip(tmp_path: Path) -> None:
-    rows = "".join(f"2023-11-16 18:15:46,{i * 7919 % 5003 + 1},{i % 97}\n" for i in range(500))
+    rows = "".join(f"2023-11-16 18:16:46,{i * 7919 % 5003 + 1},{i % 97}\n" for i in range(500))
     packed = gzip.compress((AZURE + rows).encode())
     assert "cannot be read" in refused(tmp_path, packed[:-20], "t.csv.gz")
     assert "cannot be read" in refused(tmp_path, packed[:30] + b"\0" * 20 + packed[50:], "t.csv.gz")

@@ -18,7 +18,7 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON 
 
 @click.group()
 def catalog() -> None:
-    """Show the GPUs, node types, models and prices Potluck knows, with their sources."""
+    """Show the GPUs, node types, models, prices and workloads Potluck knows, with their sources."""
 
 
 @catalog.command("gpus")
@@ -105,6 +105,39 @@ def models_command(name: str | None, as_json: bool) -> None:
     head = ("model", "layers", *sizes_head, "doubt")
     table("Models", head, rows)
     click.echo("! assumed or disputed figures: `potluck catalog models NAME` says which.")
+
+
+@catalog.command("workloads")
+@click.argument("name", required=False)
+@_json_option
+def workloads_command(name: str | None, as_json: bool) -> None:
+    """List named workloads to simulate with, or show the workload NAME with sources."""
+    from potluck.catalog import workloads
+
+    if name is not None:
+        _show(workloads.facts(name), as_json)
+        return
+    if as_json:
+        emit_json([_facts_json(workloads.facts(key)) for key in workloads.names()])
+        return
+    rows = []
+    for key in workloads.names():
+        entry = workloads.workload(key)
+        means = (f"{entry.lengths.prompt.mean_tokens:,.0f}", f"{entry.lengths.output.mean_tokens:,.0f}")
+        rate = "-" if entry.rate_per_s is None else f"{entry.rate_per_s:g}"
+        mark = "!" if workloads.facts(key).assumed else ""
+        rows.append((key, *means, rate, f"{entry.gap_cv:g}", entry.about, mark))
+    head = (
+        "workload",
+        "prompt\ntokens",
+        "answer\ntokens",
+        "rate\nper s",
+        "CV of\ngaps",
+        "what it is",
+        "assumed",
+    )
+    table("Workloads (mean lengths)", head, rows)
+    click.echo("! partly assumed: `potluck catalog workloads NAME` says what.")
 
 
 @catalog.command("prices")

@@ -30,6 +30,9 @@ COMMANDS = {
     "plan": ("potluck.cli.plan:plan", "What to rent and how to lay models out, proven cheapest."),
     "compare": ("potluck.cli.plan:compare", "All planning strategies on one spec, in one table."),
     "replan": ("potluck.cli.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
+    "simulate": ("potluck.cli.simulate:simulate", "Serve a workload with a plan's fleet, in simulation."),
+    "goodput": ("potluck.cli.goodput:goodput", "The highest rate at which a plan keeps its objectives."),
+    "trace": ("potluck.cli.trace:trace", "Look at request traces, scale, convert and make them."),
     "accuracy": ("potluck.cli.accuracy:accuracy", "How far the performance model is off, measured."),
     "overview": ("potluck.cli.overview:overview", "What a spec's fleet could do for its models."),
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from potluck.core.types import Region
+
 BLOCK_TOKENS = 16
 
 
@@ -65,3 +67,5 @@ class Facts:
     replicas: Mapping[tuple[str, int], ReplicaFacts]
     splits: Mapping[str, SplitFacts] = field(default_factory=dict)
     links_gbps: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
+    """What can be rented where and at what price; scaling needs it. Empty: not known, so nothing is ruled out."""

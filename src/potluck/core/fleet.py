@@ -47,7 +47,7 @@ class View:
     open_requests: int = 0
     """Requests with a segment here that is not done."""
     open_prefill_tokens: int = 0
-    """Prompt tokens sent here whose segment is not done."""
+    """Prompt tokens sent here whose segment is not done, less what its cache was known to hold."""
     open_context_tokens: int = 0
     """Prompt and output tokens that requests decoding (or to decode) here hold at most."""
 
@@ -115,6 +115,26 @@ class Fleet:
             del self.units[unit.id]
         self._changed(unit)
         return view
+
+    def report(self, view: View, status: Status, at_s: float) -> None:
+        view.status = status
+        view.status_at_s = at_s
+
+    def open(self, view: View, prefill_tokens: int, context_tokens: int) -> None:
+        """A segment was sent there."""
+        view.open_requests += 1
+        view.open_prefill_tokens += prefill_tokens
+        view.open_context_tokens += context_tokens
+
+    def prefilled(self, view: View, prefill_tokens: int) -> None:
+        """Of a segment that goes on decoding, the prompt is computed."""
+        view.open_prefill_tokens -= prefill_tokens
+
+    def close(self, view: View, prefill_tokens: int, context_tokens: int) -> None:
+        """A segment is done, or given up with so much of it still open."""
+        view.open_requests -= 1
+        view.open_prefill_tokens -= prefill_tokens
+        view.open_context_tokens -= context_tokens
 
     def _state(self, replica: str, state: State) -> None:
         view = self.views.get(replica)

@@ -29,6 +29,8 @@ class Policy:
     """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
     affinity: float = 1.0
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
+    low_decodes: bool = True
+    """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
     scaling: Scaling = "none"
     retries: int = 2
     """How often a request may be sent again after a failure."""
@@ -45,6 +47,10 @@ class Policy:
     """From a drain until the replica is stopped whether done or not (CAUCHY 3.5)."""
     replan_s: float = 360.0
     """Between two periodic re-allocations (CORAL 5.1)."""
+    headroom: float = 0.8
+    """Share of a template's capacity that scaling counts on, as the planner does."""
+    dip: float = 0.0
+    """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
 
     def __post_init__(self) -> None:
         for name in ("affinity", "max_wait_s", "grace_s"):
@@ -53,5 +59,9 @@ class Policy:
         for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"policy: {name}", f"must be positive, is {getattr(self, name)}")
+        if not 0 < self.headroom <= 1:
+            raise InputError("policy: headroom", f"must be above 0 and at most 1, is {self.headroom}")
+        if not 0 <= self.dip <= 1:
+            raise InputError("policy: dip", f"must be from 0 to 1, is {self.dip}")
         if self.retries < 0:
             raise InputError("policy: retries", f"must not be negative, is {self.retries}")

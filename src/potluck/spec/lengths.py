@@ -22,15 +22,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
+from potluck.core.lengths import LEAST_MASS
 from potluck.core.types import LengthBin
 
 INPUT_GROUPS = 16
 OUTPUT_GROUPS = 4
-Z99 = 2.3263478740408408
-"""Standard normal 99 % quantile."""
-LEAST_MASS = 1e-6
-"""Share of a lognormal that its truncation must keep, else its conditional means lose their digits."""
-
 Group = tuple[float, float]
 """(share, mean tokens)"""
 
@@ -76,17 +72,6 @@ def lognormal(mu: float, sigma: float, low: float, high: float) -> Law:
         raise InputError("", problem)
     mean = exp(mu + sigma * sigma / 2) * token_mass / mass
     return Law(low, high, lambda x: between(x, 0.0) / mass, lambda x: between(x, sigma) / token_mass, mean)
-
-
-def lognormal_from_mean(mean: float, cv: float) -> tuple[float, float]:
-    """(mu, sigma) of the lognormal with this mean and coefficient of variation."""
-    variance = log(1 + cv * cv)
-    return log(mean) - variance / 2, sqrt(variance)
-
-
-def lognormal_from_quantiles(p50: float, p99: float) -> tuple[float, float]:
-    """(mu, sigma) of the lognormal with this median and 99th percentile."""
-    return log(p50), log(p99 / p50) / Z99
 
 
 def cut_law(law: Law, groups: int) -> list[Group]:

@@ -1,8 +1,9 @@
-"""Request traces as files: Azure and BurstGPT CSV, Mooncake JSON lines, each plain or gzipped.
+"""Request traces as files: Azure and BurstGPT CSV, Mooncake JSON lines, ShareGPT JSON, each plain or gzipped.
 
-The format is told by the header. Files are streamed line by line; a line that cannot be read is an error
-with its number, only blank lines are passed over. A request without output tokens (BurstGPT logs
-failed ones so) still cost a prefill: it counts as one token, and how many there were is told.
+The format is told by the start. Files are streamed line by line (ShareGPT's excepted, which has no lines); a
+line that cannot be read, or whose time lies before the one above, is an error with its number; only blank lines
+are passed over. A request without output tokens (BurstGPT logs failed ones so) still cost a prefill: it
+counts as one token, and how many there were is told.
 """
 
 from __future__ import annotations
@@ -16,47 +17,51 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError, did_you_mean
 from potluck.spec.problems import shown
+from potluck.spec.sharegpt import read_sharegpt
+from potluck.spec.trace_rows import TraceRequest, time_of, tokens, whole
 
 BLOCK_TOKENS = 512
 """Tokens that one of Mooncake's hash ids stands for."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
 MAX_REQUESTS = 20_000_000
-MAX_TOKENS = 10_000_000
+MAX_TEXT_BYTES = 4 * 1024**3
+"""A file without lines is read as a whole, up to this."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line of a trace. `blocks` are its prefix block ids, where the trace has them."""
-
-    time_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A whole trace, summed up as planning needs it."""
+    """A whole trace as columns, in order of time."""
 
     format_name: str
+    time_s: NDArray[np.float64]
+    """As the file counts it; all 0 in a format without times."""
     input_tokens: NDArray[np.float64]
     output_tokens: NDArray[np.float64]
-    span_s: float
     prefix_hit_share: float | None
     """Share of prompt tokens that an infinite cache would have held; None without block ids."""
     empty_outputs: int
     """Requests without output, counted as one token each."""
+    passed_over: int = 0
+    """ShareGPT conversations without a question and its answer."""
+    block_starts: NDArray[np.int64] | None = None
+    """Request i has the prefix blocks block_ids[block_starts[i]:block_starts[i + 1]]; only where asked for."""
+    block_ids: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.input_tokens)
+
+    @property
+    def span_s(self) -> float:
+        return float(self.time_s[-1] - self.time_s[0])
 
     @property
     def rate_per_s(self) -> float | None:
@@ -84,26 +89,43 @@ CSV_FORMATS = (
 )
 
 
-def load_trace(path: Path) -> Trace:
-    """Read a whole trace."""
-    inputs, outputs = array("d"), array("d")
-    first, last, empty, hit = float("inf"), float("-inf"), 0, 0
+def load_trace(path: Path, *, blocks: bool = False) -> Trace:
+    """Read a whole trace, and its prefix blocks where they are wanted."""
+    times, inputs, outputs = array("d"), array("d"), array("d")
+    ids, starts = array("q"), array("q", [0])
+    empty, hit, passed_over = 0, 0, 0
     seen: set[int] = set()
     format_name, requests = open_trace(path)
     for request in requests:
+        if request is None:
+            passed_over += 1
+            continue
+        times.append(request.time_s)
         inputs.append(request.input_tokens)
         outputs.append(max(request.output_tokens, 1))
         empty += request.output_tokens == 0
-        first, last = min(first, request.time_s), max(last, request.time_s)
         hit += hit_tokens(request, seen)
         seen.update(request.blocks)
+        if blocks:
+            ids.extend(request.blocks)
+            starts.append(len(ids))
         if len(inputs) > MAX_REQUESTS:
             raise InputError(path.name, f"has more than {MAX_REQUESTS:,} requests; cut it")
     if not inputs:
         raise InputError(path.name, "has no requests")
     x = np.array(inputs, dtype=np.float64)
-    share = float(hit / x.sum()) if seen else None
-    return Trace(format_name, x, np.array(outputs, dtype=np.float64), last - first, share, empty)
+    held = blocks and bool(ids)
+    return Trace(
+        format_name,
+        np.array(times, dtype=np.float64),
+        x,
+        np.array(outputs, dtype=np.float64),
+        float(hit / x.sum()) if seen else None,
+        empty,
+        passed_over,
+        np.array(starts, dtype=np.int64) if held else None,
+        np.array(ids, dtype=np.int64) if held else None,
+    )
 
 
 def hit_tokens(request: TraceRequest, seen: set[int]) -> int:
@@ -114,10 +136,14 @@ def hit_tokens(request: TraceRequest, seen: set[int]) -> int:
     return min(blocks * BLOCK_TOKENS, request.input_tokens)
 
 
-def open_trace(path: Path) -> tuple[str, Iterator[TraceRequest]]:
-    """The format's name and the requests, one by one."""
+def open_trace(path: Path) -> tuple[str, Iterator[TraceRequest | None]]:
+    """The format's name and the requests, one by one; None for a row that holds none and is no error."""
     if not path.is_file():
         raise InputError(path.name, "is not a file" if path.exists() else "does not exist")
+    with _opened(path) as stream:
+        start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"["):
+        return "sharegpt", read_sharegpt(_text(path), path.name)
     with _lines(path) as lines:
         header = next(lines, "").lstrip("\ufeff").strip()
     if header.startswith("{"):
@@ -140,7 +166,8 @@ def _unknown_header(names: list[str]) -> str:
         if len(missing) < len(known.columns):
             return f"column {missing[0]!r} is missing{did_you_mean(missing[0], names)} ({known.name} trace)"
     wanted = "; ".join(",".join(known.columns) for known in CSV_FORMATS)
-    return f"is no known trace: want CSV columns {wanted}; or Mooncake JSON lines; found {shown(names[0])}"
+    wanted += "; or Mooncake JSON lines; or ShareGPT JSON"
+    return f"is no known trace: want CSV columns {wanted}; found {shown(names[0])}"
 
 
 def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
@@ -149,16 +176,18 @@ def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
         header = [name.strip() for name in next(reader)]
         header[0] = header[0].lstrip("\ufeff")
         at = [header.index(column) for column in known.columns]
+        last_s = -inf
         try:
             for row in reader:
                 if not row:
                     continue
                 if len(row) != len(header):
                     raise ValueError(f"has {len(row)} columns, the header has {len(header)}")
+                last_s = time_of(known.columns[0], row[at[0]], known.time_s, last_s)
                 yield TraceRequest(
-                    _time(known.columns[0], row[at[0]], known.time_s),
-                    _tokens(known.columns[1], _whole(row[at[1]]), least=1),
-                    _tokens(known.columns[2], _whole(row[at[2]]), least=0),
+                    last_s,
+                    tokens(known.columns[1], whole(row[at[1]]), least=1),
+                    tokens(known.columns[2], whole(row[at[2]]), least=0),
                 )
         except (ValueError, csv.Error) as error:
             raise InputError(f"{path.name}:{reader.line_num}", str(error)) from error
@@ -166,7 +195,7 @@ def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
 
 def _read_mooncake(path: Path) -> Iterator[TraceRequest]:
     with _lines(path) as lines:
-        number = 0
+        number, last_s = 0, -inf
         try:
             for line in lines:
                 number += 1
@@ -179,12 +208,15 @@ def _read_mooncake(path: Path) -> Iterator[TraceRequest]:
                     if key not in row:
                         raise ValueError(f"{key!r} is missing{did_you_mean(key, row)}")
                 blocks = row.get("hash_ids", [])
-                if not isinstance(blocks, list) or not all(type(block) is int for block in blocks):
-                    raise ValueError("hash_ids must be a list of whole numbers")
+                if not isinstance(blocks, list) or not all(
+                    type(b) is int and b.bit_length() < 64 for b in blocks
+                ):
+                    raise ValueError("hash_ids must be a list of whole numbers of at most 63 bits")
+                last_s = time_of("timestamp", row["timestamp"], _milliseconds, last_s)
                 yield TraceRequest(
-                    _time("timestamp", row["timestamp"], _milliseconds),
-                    _tokens("input_length", row["input_length"], least=1),
-                    _tokens("output_length", row["output_length"], least=0),
+                    last_s,
+                    tokens("input_length", row["input_length"], least=1),
+                    tokens("output_length", row["output_length"], least=0),
                     tuple(blocks),
                 )
         except (ValueError, RecursionError) as error:
@@ -193,16 +225,35 @@ def _read_mooncake(path: Path) -> Iterator[TraceRequest]:
 
 
 @contextmanager
-def _lines(path: Path) -> Iterator[Iterator[str]]:
-    """The lines of a plain or gzipped file; trouble of the disk or the compression is an InputError."""
+def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """A plain or gzipped file; trouble of the disk or the compression is an InputError."""
     try:
         with path.open("rb") as stream:
             packed = stream.read(2) == b"\x1f\x8b"
         with gzip.open(path, "rb") if packed else path.open("rb") as stream:
-            yield _decoded(stream, path.name)
+            yield stream
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(path.name, f"cannot be read: {reason}") from error
+
+
+@contextmanager
+def _lines(path: Path) -> Iterator[Iterator[str]]:
+    with _opened(path) as stream:
+        yield _decoded(stream, path.name)
+
+
+def _text(path: Path) -> str:
+    """The whole file."""
+    with _opened(path) as stream:
+        raw = stream.read(MAX_TEXT_BYTES + 1)
+    if len(raw) > MAX_TEXT_BYTES:
+        raise InputError(path.name, f"is larger than {MAX_TEXT_BYTES >> 30} GiB; cut it")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path.name}:{line}", "is not UTF-8 text") from error
 
 
 def _decoded(stream: IO[bytes] | gzip.GzipFile, name: str) -> Iterator[str]:
@@ -221,29 +272,3 @@ def _milliseconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("not a number")
     return value / 1000.0
-
-
-def _time(column: str, value: Any, read: Callable[[Any], float]) -> float:
-    try:
-        seconds = read(value)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{column} must be a time, is {shown(value)}") from error
-    if not abs(seconds) < 1e15:
-        raise ValueError(f"{column} must be a time, is {shown(value)}")
-    return seconds
-
-
-def _whole(text: str) -> object:
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return int(number) if number.is_integer() else number
-
-
-def _tokens(column: str, value: object, least: int) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{column} must be a whole number, is {shown(value)}")
-    if not least <= value <= MAX_TOKENS:
-        raise ValueError(f"{column} must be between {least} and {MAX_TOKENS:,}, is {shown(value)}")
-    return value

@@ -1,0 +1,125 @@
+"""Who is next: in turn by weight, or the least loaded.
+
+    goodput       turns in proportion to the goodput of a unit for the bucket    CAUCHY 3.4.1, CORAL 5.1
+    round-robin   turns, all alike                                               CAUCHY 4.4's baseline
+    fixed         turns by the plan's rates, THUNDERSERVE's X and Y              THUNDERSERVE 3.3
+    token         the unit with the most tokens of KV left                       CAUCHY 4.4's token-weighted baseline
+    least-work    the unit that would be done first, in seconds
+
+The last two count what the Brain itself has sent and not seen end, so they need no report and are never late.
+Their index is a heap whose keys are put right when they surface: a load that grew is found too low and sinks,
+one that fell is pushed anew. A pick costs O(log n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from typing import Protocol
+
+from potluck.core.facts import BLOCK_TOKENS, ReplicaFacts
+from potluck.core.policy import Balance
+from potluck.core.routing.targets import Target
+
+BY_LOAD: frozenset[Balance] = frozenset({"token", "least-work"})
+
+
+class Chooser(Protocol):
+    """Targets with weights, and whose turn it is."""
+
+    total: float
+
+    def __len__(self) -> int: ...
+    def __contains__(self, member: Target) -> bool: ...
+    def set(self, member: Target, weight: float) -> None: ...
+    def pick(self) -> Target | None: ...
+    def swap(self, picked: Target, other: Target) -> None: ...
+    def members(self) -> tuple[Target, ...]: ...
+
+
+class Least:
+    """The target with the least load plus offset; of equals the one that was set, or grew lighter, first."""
+
+    __slots__ = ("_heap", "_offset_of", "_offsets", "_stamp", "_stamps", "total")
+
+    def __init__(self, offset_of: Callable[[Target, float], float]) -> None:
+        self.total = 0.0
+        """Sum of the weights."""
+        self._offset_of = offset_of
+        """From a target and its weight to what is added to its load."""
+        self._heap: list[tuple[float, int, Target]] = []
+        self._offsets: dict[Target, tuple[float, float]] = {}
+        """weight and offset"""
+        self._stamps: dict[Target, int] = {}
+        self._stamp = 0
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __contains__(self, member: Target) -> bool:
+        return member in self._offsets
+
+    def members(self) -> tuple[Target, ...]:
+        return tuple(self._offsets)
+
+    def set(self, member: Target, weight: float) -> None:
+        """Add, change, or remove with a weight of 0."""
+        old = self._offsets.pop(member, None)
+        if old is not None:
+            self.total -= old[0]
+            del self._stamps[member]
+            member.indexes.remove(self)
+        if 0 < weight < inf:
+            self.total += weight
+            self._offsets[member] = (weight, self._offset_of(member, weight))
+            member.indexes.append(self)
+            self.lighter(member)
+        elif not self._offsets:
+            self.total = 0.0
+            self._heap = []
+
+    def lighter(self, member: Target) -> None:
+        """Its load fell: it may be the least now."""
+        if member not in self._offsets:
+            return
+        self._stamp += 1
+        self._stamps[member] = self._stamp
+        heappush(self._heap, (member.load + self._offsets[member][1], self._stamp, member))
+        if len(self._heap) > 2 * len(self._offsets) + 32:
+            self._heap = [(m.load + self._offsets[m][1], s, m) for m, s in self._stamps.items()]
+            heapify(self._heap)
+
+    def pick(self) -> Target | None:
+        heap, stamps = self._heap, self._stamps
+        while heap:
+            key, stamp, member = heap[0]
+            if stamps.get(member) != stamp:
+                heappop(heap)
+                continue
+            now = member.load + self._offsets[member][1]
+            if now > key:
+                heapreplace(heap, (now, stamp, member))
+                continue
+            return member
+        return None
+
+    def swap(self, picked: Target, other: Target) -> None:
+        """Loads tell by themselves who got it."""
+
+
+def request_seconds(facts: ReplicaFacts, prompt_tokens: int, output_tokens: int) -> float:
+    """What a request takes of a replica's time: its prefill, and its part of the decode steps it shares."""
+    return prefill_seconds(facts, prompt_tokens) + decode_seconds(facts, output_tokens)
+
+
+def prefill_seconds(facts: ReplicaFacts, prompt_tokens: int) -> float:
+    return facts.prefill_fixed_s + prompt_tokens * facts.prefill_s_per_token
+
+
+def decode_seconds(facts: ReplicaFacts, output_tokens: int) -> float:
+    return output_tokens * facts.decode_step_s / max(1, facts.decode_batch)
+
+
+def kv_tokens(facts: ReplicaFacts) -> int:
+    return facts.total_blocks * BLOCK_TOKENS

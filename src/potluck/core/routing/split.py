@@ -1,0 +1,114 @@
+"""Partially disaggregated prefill (CRONUS 4.3, Algorithm 1): how much of a prompt the low-end GPU takes.
+
+    T_parprefill(L_p) = k_p L_p + b_p                                    low-end: the first L_p of L tokens
+    t_chunked(c)      = k_ctxp c + k_ctxd (sum of L_d) + b_c             high-end: one iteration at context c
+    T_chunked(L_p)    = sum over i < N of t_chunked(L_p + i n_p),        N = ceil((L - L_p) / n_p), n_p = B - n_d
+
+L_p is where the two times are nearest, so that both stages of the pipeline have the same throughput. With too
+few free blocks on the high-end GPU the whole prompt is computed on the low-end one. At most two requests are in
+the low-end instance at a time, so that L_p is worked out from fresh figures; others wait for a place.
+
+Algorithm 1 prints T_chunked = N (k_ctxp (L_in + L_last) / 2 + ...). The sum above is an arithmetic series,
+whose first context is L_p and not L_in, as equation 1 of the paper also says: with L_in every split looks as
+costly as if the chunks came after the whole prompt, and L_p comes out too large. The last context, too, is L_p
++ (N - 1) n_p; the printed L_p + floor((L - L_p) / n_p) n_p is one chunk too far whenever the chunks come out
+even. We use the sum itself. Candidates are all whole L_p, not 512 of them: between two changes of N both times
+are straight lines, so the best is found without trying each.
+
+Beyond the paper (its section 6): when decoding on the high-end GPU is the bottleneck, splitting prompts cannot
+help. `keeps_decode` says when a request stays on the low-end GPU altogether: the high-end one then has more
+requests than the batch it was planned for, and the low-end one is emptier by the same measure.
+`policy.low_decodes` turns it off.
+"""
+
+from __future__ import annotations
+
+from math import ceil, floor
+
+from potluck.core.facts import SplitFacts
+
+MOST_IN_LOW = 2
+
+
+def partial_tokens(
+    prompt_tokens: int,
+    facts: SplitFacts,
+    decodes: int,
+    decode_context_tokens: float,
+    free_blocks: int,
+    block_tokens: int,
+) -> int:
+    """L_p: tokens that the low-end GPU computes, from 1 to all."""
+    if free_blocks < ceil(prompt_tokens / block_tokens):
+        return prompt_tokens
+    chunk = facts.chunk_tokens - decodes
+    if chunk < 1:
+        return prompt_tokens
+    base_s = facts.k_ctxd * decode_context_tokens + facts.b_c
+    most = ceil((prompt_tokens - 1) / chunk)
+    if facts.k_p >= most * facts.k_ctxp and base_s >= 0:
+        return _by_bisection(prompt_tokens, facts, chunk, base_s, most)
+    return min(
+        (_nearest(prompt_tokens, facts, chunk, base_s, n) for n in range(most + 1)),
+        key=lambda found: (found[1], found[0]),
+    )[0]
+
+
+def partial_prefill_s(facts: SplitFacts, tokens: int) -> float:
+    return facts.k_p * tokens + facts.b_p
+
+
+def chunked_s(facts: SplitFacts, chunk: int, base_s: float, prompt_tokens: int, part: int) -> float:
+    """T_chunked: the arithmetic series in closed form."""
+    n = ceil((prompt_tokens - part) / chunk)
+    return n * (facts.k_ctxp * (part + (n - 1) * chunk / 2) + base_s)
+
+
+def keeps_decode(high_open: int, high_batch: int, low_open: int, low_batch: int) -> bool:
+    """Whether the next request's decode should stay on the low-end GPU."""
+    if low_batch < 1 or high_batch < 1:
+        return False
+    pressure = (high_open + 1) / high_batch
+    return pressure > 1.0 and (low_open + 1) / low_batch < pressure
+
+
+def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, most: int) -> int:
+    """The low-end GPU's time minus the high-end one's rises with L_p throughout, so its root is bracketed.
+
+    Fewer chunks mean a longer L_p. The best L_p has either the least number of chunks with which the low-end GPU
+    is not yet behind at the longest L_p, or one chunk less.
+    """
+    low, high = 0, most  # chunks; find the least count where the difference at its longest L_p is <= 0
+    while low < high:
+        middle = (low + high) // 2
+        if _difference(prompt, facts, chunk, base_s, _longest(prompt, chunk, middle)) <= 0:
+            high = middle
+        else:
+            low = middle + 1
+    counts = [n for n in (low - 1, low, low + 1) if 0 <= n <= most]
+    found = [_nearest(prompt, facts, chunk, base_s, n) for n in counts]
+    return min(found, key=lambda each: (each[1], each[0]))[0]
+
+
+def _longest(prompt: int, chunk: int, n: int) -> int:
+    """The largest L_p that leaves n chunks."""
+    return prompt if n == 0 else prompt - (n - 1) * chunk - 1
+
+
+def _nearest(prompt: int, facts: SplitFacts, chunk: int, base_s: float, n: int) -> tuple[int, float]:
+    """The best L_p that leaves exactly n chunks, and how far apart the times then are."""
+    last = _longest(prompt, chunk, n)
+    first = prompt if n == 0 else max(1, prompt - n * chunk)
+    slope = facts.k_p - n * facts.k_ctxp
+    at_first = _difference(prompt, facts, chunk, base_s, first)
+    tries = {first, last}
+    if slope != 0:
+        root = first - at_first / slope
+        if first < root < last:
+            tries |= {floor(root), ceil(root)}
+    best = min(tries, key=lambda part: (abs(_difference(prompt, facts, chunk, base_s, part)), part))
+    return best, abs(_difference(prompt, facts, chunk, base_s, best))
+
+
+def _difference(prompt: int, facts: SplitFacts, chunk: int, base_s: float, part: int) -> float:
+    return partial_prefill_s(facts, part) - chunked_s(facts, chunk, base_s, prompt, part)

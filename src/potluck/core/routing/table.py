@@ -1,0 +1,277 @@
+"""A plan made ready for routing: per model and bucket, the ways a request may go.
+
+A lane is put together when its first request comes, and from then on a change of the fleet touches only the
+lanes of that model and in them only the replica that changed: O(buckets log n). Should a lane's ways all be
+shut, there are two more to fall back on: any target of the model that does whole requests, then any of its
+replicas by itself.
+
+Replicas differ in how long a request they hold. Where a request fits only some, it gets a lane of just those:
+lengths are sorted into classes by the templates' limits, and each class has lanes of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from potluck.core.facts import Facts, ReplicaFacts
+from potluck.core.fleet import Fleet, Unit, View
+from potluck.core.plan import Plan, Template
+from potluck.core.policy import Policy
+from potluck.core.routing.balance import Chooser, Least, kv_tokens
+from potluck.core.routing.lanes import Lane, Weights
+from potluck.core.routing.offers import Offer, Offers, Phase, merged, offers
+from potluck.core.routing.targets import PLAIN, Target, intact_share, kind_of
+from potluck.core.routing.threshold import Threshold, planned
+from potluck.core.routing.weighted import Turns
+
+UNBOUNDED_TOKENS = 1 << 62
+CLOSED, ANY = -1, -2
+"""In place of a bucket: any target that does whole requests; any replica."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelTable:
+    """One model's lanes."""
+
+    offers: Offers
+    limits_tokens: list[int]
+    """How long a request its templates hold, rising, without repeats."""
+    threshold: Threshold | None = None
+    """The plan's length threshold between regions, if it has one; then every way is open to every bucket."""
+    lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
+    """(bucket, class) to lane, as far as asked for."""
+
+    longest_tokens: tuple[float, ...] = field(init=False)
+    """The longest prompt of each bucket; the last is infinite."""
+    limit_tokens: int = field(init=False)
+    """The longest request that any replica holds."""
+
+    def __post_init__(self) -> None:
+        self.longest_tokens = self.offers.longest_tokens
+        self.limit_tokens = self.limits_tokens[-1] if self.limits_tokens else 0
+
+
+class Table:
+    """All models. Changed by the Brain when a plan comes or a replica changes."""
+
+    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet) -> None:
+        self._facts = facts
+        self._policy = policy
+        self._fleet = fleet
+        self._templates: dict[str, Template] = {}
+        self.models: dict[str, ModelTable] = {}
+        self.singles: dict[str, Target] = {}
+        """Ready replicas by themselves."""
+        self.groups: dict[str, Target] = {}
+        """Combos and pairs, by unit."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Compile a plan; copies of templates that it does not name go on serving until they are drained."""
+        for template in plan.templates:
+            self._templates[template.name] = template
+        live = {(unit.template, unit.region) for unit in self._fleet.units.values()}
+        fresh = offers(plan, self._policy.balance)
+        for model, table in self.models.items():
+            if model in fresh:
+                fresh[model] = merged(fresh[model], table.offers, live)
+            elif any(self._templates[name].model == model for name, _ in live):
+                fresh[model] = table.offers
+        by_length = self._policy.adapt_threshold and self._policy.balance != "fixed"
+        self.models = {
+            model: ModelTable(each, self._limits(each), planned(each) if by_length else None)
+            for model, each in fresh.items()
+        }
+        for target in (*self.singles.values(), *self.groups.values()):
+            target.indexes.clear()
+
+    def update(self, unit_id: str, changed: View) -> None:
+        """A replica became ready, left, or changed its role."""
+        unit = self._fleet.units.get(unit_id)
+        ready = changed.state == "ready" and changed.member.id in self._fleet.views
+        single = self.singles.get(changed.member.id)
+        if ready and single is None:
+            single = self.singles[changed.member.id] = Target(PLAIN, unit_id, changed)
+        elif not ready:
+            self.singles.pop(changed.member.id, None)
+        group = self._group(unit_id, unit, changed)
+        table = self.models.get(changed.member.model)
+        if table is None:
+            return
+        for (bucket, length_class), lane in table.lanes.items():
+            if single is not None:
+                self._put(table, lane, bucket, length_class, single, ready)
+            if group is not None:
+                self._put(table, lane, bucket, length_class, group, unit is not None)
+            lane.settle()
+
+    def lane(self, table: ModelTable, bucket: int, total_tokens: int) -> Lane:
+        """Where requests of a bucket go that get no longer than this. The caller checks the model's limit."""
+        limits = table.limits_tokens
+        length_class = 0 if total_tokens <= limits[0] else bisect_left(limits, total_tokens)
+        lane = table.lanes.get((bucket, length_class))
+        if lane is None:
+            lane = table.lanes[bucket, length_class] = self._build(table, bucket, length_class)
+        return lane
+
+    def _group(self, unit_id: str, unit: Unit | None, changed: View) -> Target | None:
+        template = self._templates.get(changed.member.template)
+        kind = kind_of(template) if template is not None else PLAIN
+        if kind == PLAIN:
+            return None
+        group = self.groups.get(unit_id)
+        if group is None:
+            group = self.groups[unit_id] = Target(kind, unit_id)
+        group.refresh(unit)
+        if unit is None:
+            del self.groups[unit_id]
+        return group
+
+    def _build(self, table: ModelTable, bucket: int, length_class: int) -> Lane:
+        flows: list[tuple[str, str, float]] = []
+        if bucket >= 0:
+            for flow in table.offers.flows:
+                rate = flow.rates_per_s[bucket]
+                if not rate and table.threshold:
+                    rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
+                if rate:
+                    flows.append((flow.source, flow.target, rate))
+        lane = Lane(self._chooser, flows)
+        for target in (*self.singles.values(), *self.groups.values()):
+            self._put(table, lane, bucket, length_class, target, True)
+        lane.settle()
+        return lane
+
+    def _chooser(self) -> Chooser:
+        if self._policy.balance == "token":
+            return Least(lambda target, weight: -float(self._kv_tokens(target)))
+        if self._policy.balance == "least-work":
+            return Least(lambda target, weight: self._request_s(target))
+        return Turns()
+
+    def _put(
+        self, table: ModelTable, lane: Lane, bucket: int, length_class: int, target: Target, there: bool
+    ) -> None:
+        """Set what a target weighs in a lane; nothing when it is another model's, too small or gone."""
+        views = _views(target)
+        if views and views[0].member.model != table.offers.model:
+            return
+        if not there or not views or not self._fits(table, views, length_class):
+            weights = (
+                Weights("", 0.0, 0.0, 0.0) if not views else Weights(views[0].member.region, 0.0, 0.0, 0.0)
+            )
+            lane.put(target, weights)
+            return
+        lane.put(target, self._weights(table, lane, bucket, target, views))
+
+    def _weights(
+        self, table: ModelTable, lane: Lane, bucket: int, target: Target, views: list[View]
+    ) -> Weights:
+        member = views[0].member
+        template = self._templates[member.template]
+        region = member.region
+        grouped = kind_of(template) != PLAIN
+        if bucket == ANY:
+            return Weights(region, 1.0 if target.kind == PLAIN else 0.0, 0.0, 0.0)
+        if grouped and target.kind == PLAIN:
+            return Weights(region, 0.0, 0.0, 0.0)
+        if bucket == CLOSED:
+            whole = intact_share(target, template) if grouped else float(views[0].role == "mixed")
+            return Weights(region, _most_closed(template) * whole, 0.0, 0.0)
+        offer = table.offers.copies.get((member.template, region))
+        if offer is None:
+            return Weights(region, 0.0, 0.0, 0.0)
+        if grouped:
+            return Weights(
+                region,
+                self._weight(table, offer, "closed", bucket) * intact_share(target, template),
+                0.0,
+                0.0,
+            )
+        role = views[0].role
+        closed = self._plain(table, offer, template, "closed", bucket) if role == "mixed" else 0.0
+        prefill = self._plain(table, offer, template, "prefill", bucket) if role != "decode" else 0.0
+        decode = self._plain(table, offer, template, "decode", bucket) if role != "prefill" else 0.0
+        if role != member.role and role == "prefill" and not prefill:
+            prefill = self._borrowed(lane.prefill(region), views[0], "prefill")
+        if role != member.role and role == "decode" and not decode:
+            decode = self._borrowed(lane.decode(region), views[0], "decode")
+        return Weights(region, closed, prefill, decode)
+
+    def _plain(self, table: ModelTable, offer: Offer, template: Template, phase: Phase, bucket: int) -> float:
+        """One replica's part of what a copy is sent."""
+        role = {"closed": "mixed", "prefill": "prefill", "decode": "decode"}[phase]
+        able = [replica for replica in template.replicas if replica.role in (role, "mixed")]
+        return self._weight(table, offer, phase, bucket) / max(1, len(able))
+
+    def _weight(self, table: ModelTable, offer: Offer, phase: Phase, bucket: int) -> float:
+        """A copy's weight; under a length threshold also in buckets that the plan sends elsewhere."""
+        weights = offer.weights(phase)
+        if weights[bucket] or not table.threshold:
+            return weights[bucket]
+        given = [weight for weight in weights if weight > 0]
+        return sum(given) / len(given) if given else 0.0
+
+    def _borrowed(self, colleagues: Chooser, view: View, phase: Phase) -> float:
+        """What a replica whose role was flipped weighs: as its new colleagues do, by the ratio of their speeds."""
+        others = [t for t in colleagues.members() if t.view is not None and t.view.role == t.view.member.role]
+        if not others or others[0].view is None:
+            return 1.0
+        mean = colleagues.total / len(colleagues)
+        mine, theirs = self._speed(view, phase), self._speed(others[0].view, phase)
+        return mean * mine / theirs if mine and theirs else mean
+
+    def _speed(self, view: View, phase: Phase) -> float:
+        facts = self.replica_facts(view)
+        if facts is None:
+            return 0.0
+        if phase == "prefill":
+            return 1.0 / max(facts.prefill_s_per_token, 1e-12)
+        return facts.decode_batch / max(facts.decode_step_s, 1e-12)
+
+    def replica_facts(self, view: View) -> ReplicaFacts | None:
+        return self._facts.replicas.get((view.member.template, view.member.index))
+
+    def _request_s(self, target: Target) -> float:
+        """Seconds between two requests that a target does at best; 0 when not known."""
+        template = self._templates[_views(target)[0].member.template]
+        best = max(
+            (max(c.closed_per_s, c.prefill_per_s, c.decode_per_s) for c in template.capacity), default=0.0
+        )
+        share = len(template.replicas) if target.kind == PLAIN else 1
+        return share / best if best > 0 else 0.0
+
+    def _kv_tokens(self, target: Target) -> int:
+        views = target.decodes if target.kind != PLAIN else _views(target)
+        return sum(kv_tokens(facts) for view in views if (facts := self.replica_facts(view)) is not None)
+
+    def _fits(self, table: ModelTable, views: list[View], length_class: int) -> bool:
+        if length_class == 0:
+            return True
+        least = table.limits_tokens[length_class]
+        return all(self._limit(view.member.template, view.member.index) >= least for view in views)
+
+    def _limit(self, template: str, index: int) -> int:
+        facts = self._facts.replicas.get((template, index))
+        return facts.max_tokens if facts is not None else UNBOUNDED_TOKENS
+
+    def _limits(self, model: Offers) -> list[int]:
+        limits = {
+            self._limit(name, index)
+            for name, _ in model.copies
+            for index in range(len(self._templates[name].replicas))
+        }
+        return sorted(limits)
+
+
+def _views(target: Target) -> list[View]:
+    if target.view is not None:
+        return [target.view]
+    return target.prefills + target.decodes
+
+
+def _most_closed(template: Template) -> float:
+    """What a copy serves by itself at best, shared among its replicas when each is a target; 1 if not known."""
+    best = max((each.closed_per_s for each in template.capacity), default=0.0)
+    share = len(template.replicas) if kind_of(template) == PLAIN else 1
+    return best / share if best > 0 else 1.0

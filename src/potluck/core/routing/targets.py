@@ -1,0 +1,105 @@
+"""What a request can be sent to: one replica that does all, a combo, or a pair.
+
+A combo (CAUCHY) has prefill and decode replicas, a pair (CRONUS) low-end and high-end ones; which replicas do
+what inside them is decided per request. A replica of any other template is a target by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from potluck.core.fleet import Unit, View
+from potluck.core.plan import Template
+from potluck.core.route import Route, aggregated
+
+PLAIN, COMBO, PAIR = 0, 1, 2
+
+
+class Index(Protocol):
+    """Something that keeps targets in order of their load."""
+
+    def lighter(self, member: Target) -> None: ...
+
+
+def kind_of(template: Template) -> int:
+    """Replicas that were planned to work together are one target."""
+    roles = {replica.role for replica in template.replicas}
+    if template.kind == "pair" and "prefill" in roles and len(roles) > 1:
+        return PAIR
+    if template.kind == "combo" and {"prefill", "decode"} <= roles:
+        return COMBO
+    return PLAIN
+
+
+class Target:
+    """One of them. Its lists hold ready replicas only, by their present role."""
+
+    __slots__ = (
+        "decodes",
+        "in_low",
+        "indexes",
+        "kind",
+        "load",
+        "prefills",
+        "route",
+        "turn",
+        "unit",
+        "view",
+        "waiting",
+    )
+
+    def __init__(self, kind: int, unit: str, view: View | None = None) -> None:
+        self.kind = kind
+        self.unit = unit
+        self.view = view
+        """The replica of a plain target."""
+        self.route: Route | None = aggregated(view.member.id) if view is not None else None
+        """Made once: a plain target's route is the same for every request."""
+        self.prefills: list[View] = []
+        """A combo's prefill replicas; a pair's low-end ones."""
+        self.decodes: list[View] = []
+        """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
+        self.turn = 0
+        """Counts requests, for plain round robin inside."""
+        self.load = 0.0
+        """Open work, in the unit of the balance that counts it."""
+        self.indexes: list[Index] = []
+        """Those that sort it by its load."""
+        self.in_low = 0
+        """Requests whose first part is in a pair's low-end replicas."""
+        self.waiting: deque[str] = deque()
+        """Requests that wait for a place there, in order of arrival."""
+
+    def lighten(self, load: float) -> None:
+        """Some of its work has ended."""
+        self.load -= load
+        for index in self.indexes:
+            index.lighter(self)
+
+    def refresh(self, unit: Unit | None) -> None:
+        """Look again which replicas of a group are ready."""
+        ready = [view for view in unit.views if view.state == "ready"] if unit is not None else []
+        self.prefills = [view for view in ready if view.role == "prefill"]
+        self.decodes = [view for view in ready if view.role != "prefill"]
+
+    @property
+    def usable(self) -> bool:
+        return self.kind == PLAIN or bool(self.prefills and self.decodes)
+
+
+def intact_share(target: Target, template: Template) -> float:
+    """How much of a group's planned capacity its ready replicas are.
+
+    A group serves what its scarcer side can. Once roles were flipped, that was done to balance it, so then all of its
+    replicas count alike.
+    """
+    if not target.usable:
+        return 0.0
+    planned = len([replica for replica in template.replicas if replica.role == "prefill"])
+    others = len(template.replicas) - planned
+    ready, ready_others = len(target.prefills), len(target.decodes)
+    flipped = any(view.role != view.member.role for view in target.prefills + target.decodes)
+    if flipped:
+        return min(1.0, (ready + ready_others) / len(template.replicas))
+    return min(1.0, ready / planned, ready_others / others)

@@ -1,0 +1,43 @@
+"""Who changes the fleet, and by which rule: one file per rule, `scaler_of` picks by the policy."""
+
+from __future__ import annotations
+
+from potluck.core.facts import Facts
+from potluck.core.policy import Policy
+from potluck.core.scale.base import (
+    AskReplan,
+    FlipRole,
+    NoScaling,
+    Resize,
+    ScaleDecision,
+    Scaler,
+    SetThreshold,
+)
+from potluck.core.scale.cauchy import Cauchy
+from potluck.core.scale.prfaas import PrfaasSplit
+from potluck.core.scale.replan import PeriodicReplan
+from potluck.core.scale.shift import ShiftFlips
+
+__all__ = [
+    "AskReplan",
+    "FlipRole",
+    "NoScaling",
+    "Resize",
+    "ScaleDecision",
+    "Scaler",
+    "SetThreshold",
+    "scaler_of",
+]
+
+
+def scaler_of(policy: Policy, facts: Facts) -> Scaler:
+    """The rule that the policy names, set up with its knobs."""
+    if policy.scaling == "cauchy":
+        return Cauchy(policy, facts.regions)
+    if policy.scaling == "flips":
+        return ShiftFlips(policy, facts)
+    if policy.scaling == "prfaas":
+        return PrfaasSplit(policy, facts)
+    if policy.scaling == "replan":
+        return PeriodicReplan(policy)
+    return NoScaling()

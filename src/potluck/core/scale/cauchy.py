@@ -1,0 +1,283 @@
+"""CAUCHY's autoscaling (its 3.5, Algorithm 1): add or remove whole copies when the rate leaves what they serve.
+
+With Q the window's mean rate and C what the copies serve under the lengths now seen (times the headroom):
+
+    wait until the local window has passed since the last change
+    Q - C >  ratio C      start the cheapest copies of the plan's templates that cover Q - C, as nodes allow
+    C - Q >  ratio C      take away copies, the largest first, as long as the rest still serves Q
+    else, when the global window has passed: ask for a new plan at its mean rate; reconciling starts before it stops
+
+Beyond the paper, each for a failure seen in other scalers:
+- Requests that queue are demand too: Q includes what is needed to work off within one window whatever waits beyond
+  `QUEUE_S` of work and one request a copy; while it does, nothing is taken away.
+- Noise is not a change: the difference must also exceed NOISE standard deviations of the rate, so that at a steady
+  rate the fleet stays still; and copies go only if the rest serves Q plus as much again.
+- The objective plays no part: a TTFT that no fleet could keep neither adds copies for ever nor keeps idle ones.
+- C counts the copies that are there and wanted, not what a plan once said; while copies start or leave nothing is
+  taken away, and more is added only if those on their way will not do.
+- A template whose capacity is not known is never scaled, and `why` says so. The last copy of a model stays.
+- If nodes suffice for a part of the deficit only, that part is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+from potluck.core.capacity import Key, Resource
+from potluck.core.fleet import Fleet
+from potluck.core.plan import Plan, Template
+from potluck.core.policy import Policy
+from potluck.core.rates import NOTHING, Rates, buckets_of, rates_of, total
+from potluck.core.scale.base import (
+    AskReplan,
+    Notes,
+    Resize,
+    ScaleDecision,
+    available_nodes,
+    queued_requests,
+    unit_price_usd_per_h,
+    used_nodes,
+)
+from potluck.core.scale.cover import Option, cheapest_cover, largest_within
+from potluck.core.types import Region
+from potluck.core.window import ModelObserved, Observed
+
+NOISE = 3.0
+"""Standard deviations: at a steady rate one window in about 700 is as far off."""
+QUEUE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """One model's copies and what they serve."""
+
+    counts: dict[Key, int]
+    rates: dict[Key, Rates]
+    """What one copy serves; keys without are not known."""
+    moving: int
+    """Copies that start or leave."""
+
+    def serves(self, counts: Mapping[Key, int]) -> Rates:
+        return total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
+
+
+class Cauchy:
+    """Algorithm 1, model by model. State: when each model last changed, and the counts asked for."""
+
+    def __init__(self, policy: Policy, regions: tuple[Region, ...] = ()) -> None:
+        self._policy, self._regions = policy, regions
+        self._last_s: dict[str, float] = {}
+        self._plan: Plan | None = None
+        self._wanted: dict[Key, int] = {}
+        self._notes = Notes()
+
+    def why(self) -> str:
+        return self._notes.text()
+
+    def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
+        if plan is not self._plan:
+            self._plan = plan
+            self._wanted = {(d.template, d.region): d.count for d in plan.deployments}
+        templates = {each.name: each for each in plan.templates}
+        decisions: list[ScaleDecision] = []
+        stable = []
+        for model in sorted({each.model for each in plan.templates}):
+            seen = observed.of(model)
+            if seen is None:
+                self._notes.say(model, "no request seen yet")
+                continue
+            last_s = self._last_s.setdefault(model, at_s - seen.span_s)
+            if at_s - last_s < self._policy.window_s:
+                left_s = self._policy.window_s - (at_s - last_s)
+                self._notes.wait(model, f"looks again in {left_s:.0f} s, a window after the last change")
+                continue
+            standing = self._standing(model, seen, fleet, plan)
+            resizes = self._resizes(seen, standing, fleet, templates)
+            if resizes:
+                self._last_s[model] = at_s
+                decisions += resizes
+            elif at_s - last_s >= self._policy.global_window_s:
+                stable.append(model)
+        if stable:
+            decisions.append(self._refine(at_s, stable, observed))
+        return tuple(decisions)
+
+    def _standing(self, model: str, seen: ModelObserved, fleet: Fleet, plan: Plan) -> _Standing:
+        """Copies that stay: of what is wanted, those that are there; and all those that were never asked for."""
+        buckets = buckets_of(plan, model)
+        shares = seen.bucket_shares([bucket.longest_tokens for bucket in buckets])
+        mix = {bucket.bucket: share for bucket, share in zip(buckets, shares, strict=True)}
+        if not any(mix.values()):
+            mix = {bucket.bucket: 1.0 for bucket in buckets}
+        templates = {each.name: each for each in plan.templates if each.model == model}
+        there: dict[Key, int] = {}
+        moving = 0
+        for unit in fleet.units.values():
+            if unit.model != model:
+                continue
+            moving += not unit.whole
+            if not any(view.state == "draining" for view in unit.views):
+                key = (unit.template, unit.region)
+                there[key] = there.get(key, 0) + 1
+        counts = {key: min(n, self._wanted.get(key, n)) for key, n in there.items()}
+        keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
+        known = {key: rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
+        return _Standing(counts, {key: rates for key, rates in known.items() if rates.known}, moving)
+
+    def _resizes(
+        self, seen: ModelObserved, standing: _Standing, fleet: Fleet, templates: Mapping[str, Template]
+    ) -> list[ScaleDecision]:
+        model, policy = seen.model, self._policy
+        unknown = sorted({key[0] for key, n in standing.counts.items() if n and key not in standing.rates})
+        if unknown:
+            self._notes.say(model, f"not scaled: the capacity of {', '.join(unknown)} is not known")
+            return []
+        if not standing.rates:
+            self._notes.say(model, "not scaled: none of its templates has a known capacity")
+            return []
+        serves = standing.serves(standing.counts).served_per_s * policy.headroom
+        queued = seen.held + queued_requests(fleet, model)
+        late = max(0.0, queued - QUEUE_S * serves - sum(standing.counts.values()))
+        demand = seen.rate_per_s + late / policy.window_s
+        state = (
+            f"{seen.rate_per_s:.3g} requests/s and {queued} queued need {demand:.3g}, served are {serves:.3g}"
+        )
+        # At the rate the copies are made for, how far off would one window be?
+        noise = NOISE * max(seen.error_per_s, sqrt(serves / seen.span_s))
+        if demand - serves > max(policy.ratio * serves, noise):
+            return self._out(model, demand, standing, fleet, templates, state)
+        if serves - demand > policy.ratio * serves:
+            if standing.moving:
+                self._notes.say(model, f"{state}; waits for {standing.moving} copies that start or leave")
+                return []
+            if late:
+                self._notes.say(model, f"{state}; nothing goes while requests queue")
+                return []
+            return self._in(model, demand + noise, standing, state)
+        self._notes.say(model, f"{state}, within {policy.ratio:.0%} or the noise of {noise:.3g}")
+        return []
+
+    def _out(
+        self,
+        model: str,
+        demand: float,
+        standing: _Standing,
+        fleet: Fleet,
+        templates: Mapping[str, Template],
+        state: str,
+    ) -> list[ScaleDecision]:
+        options, free = self._options(standing, fleet, templates)
+        rates = standing.serves(standing.counts)
+        more: dict[Key, int] = {}
+        partly = False
+        for phase in self._phases(standing):
+            offers = [
+                Option(o.key, getattr(standing.rates[o.key], phase), o.cost_usd_per_h, o.needs)
+                for o in options
+            ]
+            missing = demand / self._policy.headroom - (
+                rates.served_per_s if phase == "closed_per_s" else rates.closed_per_s + getattr(rates, phase)
+            )
+            if missing <= 0:
+                continue
+            found = cheapest_cover(offers, missing, free)
+            if found is None:
+                found, partly = largest_within(offers, free or {}), True
+            for key, n in found.items():
+                more[key] = more.get(key, 0) + n
+                for node, need in _needs(templates[key[0]], key[1]).items():
+                    if free is not None:
+                        free[node] = free.get(node, 0) - need * n
+        if not more:
+            self._notes.say(model, f"{state}; more is needed but no nodes are free")
+            return []
+        short = ", all that nodes allow" if partly else ""
+        self._notes.say(model, f"{state}; starts {_listed(more)}{short}")
+        return self._resized(standing, more, f"{state}{short}")
+
+    def _phases(self, standing: _Standing) -> tuple[str, ...]:
+        """Copies that serve alone are scaled as such; prefill and decode apart, each by its own deficit."""
+        if any(rates.closed_per_s > 0 for rates in standing.rates.values()):
+            return ("closed_per_s",)
+        return ("prefill_per_s", "decode_per_s")
+
+    def _in(self, model: str, needed: float, standing: _Standing, state: str) -> list[ScaleDecision]:
+        """Take away the copy that fits the excess most closely, again and again, and never the last one."""
+        counts = dict(standing.counts)
+        less: dict[Key, int] = {}
+        while True:
+            serves = standing.serves(counts).served_per_s
+            best: tuple[float, float, Key] | None = None
+            for key in sorted(counts):
+                if not counts[key] or key not in self._wanted:
+                    continue
+                after = standing.serves({**counts, key: counts[key] - 1}).served_per_s
+                if after <= 0 or after * self._policy.headroom < needed:
+                    continue
+                rank = (serves - after, standing.rates[key].served_per_s, key)
+                best = rank if best is None or rank[:2] > best[:2] else best
+            if best is None:
+                break
+            counts[best[2]] -= 1
+            less[best[2]] = less.get(best[2], 0) - 1
+        if not less:
+            self._notes.say(model, f"{state}; no copy is small enough to go")
+            return []
+        self._notes.say(model, f"{state}; stops {_listed({key: -n for key, n in less.items()})}")
+        return self._resized(standing, less, state)
+
+    def _resized(self, standing: _Standing, change: Mapping[Key, int], reason: str) -> list[ScaleDecision]:
+        decisions: list[ScaleDecision] = []
+        for key, n in sorted(change.items()):
+            self._wanted[key] = standing.counts.get(key, 0) + n
+            decisions.append(Resize(*key, self._wanted[key], reason))
+        return decisions
+
+    def _options(
+        self, standing: _Standing, fleet: Fleet, templates: Mapping[str, Template]
+    ) -> tuple[list[Option], dict[Resource, int] | None]:
+        """Copies that could be added, wherever the plan's templates could run; and the nodes that are free."""
+        limits = available_nodes(self._regions)
+        free = None
+        if limits is not None:
+            used = used_nodes(fleet.units, templates)
+            free = {key: n - used.get(key, 0) for key, n in limits.items()}
+        options = []
+        for key in sorted(standing.rates):
+            template = templates[key[0]]
+            if template.machines:
+                continue  # it stands on machines that are named, and those cannot be had twice
+            if limits is None:
+                price: float | None = float(sum(each.count for each in template.nodes))
+            else:
+                price = unit_price_usd_per_h(template, key[1], self._regions)
+            if price is not None:
+                options.append(Option(key, 0.0, price, _needs(template, key[1])))
+        return options, free
+
+    def _refine(self, at_s: float, stable: list[str], observed: Observed) -> AskReplan:
+        """The rate held for the global window: ask for the cheapest fleet at it (Algorithm 1, lines 22 to 27)."""
+        for model in stable:
+            self._last_s[model] = at_s
+            self._notes.say(model, "steady for the global window; asks for a new plan")
+        rates = tuple((seen.model, asked_per_s(seen, seen.model in stable)) for seen in observed.models)
+        return AskReplan(rates, f"steady for {self._policy.global_window_s:.0f} s: {', '.join(stable)}")
+
+
+def asked_per_s(seen: ModelObserved, steady: bool) -> float:
+    """The rate to plan for: the long window's mean if it held, else the latest.
+
+    Never nothing: the model's last copy would go.
+    """
+    rate = seen.long_rate_per_s if steady else seen.rate_per_s
+    return max(rate, 1.0 / max(seen.long_span_s, 1.0))
+
+
+def _needs(template: Template, region: str) -> dict[Resource, int]:
+    return {(region, each.node): each.count for each in template.nodes}
+
+
+def _listed(counts: Mapping[Key, int]) -> str:
+    return ", ".join(f"{n} of {name}@{region}" for (name, region), n in sorted(counts.items()))

@@ -1,0 +1,82 @@
+"""CORAL's periodic re-allocation (its 5.1): every so often the planner is asked again, with the rates now seen.
+
+Every `replan_s` all models' rates are asked for, each with a margin for the noise of its window and for requests
+that queue. If no rate moved by more than `LEAST_MOVE` (or its noise) since the last plan and every copy is there,
+the planner is spared; but after the global window it is asked all the same, since prices and availability, which it
+knows and the core does not, move too. The answer comes as `Planned`; reconciling starts new copies before old ones
+leave.
+"""
+
+from __future__ import annotations
+
+from potluck.core.fleet import Fleet
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.core.scale.base import AskReplan, Notes, ScaleDecision, queued_requests
+from potluck.core.window import ModelObserved, Observed
+
+LEAST_MOVE = 0.05
+MARGIN = 0.05
+NOISE = 3.0
+
+
+class PeriodicReplan:
+    """State: when the planner was last asked, and for which rates the present fleet is."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._asked_s: float | None = None
+        self._looked_s: float | None = None
+        self._rates: dict[str, float] = {}
+        self._notes = Notes()
+
+    def why(self) -> str:
+        return self._notes.text()
+
+    def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
+        if self._looked_s is None:
+            self._looked_s = self._asked_s = at_s
+            self._rates = {each.model: each.demand_per_s for each in plan.predictions}
+        assert self._asked_s is not None
+        left_s = self._policy.replan_s - (at_s - self._looked_s)
+        if left_s > 0:
+            self._notes.wait("replan", f"looks again in {left_s:.0f} s")
+            return ()
+        self._looked_s = at_s
+        moved = [self._moved(seen) for seen in observed.models if self._moved(seen)]
+        missing = _missing(fleet, plan)
+        if missing:
+            moved.append(f"{missing} copies of the plan are not there")
+        if not moved and at_s - self._asked_s >= self._policy.global_window_s:
+            moved.append("prices and nodes may have changed")
+        if not moved or not observed.models:
+            self._notes.say("replan", f"no rate moved by {LEAST_MOVE:.0%} or more than its noise")
+            return ()
+        self._asked_s = at_s
+        asked = tuple((seen.model, self._with_margin(seen, fleet)) for seen in observed.models)
+        self._rates.update({seen.model: seen.rate_per_s for seen in observed.models})
+        reason = ", ".join(moved)
+        self._notes.say("replan", f"asks for a plan: {reason}")
+        return (AskReplan(asked, reason),)
+
+    def _moved(self, seen: ModelObserved) -> str:
+        old = self._rates.get(seen.model, 0.0)
+        if abs(seen.rate_per_s - old) > max(LEAST_MOVE * old, NOISE * seen.error_per_s):
+            return f"{seen.model} moved from {old:.3g} to {seen.rate_per_s:.3g} requests/s"
+        return ""
+
+    def _with_margin(self, seen: ModelObserved, fleet: Fleet) -> float:
+        """Never nothing, or the model's last copy would go."""
+        queued = seen.held + queued_requests(fleet, seen.model)
+        rate = seen.rate_per_s + max(MARGIN * seen.rate_per_s, seen.error_per_s)
+        return max(rate + queued / self._policy.replan_s, 1.0 / max(seen.long_span_s, 1.0))
+
+
+def _missing(fleet: Fleet, plan: Plan) -> int:
+    """Copies that the plan has and the fleet has not, not even starting."""
+    there: dict[tuple[str, str], int] = {}
+    for unit in fleet.units.values():
+        if not any(view.state == "draining" for view in unit.views):
+            key = (unit.template, unit.region)
+            there[key] = there.get(key, 0) + 1
+    return sum(max(0, d.count - there.get((d.template, d.region), 0)) for d in plan.deployments)

@@ -1,0 +1,157 @@
+"""THUNDERSERVE's light rescheduling (its 3.4): when the workload shifts, change roles and load no weights.
+
+The first full window after a plan is looked at, and becomes the reference. A shift is a mean prompt, a mean answer
+or a rate that leaves the band around it and its own noise, or a change in how many replicas there are. Then, for
+the lengths now seen,
+
+    P = sum of prefill rates      D = sum of decode rates      served = min(P, D)
+
+and the replica whose flip raises `served` most is flipped, again and again, at most `MAX_FLIPS` a window and only
+while each gains at least `LEAST_GAIN`: the paper's tabu search with the flip as its only move, without its uphill
+moves, which a running system would have to live through. The last replica of a role in a region stays. Without a
+gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import hypot
+
+from potluck.core.facts import Facts
+from potluck.core.fleet import Fleet
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.core.scale.base import FlipRole, Notes, ScaleDecision
+from potluck.core.scale.roles import Flippable, flippable, last_of_role
+from potluck.core.types import Role
+from potluck.core.window import ModelObserved, Observed
+
+MAX_FLIPS = 4
+LEAST_GAIN = 0.1
+"""Relative rise of what is served that is worth a flip."""
+NOISE = 3.0
+LEAST_SEEN = 20
+"""Requests that must have ended before a mean answer means something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The workload that the present roles were chosen for."""
+
+    rate_per_s: float
+    prompt_tokens: float
+    output_tokens: float
+    prompt_error_tokens: float
+    output_error_tokens: float
+    replicas: int
+
+
+class ShiftFlips:
+    """State: per model, the reference workload and when roles were last looked at."""
+
+    def __init__(self, policy: Policy, facts: Facts) -> None:
+        self._policy, self._facts = policy, facts
+        self._plan: Plan | None = None
+        self._since_s = 0.0
+        self._references: dict[str, Reference] = {}
+        self._last_s: dict[str, float] = {}
+        self._notes = Notes()
+
+    def why(self) -> str:
+        return self._notes.text()
+
+    def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
+        if plan is not self._plan:
+            self._plan, self._since_s = plan, at_s
+            self._references.clear()
+            self._last_s.clear()
+        decisions: list[ScaleDecision] = []
+        for model in sorted({each.model for each in plan.templates}):
+            seen = observed.of(model)
+            if seen is None or seen.finished < LEAST_SEEN or at_s - self._since_s < self._policy.window_s:
+                self._notes.say(model, "has not seen a window of requests yet")
+                continue
+            last_s = self._last_s.get(model)
+            if last_s is not None and at_s - last_s < self._policy.window_s:
+                self._notes.wait(model, "waits a window after the last flips")
+                continue
+            decisions += self._model(at_s, seen, fleet)
+        return tuple(decisions)
+
+    def _model(self, at_s: float, seen: ModelObserved, fleet: Fleet) -> list[ScaleDecision]:
+        model = seen.model
+        replicas, untimed = flippable(
+            fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
+        )
+        if untimed:
+            self._notes.say(model, f"no flips: nobody timed {', '.join(untimed)} in both roles")
+            return []
+        if not replicas:
+            self._notes.say(model, "no flips: no replica prefills or decodes alone")
+            return []
+        now = Reference(
+            seen.rate_per_s,
+            seen.mean_prompt_tokens,
+            seen.mean_output_tokens,
+            seen.prompt_error_tokens,
+            seen.output_error_tokens,
+            len(replicas),
+        )
+        shift = self._shift(self._references.get(model), now, seen)
+        if not shift:
+            self._references.setdefault(model, now)
+            self._notes.say(
+                model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
+            )
+            return []
+        self._references[model] = now
+        flips = best_flips(replicas)
+        if not flips:
+            self._notes.say(model, f"{shift}, but no flip gains {LEAST_GAIN:.0%}")
+            return []
+        self._last_s[model] = at_s
+        self._notes.say(model, f"{shift}; flips {', '.join(name for name, _ in flips)}")
+        return [FlipRole(name, role, shift) for name, role in flips]
+
+    def _shift(self, old: Reference | None, now: Reference, seen: ModelObserved) -> str:
+        """What left the band, in words; empty when nothing did."""
+        if old is None:
+            return "first look"
+        band = self._policy.ratio
+        noise = NOISE * hypot(old.prompt_error_tokens, now.prompt_error_tokens)
+        if abs(now.prompt_tokens - old.prompt_tokens) > max(band * old.prompt_tokens, noise):
+            return f"mean prompt moved from {old.prompt_tokens:.0f} to {now.prompt_tokens:.0f} tokens"
+        noise = NOISE * hypot(old.output_error_tokens, now.output_error_tokens)
+        if abs(now.output_tokens - old.output_tokens) > max(band * old.output_tokens, noise):
+            return f"mean answer moved from {old.output_tokens:.0f} to {now.output_tokens:.0f} tokens"
+        if abs(now.rate_per_s - old.rate_per_s) > max(band * old.rate_per_s, NOISE * seen.error_per_s):
+            return f"rate moved from {old.rate_per_s:.3g} to {now.rate_per_s:.3g} requests/s"
+        if now.replicas != old.replicas:
+            return f"{now.replicas} replicas instead of {old.replicas}"
+        return ""
+
+
+def best_flips(
+    replicas: list[Flippable], most: int = MAX_FLIPS, gain: float = LEAST_GAIN
+) -> list[tuple[str, Role]]:
+    """Flips that raise min(P, D), the best first; ties go to the least loaded."""
+    left = list(replicas)
+    flips: list[tuple[str, Role]] = []
+    while len(flips) < most:
+        prefill = sum(each.prefill_per_s for each in left if each.role == "prefill")
+        decode = sum(each.decode_per_s for each in left if each.role == "decode")
+        stay = last_of_role(left) | {name for name, _ in flips}
+        best, best_rank = None, ((1 + gain) * min(prefill, decode), -(10**9))
+        for place, each in enumerate(left):
+            if each.replica in stay:
+                continue
+            sign = -1 if each.role == "prefill" else 1
+            served = min(prefill + sign * each.prefill_per_s, decode - sign * each.decode_per_s)
+            if (served, -each.load) > best_rank:
+                best, best_rank = place, (served, -each.load)
+        if best is None:
+            break
+        role: Role = "decode" if left[best].role == "prefill" else "prefill"
+        flips.append((left[best].replica, role))
+        left[best] = replace(left[best], role=role)
+    return flips

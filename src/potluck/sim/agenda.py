@@ -1,0 +1,26 @@
+"""What is due when. Ties go by the order in which they were put down, so that a run is the same every time."""
+
+from __future__ import annotations
+
+from heapq import heappush
+from typing import Any
+
+REPLICA, PIPE, HANDED, TICK, COLLECT, DELIVER, READY, FAULT, SAMPLE, PLAN, CALL = range(11)
+"""Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and
+delivered, a replica up, something from outside, a sample for plots, a plan, a plain call."""
+
+Entry = tuple[float, int, int, Any]
+
+
+class Agenda:
+    """A heap of (time, sequence, kind, what); the sequence settles ties, so `what` is never compared."""
+
+    __slots__ = ("_sequence", "heap")
+
+    def __init__(self) -> None:
+        self.heap: list[Entry] = []
+        self._sequence = 0
+
+    def push(self, at_s: float, kind: int, what: Any) -> None:
+        self._sequence += 1
+        heappush(self.heap, (at_s, self._sequence, kind, what))

@@ -1,0 +1,121 @@
+"""When requests arrive: renewal processes, rates that change over a day, and traces brought to a rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def poisson(rng: np.random.Generator, rate_per_s: float, count: int) -> Floats:
+    """Independent arrivals: exponential gaps."""
+    return gamma(rng, rate_per_s, 1.0, count)
+
+
+def gamma(rng: np.random.Generator, rate_per_s: float, cv: float, count: int) -> Floats:
+    """Gaps from a gamma law with this coefficient of variation: 1 is Poisson, above it bursts, 0 is a clock."""
+    _positive("rate_per_s", rate_per_s)
+    return np.cumsum(_gaps(rng, cv, count) / rate_per_s)
+
+
+def curve(rng: np.random.Generator, rates_per_s: Sequence[float], step_s: float, cv: float = 1.0) -> Floats:
+    """Arrivals at rates that hold for `step_s` each, such as the hours of a day.
+
+    A process of rate 1 is run on the clock R(t), the requests expected until t: for cv 1 this is exactly the
+    Poisson process with that rate, for others the bursts keep their size in requests.
+    """
+    _positive("step_s", step_s)
+    rates = np.asarray(rates_per_s, dtype=np.float64)
+    if len(rates) == 0 or not (np.isfinite(rates).all() and rates.min() >= 0):
+        raise InputError("rates_per_s", "must be finite and not negative")
+    expected = np.concatenate(([0.0], np.cumsum(rates * step_s)))
+    parts, reached = [], 0.0
+    while reached < expected[-1]:
+        more = int((expected[-1] - reached) * 1.05) + 64
+        parts.append(reached + np.cumsum(_gaps(rng, cv, more)))
+        reached = float(parts[-1][-1])
+    if not parts:
+        return np.zeros(0)
+    units = np.concatenate(parts)
+    units = units[units < expected[-1]]
+    # Where the rate is 0 the clock R stands still; side "right" puts nobody there.
+    step = np.searchsorted(expected, units, side="right") - 1
+    when: Floats = (step + (units - expected[step]) / (rates[step] * step_s)) * step_s
+    return when
+
+
+def stretched(arrival_s: Floats, rate_per_s: float) -> Floats:
+    """The same arrivals with all gaps multiplied alike, to this mean rate, from 0 on.
+
+    The pattern of bursts is kept, but they last longer or shorter than they did.
+    """
+    _positive("rate_per_s", rate_per_s)
+    span_s = float(arrival_s[-1] - arrival_s[0]) if len(arrival_s) else 0.0
+    if not span_s > 0:
+        raise InputError("trace", "all its requests come at one moment, so it has no rate to scale")
+    when: Floats = (arrival_s - arrival_s[0]) * ((len(arrival_s) - 1) / span_s / rate_per_s)
+    return when
+
+
+def repeated(arrival_s: Floats, count: int) -> tuple[Ints, Floats]:
+    """(which request, when) for `count` arrivals: the trace's first ones, or the trace again and again.
+
+    A round follows the one before after the trace's mean gap, so that its rate is kept.
+    """
+    own = len(arrival_s)
+    if own == 0:
+        raise InputError("trace", "has no requests")
+    start_s = arrival_s - arrival_s[0]
+    chosen = np.arange(count)
+    period_s = float(start_s[-1]) * own / (own - 1) if own > 1 else 0.0
+    return chosen % own, start_s[chosen % own] + (chosen // own) * period_s
+
+
+def superposed(rng: np.random.Generator, arrival_s: Floats, rate_per_s: float) -> tuple[Ints, Floats]:
+    """(which request, when): the trace brought to a rate by thinning or by laying copies over each other.
+
+    The time scale of bursts and of the day is kept. Below the trace's own rate each request stays with the
+    same chance. Above it, copies are laid over each other, each turned round by a random time (what leaves at the
+    end enters at the start), the last one thinned. Independent copies make arrivals smoother, as more
+    users would.
+    """
+    _positive("rate_per_s", rate_per_s)
+    own = len(arrival_s)
+    span_s = float(arrival_s[-1] - arrival_s[0]) if own else 0.0
+    if not span_s > 0:
+        raise InputError("trace", "all its requests come at one moment, so it has no rate to scale")
+    factor = rate_per_s / ((own - 1) / span_s)
+    copies = int(factor)
+    start_s, period_s = arrival_s - arrival_s[0], span_s * own / (own - 1)
+    chosen, times = [], []
+    for copy in range(copies + 1):
+        kept = np.arange(own) if copy < copies else np.flatnonzero(rng.random(own) < factor - copies)
+        turn_s = 0.0 if copy == 0 else float(rng.random()) * period_s
+        chosen.append(kept)
+        times.append((start_s[kept] + turn_s) % period_s)
+    when = np.concatenate(times)
+    order = np.argsort(when, kind="stable")
+    return np.concatenate(chosen)[order], when[order]
+
+
+def _gaps(rng: np.random.Generator, cv: float, count: int) -> Floats:
+    """Gaps of mean 1."""
+    if not (np.isfinite(cv) and cv >= 0):
+        raise InputError("cv", f"must not be negative, is {cv}")
+    if cv == 0:
+        return np.ones(count)
+    if cv == 1:
+        return rng.standard_exponential(count)
+    shape = 1 / cv**2
+    return rng.standard_gamma(shape, count) / shape
+
+
+def _positive(field: str, value: float) -> None:
+    if not (np.isfinite(value) and value > 0):
+        raise InputError(field, f"must be positive, is {value}")

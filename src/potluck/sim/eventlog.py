@@ -1,0 +1,245 @@
+"""A log of every event told and every action asked for, which replays.
+
+JSON lines. The first has the facts and the policy (again where a later plan brings templates that were not known
+before); each other one is `[time, event, actions]`, where events and actions are `[name, field, ...]` in the order
+of their fields. A live log has the same lines. `replay` feeds the events to
+a fresh Brain and compares what it asks for: the same policy in both worlds must ask for the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from potluck.core import actions, events
+from potluck.core.actions import Action
+from potluck.core.codec import decode, encode
+from potluck.core.errors import FormatError
+from potluck.core.events import Event
+from potluck.core.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.fleet import Member
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.core.route import Route, Segment
+from potluck.core.types import Region, Request
+from potluck.sim.world import Mind
+
+FORMAT, VERSION = "potluck.log", 1
+_EVENTS: dict[str, type[Any]] = {
+    each.__name__: each
+    for each in (
+        events.Arrived,
+        events.SegmentDone,
+        events.FirstToken,
+        events.Finished,
+        events.Failed,
+        events.Cancelled,
+        events.Reported,
+        events.LinkReported,
+        events.Cached,
+        events.ReplicaReady,
+        events.ReplicaLost,
+        events.Drained,
+        events.Planned,
+        events.Tick,
+    )
+}
+_ACTIONS: dict[str, type[Any]] = {
+    each.__name__: each
+    for each in (
+        actions.Run,
+        actions.Refuse,
+        actions.Abandon,
+        actions.Start,
+        actions.Drain,
+        actions.Stop,
+        actions.Flip,
+        actions.Replan,
+        actions.Move,
+    )
+}
+
+
+class Logged:
+    """A Brain whose talk is written down."""
+
+    def __init__(self, mind: Mind, out: IO[str], facts: Facts, policy: Policy) -> None:
+        self._mind = mind
+        self._out = out
+        self._facts = facts
+        self._policy = policy
+        self._known = -1
+
+    def on(self, at_s: float, event: Event) -> list[Action]:
+        if len(self._facts.replicas) != self._known:
+            self._known = len(self._facts.replicas)
+            self._out.write(header(self._facts, self._policy))
+        answer = self._mind.on(at_s, event)
+        self._out.write(line(at_s, event, answer))
+        return answer
+
+
+def header(facts: Facts, policy: Policy) -> str:
+    """The first line of a log."""
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "policy": encode(policy),
+        "models": {name: encode(each) for name, each in facts.models.items()},
+        "replicas": [[*key, encode(each)] for key, each in facts.replicas.items()],
+        "splits": {name: encode(each) for name, each in facts.splits.items()},
+        "links": [[*ends, gbps] for ends, gbps in facts.links_gbps.items()],
+        "regions": [encode(region) for region in facts.regions],
+    }
+    return _dumps(body) + "\n"
+
+
+def line(at_s: float, event: Event, answer: list[Action]) -> str:
+    """One further line."""
+    return _dumps([at_s, _pack(event), [_pack(action) for action in answer]]) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """How a replay went."""
+
+    lines: int
+    actions: int
+    difference: str
+    """The first line at which the Brain asked for something else; empty when none."""
+
+
+def replay(lines: Iterable[str], brain: Callable[[Facts, Policy], Mind]) -> Replayed:
+    """Feed a log to a fresh Brain and compare."""
+    source = iter(lines)
+    facts, policy = _read_header(next(source, ""), 1)
+    mind = brain(facts, policy)
+    count = asked = 0
+    for number, text in enumerate(source, 2):
+        if text.startswith("{"):
+            _grow(facts, _read_header(text, number)[0])
+            continue
+        at_s, event, expected = _read_line(text, number)
+        answer = [_pack(action) for action in mind.on(at_s, event)]
+        count += 1
+        asked += len(answer)
+        # Through JSON once, so that tuples and lists compare alike.
+        if json.loads(_dumps(answer)) != expected:
+            where = f"line {number}: {type(event).__name__} at {at_s:g} s"
+            return Replayed(count, asked, f"{where}: {_short(answer)} instead of {_short(expected)}")
+    return Replayed(count, asked, "")
+
+
+def read(lines: Iterable[str]) -> Iterator[tuple[float, Event, list[Action]]]:
+    """The events and actions of a log."""
+    source = iter(lines)
+    _read_header(next(source, ""), 1)
+    for number, text in enumerate(source, 2):
+        if text.startswith("{"):
+            continue
+        at_s, event, answer = _read_line(text, number)
+        yield at_s, event, [_unpack(_ACTIONS, each, number) for each in answer]
+
+
+def _pack(value: Any) -> list[Any]:
+    """A named tuple as its name and fields; nested values through the codec."""
+    kind = type(value).__name__
+    if kind == "Arrived":
+        r = value.request
+        fields = [
+            r.id,
+            r.model,
+            r.arrival_s,
+            r.prompt_tokens,
+            r.max_output_tokens,
+            r.priority,
+            r.deadline_s,
+            r.blocks,
+        ]
+        return [kind, fields]
+    if kind == "Run":
+        route = [[s.replica, s.start, s.stop] for s in value.route.segments]
+        return [kind, value.request, route, value.attempt, value.prompt_tokens, value.streamed_tokens]
+    if kind in ("Planned", "Start"):
+        return [kind, encode(value[0])]
+    return [kind, *value]
+
+
+def _unpack(kinds: dict[str, type[Any]], data: Any, number: int) -> Any:
+    where = f"log: line {number}"
+    if not isinstance(data, list) or not data or data[0] not in kinds:
+        raise FormatError(where, f"has no known event or action: {str(data)[:60]}")
+    name, *fields = data
+    try:
+        if name == "Arrived":
+            *rest, blocks = fields[0]
+            return events.Arrived(Request(*rest, tuple(blocks)))  # type: ignore[call-arg]
+        if name == "Run":
+            request, route, *rest = fields
+            return actions.Run(request, Route(tuple(Segment(*each) for each in route)), *rest)
+        if name == "Planned":
+            return events.Planned(decode(Plan, fields[0], where))
+        if name == "Start":
+            return actions.Start(decode(Member, fields[0], where))
+        if name == "Reported":
+            return events.Reported(fields[0], events.Status(*fields[1]))
+        if name == "Replan":
+            return actions.Replan(tuple((model, rate) for model, rate in fields[0]), fields[1])
+        return kinds[name](*(tuple(each) if isinstance(each, list) else each for each in fields))
+    except (TypeError, ValueError) as error:
+        raise FormatError(where, f"{name}: {error}") from error
+
+
+def _grow(facts: Facts, more: Facts) -> None:
+    """What is known now is known from here on; the Brain holds the same mappings."""
+    for old, new in (
+        (facts.models, more.models),
+        (facts.replicas, more.replicas),
+        (facts.splits, more.splits),
+    ):
+        assert isinstance(old, dict)
+        old.update(new)
+
+
+def _read_header(text: str, number: int) -> tuple[Facts, Policy]:
+    data = _loads(text, number)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise FormatError(f"log: line {number}", f"is not the beginning of a {FORMAT}")
+    if data.get("version") != VERSION:
+        raise FormatError("log: version", f"is {data.get('version')}, this release reads {VERSION}")
+    try:
+        facts = Facts(
+            {name: decode(ModelFacts, each, f"models.{name}") for name, each in data["models"].items()},
+            {(name, place): decode(ReplicaFacts, each, "replicas") for name, place, each in data["replicas"]},
+            {name: decode(SplitFacts, each, f"splits.{name}") for name, each in data["splits"].items()},
+            {(source, target): gbps for source, target, gbps in data["links"]},
+            tuple(decode(Region, each, "regions") for each in data["regions"]),
+        )
+        return facts, decode(Policy, data["policy"], "policy")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"log: line {number}", f"lacks or garbles {error}") from error
+
+
+def _read_line(text: str, number: int) -> tuple[float, Event, list[Any]]:
+    data = _loads(text, number)
+    if not isinstance(data, list) or len(data) != 3:
+        raise FormatError(f"log: line {number}", "must be [time, event, actions]")
+    return float(data[0]), _unpack(_EVENTS, data[1], number), data[2]
+
+
+def _loads(text: str, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FormatError(f"log: line {number}", f"is not JSON ({error})") from error
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _short(value: Any) -> str:
+    text = _dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,211 @@
+"""KV on its way from one segment to the next.
+
+The receiver sets blocks aside before the first byte leaves; while it has no room the KV waits on the sender's side
+and holds the sender's blocks. With overlap the transfer takes its share of the pipe from the moment its segment
+begins to be computed: layer by layer, KV leaves as it is made. Bytes are taken to be released evenly over the
+computation of c seconds, so with L layers of B bytes in all the last byte arrives at
+
+    max(f + c / L, e + (B / L) / r) + alpha
+
+f is when the pipe would have carried B bytes (its share counted from the beginning of the computation), e when the
+computation ended, r the share at that time. For one transfer alone this is `perf.transfer.overlapped_transfer_s`
+exactly. With others it is an approximation: a transfer may use its share a little before its bytes are made, never
+more in all than the pipe carries. A segment is taken to begin when it is at the head of those waiting at its
+replica. Without overlap the whole leaves at e, and arrives at f + alpha.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import TYPE_CHECKING
+
+from potluck.sim.link import Pipe
+from potluck.sim.network import Network
+from potluck.sim.state import Flight, Handover, Site
+
+if TYPE_CHECKING:
+    from potluck.sim.agenda import Agenda
+
+from potluck.sim.agenda import HANDED, PIPE
+
+
+class Handovers:
+    """All KV on the move, and the only one who moves it."""
+
+    __slots__ = ("_agenda", "_next_key", "_open", "network", "overlap", "waited")
+
+    def __init__(self, agenda: Agenda, network: Network, overlap: bool = True) -> None:
+        self._agenda = agenda
+        self.network = network
+        self.overlap = overlap
+        self.waited = 0
+        """Hand-overs that found no room at first."""
+        self._open: dict[int, Handover | Callable[[float], None]] = {}
+        self._next_key = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def expect(self, now_s: float, flight: Flight, size_bytes: float) -> None:
+        """The segment under way was given to its replica; its KV will go to the next."""
+        source, target = flight.sites[flight.place], flight.sites[flight.place + 1]
+        hand = Handover(self._next_key, flight, source, target, size_bytes)
+        self._next_key += 1
+        self._open[hand.key] = hand
+        flight.hand = hand
+        source.computing.append(flight)
+        if source.computing[0] is flight:
+            self._computing(now_s, hand)
+
+    def computed(self, now_s: float, flight: Flight) -> None:
+        """The segment's last token is computed."""
+        hand = flight.hand
+        assert hand is not None
+        hand.computed_s = now_s
+        self._leave(now_s, hand)
+        if hand.started_s == inf:
+            self._ask(now_s, hand)
+        elif hand.piped_s < inf:
+            self._settle(now_s, hand)
+
+    def room(self, now_s: float, site: Site) -> None:
+        """Blocks became free at a replica: let those in who wait, in order."""
+        waiting = site.waiting
+        while waiting:
+            hand = waiting[0]
+            if hand.over:
+                waiting.popleft()
+                continue
+            if not site.replica.reserve(
+                now_s, hand.flight.key, hand.flight.segments[hand.flight.place].stop or 0
+            ):
+                return
+            waiting.popleft()
+            hand.reserved = True
+            self._start(now_s, hand)
+
+    def pipe_due(self, now_s: float, pipe: Pipe) -> None:
+        """The agenda says that a pipe has something to tell."""
+        if now_s < pipe.due_s:
+            return  # an older look; a later one is on the agenda, and following both would double them
+        pipe.due_s = inf
+        for key in pipe.done(now_s):
+            hand = self._open.get(key)
+            if isinstance(hand, Handover):
+                hand.piped_s = now_s
+                if hand.computed_s < inf:
+                    self._settle(now_s, hand)
+            elif hand is not None:
+                del self._open[key]
+                hand(now_s)
+        self.schedule(pipe)
+
+    def handed(self, hand: Handover) -> bool:
+        """The last byte is there; False when nobody waits for it any more."""
+        if hand.over:
+            return False
+        hand.over = True
+        del self._open[hand.key]
+        hand.flight.hand = None
+        return True
+
+    def drop(self, now_s: float, flight: Flight) -> None:
+        """Forget a flight's hand-over: it failed, was cancelled or re-routed."""
+        hand = flight.hand
+        if hand is None:
+            return
+        flight.hand = None
+        hand.over = True
+        self._open.pop(hand.key, None)
+        if hand.pipe is not None and hand.key in hand.pipe:
+            hand.pipe.abort(now_s, hand.key)
+            self.schedule(hand.pipe)
+        self._leave(now_s, hand)
+
+    def carry(self, now_s: float, pipe: Pipe, size_bytes: float, then: Callable[[float], None]) -> None:
+        """Send bytes that belong to no request, such as a cached prefix, and say when they are there."""
+        key = self._next_key
+        self._next_key += 1
+        self._open[key] = then
+        pipe.start(now_s, key, size_bytes)
+        self.schedule(pipe)
+
+    def broken(self, pipe: Pipe) -> list[Flight]:
+        """Flights whose KV is on a pipe."""
+        hands = (self._open[key] for key in pipe.keys)
+        return [hand.flight for hand in hands if isinstance(hand, Handover)]
+
+    def schedule(self, pipe: Pipe) -> None:
+        """Put a pipe's next end on the agenda unless an earlier look is there already."""
+        due_s = pipe.next_s()
+        if due_s < pipe.due_s:
+            pipe.due_s = due_s
+            self._agenda.push(due_s, PIPE, pipe)
+
+    def _computing(self, now_s: float, hand: Handover) -> None:
+        hand.began_s = now_s
+        if self.overlap and hand.started_s == inf:
+            self._ask(now_s, hand)
+
+    def _leave(self, now_s: float, hand: Handover) -> None:
+        """It is not computed here any more; the next in line is."""
+        line = hand.source.computing
+        if hand.flight not in line:
+            return
+        line.remove(hand.flight)
+        if line:
+            following = line[0].hand
+            if following is not None and following.began_s == inf:
+                self._computing(now_s, following)
+
+    def _ask(self, now_s: float, hand: Handover) -> None:
+        """Set blocks aside at the receiver, in turn."""
+        target, flight = hand.target, hand.flight
+        if hand.reserved or hand in target.waiting:
+            return
+        tokens = flight.segments[flight.place].stop or 0
+        if target.waiting or not target.replica.reserve(now_s, flight.key, tokens):
+            target.waiting.append(hand)
+            self.waited += 1
+            return
+        hand.reserved = True
+        self._start(now_s, hand)
+
+    def _start(self, now_s: float, hand: Handover) -> None:
+        hand.started_s = now_s
+        pipe = self.network.pipe(hand.source, hand.target)
+        if hand.size_bytes <= 0 or pipe is None:
+            hand.piped_s = now_s + self.network.floor_s(hand.source, hand.target, None, hand.size_bytes)
+            if hand.computed_s < inf:
+                self._settle(now_s, hand)
+            return
+        hand.pipe = pipe
+        pipe.start(now_s, hand.key, hand.size_bytes)
+        self.schedule(pipe)
+
+    def _settle(self, now_s: float, hand: Handover) -> None:
+        """Both computed and carried: when is the last byte there?"""
+        size_bytes, pipe = hand.size_bytes, hand.pipe
+        at_s = hand.piped_s
+        if size_bytes > 0:
+            floor_s = self.network.floor_s(hand.source, hand.target, pipe, size_bytes)
+            at_s = max(at_s, hand.started_s + floor_s)
+            if hand.started_s < hand.computed_s:
+                layers = hand.source.kit.layers
+                layer_bytes = size_bytes / layers
+                share = (
+                    layer_bytes / pipe.share_bytes_per_s(1)
+                    if pipe is not None and pipe.rate_bytes_per_s
+                    else 0.0
+                )
+                computed_s = hand.computed_s - hand.began_s
+                tail_s = max(share, floor_s / layers)
+                at_s = max(at_s + computed_s / layers, hand.computed_s + tail_s)
+            if pipe is not None:
+                at_s += pipe.alpha_s
+        self._agenda.push(max(at_s, now_s), HANDED, hand)
+
+    def what(self, key: int) -> object:
+        """What a transfer carries: a hand-over, or a call to make when it is there."""
+        return self._open.get(key)

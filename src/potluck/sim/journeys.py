@@ -1,0 +1,334 @@
+"""The way of requests through the world: along their routes, to an answer, a refusal or a failure.
+
+Each segment is given to its replica when the KV it needs is there. Prefixes that the replica holds shorten its work,
+those that the next one holds shorten the cargo. Whoever loses a replica, a link or a transfer is reported as failed;
+the Brain then sends it again or refuses it.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from potluck.core.actions import Abandon, Refuse, Run
+from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED
+from potluck.core.events import Cancelled, Drained, Failed, FailureKind, Finished, FirstToken, SegmentDone
+from potluck.core.facts import BLOCK_TOKENS
+from potluck.core.types import Request
+from potluck.sim import records
+from potluck.sim.agenda import REPLICA
+from potluck.sim.network import reachable
+from potluck.sim.replica import Work
+from potluck.sim.state import Flight, Handover, Site
+
+if TYPE_CHECKING:
+    from potluck.sim.world import World
+
+
+class Journeys:
+    """All requests that have come and not ended."""
+
+    __slots__ = (
+        "_agenda",
+        "_attempts",
+        "_decode",
+        "_first_s",
+        "_handovers",
+        "_kits",
+        "_network",
+        "_prefill",
+        "_reports",
+        "_sites",
+        "_tell",
+        "ended_s",
+        "flights",
+        "ledger",
+        "requests",
+    )
+
+    def __init__(self, world: World) -> None:
+        self._agenda = world.agenda
+        self._handovers = world.handovers
+        self._kits = world.kits
+        self._network = world.network
+        self._reports = world.reports
+        self._sites = world.sites
+        self._tell = world.tell
+        self.ledger = world.ledger
+        self._attempts = world.ledger.attempts
+        self._prefill = world.ledger.prefill_replica
+        self._decode = world.ledger.decode_replica
+        self._first_s = world.ledger.first_token_s
+        self.requests: dict[int, Request] = {}
+        self.flights: dict[int, Flight] = {}
+        """Those of them that were sent somewhere."""
+        self.ended_s = 0.0
+        """When the last one ended so far."""
+
+    def run(self, at_s: float, action: Run) -> None:
+        """Send a request along a route; the plain case of one segment is most of all work here."""
+        name, route, attempt, prompt_tokens, before_tokens = action
+        key = int(name)
+        request = self.requests.get(key)
+        if request is None:
+            return
+        if key in self.flights:
+            self.drop(at_s, key)
+        segments = route.segments
+        self._attempts[key] += 1
+        if len(segments) > 1 or attempt > 0 or request.blocks:
+            self._run(at_s, action, key, request)
+            return
+        replica = segments[0].replica
+        site = self._sites.get(replica)
+        if site is None or not site.serves:
+            self._failed(at_s, key, "replica", replica, 0)
+            return
+        output_tokens = request.max_output_tokens
+        if prompt_tokens + output_tokens > site.room_tokens:
+            self._failed(at_s, key, "memory", replica, 0)
+            return
+        self._prefill[key] = self._decode[key] = site.index
+        flight = Flight(key, request, prompt_tokens, before_tokens, segments, (site,))
+        self.flights[key] = site.flights[key] = flight
+        site.replica.add(at_s, Work(key, prompt_tokens, 0, output_tokens, request.priority))
+        self.touch(at_s, site)
+
+    def _run(self, at_s: float, action: Run, key: int, request: Request) -> None:
+        """The same for any route, attempt and prompt."""
+        segments, ledger, streamed = action.route.segments, self.ledger, action.streamed_tokens
+        sites = []
+        for segment in segments:
+            site = self._sites.get(segment.replica)
+            if site is None or not site.serves:
+                self._failed(at_s, key, "replica", segment.replica, streamed)
+                return
+            sites.append(site)
+        flight = Flight(key, request, action.prompt_tokens, streamed, segments, tuple(sites))
+        problem = self._obstacle(flight)
+        if problem is not None:
+            self._failed(at_s, key, *problem, streamed)
+            return
+        whole = segments[-1].start >= action.prompt_tokens
+        kind = records.AGGREGATED if len(sites) == 1 else records.HANDED_OVER if whole else records.SPLIT
+        ledger.route[key] = kind
+        ledger.prefill_replica[key] = sites[0].index
+        ledger.decode_replica[key] = sites[-1].index
+        ledger.cached_tokens[key] = 0
+        self.flights[key] = flight
+        for site in sites:
+            site.flights[key] = flight
+        self._begin(at_s, flight)
+
+    def _obstacle(self, flight: Flight) -> tuple[FailureKind, str] | None:
+        """Why a route cannot be gone: a replica too small, or no link for its KV."""
+        output_tokens = flight.request.max_output_tokens - flight.before_tokens
+        if flight.prompt_tokens + output_tokens > flight.sites[-1].room_tokens:
+            return "memory", flight.sites[-1].id
+        for source, target in zip(flight.sites, flight.sites[1:], strict=False):
+            if not reachable(self._network, source, target):
+                return "link", f"{source.member.region}->{target.member.region}"
+        for segment, site in zip(flight.segments[:-1], flight.sites, strict=False):
+            if segment.stop is not None and segment.stop > site.room_tokens:
+                return "memory", site.id
+        return None
+
+    def _begin(self, at_s: float, flight: Flight) -> None:
+        """Give the segment under way to its replica."""
+        place = flight.place
+        site, segment, request = flight.sites[place], flight.segments[place], flight.request
+        stop, start = segment.stop, segment.start
+        output = 0
+        if stop is None:
+            stop = flight.prompt_tokens
+            output = request.max_output_tokens - flight.before_tokens
+        if request.blocks and site.cache is not None and start < stop:
+            hit = self._hit(site, request, stop)
+            if hit > start:
+                cached = self.ledger.cached_tokens
+                cached[flight.key] = max(cached[flight.key], hit)
+                start = hit
+        site.replica.add(at_s, Work(flight.key, stop - start, start, output, request.priority))
+        self.touch(at_s, site)
+        if output == 0:
+            self._expect(at_s, flight, stop)
+
+    def _hit(self, site: Site, request: Request, stop: int) -> int:
+        """Tokens of a prefix that a replica holds; the last token is always computed."""
+        cache = site.cache
+        assert cache is not None
+        cache.shrink(self.room_tokens(site))
+        return min(cache.match(request.blocks) * cache.block_tokens, stop - 1)
+
+    def room_tokens(self, site: Site) -> float:
+        return (site.replica.total_blocks - site.replica.used_blocks) * BLOCK_TOKENS
+
+    def _expect(self, at_s: float, flight: Flight, stop: int) -> None:
+        """The KV of [0, stop) will go to the next segment's replica, less what that one holds."""
+        source, target = flight.sites[flight.place], flight.sites[flight.place + 1]
+        if source is target:
+            return
+        request, model, have = flight.request, source.member.model, 0
+        if request.blocks and target.cache is not None:
+            have = self._hit(target, request, stop + 1)
+        codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
+        size_bytes = self._kits.kv[model].wire_bytes(have, stop, codec)
+        self.ledger.wire_bytes[flight.key] += size_bytes
+        self._handovers.expect(at_s, flight, size_bytes)
+
+    def replica_due(self, at_s: float, site: Site) -> None:
+        if at_s != site.due_s or not site.there:
+            return  # an earlier look took its place, or nobody is there any more
+        site.due_s = inf
+        if site.replica.next_s() <= at_s:
+            self.catch_up(at_s, site)
+        self.touch(at_s, site)
+
+    def catch_up(self, at_s: float, site: Site) -> None:
+        """Let a replica's happenings up to now happen."""
+        for when_s, kind, key in site.replica.advance(at_s):
+            flight = site.flights.get(key)
+            if flight is None:
+                continue
+            if kind == FIRST:
+                self._first(when_s, site, flight)
+            elif kind == FINISHED:
+                self._finished(when_s, site, flight)
+            elif kind == DONE:
+                self._computed(when_s, site, flight)
+            elif kind == PREEMPTED:
+                self.ledger.preemptions[key] += 1
+        if site.waiting:
+            self._handovers.room(at_s, site)
+
+    def touch(self, at_s: float, site: Site) -> None:
+        """Something happened at a replica: note when its next happening is due, and that it has news."""
+        due_s = site.replica.next_s()
+        if due_s < site.due_s:
+            site.due_s = due_s
+            self._agenda.push(due_s, REPLICA, site)
+        if not site.touched:
+            self._reports.touched(at_s, site)
+
+    def _first(self, at_s: float, site: Site, flight: Flight) -> None:
+        first_s, key = self._first_s, flight.key
+        if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
+            first_s[key] = at_s
+        request = flight.request
+        # KV that came whole from elsewhere was kept when it arrived.
+        if request.blocks and site.cache is not None and flight.segments[-1].start < flight.prompt_tokens:
+            site.cache.keep(request.blocks, self.room_tokens(site))
+        self._tell(at_s, FirstToken(request.id))
+
+    def _finished(self, at_s: float, site: Site, flight: Flight) -> None:
+        request, key, ledger = flight.request, flight.key, self.ledger
+        tokens = request.max_output_tokens
+        del self.requests[key]
+        del self.flights[key]
+        del site.flights[key]
+        ledger.finish_s[key] = self.ended_s = at_s
+        ledger.outcome[key] = records.ANSWERED
+        ledger.streamed_tokens[key] = tokens
+        if site.state == "draining":
+            self._left(at_s, site, key)
+        self._tell(at_s, Finished(request.id, tokens))
+
+    def _computed(self, at_s: float, site: Site, flight: Flight) -> None:
+        """A segment that hands over is computed."""
+        blocks = flight.request.blocks
+        if blocks and site.cache is not None and flight.segments[flight.place].stop == flight.prompt_tokens:
+            site.cache.keep(blocks, self.room_tokens(site))
+        if flight.hand is not None:
+            self._handovers.computed(at_s, flight)
+        else:
+            site.replica.release(at_s, flight.key)
+            self._next_segment(at_s, flight)
+
+    def handed(self, at_s: float, hand: Handover) -> None:
+        if not self._handovers.handed(hand):
+            return
+        flight, source = hand.flight, hand.source
+        if source.replica.next_s() <= at_s:
+            self.catch_up(at_s, source)
+        source.replica.release(at_s, flight.key)
+        self._left(at_s, source, flight.key)
+        self.touch(at_s, source)
+        if source.waiting:
+            self._handovers.room(at_s, source)
+        target = hand.target
+        whole = flight.segments[flight.place].stop == flight.prompt_tokens
+        if whole and flight.request.blocks and target.cache is not None:
+            target.cache.keep(flight.request.blocks, self.room_tokens(target))
+        self._next_segment(at_s, flight)
+
+    def _next_segment(self, at_s: float, flight: Flight) -> None:
+        place = flight.place
+        flight.place = place + 1
+        target = flight.sites[place + 1]
+        if target.replica.next_s() <= at_s:
+            self.catch_up(at_s, target)
+        if self.flights.get(flight.key) is not flight:
+            return
+        self._begin(at_s, flight)
+        self._tell(at_s, SegmentDone(flight.request.id, place))
+
+    def _left(self, at_s: float, site: Site, key: int) -> None:
+        """A request has nothing more to do at a replica."""
+        site.flights.pop(key, None)
+        if site.state == "draining" and not site.flights:
+            self._tell(at_s, Drained(site.id))
+
+    def drop(self, at_s: float, key: int) -> int:
+        """Take a flight off all its replicas and pipes; how many tokens it had streamed to the user."""
+        flight = self.flights.pop(key, None)
+        if flight is None:
+            return self.ledger.streamed_tokens[key]
+        self._handovers.drop(at_s, flight)
+        streamed = flight.before_tokens
+        for place, site in enumerate(flight.sites):
+            if place == flight.place == len(flight.sites) - 1 and site.flights.get(key) is flight:
+                streamed += site.replica.streamed(at_s, key)
+            if site.flights.get(key) is flight:
+                site.replica.cancel(at_s, key)
+                self._left(at_s, site, key)
+                if site.there:
+                    self.touch(at_s, site)
+                    if site.waiting:
+                        self._handovers.room(at_s, site)
+        self.ledger.streamed_tokens[key] = streamed
+        return streamed
+
+    def fail(self, at_s: float, key: int, kind: FailureKind, where: str) -> None:
+        """A request lost its replica, link or transfer."""
+        self._failed(at_s, key, kind, where, self.drop(at_s, key))
+
+    def _failed(self, at_s: float, key: int, kind: FailureKind, where: str, streamed: int) -> None:
+        self._tell(at_s, Failed(str(key), kind, where, streamed))
+
+    def cancel(self, at_s: float, key: int) -> None:
+        """The user goes away; too late or too early is nothing."""
+        if key not in self.requests:
+            return
+        self._tell(at_s, Cancelled(str(key)))
+        self.drop(at_s, key)
+        self._end(at_s, key, records.CANCELLED)
+
+    def refuse(self, at_s: float, action: Refuse) -> None:
+        key = int(action.request)
+        if key in self.requests:
+            self.drop(at_s, key)
+            self.ledger.reason[key] = records.REASONS.index(action.reason)
+            self._end(at_s, key, records.REFUSED)
+
+    def abandon(self, at_s: float, action: Abandon) -> None:
+        key = int(action.request)
+        flight = self.flights.get(key)
+        if flight is not None and any(site.id in action.replicas for site in flight.sites):
+            self.drop(at_s, key)
+
+    def _end(self, at_s: float, key: int, outcome: int) -> None:
+        if self.requests.pop(key, None) is None:
+            raise AssertionError(f"request {key} ended twice")
+        self.ledger.finish_s[key] = at_s
+        self.ledger.outcome[key] = outcome
+        self.ended_s = at_s

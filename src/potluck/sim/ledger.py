@@ -1,0 +1,114 @@
+"""The books of a run: one row per request in plain arrays, and what the nodes cost over time."""
+
+from __future__ import annotations
+
+from array import array
+from math import nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.sim.records import Records
+from potluck.sim.workload import Workload
+
+
+class Ledger:
+    """Columns that the world writes by request number; `records` makes the finished table of them."""
+
+    __slots__ = (
+        "attempts",
+        "cached_tokens",
+        "decode_replica",
+        "finish_s",
+        "first_token_s",
+        "outcome",
+        "preemptions",
+        "prefill_replica",
+        "reason",
+        "route",
+        "streamed_tokens",
+        "wire_bytes",
+    )
+
+    def __init__(self, count: int) -> None:
+        self.first_token_s = array("d", [nan]) * count
+        self.finish_s = array("d", [nan]) * count
+        self.wire_bytes = array("d", [0.0]) * count
+        self.streamed_tokens = array("i", [0]) * count
+        self.cached_tokens = array("i", [0]) * count
+        self.prefill_replica = array("i", [-1]) * count
+        self.decode_replica = array("i", [-1]) * count
+        self.attempts = array("h", [0]) * count
+        self.preemptions = array("h", [0]) * count
+        self.outcome = array("b", [0]) * count
+        self.reason = array("b", [0]) * count
+        self.route = array("b", [0]) * count
+
+    def records(self, workload: Workload) -> Records:
+        """The table; its columns share the ledger's memory."""
+        return Records(
+            workload.models,
+            workload.arrival_s,
+            workload.model,
+            workload.prompt_tokens,
+            workload.output_tokens,
+            _ints(self.streamed_tokens, np.int32),
+            _floats(self.first_token_s),
+            _floats(self.finish_s),
+            _ints(self.outcome, np.int8),
+            _ints(self.reason, np.int8),
+            _ints(self.attempts, np.int16),
+            _ints(self.preemptions, np.int16),
+            _ints(self.route, np.int8),
+            _ints(self.prefill_replica, np.int32),
+            _ints(self.decode_replica, np.int32),
+            _ints(self.cached_tokens, np.int32),
+            _floats(self.wire_bytes),
+        )
+
+
+def _floats(column: array[float]) -> NDArray[np.float64]:
+    return np.frombuffer(column, dtype=np.float64) if len(column) else np.zeros(0)
+
+
+def _ints(column: array[int], kind: type[np.integer]) -> NDArray[np.integer]:
+    return np.frombuffer(column, dtype=kind) if len(column) else np.zeros(0, dtype=kind)
+
+
+class Purse:
+    """What the machines cost: a rate in USD an hour that changes when one comes, goes or changes its price."""
+
+    __slots__ = ("_count", "_prices", "rates")
+
+    def __init__(self) -> None:
+        self._prices: dict[tuple[str, str], float] = {}
+        self._count: dict[tuple[str, str], int] = {}
+        self.rates: list[tuple[float, float]] = []
+
+    def rent(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
+        """A node more; the price counts unless a change was told before."""
+        key = (region, node)
+        self._prices.setdefault(key, price_usd_per_h)
+        self._count[key] = self._count.get(key, 0) + 1
+        self._note(at_s)
+
+    def give_back(self, at_s: float, region: str, node: str) -> None:
+        self._count[region, node] -= 1
+        self._note(at_s)
+
+    def reprice(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
+        self._prices[region, node] = price_usd_per_h
+        self._note(at_s)
+
+    def rented(self, region: str, node: str) -> int:
+        return self._count.get((region, node), 0)
+
+    def price_usd_per_h(self, region: str, node: str) -> float:
+        return self._prices.get((region, node), 0.0)
+
+    def _note(self, at_s: float) -> None:
+        rate = sum(count * self._prices[key] for key, count in self._count.items() if count)
+        if self.rates and self.rates[-1][0] == at_s:
+            self.rates[-1] = (at_s, rate)
+        else:
+            self.rates.append((at_s, rate))

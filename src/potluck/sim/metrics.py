@@ -1,0 +1,373 @@
+"""What a run amounts to: latencies, objectives met, goodput, money, how busy everything was.
+
+Which requests count: those that arrived at or after `warm_up_s`. For the share that met its objective (attainment):
+
+    met       answered, TTFT <= slo.ttft_s and TPOT <= slo.tpot_s (an answer of one token has no TPOT)
+    missed    answered otherwise; refused; still open with TTFT already broken
+    left out  cancelled by the user; still open in a run that was cut short
+
+    TTFT = first_token_s - arrival_s           TPOT = (finish_s - first_token_s) / (streamed_tokens - 1)
+    E2E  = finish_s - arrival_s                TBT  = one gap between two tokens, from the replicas' histograms
+
+Rates of arrival and goodput are over the time in which requests arrived, so goodput = attainment x rate when nothing
+is left out; throughput and cost are over the time until the last one ended. TBT and the busy times are of the
+whole run, warm-up included: replicas keep sums, not moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core import codec
+from potluck.core.types import Slo
+from potluck.sim.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, ReplicaRecord, SimResult
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+FORMAT, VERSION = "potluck-summary", 1
+MOMENT_S = 1e-6
+"""Less than this is no time to speak of rates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A distribution of seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """How many requests ended how; `refusals` by reason."""
+
+    answered: int
+    refused: int
+    cancelled: int
+    open: int
+    refusals: dict[str, int]
+    retried: int
+    """Sent more than once."""
+    preempted: int
+    """Put back at least once for want of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """One model's requests, or all of them. A spread is None when nothing was measured."""
+
+    model: str
+    requests: int
+    outcomes: Outcomes
+    rate_per_s: float
+    throughput_per_s: float
+    """Answered requests a second."""
+    output_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens that reached users."""
+    cached_tokens: int
+    ttft_s: Spread | None
+    tpot_s: Spread | None
+    tbt_s: Spread | None
+    e2e_s: Spread | None
+    slo: Slo | None
+    """None for all models together, or where none was promised."""
+    attainment: float | None
+    ttft_attainment: float | None
+    tpot_attainment: float | None
+    goodput_per_s: float | None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the objective was kept for the share that was promised."""
+        if self.slo is None or self.attainment is None:
+            return None
+        return self.attainment >= self.slo.attainment
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareUse:
+    """All replicas that stand on the same node types."""
+
+    nodes: str
+    replicas: int
+    gpus: int
+    busy_share: float
+    """Of the time from ready to stopped, weighted by GPUs."""
+    gpu_h: float
+    """GPU-hours from ready to stopped."""
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    source: str
+    target: str
+    kind: str
+    gbps: float
+    sent_bytes: float
+    mean_share: float
+    """Of what it could have carried in the whole run."""
+    busy_share: float
+    """Of the run, with at least one transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A whole run."""
+
+    total: ModelSummary
+    models: tuple[ModelSummary, ...]
+    start_s: float
+    """End of the warm-up."""
+    end_s: float
+    cost_usd: float
+    """From `start_s` to `end_s`."""
+    cost_usd_per_h: float
+    """On average."""
+    output_tokens_per_usd: float | None
+    met_per_usd: float | None
+    """Requests within their objective for a dollar."""
+    hardware: tuple[HardwareUse, ...]
+    links: tuple[LinkUse, ...]
+    replicas: int
+    faults: int
+    seed: int
+
+    def to_json(self) -> str:
+        return codec.dumps(self, format_name=FORMAT, version=VERSION)
+
+    @staticmethod
+    def from_json(text: str) -> Summary:
+        return codec.loads(Summary, text, format_name=FORMAT, version=VERSION)
+
+
+def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
+    """Sum a run up, without the requests that arrived before `warm_up_s`."""
+    records = result.records
+    counted = records.arrival_s >= warm_up_s
+    verdict = judge(records, result.slos, result.end_s)
+    last_s = float(records.arrival_s[-1]) if len(records) else 0.0
+    window = _Window(warm_up_s, last_s, max(result.end_s, warm_up_s))
+    models = []
+    for index, name in enumerate(records.models):
+        chosen = counted & (records.model == index)
+        if not chosen.any() and name not in result.slos:
+            continue
+        gaps = merge_gaps(replica for replica in result.replicas if replica.model == name)
+        models.append(_summary(name, result, chosen, verdict, gaps, result.slos.get(name), window))
+    total = _summary("all", result, counted, verdict, merge_gaps(result.replicas), None, window)
+    cost_usd = cost_between(result.cost_rates, window.start_s, window.end_s)
+    hours = (window.end_s - window.start_s) / 3600.0
+    return Summary(
+        total,
+        tuple(models),
+        window.start_s,
+        window.end_s,
+        cost_usd,
+        cost_usd / hours if hours > 0 else 0.0,
+        total.output_tokens / cost_usd if cost_usd > 0 else None,
+        int((verdict.met & counted).sum()) / cost_usd if cost_usd > 0 and result.slos else None,
+        hardware_use(result.replicas, result.end_s),
+        _link_use(result),
+        len(result.replicas),
+        len(result.faults),
+        result.seed,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    start_s: float
+    last_arrival_s: float
+    end_s: float
+
+    @property
+    def arriving_s(self) -> float:
+        """How long requests arrived; where all came at one moment, how long it took to end them."""
+        arriving_s = self.last_arrival_s - self.start_s
+        return arriving_s if arriving_s > MOMENT_S else self.running_s
+
+    @property
+    def running_s(self) -> float:
+        running_s = self.end_s - self.start_s
+        return running_s if running_s > MOMENT_S else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """Per request: does it count, did it keep its objective, and each half of it."""
+
+    judged: Mask
+    met: Mask
+    ttft_ok: Mask
+    tpot_ok: Mask
+
+
+def judge(records: Records, slos: dict[str, Slo], end_s: float) -> Verdict:
+    """The rule stands at the top of this file. Models without an objective are not judged."""
+    ttft_limits_s = np.array([slos[name].ttft_s if name in slos else inf for name in records.models])
+    tpot_limits_s = np.array([slos[name].tpot_s if name in slos else inf for name in records.models])
+    promised = np.array([name in slos for name in records.models], dtype=np.bool_)[records.model]
+    ttft_limit_s = ttft_limits_s[records.model]
+    answered = records.outcome == ANSWERED
+    # A comparison with nan is false: without a first token the objective is not kept.
+    in_time = records.first_token_s - records.arrival_s <= ttft_limit_s
+    late = (records.outcome == OPEN) & ~in_time & (end_s - records.arrival_s > ttft_limit_s)
+    judged = promised & (answered | (records.outcome == REFUSED) | late)
+    paced = (tpot(records) <= tpot_limits_s[records.model]) | (records.streamed_tokens <= 1)
+    ttft_ok, tpot_ok = judged & answered & in_time, judged & answered & paced
+    return Verdict(judged, ttft_ok & tpot_ok, ttft_ok, tpot_ok)
+
+
+def tpot(records: Records) -> Floats:
+    """Mean gap between output tokens; nan for answers of one token."""
+    gaps = np.where(records.streamed_tokens > 1, records.streamed_tokens - 1, np.nan)
+    result: Floats = (records.finish_s - records.first_token_s) / gaps
+    return result
+
+
+def spread(values: Floats) -> Spread | None:
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return None
+    p50, p90, p99 = (float(value) for value in np.quantile(values, (0.5, 0.9, 0.99)))
+    return Spread(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+
+
+def merge_gaps(replicas: Iterable[ReplicaRecord]) -> dict[float, float]:
+    """The histograms of several replicas as one: upper edge -> count."""
+    merged: dict[float, float] = {}
+    for replica in replicas:
+        for edge_s, count in replica.gaps:
+            merged[edge_s] = merged.get(edge_s, 0.0) + count
+    return merged
+
+
+def gap_spread(gaps: dict[float, float]) -> Spread | None:
+    """Quantiles of a histogram, at the upper edge of the bin they fall in: at most one bin's width too high."""
+    edges = sorted(edge_s for edge_s, count in gaps.items() if count > 0)
+    if not edges:
+        return None
+    counts = np.array([gaps[edge_s] for edge_s in edges])
+    reached = np.cumsum(counts)
+    total = float(reached[-1])
+    # Bins are narrow and logarithmic; the ratio of the closest two is the width of all.
+    ratio = min((b / a for a, b in pairwise(edges) if a > 0), default=1.0)
+    middle = np.array(edges) / sqrt(ratio)
+
+    def at(level: float) -> float:
+        return edges[min(int(np.searchsorted(reached, level * total)), len(edges) - 1)]
+
+    mean = float((middle * counts).sum() / total)
+    return Spread(round(total), mean, at(0.5), at(0.9), at(0.99), edges[-1])
+
+
+def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: float) -> float:
+    """USD paid in a time, of rates in USD an hour that hold from their time on."""
+    total = 0.0
+    for place, (from_s, usd_per_h) in enumerate(rates):
+        to_s = rates[place + 1][0] if place + 1 < len(rates) else end_s
+        total += max(0.0, min(to_s, end_s) - max(from_s, start_s)) * usd_per_h / 3600.0
+    return total
+
+
+def hardware_use(replicas: Sequence[ReplicaRecord], end_s: float) -> tuple[HardwareUse, ...]:
+    """How busy each kind of hardware was."""
+    groups: dict[str, list[ReplicaRecord]] = {}
+    for replica in replicas:
+        groups.setdefault("+".join(sorted(set(replica.nodes))) or "unknown", []).append(replica)
+    found = []
+    for nodes, members in sorted(groups.items()):
+        busy_s = sum(member.busy_s * member.gpus for member in members)
+        there_s = sum(serving_s(member, end_s) * member.gpus for member in members)
+        lost = sum(member.changes[-1][1] == "lost" for member in members)
+        share = min(busy_s / there_s, 1.0) if there_s > 0 else 0.0
+        gpus = sum(member.gpus for member in members)
+        found.append(HardwareUse(nodes, len(members), gpus, share, there_s / 3600.0, lost))
+    return tuple(found)
+
+
+def serving_s(replica: ReplicaRecord, end_s: float) -> float:
+    """From ready to stopped."""
+    ready_s = replica.ready_s
+    return 0.0 if ready_s is None else max(0.0, min(replica.ended_s(end_s), end_s) - ready_s)
+
+
+def _summary(
+    name: str,
+    result: SimResult,
+    chosen: Mask,
+    verdict: Verdict,
+    gaps: dict[float, float],
+    slo: Slo | None,
+    window: _Window,
+) -> ModelSummary:
+    records = result.records
+    answered = chosen & (records.outcome == ANSWERED)
+    ttft_s = (records.first_token_s - records.arrival_s)[chosen]
+    asked = chosen & verdict.judged
+    count, arriving_s, running_s = int(asked.sum()), window.arriving_s, window.running_s
+
+    def share(kept: Mask) -> float | None:
+        return int((kept & asked).sum()) / count if count else None
+
+    return ModelSummary(
+        name,
+        int(chosen.sum()),
+        _outcomes(records, chosen),
+        int(chosen.sum()) / arriving_s if arriving_s else 0.0,
+        int(answered.sum()) / running_s if running_s else 0.0,
+        int(records.streamed_tokens[chosen].sum()) / running_s if running_s else 0.0,
+        int(records.prompt_tokens[chosen].sum()),
+        int(records.streamed_tokens[chosen].sum()),
+        int(records.cached_tokens[chosen].sum()),
+        spread(ttft_s),
+        spread(tpot(records)[answered]),
+        gap_spread(gaps),
+        spread((records.finish_s - records.arrival_s)[answered]),
+        slo,
+        share(verdict.met),
+        share(verdict.ttft_ok),
+        share(verdict.tpot_ok),
+        int((verdict.met & asked).sum()) / arriving_s if count and arriving_s else None,
+    )
+
+
+def _outcomes(records: Records, chosen: Mask) -> Outcomes:
+    ended = np.bincount(records.outcome[chosen], minlength=4)
+    reasons = np.bincount(records.reason[chosen], minlength=len(REASONS))
+    refusals = {REASONS[i]: int(reasons[i]) for i in range(1, len(REASONS)) if reasons[i]}
+    return Outcomes(
+        int(ended[ANSWERED]),
+        int(ended[REFUSED]),
+        int(ended[CANCELLED]),
+        int(ended[OPEN]),
+        refusals,
+        int((records.attempts[chosen] > 1).sum()),
+        int((records.preemptions[chosen] > 0).sum()),
+    )
+
+
+def _link_use(result: SimResult) -> tuple[LinkUse, ...]:
+    span_s = result.end_s
+    found = []
+    for link in result.links:
+        if link.kind == "card" and link.sent_bytes == 0:
+            continue
+        most_bytes = link.gbps * 1e9 / 8 * span_s
+        share = min(link.sent_bytes / most_bytes, 1.0) if most_bytes > 0 else 0.0
+        busy = min(link.busy_s / span_s, 1.0) if span_s > 0 else 0.0
+        found.append(LinkUse(link.source, link.target, link.kind, link.gbps, link.sent_bytes, share, busy))
+    return tuple(found)

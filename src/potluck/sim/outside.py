@@ -1,0 +1,189 @@
+"""What comes from outside: faults, prices and supply. Each is noted with its time, for the report."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from math import inf
+from typing import TYPE_CHECKING
+
+from potluck.core.errors import UnknownNameError
+from potluck.sim.agenda import CALL, FAULT
+from potluck.sim.faults import Fault, Faults, PriceChange, SupplyChange
+from potluck.sim.records import FaultRecord
+from potluck.sim.state import Machine, Site
+
+if TYPE_CHECKING:
+    from potluck.sim.world import World
+
+
+class Outside:
+    """Carries out what a fault file or chance has in store."""
+
+    __slots__ = ("_world", "noted", "supply")
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.noted: list[FaultRecord] = []
+        self.supply: dict[tuple[str, str], int] = {}
+        """(region, node) to what there is, where that was ever said."""
+
+    def plan(self, faults: Faults, seed: int, horizon_s: float) -> None:
+        """Put everything on the agenda."""
+        for fault in faults.drawn(seed, horizon_s):
+            ends = (fault.source, fault.target)
+            if fault.kind == "link" and fault.pick is None and ends not in self._world.network.links:
+                known = ("->".join(each) for each in self._world.network.links)
+                raise UnknownNameError("faults: link", "->".join(ends), known)
+            self._world.agenda.push(fault.at_s, FAULT, fault)
+        changes: tuple[PriceChange | SupplyChange, ...] = (*faults.prices, *faults.availability)
+        for change in changes:
+            self._world.agenda.push(change.at_s, FAULT, change)
+
+    def happen(self, at_s: float, what: Fault | PriceChange | SupplyChange) -> None:
+        if isinstance(what, PriceChange):
+            self._world.purse.reprice(at_s, what.region, what.node, what.usd_per_h)
+            self._note(at_s, f"{what.node} in {what.region} now costs {what.usd_per_h:g} USD/h")
+        elif isinstance(what, SupplyChange):
+            self.supply[what.region, what.node] = what.available
+            self._note(at_s, f"{what.region} now has {what.available} {what.node}")
+            self.enforce(at_s, what.region, what.node, what.notice_s)
+        else:
+            getattr(self, f"_{what.kind}")(at_s, what)
+
+    def enforce(self, at_s: float, region: str, node: str, notice_s: float) -> None:
+        """Take machines away until no more are in use than there are."""
+        available = self.supply.get((region, node))
+        if available is not None:
+            self._take(
+                at_s, region, node, len(self._staying(region, node)) - available, notice_s, "no supply"
+            )
+
+    def _replica(self, at_s: float, fault: Fault) -> None:
+        site = self._site(fault)
+        if site is None:
+            self._note(at_s, f"no replica {fault.replica or 'is there'} to lose")
+            return
+        self._note(at_s, f"lost replica {site.id}")
+        self._world.yard.lose(at_s, site, "fault", fault.notice_s)
+
+    def _node(self, at_s: float, fault: Fault) -> None:
+        machines = list(self._world.yard.machines.values())
+        machine: Machine | None = None
+        if fault.pick is not None:
+            machine = machines[int(fault.pick * len(machines))] if machines else None
+        else:
+            machine = next((each for each in machines if fnmatchcase(each.name, fault.node)), None)
+        if machine is None:
+            self._note(at_s, f"no node {fault.node or 'is there'} to lose")
+            return
+        self._note(at_s, f"lost node {machine.name}")
+        self._lose_machine(at_s, machine, "node lost", fault.notice_s)
+
+    def _region(self, at_s: float, fault: Fault) -> None:
+        self._note(at_s, f"lost region {fault.region}")
+        for machine in list(self._world.yard.machines.values()):
+            if machine.region == fault.region:
+                self._lose_machine(at_s, machine, "region lost", 0.0)
+
+    def _spot(self, at_s: float, fault: Fault) -> None:
+        region, node = fault.region, fault.node
+        if fault.pick is not None:
+            machines = list(self._world.yard.machines.values())
+            if not machines:
+                self._note(at_s, "no spot node to take")
+                return
+            picked = machines[int(fault.pick * len(machines))]
+            region, node = picked.region, picked.node
+        self._take(at_s, region, node, fault.count, fault.notice_s, "spot preemption")
+
+    def _link(self, at_s: float, fault: Fault) -> None:
+        """A link slows down or breaks; what is on a broken one fails."""
+        world, network = self._world, self._world.network
+        ends = (fault.source, fault.target)
+        if fault.pick is not None:
+            if not network.links:
+                self._note(at_s, "no link to break")
+                return
+            ends = list(network.links)[int(fault.pick * len(network.links))]
+        factor = fault.factor if fault.factor is not None else 1.0
+        rate = network.full_rate(ends) * factor if fault.gbps is None else network.rate_of(ends, fault.gbps)
+        self._note(at_s, f"link {ends[0]}->{ends[1]} at {rate / network.full_rate(ends):.0%}")
+        self._set_rate(at_s, ends, rate)
+        if rate <= 0:
+            for flight in world.handovers.broken(network.links[ends]):
+                world.journeys.fail(at_s, flight.key, "link", f"{ends[0]}->{ends[1]}")
+        if fault.duration_s < inf:
+            full = network.full_rate(ends)
+            world.agenda.push(
+                at_s + fault.duration_s, CALL, lambda when_s: self._set_rate(when_s, ends, full)
+            )
+
+    def _slow(self, at_s: float, fault: Fault) -> None:
+        site = self._site(fault)
+        if site is None:
+            self._note(at_s, "no replica to slow down")
+            return
+        factor = 1.0 if fault.factor is None else fault.factor
+        self._note(at_s, f"replica {site.id} {factor:g} times slower")
+        self._speed(at_s, site, factor)
+        if fault.duration_s < inf:
+            self._world.agenda.push(
+                at_s + fault.duration_s, CALL, lambda when_s: self._speed(when_s, site, 1.0)
+            )
+
+    def _reports(self, at_s: float, fault: Fault) -> None:
+        if fault.pick is not None:
+            found = self._site(fault)
+            sites = [] if found is None else [found]
+        else:
+            sites = [site for site in self._world.sites.values() if fnmatchcase(site.id, fault.replica)]
+        for site in sites:
+            site.muted_until_s = max(site.muted_until_s, at_s + fault.duration_s)
+        self._note(at_s, f"reports of {len(sites)} replicas are lost for {fault.duration_s:.3g} s")
+
+    def _cancel(self, at_s: float, fault: Fault) -> None:
+        self._world.journeys.cancel(at_s, fault.request)
+
+    def _speed(self, at_s: float, site: Site, factor: float) -> None:
+        if site.there:
+            self._world.catch_up(at_s, site)
+            site.replica.set_speed(at_s, factor)
+            # Its next happening may be later than the agenda thinks, which costs one look too many, or earlier.
+            self._world.journeys.touch(at_s, site)
+
+    def _set_rate(self, at_s: float, ends: tuple[str, str], rate: float) -> None:
+        pipe = self._world.network.links[ends]
+        pipe.set_rate(at_s, rate)
+        self._world.handovers.schedule(pipe)
+        self._world.reports.link_touched(at_s)
+
+    def _take(self, at_s: float, region: str, node: str, count: int, notice_s: float, reason: str) -> None:
+        """Take so many machines of a type, the newest first."""
+        staying = self._staying(region, node)
+        for machine in staying[::-1][: max(0, count)]:
+            self._note(at_s, f"{reason}: {machine.name} goes in {notice_s:g} s")
+            self._lose_machine(at_s, machine, reason, notice_s)
+
+    def _staying(self, region: str, node: str) -> list[Machine]:
+        """Machines of a type that are not already on their way out, oldest first."""
+        return [
+            machine
+            for machine in self._world.yard.machines.values()
+            if (machine.region, machine.node) == (region, node)
+            and any(site.state != "leaving" for site in machine.sites)
+        ]
+
+    def _lose_machine(self, at_s: float, machine: Machine, reason: str, notice_s: float) -> None:
+        for site in list(machine.sites):
+            self._world.yard.lose(at_s, site, reason, notice_s)
+
+    def _site(self, fault: Fault) -> Site | None:
+        sites = [site for site in self._world.sites.values() if site.state != "starting"]
+        if fault.pick is not None:
+            return sites[int(fault.pick * len(sites))] if sites else None
+        return next(
+            (site for site in self._world.sites.values() if fnmatchcase(site.id, fault.replica)), None
+        )
+
+    def _note(self, at_s: float, what: str) -> None:
+        self.noted.append(FaultRecord(at_s, what))

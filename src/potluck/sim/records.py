@@ -1,0 +1,183 @@
+"""What a run leaves behind: one row per request in columns, and what replicas, links and money did.
+
+Columns are numpy arrays of one length, in order of arrival, about 70 bytes a request:
+
+    arrival_s         float64   when it came
+    model             int16     place in `Records.models`
+    prompt_tokens     int32
+    output_tokens     int32     tokens asked for
+    streamed_tokens   int32     tokens that reached the user; = output_tokens when answered
+    first_token_s     float64   absolute time; nan when none was made
+    finish_s          float64   absolute time of the last token, the refusal or the cancellation
+    outcome           int8      ANSWERED, REFUSED, CANCELLED (0: still open, only in a run cut short)
+    reason            int8      place in REASONS: why it was refused; 0 otherwise
+    attempts          int16     times it was sent, retries included; 0 when it never was
+    preemptions       int16     times a replica put it back for want of memory
+    route             int8      AGGREGATED, HANDED_OVER (all of the prompt elsewhere), SPLIT; of the last attempt
+    prefill_replica   int32     place in `SimResult.replicas` of the first segment's replica; -1: none
+    decode_replica    int32     the same of the last segment's
+    cached_tokens     int32     prompt tokens found in prefix caches, last attempt
+    wire_bytes        float64   KV bytes sent for it, all attempts
+
+TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_tokens - 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.actions import RefusalReason
+from potluck.core.types import Slo
+
+OPEN, ANSWERED, REFUSED, CANCELLED = 0, 1, 2, 3
+OUTCOMES = ("open", "answered", "refused", "cancelled")
+AGGREGATED, HANDED_OVER, SPLIT = 0, 1, 2
+ROUTES = ("aggregated", "handed over", "split")
+REASONS: tuple[str, ...] = ("", *get_args(RefusalReason))
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.integer]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """One row per request; see the module's text for every column."""
+
+    models: tuple[str, ...]
+    arrival_s: Floats
+    model: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    streamed_tokens: Ints
+    first_token_s: Floats
+    finish_s: Floats
+    outcome: Ints
+    reason: Ints
+    attempts: Ints
+    preemptions: Ints
+    route: Ints
+    prefill_replica: Ints
+    decode_replica: Ints
+    cached_tokens: Ints
+    wire_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    def columns(self) -> dict[str, NDArray[np.generic]]:
+        """Name to column, in the order above."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "models"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """One replica that ever was in the run."""
+
+    id: str
+    unit: str
+    template: str
+    model: str
+    region: str
+    role: str
+    """As planned; `changes` tells of flips."""
+    nodes: tuple[str, ...]
+    """Node types that it stands on, one entry per node."""
+    gpus: int
+    changes: tuple[tuple[float, str, str], ...]
+    """(time, state, role) from each time on; states: starting, ready, draining, leaving, stopped, lost."""
+    busy_s: float
+    """Seconds in steps."""
+    prefill_tokens: int
+    """Prompt tokens computed, those computed again after a preemption included."""
+    decode_tokens: int
+    peak_blocks: int
+    """Most blocks in use at a report or sample; 0 when there were none."""
+    total_blocks: int
+    gaps: tuple[tuple[float, float], ...] = ()
+    """Histogram of the gaps between two output tokens: (upper edge in s, count); the source of TBT."""
+
+    @property
+    def began_s(self) -> float:
+        return self.changes[0][0]
+
+    @property
+    def ready_s(self) -> float | None:
+        return next((at_s for at_s, state, _ in self.changes if state == "ready"), None)
+
+    def ended_s(self, end_s: float) -> float:
+        """When it stopped or was lost; the end of the run when it did not."""
+        last_s, state, _ = self.changes[-1]
+        return last_s if state in ("stopped", "lost") else end_s
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """A directed link between regions, or a network card (`source` and `target` are then the card's name)."""
+
+    source: str
+    target: str
+    kind: str
+    """link, card"""
+    gbps: float
+    sent_bytes: float
+    lost_bytes: float
+    """Part of `sent_bytes` that belonged to transfers broken off."""
+    transfers: int
+    busy_s: float
+    """Seconds with at least one transfer under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The state at equidistant times, for plots. Rows are times, columns replicas (or links)."""
+
+    at_s: Floats
+    queued: Ints
+    running: Ints
+    used_share: Floats
+    """Of KV blocks."""
+    busy_s: Floats
+    """Seconds in steps, from the beginning of the run to that time."""
+    link_bytes: Floats
+    """Bytes sent over each link of `SimResult.links`, from the beginning of the run to that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRecord:
+    at_s: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """Everything that a run tells."""
+
+    records: Records
+    slos: dict[str, Slo]
+    """By model name; a model without one is not in it."""
+    replicas: tuple[ReplicaRecord, ...]
+    links: tuple[LinkRecord, ...]
+    end_s: float
+    """When the last request ended, or the last arrival came, whichever is later."""
+    cost_rates: tuple[tuple[float, float], ...]
+    """(time, USD an hour from then on): nodes are paid from their start until they are given back."""
+    samples: Samples | None = None
+    faults: tuple[FaultRecord, ...] = ()
+    notes: tuple[str, ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
+    """How often each kind of event and action came."""
+    seed: int = 0
+
+    @property
+    def cost_usd(self) -> float:
+        """What the nodes cost from 0 to `end_s`."""
+        total = 0.0
+        rates = [*self.cost_rates, (self.end_s, 0.0)]
+        for (from_s, usd_per_h), (to_s, _) in pairwise(rates):
+            total += max(0.0, min(to_s, self.end_s) - min(from_s, self.end_s)) * usd_per_h / 3600.0
+        return total

@@ -1,0 +1,332 @@
+"""One simulated replica: a Batcher, timed by a table, advanced only when something touches it.
+
+Under way is either one scheduled step, or a run of decode steps that are alike, from `_start_s` to `_end_s`. An
+arrival does not disturb the step under way; a run is cut at the end of that step. So the cost grows with arrivals
+and ends, not with tokens. With `fast_forward` off every step is scheduled and committed on its own, as an engine
+does, with equal times up to rounding.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from potluck.core.batch import PREEMPTED, RESUMED, Batcher, Happening, Limits, Step
+from potluck.core.errors import InputError
+from potluck.core.events import Status
+from potluck.perf.phases import CHUNK_TOKENS
+from potluck.perf.throughput import MAX_BATCH
+from potluck.sim.gaps import Gaps
+from potluck.sim.rounds import Table
+from potluck.sim.steps import Row
+
+TimedHappening = tuple[float, int, int]
+"""When, what (FIRST, DONE, FINISHED, PREEMPTED of `core.batch`), to whom (key)."""
+
+
+class Work:
+    """One segment of a request, to be run here."""
+
+    __slots__ = ("compute_tokens", "context_tokens", "key", "output_tokens", "priority")
+
+    def __init__(
+        self,
+        key: int,
+        compute_tokens: int,
+        context_tokens: int = 0,
+        output_tokens: int = 0,
+        priority: int = 0,
+    ) -> None:
+        self.key = key
+        self.compute_tokens = compute_tokens
+        """Tokens still to compute, after prefix hits."""
+        self.context_tokens = context_tokens
+        """Tokens whose KV is there: received or cached."""
+        self.output_tokens = output_tokens
+        """Tokens to stream; 0 for a segment that hands over."""
+        self.priority = priority
+
+
+def replica_limits(
+    table: Table, total_blocks: int, *, token_budget: int = CHUNK_TOKENS, max_running: int = MAX_BATCH
+) -> Limits:
+    """A pipeline's round holds a budget for each of its lanes; a prompt is in one of them."""
+    return Limits(
+        total_blocks,
+        token_budget=max(token_budget * table.lanes, max_running),
+        max_running=max_running,
+        chunk_tokens=token_budget,
+    )
+
+
+class Replica:
+    """See above. Times never go back; call `advance` at `next_s` at the latest."""
+
+    __slots__ = (
+        "_ahead",
+        "_busy_s",
+        "_context",
+        "_end_s",
+        "_fast",
+        "_out",
+        "_paused",
+        "_row",
+        "_rows",
+        "_since_s",
+        "_speed",
+        "_start_s",
+        "_step",
+        "_step_s",
+        "_steps",
+        "_wake_s",
+        "batch",
+        "computed_tokens",
+        "decoded_tokens",
+        "gaps",
+        "table",
+    )
+
+    def __init__(self, table: Table, limits: Limits, *, fast_forward: bool = True) -> None:
+        self.table = table
+        self._rows = table.rows
+        self.batch = Batcher(limits)
+        self.gaps = Gaps()
+        """Gaps between output tokens, as a histogram."""
+        self.computed_tokens = 0
+        """Prompt tokens computed, those of recomputation included."""
+        self.decoded_tokens = 0
+        self._fast = fast_forward
+        self._speed = 1.0
+        self._busy_s = 0.0
+        """Before `_since_s`, when it was last idle."""
+        self._since_s = 0.0
+        self._start_s = 0.0
+        self._end_s = inf
+        self._wake_s = inf
+        """Nothing happens before; later than `_end_s` when a new step begins there and its end is foreseen."""
+        self._ahead: tuple[tuple[int, int, int], int, float] | None = None
+        """That step: its chunk, the contexts beside it, its seconds."""
+        self._step: Step | None = None
+        self._step_s = 0.0
+        self._steps = 0
+        """Steps of the run under way, when `_step` is None."""
+        self._row: Row | None = None
+        self._context = 0
+        self._out: list[TimedHappening] = []
+        self._paused: dict[int, float] = {}
+        """When preempted requests made their last token."""
+
+    def add(self, now_s: float, work: Work) -> None:
+        """Run a segment; it begins with the next step that has room for it."""
+        if self._end_s < now_s:
+            self._catch_up(now_s)
+        batch = self.batch
+        batch.add(work.key, work.compute_tokens, work.context_tokens, work.output_tokens, work.priority)
+        if self._end_s == inf:
+            self._wake(now_s)
+        elif self._step is None and batch.hopeful:
+            self._cut(now_s)
+
+    def next_s(self) -> float:
+        """When to call `advance`: something is due then, or a new step begins. Infinite when idle."""
+        return self._wake_s
+
+    def advance(self, to_s: float) -> list[TimedHappening]:
+        """Everything up to a time, in order."""
+        out = self._out
+        end_s = self._end_s
+        if out or end_s <= to_s:
+            self._out = []
+        while end_s <= to_s:
+            for what, key in self._land(end_s):
+                if what == RESUMED:
+                    self.gaps.add(end_s - self._paused.pop(key), 1)
+                else:
+                    out.append((end_s, what, key))
+            self._launch(end_s)
+            end_s = self._end_s
+            if self._out:
+                out += self._out
+                self._out = []
+        self._wake_s = end_s
+        return out
+
+    def cancel(self, now_s: float, key: int) -> None:
+        """Forget a request, whatever became of it."""
+        self._settle(now_s)
+        self.batch.cancel(key)
+        self._paused.pop(key, None)
+        if self._end_s == inf:
+            self._wake(now_s)
+
+    def reserve(self, now_s: float, key: int, tokens: int) -> bool:
+        """Take room for a prompt of so many tokens whose KV is to come; false when there is none."""
+        self._settle(now_s)
+        return self.batch.reserve(key, tokens)
+
+    def release(self, now_s: float, key: int) -> None:
+        """Free the blocks of a segment that was handed over, or of a reservation."""
+        self._settle(now_s)
+        self.batch.release(key)
+        if self._end_s == inf:
+            self._wake(now_s)
+
+    def set_speed(self, now_s: float, factor: float) -> None:
+        """From the next step on, steps take `factor` times as long."""
+        if not factor > 0:
+            raise InputError("replica: speed", f"must be positive, is {factor}")
+        self._settle(now_s)
+        self._speed = factor
+
+    def status(self, now_s: float) -> Status:
+        """What it would report now."""
+        self._split(now_s)
+        batch = self.batch
+        run = self._row if self._step is None and self._steps else None
+        return Status(
+            batch.queued,
+            batch.running,
+            batch.todo_tokens,
+            batch.held_tokens,
+            batch.free_blocks if run is None else batch.free_after(1),
+            batch.limits.total_blocks,
+            self._speed * run.step_s(self._context) if run else self._step_s,
+        )
+
+    def busy_s(self, now_s: float) -> float:
+        """Seconds of work done by a time, which must not lie before the last call's."""
+        return self._busy_s if self._end_s == inf else self._busy_s + max(0.0, now_s - self._since_s)
+
+    def streamed(self, now_s: float, key: int) -> int:
+        """Output tokens of a request made here so far."""
+        self._settle(now_s)
+        return self.batch.streamed(key)
+
+    @property
+    def idle(self) -> bool:
+        return self._end_s == inf
+
+    @property
+    def used_blocks(self) -> int:
+        return self.batch.limits.total_blocks - self.batch.free_blocks
+
+    @property
+    def total_blocks(self) -> int:
+        return self.batch.limits.total_blocks
+
+    def _wake(self, now_s: float) -> None:
+        """Begin after having been idle."""
+        self._since_s = now_s
+        self._launch(now_s)
+
+    def _launch(self, at_s: float) -> None:
+        """Begin the next step or run."""
+        batch = self.batch
+        self._start_s = at_s
+        steps = batch.steady() if self._fast else 0
+        if steps:
+            decoding = batch.decoding
+            count = decoding.count
+            row = self._rows.get(count) or self.table.row(count)
+            context = decoding.context_tokens
+            self._step = None
+            self._steps = steps
+            self._context = context
+            self._row = row
+            self._end_s = self._wake_s = at_s + self._speed * row.run_s(context, steps)
+            return
+        step = batch.next_step()
+        if step.preempted:
+            for key in step.preempted:
+                self._out.append((at_s, PREEMPTED, key))
+                self._paused.setdefault(key, at_s)
+        chunks, ahead = step.chunks, self._ahead
+        if chunks or step.decodes:
+            self._step = step
+            if ahead and len(chunks) == 1 and (chunks[0], step.context_tokens) == ahead[:2]:
+                seconds = ahead[2]
+            else:
+                seconds = self._speed * self.table.step_s(chunks, step.decodes, step.context_tokens)
+            self._step_s = seconds
+            self._end_s = at_s + seconds
+        else:
+            batch.commit(step)
+            self._busy_s += at_s - self._since_s
+            self._step = None
+            self._steps = 0
+            self._step_s = 0.0
+            self._end_s = inf
+        self._ahead = None
+        self._wake_s = self._end_s
+
+    def _land(self, end_s: float) -> list[Happening]:
+        """What was under way is done: count it."""
+        step, batch, gaps = self._step, self.batch, self.gaps
+        if step is None:
+            steps = self._steps
+            tokens = steps * batch.decoding.count
+            gaps.gaps_s.append((end_s - self._start_s) / steps)
+            gaps.tokens.append(tokens)
+            self.decoded_tokens += tokens
+            return batch.advance(steps)
+        tokens = step.decodes
+        if tokens:
+            gaps.add(self._step_s, tokens - step.newcomers)
+            self.decoded_tokens += tokens
+        for _, tokens, _ in step.chunks:
+            self.computed_tokens += tokens
+        return batch.commit(step)
+
+    def _cut(self, now_s: float) -> None:
+        """Somebody came and may begin: end the run with the step under way, and foresee the one after it."""
+        row, context, before = self._row, self._context, self._steps
+        assert row is not None
+        self._ahead = None
+        if before > 1:
+            steps, seconds = row.cut(context, (now_s - self._start_s) / self._speed, before)
+            end_s = self._start_s + self._speed * seconds
+            self._steps = steps
+            self._end_s = self._wake_s = end_s
+            chunk = self.batch.lone_chunk(steps) if steps < before else None
+            if chunk is not None:
+                context += steps * row.count
+                seconds = self._speed * self.table.step_s((chunk,), row.count, context)
+                self._ahead = (chunk, context, seconds)
+                self._wake_s = end_s + seconds
+        else:
+            self._wake_s = self._end_s
+
+    def _catch_up(self, now_s: float) -> None:
+        """Steps that ended before now and nobody asked for: what happened is kept for the next `advance`."""
+        self._out = self.advance(now_s)
+        if self._out:
+            self._wake_s = now_s
+
+    def _split(self, now_s: float) -> None:
+        """Commit the steps of a run that are done by now; the rest goes on."""
+        if self._end_s < now_s:
+            self._catch_up(now_s)
+        if self._step is not None or self._steps < 2:
+            return
+        row, context, steps, end_s = self._row, self._context, self._steps, self._end_s
+        assert row is not None
+        done = row.cut(context, (now_s - self._start_s) / self._speed, steps)[0] - 1
+        if done:
+            self._steps = done
+            done_s = self._start_s + self._speed * row.run_s(context, done)
+            self._land(done_s)
+            self._start_s = done_s
+            self._steps = steps - done
+            self._context = context + done * row.count
+            self._end_s = end_s
+
+    def _settle(self, now_s: float) -> None:
+        """Make the step under way one that the Batcher knows, so that its blocks can be given and taken."""
+        self._split(now_s)
+        if self._step is None and self._steps:
+            row = self._row
+            assert row is not None
+            self._step = self.batch.next_step(admit=False)
+            self._step_s = self._speed * row.step_s(self._context)
+            self._end_s = self._start_s + self._step_s
+        self._ahead = None
+        self._wake_s = self._end_s

@@ -1,0 +1,251 @@
+"""The report's plots: each takes plain data and gives SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from math import log2
+
+from potluck.sim.report.plots import (
+    FULL_WIDTH,
+    HALF_WIDTH,
+    THIRD_WIDTH,
+    Frame,
+    Tick,
+    area,
+    axes,
+    clipped,
+    digits,
+    duration,
+    limit,
+    line,
+    log_ticks,
+    nice_ticks,
+    short,
+    stairs,
+    svg,
+    time_ticks,
+)
+from potluck.sim.series import Curve, HeatMap, Lane, Line
+
+GUTTER = 204.0
+LEVELS = 10
+EXTREMES = 0.001
+"""Share of requests at either end for which an axis is not stretched."""
+LABEL_LETTERS = 31
+
+
+def over_time(
+    edges_s: Sequence[float], lines: Sequence[Line], y_title: str, *, percent: bool = False, fill: bool = True
+) -> str:
+    """Values that hold between two moments each; the first one is filled."""
+    top = 1.0 if percent else max((max(one.values, default=0.0) for one in lines), default=0.0) * 1.05 or 1.0
+    frame = Frame(FULL_WIDTH, 220, (0.0, edges_s[-1]), (0.0, top), top=22)
+    scale = 100.0 if percent else 1.0
+    y_ticks = [
+        Tick(at, short(digits(at * scale)) + (" %" if percent else "")) for at in nice_ticks(0.0, top, 4)
+    ]
+    parts = [axes(frame, time_ticks(edges_s[-1]), y_ticks, y_title)]
+    for index, one in enumerate(lines):
+        points = stairs(edges_s, one.values)
+        if fill and index == 0:
+            parts.append(area(frame, points, f"c{index}"))
+        parts.append(line(frame, points, f"c{index}"))
+    hover = {
+        "kind": "time",
+        "end": edges_s[-1],
+        "left": frame.left,
+        "right": frame.width - frame.right,
+        "unit": "%" if percent else "",
+        "lines": [[one.label, [round(v * scale, 3) for v in one.values]] for one in lines],
+    }
+    return legend([(f"c{i}", one.label) for i, one in enumerate(lines)]) + svg(
+        frame, "".join(parts), y_title, hover
+    )
+
+
+def cost(edges_s: Sequence[float], paid_usd: Sequence[float], usd_per_h: Sequence[float]) -> str:
+    """Money spent so far, and what an hour costs."""
+    half = []
+    for values, title, name in ((usd_per_h, "USD an hour", "c1"), (paid_usd, "USD in all", "c0")):
+        top = max(values, default=0.0) * 1.08 or 1.0
+        frame = Frame(HALF_WIDTH, 210, (0.0, edges_s[-1]), (0.0, top), top=22, left=62)
+        points = (
+            stairs(edges_s, values) if len(values) < len(edges_s) else list(zip(edges_s, values, strict=True))
+        )
+        y_ticks = [Tick(at, f"${short(digits(at))}") for at in nice_ticks(0.0, top, 4)]
+        body = axes(frame, time_ticks(edges_s[-1], 5), y_ticks, title) + area(frame, points, name)
+        hover = {
+            "kind": "time",
+            "end": edges_s[-1],
+            "left": frame.left,
+            "right": frame.width - frame.right,
+            "unit": "",
+            "lines": [[title, [round(v, 4) for v in values[: len(edges_s) - 1]]]],
+        }
+        half.append(svg(frame, body + line(frame, points, name), title, hover))
+    return f'<div class="pair">{"".join(half)}</div>'
+
+
+def distribution(curves: Sequence[Curve], title: str) -> str:
+    """The share of requests that took at most so long, on a logarithmic axis, with objectives as lines."""
+    lows = [max(_at(curve, EXTREMES), 1e-6) for curve in curves]
+    highs = [max(_at(curve, 1 - EXTREMES), (curve.limit_s or 0.0) * 1.1) for curve in curves]
+    low, high = min(lows), max(max(highs), min(lows) * 1.5)
+    frame = Frame(THIRD_WIDTH, 240, (low, high), (0.0, 1.0), top=22, left=46, log_x=True)
+    x_ticks = [Tick(at, short(duration(at))) for at in _thinned(log_ticks(low, high), 5)]
+    parts = [axes(frame, x_ticks, [Tick(at / 4, f"{at * 25} %") for at in range(5)], title)]
+    for index, curve in enumerate(curves):
+        if curve.limit_s is not None:
+            told = f"≤ {short(duration(curve.limit_s))}"
+            parts.append(limit(frame, curve.limit_s, told, f"c{index % 6}", index))
+    for index, curve in enumerate(curves):
+        parts.append(line(frame, [(max(x, low), y) for x, y in curve.points], f"c{index % 6}"))
+    hover = {
+        "kind": "cdf",
+        "low": low,
+        "high": high,
+        "left": frame.left,
+        "right": frame.width - frame.right,
+        "lines": [
+            [one.model, [float(f"{x:.4g}") for x, _ in one.points], [round(y, 4) for _, y in one.points]]
+            for one in curves
+        ],
+    }
+    return svg(frame, "".join(parts), title, hover)
+
+
+def timeline(lanes: Sequence[Lane], end_s: float, faults: Sequence[tuple[float, str]]) -> str:
+    """A row per replica: its states and roles; a cross where it was lost, a mark above for each fault."""
+    row = _row_height(len(lanes))
+    frame = Frame(FULL_WIDTH, 22 + row * len(lanes) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=22)
+    parts = [axes(frame, time_ticks(end_s), ())]
+    for index, lane in enumerate(lanes):
+        y = frame.top + index * row
+        parts.append(_row_label(lane.label, lane.what, y, row))
+        for from_s, to_s, state, role in lane.spans:
+            x, width = frame.x(from_s), max(frame.x(to_s) - frame.x(from_s), 0.8)
+            told = escape(f"{lane.label}: {state}, {role}, {duration(to_s - from_s)} ({lane.what})")
+            parts.append(
+                f'<rect class="span {escape(state)} {escape(role)}" x="{x:.1f}" y="{y + 1:.1f}" '
+                f'width="{width:.1f}" height="{row - 2:.1f}"><title>{told}</title></rect>'
+            )
+        if lane.lost_s is not None:
+            x, middle, arm = frame.x(lane.lost_s), y + row / 2, min(row / 2 - 1, 5.0)
+            span = 2 * arm
+            cross = f"M{x - arm:.1f} {middle - arm:.1f}l{span:g} {span:g}m{-span:g} 0l{span:g} {-span:g}"
+            parts.append(f'<path class="lost" d="{cross}"><title>{escape(lane.label)}: lost</title></path>')
+    for at_s, what in faults:
+        x = frame.x(at_s)
+        parts.append(f'<path class="fault" d="M{x:.1f} 20V{frame.height - frame.bottom:.1f}"/>')
+        parts.append(f'<path class="flag" d="M{x - 5:.1f} 8h10l-5 9z"><title>{escape(what)}</title></path>')
+    keys = [("span ready prefill", "prefill"), ("span ready decode", "decode"), ("span ready mixed", "mixed")]
+    keys += [("span starting mixed", "starting"), ("span draining mixed", "draining"), ("lost", "lost")]
+    shown = {f"span {state} {role}" for lane in lanes for _, _, state, role in lane.spans}
+    states = {name.split()[1] for name in shown}
+    kept = [
+        (name, text)
+        for name, text in keys
+        if name in shown
+        or text in states
+        or (text == "lost" and any(lane.lost_s is not None for lane in lanes))
+    ]
+    if faults:
+        kept.append(("flag", "fault"))
+    return legend(kept) + svg(frame, "".join(parts), "Replicas over time")
+
+
+def heat(grid: HeatMap, end_s: float, title: str, *, percent: bool) -> str:
+    """Rows of replicas, columns of time; darker is more. Counts are on a scale of powers of two."""
+    row = _row_height(len(grid.labels))
+    frame = Frame(FULL_WIDTH, 10 + row * len(grid.labels) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=10)
+    columns = len(grid.cells[0]) if grid.cells else 1
+    cell = (frame.width - frame.left - frame.right) / columns
+    most = max((value for cells in grid.cells for value in cells if value is not None), default=0.0)
+    paths: list[list[str]] = [[] for _ in range(LEVELS)]
+    parts = [axes(frame, time_ticks(end_s), ())]
+    for index, cells in enumerate(grid.cells):
+        y = frame.top + index * row
+        parts.append(_row_label(grid.labels[index], grid.labels[index], y, row))
+        start, level = 0, _level(cells[0], most, percent) if cells else None
+        for column in range(1, len(cells) + 1):
+            here = _level(cells[column], most, percent) if column < len(cells) else -1
+            if here != level:
+                if level is not None:
+                    x = frame.left + start * cell
+                    paths[level].append(f"M{x:.1f} {y + row / 2:.1f}h{(column - start) * cell:.1f}")
+                start, level = column, here
+    for level, runs in enumerate(paths):
+        if runs:
+            parts.append(f'<path class="cells h{level}" stroke-width="{row - 1:g}" d="{"".join(runs)}"/>')
+    scale = 100 if percent else 1
+    hover = {
+        "kind": "heat",
+        "end": end_s,
+        "left": frame.left,
+        "right": frame.width - frame.right,
+        "top": frame.top,
+        "row": row,
+        "unit": " %" if percent else "",
+        "labels": grid.labels,
+        "cells": [
+            [None if v is None else round(v * scale, 1 if percent else 2) for v in cells]
+            for cells in grid.cells
+        ],
+    }
+    return _heat_legend(most, percent) + svg(frame, "".join(parts), title, hover)
+
+
+def legend(keys: Sequence[tuple[str, str]]) -> str:
+    """Small marks with their names, as text that screen readers find."""
+    items = "".join(
+        f'<li><svg viewBox="0 0 14 14" aria-hidden="true">{_key(name)}</svg>{escape(text)}</li>'
+        for name, text in keys
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _key(name: str) -> str:
+    if name == "lost":
+        return '<path class="lost" d="M3 3l8 8m-8 0l8-8"/>'
+    if name == "flag":
+        return '<path class="flag" d="M2 3h10l-5 9z"/>'
+    if name.startswith("span"):
+        return f'<rect class="{name}" x="1" y="1" width="12" height="12"/>'
+    return f'<path class="line {name}" d="M0 7h14"/>'
+
+
+def _heat_legend(most: float, percent: bool) -> str:
+    high = "100 %" if percent else short(digits(most))
+    cells = "".join(f'<path class="cells h{i}" stroke-width="12" d="M{i * 12} 7h12"/>' for i in range(LEVELS))
+    scale = f'<svg class="scale" viewBox="0 0 {LEVELS * 12} 14" aria-hidden="true">{cells}</svg>'
+    return f'<ul class="legend"><li>0</li><li>{scale}</li><li>{high}</li></ul>'
+
+
+def _level(value: float | None, most: float, percent: bool) -> int | None:
+    if value is None:
+        return None
+    share = value if percent else (log2(1 + value) / log2(1 + most) if most > 0 else 0.0)
+    return min(int(share * LEVELS), LEVELS - 1)
+
+
+def _row_height(rows: int) -> float:
+    return 18.0 if rows <= 16 else 14.0 if rows <= 32 else 10.0
+
+
+def _row_label(label: str, what: str, y: float, row: float) -> str:
+    size = min(11.5, row - 1.0)
+    told = f"<title>{escape(label)}: {escape(what)}</title>"
+    place = f'x="{GUTTER - 8:g}" y="{y + row / 2 + size * 0.35:.1f}"'
+    text = escape(clipped(label, LABEL_LETTERS))
+    return f'<text class="row" style="font-size:{size:g}px" {place} text-anchor="end">{text}{told}</text>'
+
+
+def _at(curve: Curve, level: float) -> float:
+    """The lowest of the curve's lengths that this share does not exceed."""
+    return next((x for x, share in curve.points if share >= level), curve.points[-1][0])
+
+
+def _thinned(ticks: Sequence[float], most: int) -> Sequence[float]:
+    step = -(-len(ticks) // most)
+    return ticks[::step]

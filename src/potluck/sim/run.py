@@ -1,0 +1,189 @@
+"""Run a plan in simulation: one call from a plan and a workload to all that came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import IO
+
+from potluck.core.brain import Brain
+from potluck.core.errors import CapacityError, UnknownNameError
+from potluck.core.facts import BLOCK_TOKENS
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.core.types import Role
+from potluck.sim import eventlog
+from potluck.sim.checks import check
+from potluck.sim.faults import Faults
+from potluck.sim.gaps import BINS_PER_DOUBLING, LEAST_S
+from potluck.sim.link import Pipe
+from potluck.sim.records import LinkRecord, ReplicaRecord, SimResult
+from potluck.sim.replica import Replica, replica_limits
+from potluck.sim.rounds import Table, step_table
+from potluck.sim.settings import Settings
+from potluck.sim.setup import Kit, Kits, SimProblem
+from potluck.sim.state import Site
+from potluck.sim.workload import Workload
+from potluck.sim.world import Mind, Planner, World
+from potluck.sim.yard import Make
+
+MINDS = Callable[[Kits, Policy], Mind]
+
+
+def simulate(
+    problem: SimProblem,
+    workload: Workload,
+    policy: Policy | None = None,
+    *,
+    seed: int = 0,
+    settings: Settings | None = None,
+    faults: Faults | None = None,
+    planner: Planner | None = None,
+    log: IO[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    mind: MINDS | None = None,
+) -> SimResult:
+    """Serve a workload with a plan's fleet. The same arguments give the same result and the same log, byte by byte.
+
+    `mind` replaces the Brain, for tests. A run whose books do not balance is an error of ours and raised as one.
+    """
+    world = build(
+        problem, workload, policy, settings=settings, planner=planner, log=log, progress=progress, mind=mind
+    )
+    if faults is not None:
+        world.outside.plan(faults, seed, horizon_s(workload))
+    world.run()
+    wrong = check(world)
+    if wrong:
+        raise AssertionError(f"the simulation's books do not balance: {wrong[0]}")
+    return result_of(world, seed)
+
+
+def build(
+    problem: SimProblem,
+    workload: Workload,
+    policy: Policy | None = None,
+    *,
+    settings: Settings | None = None,
+    planner: Planner | None = None,
+    log: IO[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    mind: MINDS | None = None,
+) -> World:
+    """The world before its first event."""
+    policy = Policy() if policy is None else policy
+    settings = Settings(tick_s=policy.tick_s) if settings is None else settings
+    for name in workload.models:
+        if name not in problem.models:
+            raise UnknownNameError("workload: model", name, problem.models)
+    if not problem.plan.deployments:
+        raise CapacityError("the plan deploys nothing, so there is nothing to simulate")
+    if settings.reports is None:
+        settings = replace(settings, reports=reads_reports(problem.plan, workload, policy))
+    kits = Kits(problem, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens)
+    kits.learn(problem.plan)
+    thinks: Mind = Brain(kits.facts(), policy) if mind is None else mind(kits, policy)
+    if log is not None:
+        thinks = eventlog.Logged(thinks, log, kits.facts(), policy)
+    return World(kits, thinks, workload, settings, maker(settings.fast_forward), planner, progress)
+
+
+def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
+    """Whether any decision looks at what replicas, links and caches report.
+
+    Replicas that all do the whole work are chosen by what was sent to them. What runs in place, how a prompt is
+    split, length thresholds, prefix affinity and scaling need reports.
+    """
+    if policy.scaling != "none" or workload.blocks is not None or plan.flows:
+        return True
+    used = {deployment.template for deployment in plan.deployments if deployment.count}
+    return any(
+        replica.role != "mixed" for each in plan.templates if each.name in used for replica in each.replicas
+    )
+
+
+def maker(fast_forward: bool = True) -> Make:
+    """Makes replicas; those of one kit share its step times."""
+    tables: dict[int, tuple[Kit, Table]] = {}
+
+    def make(kit: Kit, role: Role) -> Replica:
+        held = tables.get(id(kit))
+        if held is None:
+            held = tables[id(kit)] = (kit, step_table(kit.timer))
+        return Replica(held[1], replica_limits(held[1], kit.total_blocks), fast_forward=fast_forward)
+
+    return make
+
+
+def horizon_s(workload: Workload) -> float:
+    """How long faults by chance may come: as long as requests arrive."""
+    return float(workload.arrival_s[-1]) if len(workload) else 0.0
+
+
+def result_of(world: World, seed: int) -> SimResult:
+    """Everything a finished run tells."""
+    end_s = max(world.journeys.ended_s, horizon_s(world.workload))
+    links = list(world.network.links.values())
+    cards = [pipe for pipe in world.network.pipes if pipe.kind != "link"]
+    counts = {
+        "hand-overs that waited for room": world.handovers.waited,
+        "reports lost": world.reports.lost,
+        "plans asked for": world.replans,
+    }
+    return SimResult(
+        world.ledger.records(world.workload),
+        dict(world.kits.problem.slos),
+        tuple(_replica_record(site, end_s) for site in world.yard.all_sites),
+        tuple(_link_record(world, pipe) for pipe in (*links, *cards)),
+        end_s,
+        tuple(world.purse.rates),
+        world.sampler.samples(),
+        tuple(world.outside.noted),
+        counts=counts,
+        seed=seed,
+    )
+
+
+def _replica_record(site: Site, end_s: float) -> ReplicaRecord:
+    member, replica = site.member, site.replica
+    gaps = tuple(
+        (LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING), float(count))
+        for place, count in enumerate(replica.gaps.counts)
+        if count
+    )
+    return ReplicaRecord(
+        member.id,
+        member.unit,
+        member.template,
+        member.model,
+        member.region,
+        member.role,
+        tuple(node for node, _ in site.kit.places),
+        site.kit.gpus,
+        tuple(site.changes),
+        replica.busy_s(end_s),
+        replica.computed_tokens,
+        replica.decoded_tokens,
+        site.peak_blocks,
+        replica.total_blocks,
+        gaps,
+    )
+
+
+def _link_record(world: World, pipe: Pipe) -> LinkRecord:
+    if pipe.kind == "link":
+        gbps = next(
+            k.gbps for k in world.kits.problem.links if (k.source, k.target) == (pipe.source, pipe.target)
+        )
+    else:
+        gbps = pipe.rate_bytes_per_s * 8 / 1e9
+    return LinkRecord(
+        pipe.source,
+        pipe.target or pipe.source,
+        pipe.kind,
+        gbps,
+        pipe.sent_bytes,
+        pipe.lost_bytes,
+        pipe.transfers,
+        pipe.busy_s,
+    )

@@ -1,0 +1,72 @@
+"""Looks at every replica and link at equidistant times, for plots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from potluck.sim.agenda import SAMPLE
+from potluck.sim.records import Samples
+
+if TYPE_CHECKING:
+    from potluck.sim.world import World
+
+MOST_LOOKS = 40_000
+"""Looks at single replicas, so that plots of a large fleet do not cost more than its run."""
+FEWEST = 20
+
+
+class Sampler:
+    """Rows of what was seen; replicas that came later have zeros before."""
+
+    __slots__ = ("_every_s", "_rows", "_world")
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._every_s = 0.0
+        self._rows: list[tuple[float, list[tuple[int, int, float, float]], list[float]]] = []
+
+    def plan(self) -> None:
+        """Spread the looks evenly over the time in which requests arrive."""
+        world = self._world
+        count = world.settings.samples
+        if count <= 0 or not len(world.workload):
+            return
+        replicas = max(1, len(world.sites))
+        count = max(min(count, MOST_LOOKS // replicas), min(count, FEWEST))
+        span_s = float(world.workload.arrival_s[-1])
+        self._every_s = span_s / count if span_s > 0 else 1.0
+        world.agenda.push(self._every_s, SAMPLE, None)
+
+    def take(self, at_s: float, _: object) -> None:
+        world = self._world
+        rows = []
+        for site in world.yard.all_sites:
+            replica = site.replica
+            if not site.there:
+                rows.append((0, 0, 0.0, replica.busy_s(at_s)))
+                continue
+            status = replica.status(at_s)
+            used = 1.0 - status.free_blocks / status.total_blocks
+            rows.append((status.queued, status.running, used, replica.busy_s(at_s)))
+            site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
+        sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in world.network.links.values()]
+        self._rows.append((at_s, rows, sent))
+        world.agenda.push(at_s + self._every_s, SAMPLE, None)
+
+    def samples(self) -> Samples | None:
+        if not self._rows:
+            return None
+        replicas, links = len(self._world.yard.all_sites), len(self._world.network.links)
+        shape = (len(self._rows), replicas)
+        queued, running = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        used, busy = np.zeros(shape), np.zeros(shape)
+        sent = np.zeros((len(self._rows), links))
+        for place, (_, rows, link_bytes) in enumerate(self._rows):
+            for column, (waiting, going, share, busy_s) in enumerate(rows):
+                queued[place, column], running[place, column] = waiting, going
+                used[place, column], busy[place, column] = share, busy_s
+            sent[place] = link_bytes
+        at_s = np.array([row[0] for row in self._rows])
+        return Samples(at_s, queued, running, used, busy, sent)

@@ -1,0 +1,266 @@
+"""From a plan to what a simulation needs: timers, memory, cards and start-up times, and the Brain's facts.
+
+Everything is worked out once per template and index and then shared by all its copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import floor
+
+from potluck.core.errors import UnknownNameError
+from potluck.core.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.layout import Layout
+from potluck.core.model import Model
+from potluck.core.plan import Plan, Template
+from potluck.core.types import Codec, Link, NodeType, Region, Slo
+from potluck.perf.capacity import require_fit, stage_memory
+from potluck.perf.memory import (
+    kv_bytes_per_gpu,
+    kv_bytes_per_token,
+    state_bytes,
+    weight_bytes,
+    window_bytes_per_token,
+)
+from potluck.perf.phases import CHUNK_TOKENS, decode_step_s
+from potluck.perf.pipeline import pipeline, stage_layers
+from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
+from potluck.perf.roofline import roofline
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.step import StepTimer
+from potluck.perf.throughput import MAX_BATCH, best_operating
+from potluck.perf.transfer import codec_ratio
+
+MEAN_TOKENS = (1024.0, 256.0)
+"""Prompt and answer of a model that nothing is known of."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimProblem:
+    """A plan with all that its names mean."""
+
+    plan: Plan
+    models: Mapping[str, Model]
+    """By the name that requests use."""
+    nodes: Mapping[str, NodeType]
+    regions: tuple[Region, ...]
+    links: tuple[Link, ...] = ()
+    slos: Mapping[str, Slo] = field(default_factory=dict)
+    mean_tokens: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean prompt and answer of a model, for the facts that depend on them."""
+    machine_gbps: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """(gbps, round trip in s) between two named machines, where a pool says so; else their cards count."""
+    startup: StartupCosts = DEFAULT_COSTS
+
+    def model(self, name: str) -> Model:
+        if name not in self.models:
+            raise UnknownNameError("plan: model", name, self.models)
+        return self.models[name]
+
+    def node(self, name: str) -> NodeType:
+        if name not in self.nodes:
+            raise UnknownNameError("plan: node", name, self.nodes)
+        return self.nodes[name]
+
+    def price_usd_per_h(self, region: str, node: str) -> float:
+        """What a node costs there; 0 where nothing is said."""
+        found = next((each for each in self.regions if each.name == region), None)
+        offer = None if found is None else found.offer(node)
+        return 0.0 if offer is None else offer.price_usd_per_h
+
+
+@dataclass(frozen=True, slots=True)
+class Kv:
+    """What a model's KV weighs on the wire: bytes(t) = growing t + sum of window rates min(t, w), and a state."""
+
+    layers: int
+    growing_bytes: float
+    windows: tuple[tuple[int, float], ...]
+    state_bytes: float
+    kv_bits: float
+
+    def wire_bytes(self, start: int, stop: int, codec: Codec = "fp16") -> float:
+        """Bytes of the KV of tokens [start, stop) of a request, with its state; nothing for no tokens."""
+        if stop <= start:
+            return 0.0
+        size = self.growing_bytes * (stop - start)
+        for window, rate in self.windows:
+            size += rate * (stop - max(start, stop - window, 0))
+        ratio = 1.0 if codec == "fp16" else codec_ratio(codec, stored_bits=self.kv_bits)
+        return size * ratio + self.state_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """One of a template's replicas, ready to be copied."""
+
+    timer: StepTimer
+    total_blocks: int
+    startup_s: float
+    layers: int
+    places: tuple[tuple[str, int], ...]
+    """The nodes of the copy that it stands on: type and which of them."""
+    machines: tuple[str, ...]
+    gpus: int
+    card_gbps: float
+    """Of all its nodes together."""
+    inside_bytes_per_s: float
+    """Between two replicas on one node."""
+
+
+@dataclass(slots=True)
+class Kits:
+    """All kits of the plans seen so far. `learn` is the one mutator."""
+
+    problem: SimProblem
+    block_tokens: int = BLOCK_TOKENS
+    """Tokens per prefix block of the requests to come."""
+    templates: dict[str, Template] = field(default_factory=dict)
+    kits: dict[tuple[str, int], Kit] = field(default_factory=dict)
+    kv: dict[str, Kv] = field(default_factory=dict)
+    codecs: dict[tuple[str, str, str], Codec] = field(default_factory=dict)
+    """(model, from region, to region) to how KV crosses."""
+    _models: dict[str, ModelFacts] = field(default_factory=dict)
+    _replicas: dict[tuple[str, int], ReplicaFacts] = field(default_factory=dict)
+    _splits: dict[str, SplitFacts] = field(default_factory=dict)
+
+    def facts(self) -> Facts:
+        """The Brain's facts. They grow with every plan learned, so that a new plan's templates are known."""
+        links = {(link.source, link.target): link.gbps for link in self.problem.links}
+        return Facts(self._models, self._replicas, self._splits, links, self.problem.regions)
+
+    def learn(self, plan: Plan) -> None:
+        """Work out what is new in a plan."""
+        for flow in plan.flows:
+            self.codecs[flow.model, flow.prefill_region, flow.decode_region] = flow.codec
+        used = {deployment.template for deployment in plan.deployments}
+        for template in plan.templates:
+            if template.name in self.templates and self.templates[template.name] == template:
+                continue
+            if template.name in used or template.model in self.problem.models:
+                self._learn(template)
+
+    def _learn(self, template: Template) -> None:
+        problem = self.problem
+        model = problem.model(template.model)
+        if template.model not in self.kv:
+            self.kv[template.model] = kv_of(model)
+            self._models[template.model] = _model_facts(model, self.block_tokens)
+        mean = problem.mean_tokens.get(template.model, MEAN_TOKENS)
+        placed = places(template, problem.nodes)
+        made: dict[Layout, tuple[StepTimer, int]] = {}
+        for index, replica in enumerate(template.replicas):
+            if replica.layout not in made:
+                timer = timer_of(model, replica.layout, problem.nodes)
+                made[replica.layout] = (timer, total_blocks(model, replica.layout, problem.nodes, sum(mean)))
+            timer, blocks = made[replica.layout]
+            kinds = [problem.node(node) for node, _ in placed[index]]
+            start = startup_s(weight_bytes(model), max(1, len(kinds)), problem.startup)
+            self.kits[template.name, index] = Kit(
+                timer,
+                blocks,
+                start.total_s,
+                model.layer_count,
+                placed[index],
+                tuple(sorted(replica.layout.machines)),
+                sum(member.tp for stage in replica.layout.stages for member in stage.nodes),
+                sum(kind.network_gbps for kind in kinds),
+                min(max(kind.interconnect.gb_per_s, 1.0) for kind in kinds) * 1e9,
+            )
+            self._replicas[template.name, index] = _replica_facts(
+                timer, model, blocks, mean, problem.slos.get(template.model)
+            )
+        split = _split_facts(template, self.kits)
+        if split is not None:
+            self._splits[template.name] = split
+        self.templates[template.name] = template
+
+
+def timer_of(model: Model, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
+    """The plain roofline for one node, the pipeline for more."""
+    stage = layout.stages[0]
+    if len(layout.stages) == 1 and len(stage.nodes) == 1:
+        return roofline(model, nodes[stage.nodes[0].node], stage.nodes[0].tp)
+    return pipeline(model, layout, nodes)
+
+
+def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:
+    """Blocks of KV that fit, for requests of about so many tokens; the tightest stage decides.
+
+    For plain attention the length does not matter. Fixed states and windows make short requests dearer per token.
+    """
+    least = float("inf")
+    for stage, layers in stage_layers(model, layout):
+        room = 0.0
+        for member in stage.nodes:
+            memory = stage_memory(model, nodes[member.node], member.tp, layers)
+            require_fit(model, memory, nodes[member.node], member.tp)
+            each = kv_bytes_per_gpu(model, tokens, member.tp, layers)
+            room += memory.kv_bytes / each * tokens if each > 0 else float(1 << 40)
+        least = min(least, room)
+    return max(1, floor(least / BLOCK_TOKENS))
+
+
+def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tuple[str, int], ...], ...]:
+    """For each replica the nodes of the copy that it stands on, packed in order; named machines stay one."""
+    free = {each.node: [nodes[each.node].gpus] * each.count for each in template.nodes}
+    named: dict[tuple[str, str], int] = {}
+    found = []
+    for replica in template.replicas:
+        own: list[tuple[str, int]] = []
+        for member in (each for stage in replica.layout.stages for each in stage.nodes):
+            rooms = free.setdefault(member.node, [nodes[member.node].gpus])
+            place = named.get((member.node, member.machine)) if member.machine else None
+            if place is None:
+                taken = set(named.values()) if member.machine else {p for n, p in own if n == member.node}
+                place = max(
+                    range(len(rooms)),
+                    key=lambda i: (rooms[i] >= member.tp, i not in taken, -i),
+                )
+                if member.machine:
+                    named[member.node, member.machine] = place
+            rooms[place] -= member.tp
+            if (member.node, place) not in own:
+                own.append((member.node, place))
+        found.append(tuple(own))
+    return tuple(found)
+
+
+def kv_of(model: Model) -> Kv:
+    windows = tuple(sorted(window_bytes_per_token(model).items()))
+    return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
+
+
+def _model_facts(model: Model, block_tokens: int) -> ModelFacts:
+    kv = kv_of(model)
+    exact = bool(kv.windows) or kv.state_bytes > 0
+    fixed = kv.state_bytes + sum(window * rate for window, rate in kv.windows)
+    return ModelFacts(kv.growing_bytes, fixed, exact, block_tokens)
+
+
+def _replica_facts(
+    timer: StepTimer, model: Model, blocks: int, mean: tuple[float, float], slo: Slo | None
+) -> ReplicaFacts:
+    line = PartialPrefillPredictor.from_timer(timer)
+    prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
+    room = max(1, min(MAX_BATCH, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
+    found = best_operating(timer, prompt, answer, room, slo, "decode")
+    batch = room if found is None else found.batch
+    step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
+    longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
+    return ReplicaFacts(max(line.k_p, 1e-12), max(line.b_p, 0.0), step_s, batch, blocks, longest)
+
+
+def _split_facts(template: Template, kits: Mapping[tuple[str, int], Kit]) -> SplitFacts | None:
+    """CRONUS's predictors for a pair: its first prefill replica, and the first one that is not."""
+    if template.kind != "pair":
+        return None
+    roles = [replica.role for replica in template.replicas]
+    low = next((i for i, role in enumerate(roles) if role == "prefill"), None)
+    high = next((i for i, role in enumerate(roles) if role != "prefill"), None)
+    if low is None or high is None:
+        return None
+    first = PartialPrefillPredictor.from_timer(kits[template.name, low].timer)
+    rest = ChunkedIterationPredictor.from_timer(kits[template.name, high].timer, CHUNK_TOKENS)
+    return SplitFacts(first.k_p, first.b_p, rest.k_ctxp, rest.k_ctxd, rest.b_c, CHUNK_TOKENS)

@@ -1,0 +1,184 @@
+"""What the simulated world keeps of machines, replicas, requests under way and their KV on the move."""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+from potluck.core.facts import BLOCK_TOKENS
+from potluck.core.fleet import Member
+from potluck.core.route import Segment
+from potluck.core.types import Request, Role
+
+if TYPE_CHECKING:
+    from potluck.sim.cache import PrefixCache
+    from potluck.sim.link import Pipe
+    from potluck.sim.replica import Replica
+    from potluck.sim.setup import Kit
+
+SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost"]
+"""`leaving`: the Brain was told that it is lost, but its machine still has its notice to run."""
+
+
+class Machine:
+    """A node of a copy, rented from the first replica's start on it until the last one's end."""
+
+    __slots__ = ("began_s", "card", "name", "node", "region", "sites", "unit")
+
+    def __init__(self, name: str, unit: str, node: str, region: str, began_s: float, card: Pipe) -> None:
+        self.name = name
+        self.unit = unit
+        self.node = node
+        self.region = region
+        self.began_s = began_s
+        self.card = card
+        self.sites: list[Site] = []
+        """Those that are there."""
+
+
+class Site:
+    """A replica in its place."""
+
+    __slots__ = (
+        "cache",
+        "card",
+        "changes",
+        "computing",
+        "due_s",
+        "flights",
+        "index",
+        "kit",
+        "machines",
+        "member",
+        "muted_until_s",
+        "peak_blocks",
+        "replica",
+        "role",
+        "room_tokens",
+        "serves",
+        "state",
+        "touched",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        member: Member,
+        kit: Kit,
+        replica: Replica,
+        machines: tuple[Machine, ...],
+        card: Pipe,
+    ) -> None:
+        self.index = index
+        self.member = member
+        self.kit = kit
+        self.replica = replica
+        self.machines = machines
+        self.card = card
+        self.role: Role = member.role
+        self.state: SiteState = "starting"
+        self.serves = False
+        """Whether it takes requests: it is up, if only for a while."""
+        self.changes: list[tuple[float, str, str]] = []
+        self.flights: dict[int, Flight] = {}
+        """Requests with a segment here that is not over."""
+        self.computing: deque[Flight] = deque()
+        """Those of them whose segment here is to be handed on, in the order they came."""
+        self.waiting: deque[Handover] = deque()
+        """Hand-overs that wait for room here."""
+        self.cache: PrefixCache | None = None
+        self.due_s = inf
+        """The earliest time at which the agenda has this replica."""
+        self.touched = False
+        """Whether something happened here since it last reported."""
+        self.muted_until_s = 0.0
+        self.peak_blocks = 0
+        self.room_tokens = kit.total_blocks * BLOCK_TOKENS
+        """Tokens of KV that it holds at most."""
+
+    @property
+    def id(self) -> str:
+        return self.member.id
+
+    @property
+    def there(self) -> bool:
+        return self.state not in ("stopped", "lost")
+
+    def become(self, at_s: float, state: SiteState) -> None:
+        self.state = state
+        self.serves = state in ("ready", "draining", "leaving")
+        self.changes.append((at_s, state, self.role))
+
+
+class Flight:
+    """A request on its way along a route; a retry is a new flight."""
+
+    __slots__ = (
+        "before_tokens",
+        "hand",
+        "key",
+        "place",
+        "prompt_tokens",
+        "request",
+        "segments",
+        "sites",
+    )
+
+    def __init__(
+        self,
+        key: int,
+        request: Request,
+        prompt_tokens: int,
+        before_tokens: int,
+        segments: tuple[Segment, ...],
+        sites: tuple[Site, ...],
+    ) -> None:
+        self.key = key
+        self.request = request
+        self.prompt_tokens = prompt_tokens
+        self.before_tokens = before_tokens
+        """Tokens that reached the user in earlier attempts; they are part of the prompt now."""
+        self.segments = segments
+        self.sites = sites
+        self.place = 0
+        """The segment under way."""
+        self.hand: Handover | None = None
+        """KV on its way from the segment under way to the next."""
+
+
+class Handover:
+    """KV on its way between two segments. See `handover.py` for the life of one."""
+
+    __slots__ = (
+        "began_s",
+        "computed_s",
+        "flight",
+        "key",
+        "over",
+        "pipe",
+        "piped_s",
+        "reserved",
+        "size_bytes",
+        "source",
+        "started_s",
+        "target",
+    )
+
+    def __init__(self, key: int, flight: Flight, source: Site, target: Site, size_bytes: float) -> None:
+        self.key = key
+        self.flight = flight
+        self.source = source
+        self.target = target
+        self.size_bytes = size_bytes
+        self.pipe: Pipe | None = None
+        self.began_s = inf
+        """When the computation of its segment began."""
+        self.computed_s = inf
+        self.started_s = inf
+        """When its first byte could leave."""
+        self.piped_s = inf
+        """When the pipe had given it its bytes."""
+        self.reserved = False
+        self.over = False

@@ -1,0 +1,257 @@
+"""A workload: every request of a run as columns, made ahead of it from a seed or a trace.
+
+Columns, not objects: a million requests take 25 MB and are made in well under a second. Nothing here looks at a
+clock; randomness is a numpy Generator that the caller seeds, and each part of a workload (arrivals, lengths,
+prefixes) draws from a stream of its own, so that changing one leaves the others as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+from potluck.core.lengths import Binned, Lengths
+from potluck.core.types import Traffic
+from potluck.sim import arrivals
+from potluck.sim.lengths import draw
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+Scaling = Literal["stretch", "superpose"]
+"""How a trace comes to a rate: by its clock, or by leaving requests out and laying copies over each other."""
+
+BLOCK_TOKENS = 512
+"""Tokens that a prefix block stands for, as in Mooncake's traces."""
+MOST_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The prefix blocks of all requests: request i has ids[starts[i]:starts[i + 1]].
+
+    Ids are chained: equal ids mean equal prefixes up to and with that block.
+    """
+
+    starts: Ints
+    ids: Ints
+    tokens: int = BLOCK_TOKENS
+
+    def of(self, i: int) -> tuple[int, ...]:
+        return tuple(self.ids[self.starts[i] : self.starts[i + 1]].tolist())
+
+    def take(self, chosen: Ints) -> Blocks:
+        """The blocks of the chosen requests, in that order."""
+        counts = np.diff(self.starts)[chosen]
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        within = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+        return Blocks(starts, self.ids[np.repeat(self.starts[:-1][chosen], counts) + within], self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """Requests in order of arrival. `model[i]` is a place in `models`."""
+
+    models: tuple[str, ...]
+    arrival_s: Floats
+    model: NDArray[np.int32]
+    prompt_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+    priority: NDArray[np.int32]
+    blocks: Blocks | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.arrival_s)
+        for name in ("model", "prompt_tokens", "output_tokens", "priority"):
+            if len(getattr(self, name)) != count:
+                raise InputError(f"workload: {name}", f"has {len(getattr(self, name))} rows, not {count}")
+        if count == 0:
+            return
+        if not (np.isfinite(self.arrival_s).all() and self.arrival_s[0] >= 0):
+            raise InputError("workload: arrival_s", "must be finite and not negative")
+        if (np.diff(self.arrival_s) < 0).any():
+            raise InputError("workload: arrival_s", "must not go back")
+        if self.prompt_tokens.min() < 1 or self.output_tokens.min() < 1:
+            raise InputError("workload: tokens", "must be at least 1")
+        if self.model.min() < 0 or self.model.max() >= len(self.models):
+            raise InputError("workload: model", f"must be a place in the {len(self.models)} models")
+        if self.blocks is not None and len(self.blocks.starts) != count + 1:
+            raise InputError("workload: blocks", f"must have {count + 1} starts")
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def span_s(self) -> float:
+        """From the first arrival to the last."""
+        return float(self.arrival_s[-1] - self.arrival_s[0]) if len(self) else 0.0
+
+    @property
+    def rate_per_s(self) -> float | None:
+        """Mean rate over the gaps; None when all requests come at one moment."""
+        return (len(self) - 1) / self.span_s if self.span_s > 0 else None
+
+    def prefix_blocks(self, i: int) -> tuple[int, ...]:
+        return () if self.blocks is None else self.blocks.of(i)
+
+    def take(self, chosen: Ints) -> Workload:
+        """The chosen requests; they must be in order of arrival."""
+        return _at(self, chosen, self.arrival_s[chosen])
+
+
+def workload(
+    model: str,
+    arrival_s: Floats,
+    prompt_tokens: NDArray[np.integer],
+    output_tokens: NDArray[np.integer],
+    priority: int = 0,
+    blocks: Blocks | None = None,
+) -> Workload:
+    """One model's requests."""
+    count = len(arrival_s)
+    if count and max(int(prompt_tokens.max()), int(output_tokens.max())) > MOST_TOKENS:
+        raise InputError("workload: tokens", f"must be at most {MOST_TOKENS:,}")
+    return Workload(
+        (model,),
+        np.ascontiguousarray(arrival_s, dtype=np.float64),
+        np.zeros(count, dtype=np.int32),
+        prompt_tokens.astype(np.int32),
+        output_tokens.astype(np.int32),
+        np.full(count, priority, dtype=np.int32),
+        blocks,
+    )
+
+
+def synthetic(
+    model: str,
+    lengths: Lengths,
+    rate_per_s: float,
+    requests: int,
+    seed: int,
+    cv: float = 1.0,
+    priority: int = 0,
+) -> Workload:
+    """Requests of one model: gaps gamma-distributed with this coefficient of variation (1: Poisson)."""
+    times, sizes = np.random.default_rng(seed).spawn(2)
+    prompt, output = draw(sizes, lengths, requests)
+    return workload(model, arrivals.gamma(times, rate_per_s, cv, requests), prompt, output, priority)
+
+
+def of_traffic(traffic: Sequence[Traffic], requests: int, seed: int, cv: float = 1.0) -> Workload:
+    """The traffic that was planned for: every model at its rate, `requests` in all, for the same time.
+
+    A prefix-hit share becomes shared prefixes, see `with_prefixes`.
+    """
+    total_per_s = sum(one.rate_per_s for one in traffic)
+    if not total_per_s > 0:
+        raise InputError("traffic", "has no requests; give a model a rate_per_s above 0")
+    parts = []
+    for one, source in zip(traffic, np.random.SeedSequence(seed).spawn(len(traffic)), strict=True):
+        count = round(requests * one.rate_per_s / total_per_s)
+        if count == 0:
+            continue
+        numbers = np.random.default_rng(source)
+        part_seed, prefix_seed = (int(number) for number in numbers.integers(2**63, size=2))
+        part = synthetic(one.model, Binned(one.lengths), one.rate_per_s, count, part_seed, cv)
+        if one.prefix_hit_share > 0:
+            part = with_prefixes(part, one.prefix_hit_share, prefix_seed)
+        parts.append(part)
+    return merge(parts)
+
+
+def at_rate(made: Workload, rate_per_s: float, how: Scaling = "stretch", seed: int = 0) -> Workload:
+    """The same requests at another mean rate; `arrivals.stretched` and `superposed` say what that changes."""
+    if how == "stretch":
+        return replace(made, arrival_s=arrivals.stretched(made.arrival_s, rate_per_s))
+    chosen, when = arrivals.superposed(np.random.default_rng(seed), made.arrival_s, rate_per_s)
+    return _at(made, chosen, when)
+
+
+def first(made: Workload, requests: int) -> Workload:
+    """The first requests, from time 0; when there are fewer, the same again and again."""
+    return _at(made, *arrivals.repeated(made.arrival_s, requests))
+
+
+def _at(made: Workload, chosen: Ints, when: Floats) -> Workload:
+    """The chosen requests, which may repeat, at other times."""
+    return Workload(
+        made.models,
+        when,
+        made.model[chosen],
+        made.prompt_tokens[chosen],
+        made.output_tokens[chosen],
+        made.priority[chosen],
+        None if made.blocks is None else made.blocks.take(chosen),
+    )
+
+
+def merge(parts: Sequence[Workload]) -> Workload:
+    """Several workloads on one clock; equal names are one model. Ties keep the order of the parts.
+
+    Prefix ids of different models never meet, since caches belong to models.
+    """
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        raise InputError("workload", "has no requests")
+    models = tuple(dict.fromkeys(name for part in parts for name in part.models))
+    place = {name: index for index, name in enumerate(models)}
+    model = [np.array([place[n] for n in part.models], dtype=np.int32)[part.model] for part in parts]
+    arrival_s = np.concatenate([part.arrival_s for part in parts])
+    order = np.argsort(arrival_s, kind="stable")
+    blocks = _merge_blocks(parts)
+    return Workload(
+        models,
+        arrival_s[order],
+        np.concatenate(model)[order],
+        np.concatenate([part.prompt_tokens for part in parts])[order],
+        np.concatenate([part.output_tokens for part in parts])[order],
+        np.concatenate([part.priority for part in parts])[order],
+        None if blocks is None else blocks.take(order),
+    )
+
+
+def _merge_blocks(parts: Sequence[Workload]) -> Blocks | None:
+    held = [part.blocks for part in parts if part.blocks is not None]
+    if not held:
+        return None
+    if len({blocks.tokens for blocks in held}) > 1:
+        raise InputError("workload: blocks", "all parts must have blocks of the same size")
+    counts, ids = [], []
+    for part in parts:
+        own = part.blocks
+        counts.append(np.zeros(len(part), dtype=np.int64) if own is None else np.diff(own.starts))
+        ids.append(np.zeros(0, dtype=np.int64) if own is None else own.ids)
+    starts = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
+    return Blocks(starts, np.concatenate(ids), held[0].tokens)
+
+
+def with_prefixes(
+    made: Workload, hit_share: float, seed: int, groups: int = 100, block_tokens: int = BLOCK_TOKENS
+) -> Workload:
+    """Let the first `hit_share` of every prompt be one of `groups` shared texts, drawn evenly.
+
+    An endless cache then saves about that share of the prompt tokens once the groups are warm. The number of
+    shared blocks is rounded at random so that the share is kept on average.
+    """
+    if not 0 <= hit_share < 1:
+        raise InputError("prefixes: hit_share", f"must be at least 0 and below 1, is {hit_share}")
+    numbers = np.random.default_rng(seed)
+    prompt = made.prompt_tokens.astype(np.int64)
+    whole = -(-prompt // block_tokens)
+    shared = np.floor(prompt * hit_share / block_tokens + numbers.random(len(made))).astype(np.int64)
+    shared = np.minimum(shared, prompt // block_tokens)
+    group = numbers.integers(groups, size=len(made))
+    starts = np.concatenate(([0], np.cumsum(whole)))
+    within = np.arange(starts[-1]) - np.repeat(starts[:-1], whole)
+    longest = int(whole.max(initial=1))
+    ids = np.where(
+        within < np.repeat(shared, whole),
+        np.repeat(group, whole) * longest + within,
+        groups * longest + np.arange(starts[-1]),
+    )
+    return replace(made, blocks=Blocks(starts, ids.astype(np.int64), block_tokens))

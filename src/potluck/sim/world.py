@@ -1,0 +1,279 @@
+"""The simulated world: it supplies the time, tells the Brain what happens and does what the Brain asks.
+
+Arrivals come from the workload in order; everything else is due on the agenda. A replica or a pipe is looked at
+only when something touches it or when its own next happening is due, so the cost grows with requests, not with
+tokens or replicas. `run` goes until every request has ended; `checks.py` holds the books to account.
+
+    world.py      the loop, and who is told what
+    journeys.py   requests along their routes      handover.py   KV between segments, over network.py's pipes
+    yard.py       replicas and machines            outside.py    faults, prices, supply
+    reports.py    late news                        ledger.py     the books
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop
+from math import inf
+from typing import Any, Protocol
+
+from potluck.core.actions import Abandon, Action, Drain, Flip, Move, Refuse, Replan, Run, Start, Stop
+from potluck.core.errors import CapacityError
+from potluck.core.events import Arrived, Event, Planned, Tick
+from potluck.core.plan import Plan
+from potluck.core.types import Request
+from potluck.sim.agenda import (
+    CALL,
+    COLLECT,
+    DELIVER,
+    FAULT,
+    HANDED,
+    PIPE,
+    PLAN,
+    READY,
+    REPLICA,
+    SAMPLE,
+    TICK,
+    Agenda,
+)
+from potluck.sim.handover import Handovers
+from potluck.sim.journeys import Journeys
+from potluck.sim.ledger import Ledger, Purse
+from potluck.sim.network import Network
+from potluck.sim.outside import Outside
+from potluck.sim.reports import Reports
+from potluck.sim.sampler import Sampler
+from potluck.sim.settings import Settings
+from potluck.sim.setup import Kits
+from potluck.sim.state import Site
+from potluck.sim.workload import Workload
+from potluck.sim.yard import Make, Yard
+
+Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
+"""(rates per model, time) to a plan; None when there is none better."""
+FEED = 4096
+"""Requests whose columns are turned into plain numbers at once."""
+PATIENCE_S = 86400.0
+"""When no request has ended for so long although some are open, something is stuck."""
+
+
+class Mind(Protocol):
+    """What decides: the Brain, or a stand-in for it."""
+
+    def on(self, at_s: float, event: Event) -> list[Action]: ...
+
+
+class World:
+    """Everything that is simulated. Made for one run."""
+
+    def __init__(
+        self,
+        kits: Kits,
+        mind: Mind,
+        workload: Workload,
+        settings: Settings,
+        make: Make,
+        planner: Planner | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.kits = kits
+        self._on = mind.on
+        self.workload = workload
+        self.settings = settings
+        self.planner = planner
+        self.progress = progress
+        self.now_s = 0.0
+        self.replans = 0
+        self.agenda = Agenda()
+        self.sites: dict[str, Site] = {}
+        """Replicas that are there, by id."""
+        self.network = Network(kits.problem)
+        self.handovers = Handovers(self.agenda, self.network, settings.overlap)
+        self.reports = Reports(self.agenda, self.network, settings)
+        self.ledger = Ledger(len(workload))
+        self.purse = Purse()
+        self.journeys = Journeys(self)
+        self.yard = Yard(self, make)
+        self.outside = Outside(self)
+        self.sampler = Sampler(self)
+        self._next = 0
+        self._news: deque[tuple[float, Event]] = deque()
+        self._telling = False
+        self._handlers: dict[int, Callable[[float, Any], None]] = {
+            PIPE: self.handovers.pipe_due,
+            HANDED: self.journeys.handed,
+            TICK: self._tick,
+            COLLECT: self.reports.collect,
+            DELIVER: self._deliver,
+            READY: self.yard.ready,
+            FAULT: self.outside.happen,
+            SAMPLE: self.sampler.take,
+            PLAN: self._planned,
+            CALL: _call,
+        }
+        self._doers: dict[type, Callable[[float, Any], None]] = {
+            Run: self.journeys.run,
+            Refuse: self.journeys.refuse,
+            Abandon: self.journeys.abandon,
+            Start: self.yard.start,
+            Drain: self.yard.drain,
+            Stop: self.yard.stop,
+            Flip: self.yard.flip,
+            Replan: self._replan,
+            Move: self._move,
+        }
+
+    def run(self) -> None:
+        """From the first plan to the end of the last request."""
+        # Nothing here makes cycles by the million; looking for them all the time costs a tenth of the run.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._run()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _run(self) -> None:
+        self.yard.warm = self.settings.warm
+        self.tell(0.0, Planned(self.kits.problem.plan))
+        self.yard.warm = False
+        self.agenda.push(self.settings.tick_s, TICK, None)
+        self.sampler.plan()
+        heap, handlers, requests = self.agenda.heap, self._handlers, self.journeys.requests
+        replica_due = self.journeys.replica_due
+        count, end_s = len(self.workload), self.settings.end_s
+        base, times = 0, self._feed(0)
+        arrival_s = times[0] if count else inf
+        while True:
+            if heap and heap[0][0] <= arrival_s:
+                if arrival_s == inf and not requests:
+                    break
+                at_s, _, kind, what = heappop(heap)
+                if at_s > end_s:
+                    break
+                self.now_s = at_s
+                if kind == REPLICA:
+                    replica_due(at_s, what)
+                else:
+                    handlers[kind](at_s, what)
+            elif arrival_s == inf or arrival_s > end_s:
+                break
+            else:
+                self.now_s = arrival_s
+                self._arrive(arrival_s, base)
+                self._next += 1
+                if self._next == count:
+                    arrival_s = inf
+                else:
+                    if self._next == base + FEED:
+                        base = self._next
+                        times = self._feed(base)
+                    arrival_s = times[self._next - base]
+
+    def tell(self, at_s: float, event: Event) -> None:
+        """Let the Brain know, and do what it asks. What happens on the way is told afterwards, in order."""
+        if self._telling:
+            self._news.append((at_s, event))
+            return
+        self._telling = True
+        doers, news = self._doers, self._news
+        for action in self._on(at_s, event):
+            doers[type(action)](at_s, action)
+        while news:
+            at_s, event = news.popleft()
+            for action in self._on(at_s, event):
+                doers[type(action)](at_s, action)
+        self._telling = False
+
+    def catch_up(self, at_s: float, site: Site) -> None:
+        """Let what is due at a replica happen before something is done to it."""
+        if site.replica.next_s() <= at_s:
+            self.journeys.catch_up(at_s, site)
+
+    def _feed(self, base: int) -> list[float]:
+        """The next requests' columns as plain numbers; returns their times."""
+        load = self.workload
+        rows = slice(base, base + FEED)
+        self._models: list[int] = load.model[rows].tolist()
+        self._prompts: list[int] = load.prompt_tokens[rows].tolist()
+        self._outputs: list[int] = load.output_tokens[rows].tolist()
+        self._priorities: list[int] = load.priority[rows].tolist()
+        gc.collect(1)
+        if self.progress is not None:
+            self.progress(base, len(load))
+        times: list[float] = load.arrival_s[rows].tolist()
+        return times
+
+    def _arrive(self, at_s: float, base: int) -> None:
+        key, load = self._next, self.workload
+        place = key - base
+        request = Request(
+            str(key),
+            load.models[self._models[place]],
+            at_s,
+            self._prompts[place],
+            self._outputs[place],
+            self._priorities[place],
+            None,
+            () if load.blocks is None else load.blocks.of(key),
+        )
+        self.journeys.requests[key] = request
+        self.tell(at_s, Arrived(request))
+
+    def _tick(self, at_s: float, _: object) -> None:
+        self.tell(at_s, Tick())
+        self.agenda.push(at_s + self.settings.tick_s, TICK, None)
+        journeys = self.journeys
+        if self._next == len(self.workload) and at_s > PATIENCE_S + max(
+            journeys.ended_s, self._last_arrival_s
+        ):
+            stuck = sorted(journeys.requests)[:3]
+            raise CapacityError(f"{len(journeys.requests)} requests never end, such as {stuck}")
+
+    @property
+    def _last_arrival_s(self) -> float:
+        return float(self.workload.arrival_s[-1]) if len(self.workload) else 0.0
+
+    def _deliver(self, at_s: float, events: list[Event]) -> None:
+        for event in events:
+            self.tell(at_s, event)
+
+    def _replan(self, at_s: float, action: Replan) -> None:
+        self.replans += 1
+        if self.planner is None:
+            return
+        plan = self.planner(action.rates_per_s, at_s)
+        if plan is not None:
+            self.agenda.push(at_s + self.settings.planner_s, PLAN, plan)
+
+    def _planned(self, at_s: float, plan: Plan) -> None:
+        self.kits.learn(plan)
+        self.tell(at_s, Planned(plan))
+
+    def _move(self, at_s: float, action: Move) -> None:
+        """Copy a cached prefix to another replica; it is there when its bytes have crossed."""
+        source, target = self.sites.get(action.source), self.sites.get(action.target)
+        if source is None or target is None or source.cache is None or target.cache is None:
+            return
+        count = source.cache.match(action.blocks)
+        held = target.cache.match(action.blocks)
+        pipe = self.network.pipe(source, target)
+        if count <= held or pipe is None:
+            return
+        size = source.cache.block_tokens
+        size_bytes = self.kits.kv[source.member.model].wire_bytes(held * size, count * size)
+        blocks = action.blocks[:count]
+
+        def there(when_s: float) -> None:
+            if target.there and target.cache is not None:
+                target.cache.keep(blocks, self.journeys.room_tokens(target))
+                self.journeys.touch(when_s, target)
+
+        self.handovers.carry(at_s, pipe, size_bytes, there)
+
+
+def _call(at_s: float, what: Callable[[float], None]) -> None:
+    what(at_s)

@@ -1,0 +1,184 @@
+"""`potluck simulate` and `potluck goodput`, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.goodput import Step, search
+from potluck.cli.main import run
+from potluck.core.brain import Brain
+from potluck.sim import eventlog
+
+SPEC = """\
+models:
+- model: Llama-3.1-8B
+  name: chat
+  slo: {ttft_ms: 2000, tpot_ms: 60}
+  traffic: {rate_per_s: 4, input: 1000, output: 200}
+fleet:
+  regions:
+  - name: home
+    nodes:
+    - {node: 1xL40S, available: 3, price_usd_per_h: 1.9}
+"""
+TWO = SPEC.replace(
+    "fleet:",
+    "- {model: Llama-3.1-8B, name: code, slo: {ttft_ms: 2000, tpot_ms: 60}, traffic: {rate_per_s: 1, input: 500,"
+    " output: 20}}\nfleet:",
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("sim")
+    spec, plan = folder / "potluck.yaml", folder / "plan.json"
+    spec.write_text(SPEC)
+    assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
+    return str(plan), str(spec)
+
+
+def test_a_plan_is_simulated_with_everything_written(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = tmp_path / "faults.yaml"
+    faults.write_text("faults: [{at_s: 20, kind: replica, replica: '*'}]")
+    names = {"report": "r.html", "records": "r.jsonl", "log": "l.jsonl"}
+    outs = [part for option, name in names.items() for part in (f"--{option}", str(tmp_path / name))]
+    options = ["--requests", "300", "--seed", "3", "--faults", str(faults), *outs]
+    assert run(["simulate", *files, *options]) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "TTFT",
+        "TPOT",
+        "TBT",
+        "E2E",
+        "within objective",
+        "1xL40S",
+        "output tokens per dollar",
+        "lost replica",
+    ):
+        assert word in out
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert len(rows) == 300
+    assert {row["outcome"] for row in rows} <= {"answered", "refused"}
+    assert rows[0]["decode_replica"].startswith("chat: ")
+    assert "</html>" in (tmp_path / "r.html").read_text()
+    with (tmp_path / "l.jsonl").open() as log:
+        assert eventlog.replay(log, Brain).difference == ""
+
+
+def test_json_is_the_same_for_the_same_seed_and_without_fast_forward(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for more in ([], [], ["--no-fast-forward"], ["--seed", "9"]):
+        assert (
+            run(
+                [
+                    "simulate",
+                    *files,
+                    "--workload",
+                    "azure-conv",
+                    "--rate",
+                    "3",
+                    "--requests",
+                    "200",
+                    "--json",
+                    *more,
+                ]
+            )
+            == 0
+        )
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1]
+    assert found[0]["total"]["ttft_s"]["p99"] == pytest.approx(found[2]["total"]["ttft_s"]["p99"], rel=1e-9)
+    assert found[0] != found[3]
+    assert found[0]["total"]["rate_per_s"] == pytest.approx(3.0, rel=0.3)
+
+
+def test_parquet_records_have_the_same_rows(files: tuple[str, str], tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("r.parquet", "r.jsonl"):
+        assert run(["simulate", *files, "--requests", "50", "--json", "--records", str(tmp_path / name)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert parquet.read_table(tmp_path / "r.parquet").to_pylist() == rows
+
+
+def test_several_models_share_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, plan = tmp_path / "two.yaml", tmp_path / "plan.json"
+    spec.write_text(TWO)
+    assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
+    capsys.readouterr()
+    assert run(["simulate", str(plan), str(spec), "--rate", "10", "--requests", "500", "--json"]) == 0
+    rates = {m["model"]: m["rate_per_s"] for m in json.loads(capsys.readouterr().out)["models"]}
+    assert rates["chat"] == pytest.approx(8.0, rel=0.2)
+    assert rates["code"] == pytest.approx(2.0, rel=0.4)
+    assert run(["simulate", str(plan), str(spec), "--workload", "azure-conv"]) == 2
+    assert "MODEL=NAME" in capsys.readouterr().err
+
+
+def test_goodput_brackets_the_rate(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    held = [step["rate_per_s"] for step in found["steps"] if step["holds"]]
+    missed = [step["rate_per_s"] for step in found["steps"] if not step["holds"]]
+    assert max(held) == found["goodput_per_s"]
+    assert min(missed) <= max(held) * 1.1 * 1.001
+    assert run(["goodput", *files, "--requests", "400", "--tolerance", "0.5"]) == 0
+    assert "Goodput:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.3, 1.0, 7.3, 2000.0])
+def test_the_search_finds_a_threshold(limit: float) -> None:
+    steps, best = search(lambda scale: Step(scale, scale, scale <= limit, 0.0, "m", 0.0, 0.0), 0.01)
+    assert best is not None
+    assert best.scale <= limit < best.scale * 1.0101
+    assert best == max((step for step in steps if step.holds), key=lambda step: step.scale)
+
+
+def test_no_rate_holds() -> None:
+    steps, best = search(lambda scale: Step(scale, scale, False, 0.0, "m", 0.0, 0.0), 0.01)
+    assert best is None
+    assert len(steps) < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["PLAN"], "name its spec too"),
+        (["SPEC", "PLAN"], "is not JSON"),
+        (["PLAN", "SPEC", "SPEC"], "takes a SPEC, or a PLAN and its SPEC"),
+        (["PLAN", "SPEC", "--policy", "balanc=x"], "unknown 'balanc'; did you mean 'balance'"),
+        (["PLAN", "SPEC", "--policy", "balance=x"], "balance: 'x' is not one of its values"),
+        (["PLAN", "SPEC", "--policy", "retries"], "is not NAME=VALUE"),
+        (["PLAN", "SPEC", "--policy", "retries=-1"], "retries: must not be negative"),
+        (["PLAN", "SPEC", "--workload", "azure-con"], "did you mean 'azure-conv'"),
+        (["PLAN", "SPEC", "--workload", "nothing.csv"], "nothing.csv"),
+        (["PLAN", "SPEC", "--rate", "0"], "--rate: must be positive"),
+        (["PLAN", "SPEC", "--records", "x.csv"], "must end in .jsonl or .parquet"),
+        (["PLAN", "SPEC", "--faults", "none.yaml"], "none.yaml"),
+        (["PLAN", "nothing.yaml"], "nothing.yaml"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    files: tuple[str, str], options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = {"PLAN": files[0], "SPEC": files[1]}
+    capsys.readouterr()
+    assert run(["simulate", *(named.get(option, option) for option in options)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_bad_fault_names_its_entry(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = tmp_path / "f.yaml"
+    faults.write_text("faults: [{at_s: 20, kind: link, source: home, target: moon, factor: 0}]")
+    capsys.readouterr()
+    assert run(["simulate", *files, "--requests", "10", "--faults", str(faults)]) == 2
+    assert "home->moon" in capsys.readouterr().err

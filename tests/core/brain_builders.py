@@ -1,0 +1,275 @@
+"""Small plans and facts for the Brain's tests, and a world that carries out what it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from potluck.core.actions import Abandon, Action, Drain, Flip, Refuse, Run, Start, Stop
+from potluck.core.brain import Brain
+from potluck.core.events import (
+    Arrived,
+    Drained,
+    Event,
+    Failed,
+    FailureKind,
+    Finished,
+    FirstToken,
+    Planned,
+    ReplicaLost,
+    ReplicaReady,
+    SegmentDone,
+)
+from potluck.core.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.fleet import Member
+from potluck.core.layout import single
+from potluck.core.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    Flow,
+    NodeCount,
+    Plan,
+    Replica,
+    Share,
+    Template,
+    TemplateKind,
+)
+from potluck.core.policy import Policy
+from potluck.core.types import Request, Role
+
+Phase = Literal["closed", "prefill", "decode"]
+SPLIT = SplitFacts(k_p=2.4e-4, b_p=0.004, k_ctxp=1.6e-6, k_ctxd=2.5e-7, b_c=0.032, chunk_tokens=512)
+SHORT_TOKENS = 2000
+"""The longest prompt of the first of two buckets."""
+
+
+def template(
+    name: str,
+    roles: Sequence[Role] = ("mixed",),
+    kind: TemplateKind = "homogeneous",
+    model: str = "m",
+    closed: Sequence[float] = (),
+    prefill: Sequence[float] = (),
+    decode: Sequence[float] = (),
+) -> Template:
+    size = max(len(closed), len(prefill), len(decode))
+    rates = [list(each) + [0.0] * (size - len(each)) for each in (prefill, decode, closed)]
+    capacity = tuple(BucketCapacity(b, *(each[b] for each in rates), 0.1, 0.02) for b in range(size))
+    replicas = tuple(Replica(role, single("node", 1, 8)) for role in roles)
+    return Template(name, kind, model, (NodeCount("node", 1),), replicas, capacity, "measured")
+
+
+def plan(
+    templates: Sequence[Template],
+    counts: dict[tuple[str, str], int],
+    shares: dict[tuple[str, str, Phase], Sequence[float]],
+    flows: dict[tuple[str, str, str], Sequence[float]] | None = None,
+    longest: Sequence[int] = (SHORT_TOKENS, 100_000),
+) -> Plan:
+    """Counts by (template, region), rates by (template, region, phase), flows by (model, from, to)."""
+    models = dict.fromkeys(each.model for each in templates)
+    return Plan(
+        "test",
+        tuple(templates),
+        tuple(Deployment(name, region, count) for (name, region), count in counts.items()),
+        tuple(Bucket(m, b, tokens, 1.0) for m in models for b, tokens in enumerate(longest)),
+        tuple(Share(t, r, b, p, x) for (t, r, p), rates in shares.items() for b, x in enumerate(rates) if x),
+        tuple(
+            Flow(m, b, s, d, x)
+            for (m, s, d), rates in (flows or {}).items()
+            for b, x in enumerate(rates)
+            if x
+        ),
+        (),
+        1.0,
+        0.0,
+    )
+
+
+def facts(
+    templates: Sequence[Template],
+    *,
+    batch: int = 8,
+    longest: dict[str, int] | None = None,
+    exact: bool = False,
+) -> Facts:
+    limits = longest or {}
+    replicas = {
+        (each.name, i): ReplicaFacts(1e-4, 1e-3, 0.02, batch, 20_000, limits.get(each.name, 200_000))
+        for each in templates
+        for i in range(len(each.replicas))
+    }
+    models = {each.model: ModelFacts(1e5, exact_prefix=exact) for each in templates}
+    splits = {each.name: SPLIT for each in templates if each.kind == "pair"}
+    return Facts(models, replicas, splits, {("far", "near"): 10.0, ("near", "far"): 10.0})
+
+
+def request(
+    name: str,
+    prompt: int = 1000,
+    output: int = 100,
+    model: str = "m",
+    at_s: float = 0.0,
+    deadline_s: float | None = None,
+    blocks: tuple[int, ...] = (),
+) -> Request:
+    return Request(name, model, at_s, prompt, output, 0, deadline_s, blocks)
+
+
+@dataclass
+class Job:
+    """A request that the world runs."""
+
+    run: Run
+    done: int = 0
+    first: bool = False
+
+    def needs(self, replica: str) -> bool:
+        return any(segment.replica == replica for segment in self.run.route.segments[self.done :])
+
+
+@dataclass
+class World:
+    """Carries out actions at once, but for time: the test says what happens next. Checks what it is asked."""
+
+    brain: Brain
+    jobs: dict[str, Job] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
+    ready: set[str] = field(default_factory=set)
+    draining: set[str] = field(default_factory=set)
+    dying: dict[str, Member] = field(default_factory=dict)
+    """Gone, and the Brain does not know yet: it may still send there, and that fails."""
+    requests: dict[str, Request] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
+    log: list[tuple[float, Event, tuple[Action, ...]]] = field(default_factory=list)
+    now_s: float = 0.0
+
+    def tell(self, event: Event) -> list[Action]:
+        if isinstance(event, Arrived) and event.request.id not in self.requests:
+            self.requests[event.request.id] = event.request
+        actions = self.brain.on(self.now_s, event)
+        self.log.append((self.now_s, event, tuple(actions)))
+        for action in actions:
+            self._do(action)
+        return actions
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Run():
+                self._run(action)
+            case Refuse(name, _, detail):
+                assert detail
+                self._end(name, "refused")
+            case Abandon(name, replicas):
+                assert replicas
+                assert set(replicas) <= self.members.keys() | self.dying.keys()
+                self.jobs.pop(name, None)
+            case Start(member):
+                assert member.id not in self.members
+                self.members[member.id] = member
+            case Drain(replica):
+                assert replica in self.ready
+                self.ready.discard(replica)
+                self.draining.add(replica)
+            case Stop(replica):
+                self.lose(replica, tell=False)
+            case Flip(replica, _):
+                assert replica in self.members
+
+    def _run(self, run: Run) -> None:
+        wanted = self.requests[run.request]
+        assert run.request not in self.ended
+        assert run.request not in self.jobs
+        for segment in run.route.segments:
+            assert segment.replica in self.ready | self.dying.keys(), "only ready replicas get work"
+            assert (self.members | self.dying)[segment.replica].model == wanted.model
+        assert run.prompt_tokens == wanted.prompt_tokens + run.streamed_tokens
+        assert run.route.segments[-1].start <= run.prompt_tokens
+        self.attempts[run.request] = self.attempts.get(run.request, 0) + 1
+        assert run.attempt == self.attempts[run.request] - 1
+        self.jobs[run.request] = Job(run)
+
+    def _end(self, name: str, how: str) -> None:
+        assert name not in self.ended, "a request ends once"
+        self.ended[name] = how
+        self.jobs.pop(name, None)
+
+    # What may happen.
+
+    def make_ready(self, replica: str) -> list[Action]:
+        self.ready.add(replica)
+        return self.tell(ReplicaReady(replica))
+
+    def plan(self, new: Plan, ready: bool = True) -> list[Action]:
+        actions = self.tell(Planned(new))
+        if ready:
+            self.all_ready()
+        return actions
+
+    def all_ready(self) -> None:
+        for replica in [m for m in self.members if m not in self.ready and m not in self.draining]:
+            self.make_ready(replica)
+
+    def arrive(self, new: Request) -> list[Action]:
+        return self.tell(Arrived(new))
+
+    def advance(self, name: str) -> list[Action]:
+        """The next thing on a request's way."""
+        job = self.jobs[name]
+        if job.done < len(job.run.route.segments) - 1:
+            job.done += 1
+            return self.tell(SegmentDone(name, job.done - 1))
+        if not job.first:
+            job.first = True
+            return self.tell(FirstToken(name))
+        self._end(name, "answered")
+        return self.tell(Finished(name, self.requests[name].max_output_tokens))
+
+    def finish(self, name: str) -> None:
+        while name in self.jobs:
+            self.advance(name)
+
+    def fail(self, name: str, kind: FailureKind, where: str, streamed: int = 0) -> list[Action]:
+        del self.jobs[name]
+        return self.tell(Failed(name, kind, where, streamed))
+
+    def lose(self, replica: str, tell: bool = True, late: bool = False) -> None:
+        """A replica dies, or was stopped; its requests fail, before or after that is known."""
+        self.dying[replica] = self.members.pop(replica)
+        self.ready.discard(replica)
+        self.draining.discard(replica)
+        if tell and not late:
+            self.tell(ReplicaLost(replica, "died"))
+        if not (tell and late):
+            del self.dying[replica]
+        while broken := [name for name, job in self.jobs.items() if job.needs(replica)]:
+            job = self.jobs[broken[0]]
+            self.fail(broken[0], "replica", replica, job.run.streamed_tokens + int(job.first))
+        if tell and late:
+            self.tell(ReplicaLost(replica, "died"))
+            self.dying.pop(replica, None)
+
+    def drain_out(self, replica: str) -> None:
+        while busy := [name for name, job in self.jobs.items() if job.needs(replica)]:
+            self.finish(busy[0])
+        self.tell(Drained(replica))
+
+
+def world(new: Plan, policy: Policy | None = None, known: Facts | None = None, ready: bool = True) -> World:
+    made = World(Brain(known or facts(new.templates), policy or Policy()))
+    made.plan(new, ready)
+    return made
+
+
+def assert_at_rest(brain: Brain) -> None:
+    """With nothing open, every count is back at nothing."""
+    assert brain.flights == {}
+    for view in brain.fleet.views.values():
+        assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
+    for target in (*brain.table.singles.values(), *brain.table.groups.values()):
+        assert abs(target.load) < 1e-6
+        assert target.in_low == 0
+        assert not target.waiting

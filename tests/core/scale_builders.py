@@ -1,0 +1,189 @@
+"""Small plans, fleets and a world that starts and drains at random, for the tests of scaling and reconciling."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+from potluck.core.actions import Action, Drain, Start, Stop
+from potluck.core.capacity import Blueprint, Key, blueprints
+from potluck.core.events import LinkReported
+from potluck.core.fleet import Fleet
+from potluck.core.layout import single
+from potluck.core.plan import Bucket, BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.rates import Rates, total
+from potluck.core.reconcile import Progress, Step, reconcile
+from potluck.core.types import Role
+from potluck.core.window import LengthCount, ModelObserved, Observed
+
+
+def template(
+    name: str,
+    closed: float = 0.0,
+    prefill: float = 0.0,
+    decode: float = 0.0,
+    *,
+    model: str = "m",
+    roles: Sequence[Role] = ("mixed",),
+    nodes: Mapping[str, int] | None = None,
+) -> Template:
+    """One bucket of capacity; an empty one when all rates are 0."""
+    capacity = (BucketCapacity(0, prefill, decode, closed, 0.1, 0.01),) if closed + prefill + decode else ()
+    counts = tuple(NodeCount(node, count) for node, count in (nodes or {"n": 1}).items())
+    kind = "homogeneous" if len(set(roles)) == 1 else "combo"
+    replicas = tuple(Replica(role, single("n", 1, 1)) for role in roles)
+    return Template(name, kind, model, counts, replicas, capacity, "measured")
+
+
+def plan_of(
+    templates: Sequence[Template], counts: Mapping[Key, int], buckets: Sequence[Bucket] | None = None
+) -> Plan:
+    models = sorted({each.model for each in templates})
+    found = buckets or [Bucket(model, 0, 10**6, 1.0) for model in models]
+    deployments = tuple(Deployment(name, region, count) for (name, region), count in counts.items())
+    return Plan("test", tuple(templates), deployments, tuple(found), (), (), (), 0.0, 0.0)
+
+
+def fleet_of(plan: Plan) -> Fleet:
+    """The plan's copies, all ready."""
+    world = World(blueprints(plan), {}, random.Random(0))
+    for each in plan.deployments:
+        world.wanted[each.template, each.region] = each.count
+    world.call()
+    for replica in list(world.fleet.views):
+        world.fleet.ready(replica)
+    return world.fleet
+
+
+class World:
+    """Carries actions out at once and answers when it likes; checks that every action is a sensible one."""
+
+    def __init__(
+        self,
+        known: Mapping[str, Blueprint],
+        wanted: Mapping[Key, int],
+        chance: random.Random,
+        available: Mapping[tuple[str, str], int] | None = None,
+        dip: float = 0.0,
+        grace_s: float = 30.0,
+    ) -> None:
+        self.known, self.wanted, self.chance = dict(known), dict(wanted), chance
+        self.available, self.dip, self.grace_s = available, dip, grace_s
+        self.fleet, self.progress, self.at_s = Fleet(), Progress(), 0.0
+        self.units_seen: set[str] = set()
+        self.ids_seen: set[str] = set()
+
+    def call(self) -> Step:
+        step = reconcile(
+            self.fleet,
+            self.wanted,
+            self.known,
+            self.progress,
+            self.at_s,
+            available=self.available,
+            dip=self.dip,
+            grace_s=self.grace_s,
+        )
+        self.progress = step.progress
+        new = {action.member.unit for action in step.actions if isinstance(action, Start)}
+        new -= set(self.fleet.units)
+        assert not new & self.units_seen, "a number was used twice"
+        self.units_seen |= new
+        for action in step.actions:
+            self.carry_out(action)
+        return step
+
+    def carry_out(self, action: Action) -> None:
+        if isinstance(action, Start):
+            assert action.member.id not in self.ids_seen
+            self.ids_seen.add(action.member.id)
+            self.fleet.add(action.member)
+        elif isinstance(action, Drain):
+            assert self.fleet.views[action.replica].state == "ready"
+            self.fleet.drain(action.replica)
+        else:
+            assert isinstance(action, Stop)
+            assert self.fleet.remove(action.replica) is not None
+
+    def pass_time(self, lose: float = 0.0) -> None:
+        """Some replicas become ready or drained, some are lost."""
+        self.at_s += self.chance.uniform(0, 10)
+        for view in list(self.fleet.views.values()):
+            if self.chance.random() < lose:
+                self.fleet.remove(view.member.id)
+            elif view.state == "starting" and self.chance.random() < 0.4:
+                self.fleet.ready(view.member.id)
+            elif view.state == "draining" and self.chance.random() < 0.4:
+                self.progress = self.progress.drained(view.member.id)
+
+    def serving_per_s(self, model: str) -> float:
+        return served(self.known, [u.template for u in self.fleet.units.values() if u.whole], model)
+
+    def counts(self) -> dict[Key, int]:
+        """Whole copies of each key."""
+        found = dict.fromkeys(self.wanted, 0)
+        for unit in self.fleet.units.values():
+            if unit.whole and len(unit.views) == len(self.known[unit.template].template.replicas):
+                key = (unit.template, unit.region)
+                found[key] = found.get(key, 0) + 1
+        return found
+
+    def held_nodes(self) -> dict[tuple[str, str], int]:
+        held: dict[tuple[str, str], int] = {}
+        for unit in self.fleet.units.values():
+            for each in self.known[unit.template].template.nodes:
+                key = (unit.region, each.node)
+                held[key] = held.get(key, 0) + each.count
+        return held
+
+
+def served(known: Mapping[str, Blueprint], names: Sequence[str], model: str) -> float:
+    """What copies of these templates serve together, worked out anew."""
+    rates = total(known[name].rates for name in names if known[name].template.model == model)
+    return Rates(*rates).served_per_s
+
+
+def target_per_s(known: Mapping[str, Blueprint], wanted: Mapping[Key, int], model: str) -> float:
+    return served(known, [name for (name, _), count in wanted.items() for _ in range(count)], model)
+
+
+def traffic(
+    rate_per_s: float,
+    *,
+    model: str = "m",
+    prompt: int = 1000,
+    output: int = 100,
+    span_s: float = 120.0,
+    error: float | None = None,
+    **more: Any,
+) -> ModelObserved:
+    """A window of equal requests."""
+    arrivals = round(rate_per_s * span_s)
+    spread = sqrt(max(arrivals, 1)) / span_s if error is None else error
+    lengths = (LengthCount(prompt, prompt + 1, arrivals, arrivals * prompt),) if arrivals else ()
+    plain = ModelObserved(
+        model=model,
+        span_s=span_s,
+        arrivals=arrivals,
+        rate_per_s=rate_per_s,
+        error_per_s=spread,
+        mean_prompt_tokens=float(prompt),
+        mean_output_tokens=float(output),
+        prompt_error_tokens=0.0,
+        output_error_tokens=0.0,
+        finished=arrivals,
+        attained=arrivals,
+        refused=0,
+        held=0,
+        long_span_s=1800.0,
+        long_rate_per_s=rate_per_s,
+        lengths=lengths,
+    )
+    return replace(plain, **more)
+
+
+def observed(at_s: float, *models: ModelObserved, links: tuple[LinkReported, ...] = ()) -> Observed:
+    return Observed(at_s, models, links)

@@ -1,0 +1,279 @@
+"""Batching: equal to its plain reference step by step, and many steps at once equal to as many single ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from batch_reference import PlainBatcher
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.core.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, Happening, Limits
+from potluck.core.errors import CapacityError, InputError
+
+Op = tuple[str, int, int, int, int]
+"""What, and four figures of which each kind of operation takes what it needs."""
+
+KINDS = ["add", "add", "add", "received", "hand over", "cancel", "release", "step", "steps", "steps"]
+limits = st.builds(
+    Limits,
+    total_blocks=st.integers(6, 40),
+    token_budget=st.integers(12, 96),
+    max_running=st.integers(2, 12),
+    chunk_tokens=st.one_of(st.none(), st.integers(4, 64)),
+    spare_blocks=st.integers(0, 2),
+    block_tokens=st.sampled_from([2, 4, 16]),
+)
+operations: st.SearchStrategy[list[Op]] = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.integers(1, 40),
+        st.integers(0, 12),
+        st.integers(1, 60),
+        st.integers(0, 2),
+    ),
+    min_size=1,
+    max_size=60,
+)
+
+
+def fits(rules: Limits, tokens: int) -> bool:
+    return tokens <= rules.total_blocks * rules.block_tokens
+
+
+def touch(batch: Batcher | PlainBatcher, rules: Limits, op: Op, key: int) -> None:
+    """Carry out everything but steps."""
+    what, first, second, third, priority = op
+    plain = isinstance(batch, PlainBatcher)
+    if what == "add" and fits(rules, first + second + third):
+        batch.add(key, first, second, third, priority)
+    elif what == "received" and fits(rules, first + second + third):
+        if batch.reserve(key, first):
+            batch.add(key, second, first, third, priority)
+    elif what == "hand over" and fits(rules, first):
+        batch.add(key, first, 0, 0, priority)
+    elif what == "cancel" and key:
+        batch.cancel(first % key)
+    elif what == "release":
+        for sequence in list(batch.all if plain else batch.keys()):  # type: ignore[union-attr]
+            batch.release(sequence.key if plain else sequence)  # type: ignore[union-attr,arg-type]
+
+
+def seen(batch: Batcher) -> tuple[object, ...]:
+    """All that can be observed."""
+    keys = sorted(batch.keys())
+    return (
+        batch.free_blocks,
+        batch.queued,
+        batch.running,
+        batch.todo_tokens,
+        batch.held_tokens,
+        batch.decoding.clock,
+        batch.decoding.keys(),
+        [(key, batch.streamed(key)) for key in keys],
+    )
+
+
+@settings(max_examples=150)
+@given(limits, operations)
+def test_every_step_is_what_the_plain_rules_say(rules: Limits, ops: list[Op]) -> None:
+    batch, plain = Batcher(rules), PlainBatcher(rules)
+    for key, op in enumerate(ops):
+        touch(batch, rules, op, key)
+        touch(plain, rules, op, key)
+        for _ in range(op[1] if op[0] == "steps" else int(op[0] == "step")):
+            step, (chunks, decodes, context, preempted) = batch.next_step(), plain.next_step()
+            assert (step.chunks, step.decodes, step.context_tokens) == (chunks, decodes, context)
+            assert step.preempted == preempted
+            assert batch.free_blocks == plain.free
+            assert sorted(batch.commit(step)) == sorted(plain.commit())
+        waiting = plain.of("waiting", "own")
+        assert batch.free_blocks == plain.free
+        assert batch.queued == len(waiting)
+        assert batch.todo_tokens == sum(s.todo for s in plain.all)
+        assert batch.held_tokens == sum(s.held for s in plain.of("prefill", "decode"))
+        assert [(s.key, s.asked - s.left) for s in plain.all] == [
+            (s.key, batch.streamed(s.key)) for s in plain.all
+        ]
+
+
+@settings(max_examples=150)
+@given(limits, operations, st.integers(0, 1 << 30))
+def test_many_steps_at_once_are_as_many_single_steps(rules: Limits, ops: list[Op], chance: int) -> None:
+    jumping, stepping = Batcher(rules), Batcher(rules)
+    for key, op in enumerate(ops):
+        touch(jumping, rules, op, key)
+        touch(stepping, rules, op, key)
+        left = op[1] if op[0] == "steps" else int(op[0] == "step")
+        while left:
+            steady = jumping.steady()
+            count = min(steady, left, 1 + chance % 7 if chance % 2 else left) if steady else 1
+            chance = chance // 3 + left
+            if steady:
+                ours: list[Happening] = jumping.advance(count)
+            else:
+                ours = jumping.commit(jumping.next_step())
+            theirs: list[Happening] = []
+            for _ in range(count):
+                assert not theirs, "something happened before the last of the steps"
+                step = stepping.next_step()
+                if steady:
+                    assert not step.chunks
+                    assert not step.preempted
+                theirs += stepping.commit(step)
+            assert ours == theirs
+            assert seen(jumping) == seen(stepping)
+            left -= count
+
+
+@given(limits, operations)
+def test_steps_stay_within_budget_slots_and_memory(rules: Limits, ops: list[Op]) -> None:
+    batch = Batcher(rules)
+    for key, op in enumerate(ops):
+        touch(batch, rules, op, key)
+        step = batch.next_step()
+        assert step.tokens <= rules.token_budget
+        assert batch.running <= rules.max_running
+        assert 0 <= batch.free_blocks <= rules.total_blocks
+        assert all(0 < tokens <= (rules.chunk_tokens or rules.token_budget) for _, tokens, _ in step.chunks)
+        batch.commit(step)
+    for key in range(len(ops)):
+        batch.cancel(key)
+    assert batch.free_blocks == rules.total_blocks
+    assert (batch.queued, batch.running, batch.todo_tokens, batch.held_tokens) == (0, 0, 0, 0)
+
+
+@given(limits, operations)
+def test_everyone_ends_in_bounded_time_and_in_order(rules: Limits, ops: list[Op]) -> None:
+    """The first in line among those running always gets on, so the steps are at most all tokens once more."""
+    batch = Batcher(rules)
+    bound, begun, priorities = 1, {}, {}
+    for key, (_, first, second, third, priority) in enumerate(ops):
+        if fits(rules, first + second + third):
+            batch.add(key, first, second, third, priority)
+            bound += first + second + third
+            priorities[key] = priority
+    first_tokens, finished = set(), set()
+    while priorities.keys() - finished:
+        steady = batch.steady()
+        found = batch.advance(steady) if steady else []
+        if not steady:
+            step = batch.next_step()
+            for key in [*(chunk[0] for chunk in step.chunks), *batch.decoding.keys()]:
+                begun.setdefault(key, batch.decoding.clock)
+            found = batch.commit(step)
+        for what, key in found:
+            assert what in (FIRST, FINISHED, RESUMED)
+            if what == FIRST:
+                assert key not in first_tokens
+                first_tokens.add(key)
+            elif what == FINISHED:
+                assert key in first_tokens
+                assert key not in finished
+                finished.add(key)
+        assert batch.decoding.clock <= bound
+    for level in set(priorities.values()):
+        alike = [begun[key] for key in sorted(priorities) if priorities[key] == level]
+        assert alike == sorted(alike)
+    assert batch.free_blocks == rules.total_blocks
+
+
+def run(batch: Batcher, stop: Callable[[list[Happening]], bool], most: int = 10_000) -> int:
+    """Steps until something happens."""
+    for count in range(1, most):
+        if stop(batch.commit(batch.next_step())):
+            return count
+    raise AssertionError("it never happened")
+
+
+@pytest.mark.parametrize(("prompt", "output", "budget"), [(100, 1, 64), (100, 7, 64), (64, 3, 64), (1, 5, 8)])
+def test_a_lone_request_takes_its_chunks_and_a_step_per_further_token(
+    prompt: int, output: int, budget: int
+) -> None:
+    batch = Batcher(Limits(100, token_budget=budget, max_running=4))
+    batch.add(0, prompt, 0, output)
+    steps = run(batch, lambda found: (FINISHED, 0) in found)
+    assert steps == -(-prompt // budget) + output - 1
+
+
+def test_received_kv_decodes_at_once_and_holds_what_a_local_prefill_would() -> None:
+    local, remote = (Batcher(Limits(100, token_budget=64, max_running=4)) for _ in range(2))
+    local.add(0, 48, 0, 20)
+    local.commit(local.next_step())
+    assert remote.reserve(0, 48)
+    assert remote.free_blocks == 97
+    remote.add(0, 0, 48, 20)
+    step = remote.next_step()
+    assert (step.chunks, step.decodes, step.context_tokens) == ([], 1, 47)
+    assert remote.commit(step) == [(FIRST, 0)]
+    assert seen(remote)[:5] == seen(local)[:5]
+
+
+def test_a_segment_that_hands_over_keeps_its_blocks_until_released() -> None:
+    batch = Batcher(Limits(10, token_budget=64, max_running=4))
+    batch.add(7, 40)
+    assert batch.commit(batch.next_step()) == [(DONE, 7)]
+    assert batch.running == 0
+    assert batch.free_blocks == 7
+    batch.release(7)
+    assert batch.free_blocks == 10
+    assert batch.keys() == []
+
+
+def test_those_with_their_kv_pass_one_that_waits_for_room() -> None:
+    """Else it would wait for blocks that they hold, and they for it."""
+    batch = Batcher(Limits(10, token_budget=64, max_running=4, spare_blocks=0))
+    assert batch.reserve(1, 96)
+    batch.add(0, 80, 0, 5)
+    batch.add(1, 0, 96, 5)
+    step = batch.next_step()
+    assert (step.chunks, step.decodes) == ([], 1)
+
+
+def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> None:
+    batch = Batcher(Limits(8, token_budget=64, max_running=4, spare_blocks=0))
+    for key, priority in ((0, 0), (1, 1), (2, 0)):
+        batch.add(key, 30, 0, 40, priority)
+    preempted: list[int] = []
+    while not preempted:
+        step = batch.next_step()
+        preempted += step.preempted
+        made = {key: batch.streamed(key) for key in (0, 1, 2)}
+        batch.commit(step)
+    assert preempted == [2]
+    assert batch.streamed(2) == made[2] > 0
+    assert batch.queued == 1
+    steps = run(batch, lambda found: (RESUMED, 2) in found)
+    assert batch.streamed(2) == made[2] + 1
+    assert steps > 1
+
+
+def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
+    batch = Batcher(Limits(10, token_budget=64, max_running=4))
+    batch.add(0, 30, 0, 1000 // 10)
+    batch.commit(batch.next_step())
+    step = batch.next_step()
+    batch.finish(0)
+    assert batch.free_blocks == 10
+    assert batch.commit(step) == []
+    assert batch.steady() == 0
+
+
+def test_what_cannot_be_is_refused() -> None:
+    batch = Batcher(Limits(4, token_budget=64, max_running=4))
+    with pytest.raises(CapacityError, match="can never fit"):
+        batch.add(0, 60, 0, 6)
+    batch.add(0, 60, 0, 5)
+    with pytest.raises(InputError, match="already here"):
+        batch.add(0, 1)
+    with pytest.raises(InputError, match="at least one token"):
+        batch.add(1, 0, 0, 3)
+    step = batch.next_step()
+    with pytest.raises(InputError, match="not committed"):
+        batch.next_step()
+    batch.commit(step)
+    with pytest.raises(InputError, match="not the step"):
+        batch.commit(step)
+    with pytest.raises(InputError, match="token_budget"):
+        Limits(10, token_budget=3, max_running=4)

@@ -1,0 +1,234 @@
+"""The Brain's answers, event by event: starting, holding, retrying, refusing, and changing plans under load."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import brain_builders as build
+import pytest
+
+from potluck.core.actions import Abandon, Action, Drain, Refuse, Run, Start, Stop
+from potluck.core.brain import Brain
+from potluck.core.events import Arrived, Cancelled, Failed, Finished, Planned, Tick
+from potluck.core.policy import Policy
+from potluck.core.route import aggregated
+
+ONE = build.template("one", closed=(1.0, 1.0))
+PLAIN = build.plan((ONE,), {("one", "near"): 1}, {("one", "near", "closed"): (0.5, 0.5)})
+TWO = build.plan((ONE,), {("one", "near"): 2}, {("one", "near", "closed"): (1.0, 1.0)})
+
+
+def only_run(actions: list[Action]) -> Run:
+    (run,) = actions
+    assert isinstance(run, Run)
+    return run
+
+
+def only_refusal(actions: list[Action]) -> Refuse:
+    (refusal,) = actions
+    assert isinstance(refusal, Refuse)
+    return refusal
+
+
+def test_the_first_plan_starts_every_replica() -> None:
+    template = build.template("two", ("mixed", "mixed"), closed=(1.0,))
+    plan = build.plan((template,), {("two", "near"): 2}, {}, longest=(1000,))
+    actions = Brain(build.facts((template,)), Policy()).on(0.0, Planned(plan))
+    names = [action.member.id for action in actions if isinstance(action, Start)]
+    assert names == ["two@near#0/0", "two@near#0/1", "two@near#1/0", "two@near#1/1"]
+    assert len(actions) == 4
+
+
+def test_a_request_runs_in_place_and_leaves_nothing_behind() -> None:
+    world = build.world(PLAIN)
+    run = only_run(world.arrive(build.request("a")))
+    assert run == Run("a", aggregated("one@near#0/0"), 0, 1000, 0)
+    view = world.brain.fleet.views["one@near#0/0"]
+    assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (1, 1000, 1100)
+    assert world.advance("a") == []
+    assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (1, 0, 1100)
+    assert world.advance("a") == []
+    build.assert_at_rest(world.brain)
+
+
+def test_requests_wait_for_the_first_replica_in_their_order() -> None:
+    world = build.world(PLAIN, ready=False)
+    assert world.arrive(build.request("a")) == []
+    assert world.arrive(build.request("b")) == []
+    runs = world.make_ready("one@near#0/0")
+    assert [run.request for run in runs if isinstance(run, Run)] == ["a", "b"]
+
+
+def test_requests_wait_even_for_the_first_plan() -> None:
+    world = build.World(Brain(build.facts((ONE,)), Policy()))
+    assert world.arrive(build.request("a")) == []
+    world.plan(PLAIN)
+    assert "a" in world.jobs
+
+
+def test_waiting_ends_with_a_reason() -> None:
+    world = build.world(PLAIN, Policy(max_wait_s=10.0), ready=False)
+    world.arrive(build.request("patient"))
+    world.arrive(build.request("urgent", deadline_s=3.0))
+    world.now_s = 2.9
+    assert world.tell(Tick()) == []
+    world.now_s = 3.0
+    assert only_refusal(world.tell(Tick())).reason == "deadline"
+    world.now_s = 9.9
+    assert world.tell(Tick()) == []
+    world.now_s = 10.0
+    refusal = only_refusal(world.tell(Tick()))
+    assert (refusal.request, refusal.reason) == ("patient", "no_capacity")
+    assert "10 s" in refusal.detail
+    assert world.make_ready("one@near#0/0") == []
+
+
+def test_what_cannot_be_served_is_refused_with_the_reason() -> None:
+    world = build.world(PLAIN, known=build.facts((ONE,), longest={"one": 4096}))
+    assert only_refusal(world.arrive(build.request("a", model="other"))).reason == "unknown_model"
+    refusal = only_refusal(world.arrive(build.request("b", prompt=4000, output=97)))
+    assert refusal.reason == "too_long"
+    assert "4097" in refusal.detail
+    assert "4096" in refusal.detail
+    only_run(world.arrive(build.request("c", prompt=4000, output=96)))
+    world.now_s = 5.0
+    assert only_refusal(world.arrive(build.request("d", deadline_s=4.0))).reason == "deadline"
+
+
+def test_a_long_request_goes_only_where_it_fits() -> None:
+    small, large = build.template("small", closed=(9.0, 9.0)), build.template("large", closed=(1.0, 1.0))
+    plan = build.plan(
+        (small, large),
+        {("small", "near"): 3, ("large", "near"): 1},
+        {("small", "near", "closed"): (9.0, 9.0), ("large", "near", "closed"): (1.0, 1.0)},
+    )
+    world = build.world(plan, known=build.facts((small, large), longest={"small": 4096}))
+    for number in range(20):
+        run = only_run(world.arrive(build.request(f"long{number}", prompt=5000)))
+        assert world.members[run.route.decoder].template == "large"
+    world.lose("large@near#0/0")
+    assert world.arrive(build.request("held", prompt=5000)) == []  # none that it fits is ready
+    only_run(world.arrive(build.request("short", prompt=3000)))
+
+
+def test_a_failed_request_goes_on_elsewhere_from_what_was_streamed() -> None:
+    world = build.world(TWO)
+    first = only_run(world.arrive(build.request("a")))
+    world.advance("a")
+    again = only_run(world.fail("a", "replica", first.route.decoder, streamed=7))
+    assert again.route.decoder != first.route.decoder
+    assert (again.attempt, again.prompt_tokens, again.streamed_tokens) == (1, 1007, 7)
+    view = world.brain.fleet.views[again.route.decoder]
+    assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (1, 1007, 1100)
+    world.finish("a")
+    build.assert_at_rest(world.brain)
+
+
+def test_retries_end_and_so_does_patience() -> None:
+    world = build.world(TWO, Policy(retries=1))
+    first = only_run(world.arrive(build.request("a")))
+    again = only_run(world.fail("a", "timeout", first.route.decoder)[1:])
+    abandoned, refusal = world.fail("a", "timeout", again.route.decoder)
+    assert isinstance(abandoned, Abandon)
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason == "retries"
+    run = only_run(world.arrive(build.request("b", deadline_s=5.0)))
+    world.now_s = 5.0
+    assert only_refusal(world.fail("b", "replica", run.route.decoder)).reason == "deadline"
+    build.assert_at_rest(world.brain)
+
+
+def test_the_only_replica_is_tried_again_unless_it_was_lost() -> None:
+    world = build.world(PLAIN)
+    run = only_run(world.arrive(build.request("a")))
+    abandoned, again = world.fail("a", "timeout", run.route.decoder)
+    assert abandoned == Abandon("a", (run.route.decoder,))
+    assert isinstance(again, Run)
+    assert world.fail("a", "replica", run.route.decoder) == []  # held: it may be gone
+    world.now_s = 1.0
+    assert only_run(world.tell(Tick())).attempt == 2  # it was not
+
+
+def test_late_and_repeated_failures_are_ignored() -> None:
+    world = build.world(TWO)
+    first = only_run(world.arrive(build.request("a")))
+    world.fail("a", "replica", first.route.decoder)
+    assert world.tell(Failed("a", "replica", first.route.decoder, 0)) == []
+    world.finish("a")
+    assert world.tell(Failed("a", "replica", first.route.decoder, 0)) == []
+    assert world.tell(Finished("a", 100)) == []
+    build.assert_at_rest(world.brain)
+
+
+def test_a_failure_after_the_last_token_is_no_failure() -> None:
+    world = build.world(TWO)
+    run = only_run(world.arrive(build.request("a", output=10)))
+    assert world.fail("a", "replica", run.route.decoder, streamed=10) == []
+    build.assert_at_rest(world.brain)
+
+
+def test_cancelling_frees_the_replica() -> None:
+    world = build.world(PLAIN)
+    run = only_run(world.arrive(build.request("a")))
+    assert world.tell(Cancelled("a")) == [Abandon("a", (run.route.decoder,))]
+    assert world.tell(Cancelled("a")) == []
+    build.assert_at_rest(world.brain)
+
+
+def test_a_repeated_arrival_is_one_request() -> None:
+    world = build.world(PLAIN)
+    asked = build.request("a")
+    world.arrive(asked)
+    assert world.tell(Arrived(asked)) == []
+
+
+def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> None:
+    other = build.template("other", closed=(1.0, 1.0))
+    new = build.plan((other,), {("other", "near"): 1}, {("other", "near", "closed"): (0.5, 0.5)})
+    world = build.world(PLAIN, known=build.facts((ONE, other)))
+    actions = world.plan(new, ready=False)
+    assert [type(action) for action in actions] == [Start]
+    assert only_run(world.arrive(build.request("a"))).route.decoder == "one@near#0/0"
+    world.make_ready("other@near#1/0")
+    world.now_s = 1.0
+    assert world.tell(Tick()) == [Drain("one@near#0/0")]
+    assert only_run(world.arrive(build.request("b"))).route.decoder == "other@near#1/0"
+    world.drain_out("one@near#0/0")
+    assert world.log[-1][2] == (Stop("one@near#0/0"),)
+    world.finish("b")
+    build.assert_at_rest(world.brain)
+
+
+def test_a_lost_replica_is_started_again() -> None:
+    world = build.world(TWO)
+    world.tell(Tick())
+    world.lose("one@near#0/0")
+    assert {only_run(world.arrive(build.request(str(n)))).route.decoder for n in range(4)} == {"one@near#1/0"}
+    world.now_s = 1.0
+    (start,) = world.tell(Tick())
+    assert isinstance(start, Start)
+    assert start.member.unit != "one@near#1"
+
+
+def test_under_a_rush_the_scaler_adds_copies() -> None:
+    policy = Policy(scaling="cauchy", window_s=24.0)
+    world = build.world(PLAIN, policy)
+    for number in range(600):
+        world.now_s = number * 0.1  # ten times what was planned
+        world.arrive(build.request(str(number), at_s=world.now_s))
+        if number % 10 == 9:
+            world.tell(Tick())
+        world.finish(str(number))
+    started = [a for _, _, actions in world.log for a in actions if isinstance(a, Start)]
+    assert len(started) > 1
+    assert world.brain.steward.why()
+
+
+@pytest.mark.parametrize("balance", ["goodput", "round-robin", "least-work", "token", "fixed"])
+def test_every_balance_uses_every_replica_of_a_kind_alike(balance: str) -> None:
+    template = build.template("quad", ("mixed",) * 4, closed=(4.0, 4.0))
+    plan = build.plan((template,), {("quad", "near"): 2}, {("quad", "near", "closed"): (4.0, 4.0)})
+    world = build.world(plan, Policy(balance=balance))  # type: ignore[arg-type]
+    counts = Counter(only_run(world.arrive(build.request(str(n)))).route.decoder for n in range(80))
+    assert set(counts.values()) == {10}
+    assert len(counts) == 8

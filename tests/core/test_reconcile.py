@@ -1,0 +1,344 @@
+"""Reconciling against a small world that answers when it likes, and by hand where the order matters."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scale_builders import World, plan_of, served, target_per_s, template
+
+from potluck.core.actions import Drain, Start, Stop
+from potluck.core.capacity import Key, blueprints
+from potluck.core.events import Status
+from potluck.core.fleet import Member
+from potluck.core.reconcile import wanted_counts
+
+TEMPLATES = (
+    template("small", 3.0),
+    template("large", 7.0, nodes={"n": 2}),
+    template("combo", 5.0, roles=("prefill", "decode", "decode"), nodes={"n": 1, "k": 1}),
+    template("pre", prefill=4.0, roles=("prefill",), nodes={"k": 1}),
+    template("dec", decode=6.0, roles=("decode",)),
+    template("dull"),
+    template("other", 2.0, model="o"),
+)
+KNOWN = blueprints(plan_of(TEMPLATES, {}))
+counts = st.dictionaries(
+    st.sampled_from([(t.name, region) for t in TEMPLATES for region in ("east", "west")]),
+    st.integers(0, 4),
+    max_size=5,
+)
+
+
+def settle(world: World, rounds: int = 400) -> int:
+    """Rounds until nothing is left to do."""
+    for number in range(rounds):
+        if world.call().settled:
+            return number
+        world.pass_time()
+    raise AssertionError(f"not settled after {rounds} rounds: {world.fleet.units}")
+
+
+def replaced(world: World, wanted: dict[Key, int]) -> None:
+    world.wanted = {**dict.fromkeys(world.wanted, 0), **wanted}
+
+
+@given(old=counts, new=counts, seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_it_arrives_and_never_serves_less_than_old_and_wanted(
+    old: dict[Key, int], new: dict[Key, int], seed: int
+) -> None:
+    world = World(KNOWN, old, random.Random(seed))
+    settle(world)
+    assert world.counts() == old
+    models = ["m", "o"] if "dull" not in {name for name, _ in {**old, **new}} else ["o"]
+    floors = {m: min(world.serving_per_s(m), target_per_s(KNOWN, new, m)) for m in models}
+    replaced(world, new)
+    for _ in range(400):
+        settled = world.call().settled
+        for model, floor in floors.items():
+            assert world.serving_per_s(model) >= floor - 1e-9
+        if settled:
+            break
+        world.pass_time()
+    assert world.counts() == {**dict.fromkeys(old, 0), **new}
+
+
+@given(old=counts, new=counts, seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_losses_on_the_way_are_made_good(old: dict[Key, int], new: dict[Key, int], seed: int) -> None:
+    world = World(KNOWN, old, random.Random(seed))
+    for _ in range(20):
+        world.call()
+        world.pass_time(lose=0.1)
+    replaced(world, new)
+    for _ in range(20):
+        world.call()
+        world.pass_time(lose=0.1)
+    settle(world)
+    assert world.counts() == {**dict.fromkeys(old, 0), **new}
+
+
+@given(old=counts, new=counts, seed=st.integers(0, 2**32), rounds=st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_a_second_call_does_nothing(old: dict[Key, int], new: dict[Key, int], seed: int, rounds: int) -> None:
+    world = World(KNOWN, old, random.Random(seed))
+    for number in range(rounds):
+        if number == rounds // 2:
+            replaced(world, new)
+        world.call()
+        world.pass_time(lose=0.05)
+    world.call()
+    before = world.progress
+    again = world.call()
+    assert again.actions == ()
+    assert world.progress == before
+
+
+@given(old=counts, new=counts, seed=st.integers(0, 2**32), dip=st.sampled_from([0.0, 0.3, 1.0]))
+@settings(max_examples=100, deadline=None)
+def test_nodes_are_never_overdrawn_and_a_full_dip_always_arrives(
+    old: dict[Key, int], new: dict[Key, int], seed: int, dip: float
+) -> None:
+    world = World(KNOWN, old, random.Random(seed), dip=dip)
+    settle(world)
+    old_nodes = world.held_nodes()
+    fresh = World(KNOWN, new, random.Random(seed))
+    settle(fresh)
+    new_nodes = fresh.held_nodes()
+    world.available = {
+        key: max(old_nodes.get(key, 0), new_nodes.get(key, 0)) for key in {*old_nodes, *new_nodes}
+    }
+    replaced(world, new)
+    models = ["m", "o"] if "dull" not in {name for name, _ in {**old, **new}} else ["o"]
+    floors = {m: (1 - dip) * min(world.serving_per_s(m), target_per_s(KNOWN, new, m)) for m in models}
+    notes: tuple[str, ...] = ()
+    for _ in range(300):
+        step = world.call()
+        notes = step.notes
+        held = world.held_nodes()
+        assert all(count <= world.available[key] for key, count in held.items())
+        for model, floor in floors.items():
+            assert world.serving_per_s(model) >= floor - 1e-9
+        if step.settled:
+            break
+        world.pass_time()
+    if dip == 1.0 or not notes:
+        assert world.counts() == {**dict.fromkeys(old, 0), **new}
+    else:
+        assert any("no nodes" in note for note in notes)
+
+
+def started(world: World) -> None:
+    for view in list(world.fleet.views.values()):
+        if view.state == "starting":
+            world.fleet.ready(view.member.id)
+
+
+def at_rest(
+    wanted: dict[Key, int], available: dict[tuple[str, str], int] | None = None, dip: float = 0.0
+) -> World:
+    world = World(KNOWN, wanted, random.Random(0), available, dip)
+    world.call()
+    started(world)
+    assert world.call().settled
+    return world
+
+
+def test_new_copies_start_first_and_the_least_loaded_old_ones_leave_as_they_get_ready() -> None:
+    world = at_rest({("small", "east"): 3})
+    for load, view in zip((5, 0, 2), world.fleet.views.values(), strict=True):
+        view.open_requests = load
+    replaced(world, {("large", "east"): 1, ("small", "east"): 1})
+    first = world.call()
+    assert [type(action) for action in first.actions] == [Start]
+    world.fleet.ready("large@east#3/0")
+    assert world.call().actions == (Drain("small@east#1/0"), Drain("small@east#2/0"))
+    world.progress = world.progress.drained("small@east#2/0")
+    assert world.call().actions == (Stop("small@east#2/0"),)
+    world.at_s += 29.9
+    assert world.call().actions == ()
+    world.at_s += 0.2
+    assert world.call().actions == (Stop("small@east#1/0"),)
+    assert world.call().settled
+
+
+def test_copies_that_do_not_serve_yet_are_stopped_not_drained() -> None:
+    world = World(KNOWN, {("combo", "east"): 2}, random.Random(0))
+    world.call()
+    for replica in ("combo@east#0/0", "combo@east#1/0", "combo@east#1/1", "combo@east#1/2"):
+        world.fleet.ready(replica)
+    world.wanted["combo", "east"] = 1
+    assert world.call().actions == (
+        Drain("combo@east#0/0"),
+        Stop("combo@east#0/1"),
+        Stop("combo@east#0/2"),
+    )
+
+
+def test_a_copy_that_lost_a_replica_gets_it_back_under_a_new_id() -> None:
+    world = at_rest({("combo", "east"): 1})
+    world.fleet.remove("combo@east#0/1")
+    (start,) = world.call().actions
+    assert isinstance(start, Start)
+    assert (start.member.unit, start.member.index, start.member.role) == ("combo@east#0", 1, "decode")
+    assert start.member.id != "combo@east#0/1"
+
+
+def test_starts_that_fail_are_tried_again_ever_more_slowly() -> None:
+    world = World(KNOWN, {("small", "east"): 1}, random.Random(0))
+    tries = []
+    while world.at_s < 2000:
+        step = world.call()
+        if step.actions:
+            tries.append(world.at_s)
+            for replica in list(world.fleet.views):
+                world.fleet.remove(replica)
+        else:
+            assert step.due_s > world.at_s
+            world.at_s = step.due_s
+    gaps = [round(b - a) for a, b in pairwise(tries)]
+    assert gaps[:7] == [10, 20, 40, 80, 160, 300, 300]
+    world.call()
+    started(world)
+    world.call()
+    assert not world.progress.attempts
+
+
+def test_without_spare_nodes_it_says_which_dip_it_needs() -> None:
+    world = at_rest({("small", "east"): 4}, {("east", "n"): 4})
+    replaced(world, {("dec", "east"): 2, ("small", "east"): 2})
+    assert world.call().actions[0] == Drain("small@east#3/0")  # the decode copies bring nothing by themselves
+    world = at_rest({("small", "east"): 4}, {("east", "n"): 5})
+    world.known["better"] = KNOWN["small"]._replace(template=template("better", 3.0, nodes={"n": 2}))
+    world.available = {("east", "n"): 4}
+    replaced(world, {("better", "east"): 2})
+    step = world.call()
+    assert [type(action) for action in step.actions] == [Drain, Drain]  # four served 12, two are wanted
+    for view in list(world.fleet.views.values()):
+        if view.state == "draining":
+            world.progress = world.progress.drained(view.member.id)
+    assert [type(action) for action in world.call().actions] == [Stop, Stop, Start]
+    started(world)
+    step = world.call()
+    assert [type(action) for action in step.actions] == [Drain]  # 3 + 3 + 3 serve, 6 are needed
+    world.progress = world.progress.drained(step.actions[0][0])
+    step = world.call()
+    assert [type(action) for action in step.actions] == [Stop]
+    assert "a dip of 50% would let" in step.notes[0]
+    world.dip = 0.5
+    step = world.call()
+    assert [type(action) for action in step.actions] == [Drain]
+    assert "no spare nodes, so" in step.notes[0]
+
+
+@given(
+    old=st.integers(1, 6),
+    new=st.integers(1, 6),
+    rates=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    dip=st.sampled_from([0.0, 0.2, 0.34, 0.5, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=80, deadline=None)
+def test_an_exchange_on_full_nodes_keeps_within_the_dip(
+    old: int, new: int, rates: tuple[int, int], dip: float, seed: int
+) -> None:
+    known = blueprints(plan_of((template("a", float(rates[0])), template("b", float(rates[1]))), {}))
+    world = World(known, {("a", "east"): old}, random.Random(seed), dip=dip)
+    settle(world)
+    world.available = {("east", "n"): max(old, new)}
+    floor = min(old * rates[0], new * rates[1])
+    replaced(world, {("b", "east"): new})
+    least, step = float(floor), world.call()
+    for _ in range(200):
+        least = min(least, world.serving_per_s("m"))
+        if step.settled:
+            break
+        world.pass_time()
+        step = world.call()
+    assert least >= (1 - dip) * floor - 1e-9
+    if step.settled:
+        assert world.counts() == {("a", "east"): 0, ("b", "east"): new}
+    else:
+        assert dip < 1
+        assert "would let copies be exchanged" in step.notes[0]
+
+
+def test_nodes_on_their_way_out_are_waited_for_even_if_the_dip_would_allow_more() -> None:
+    world = at_rest({("small", "east"): 2}, {("east", "n"): 2}, dip=1.0)
+    world.known["same"] = KNOWN["small"]._replace(template=template("same", 3.0))
+    replaced(world, {("same", "east"): 1})
+    assert len(world.call().actions) == 1
+    assert world.call().actions == ()
+    assert world.serving_per_s("m") == 3.0
+
+
+def test_a_start_that_was_called_off_is_no_failure() -> None:
+    world = World(KNOWN, {("small", "east"): 1}, random.Random(0))
+    world.call()
+    world.wanted["small", "east"] = 0
+    assert world.call().actions == (Stop("small@east#0/0"),)
+    world.wanted["small", "east"] = 1
+    assert [type(action) for action in world.call().actions] == [Start]
+    assert not world.progress.attempts
+
+
+def test_what_nobody_asked_for_is_left_alone() -> None:
+    world = at_rest({("small", "east"): 1})
+    stray = Member("mine", "mine#7", "handmade", 0, "homogeneous", "m", "mixed", "east")
+    world.fleet.add(stray)
+    world.fleet.ready("mine")
+    assert world.call().actions == ()
+    world.wanted = {("small", "east"): 0}
+    world.call()
+    assert world.fleet.views["mine"].state == "ready"
+    world.wanted = {("never seen", "east"): 1}
+    assert "not known" in world.call().notes[0]
+
+
+def test_a_replica_drained_by_hand_takes_its_copy_out_and_is_replaced() -> None:
+    world = at_rest({("combo", "east"): 1})
+    world.fleet.drain("combo@east#0/1")
+    actions = world.call().actions
+    assert actions[:2] == (Drain("combo@east#0/0"), Drain("combo@east#0/2"))
+    assert sum(isinstance(action, Start) for action in actions) == 3
+
+
+def test_copies_whose_rates_are_unknown_are_counted() -> None:
+    world = at_rest({("dull", "east"): 3})
+    replaced(world, {("dull", "west"): 2})
+    step = world.call()
+    drains = [action for action in step.actions if isinstance(action, Drain)]
+    assert len(drains) == 1
+    started(world)
+    assert sum(isinstance(action, Drain) for action in world.call().actions) == 2
+
+
+def test_a_flipped_copy_is_not_taken_for_what_it_was() -> None:
+    world = at_rest({("pre", "east"): 1, ("dec", "east"): 2})
+    world.fleet.flip("dec@east#0/0", "prefill")
+    replaced(world, {("pre", "east"): 1, ("dec", "east"): 1})
+    drains = [action.replica for action in world.call().actions if isinstance(action, Drain)]
+    assert drains == ["dec@east#0/0"]
+
+
+def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:
+    world = at_rest({("small", "east"): 2})
+    world.fleet.views["small@east#0/0"].status = Status(9, 9, 9, 9, 0, 1, 0.1)
+    world.fleet.views["small@east#1/0"].open_requests = 1
+    world.wanted["small", "east"] = 1
+    assert world.call().actions == (Drain("small@east#0/0"),)
+
+
+def test_wanted_counts_end_what_the_plan_no_longer_names() -> None:
+    plan = plan_of(TEMPLATES, {("small", "east"): 2, ("large", "west"): 1})
+    wanted = wanted_counts(plan, {("small", "east"): 5, ("combo", "east"): 1})
+    assert wanted == {("small", "east"): 2, ("large", "west"): 1, ("combo", "east"): 0}
+
+
+@pytest.mark.parametrize(("names", "rate"), [(["small", "large"], 10.0), (["pre", "dec", "dec"], 4.0)])
+def test_the_reference_adds_up_as_it_should(names: list[str], rate: float) -> None:
+    assert served(KNOWN, names, "m") == rate

@@ -1,0 +1,206 @@
+"""Prefill here, decode there: turns between ways, length thresholds, links, cached prefixes, flipped roles."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import brain_builders as build
+
+from potluck.core.actions import Abandon, Flip, Run
+from potluck.core.events import Cached, LinkReported
+from potluck.core.fleet import Fleet
+from potluck.core.policy import Policy
+from potluck.core.routing.table import Table
+
+P = build.template("p", ("prefill",), prefill=(2.0, 2.0))
+D = build.template("d", ("decode",), decode=(2.0, 2.0))
+TEMPLATES = (P, D)
+LENGTHS = build.plan(
+    TEMPLATES,
+    {("p", "near"): 1, ("p", "far"): 1, ("d", "near"): 2},
+    {
+        ("p", "near", "prefill"): (1.0, 0.0),
+        ("p", "far", "prefill"): (0.0, 1.0),
+        ("d", "near", "decode"): (1.0, 1.0),
+    },
+    {("m", "near", "near"): (1.0, 0.0), ("m", "far", "near"): (0.0, 1.0)},
+)
+"""Prompts of more than 2,000 tokens are prefilled far away."""
+CONGESTED = LinkReported("far", "near", 1.0, 1e10, 10.0)
+CLEAR = LinkReported("far", "near", 0.1, 0.0, 10.0)
+DEAD = LinkReported("far", "near", 0.0, 0.0, 0.0)
+
+
+def regions(world: build.World, run: Run) -> list[str]:
+    return [world.members[segment.replica].region for segment in run.route.segments]
+
+
+def sent(world: build.World, prompt: int, blocks: tuple[int, ...] = ()) -> Run:
+    (run,) = world.arrive(build.request(f"r{len(world.requests)}", prompt, blocks=blocks))
+    assert isinstance(run, Run)
+    return run
+
+
+def test_turns_are_taken_between_regions_as_planned() -> None:
+    plan = build.plan(
+        TEMPLATES,
+        {("p", "near"): 1, ("p", "far"): 1, ("d", "near"): 1, ("d", "far"): 1},
+        {
+            ("p", "near", "prefill"): (3.0, 0.0),
+            ("p", "far", "prefill"): (2.0, 0.0),
+            ("d", "near", "decode"): (4.0, 0.0),
+            ("d", "far", "decode"): (1.0, 0.0),
+        },
+        {
+            ("m", "near", "near"): (3.0, 0.0),
+            ("m", "far", "near"): (1.0, 0.0),
+            ("m", "far", "far"): (1.0, 0.0),
+        },
+    )
+    world = build.world(plan, Policy(balance="fixed"))
+    counts = Counter(tuple(regions(world, sent(world, 500))) for _ in range(100))
+    assert counts == {("near", "near"): 60, ("far", "near"): 20, ("far", "far"): 20}
+
+
+def test_the_plans_threshold_decides_by_length() -> None:
+    world = build.world(LENGTHS)
+    assert regions(world, sent(world, 2000)) == ["near", "near"]
+    assert regions(world, sent(world, 2001)) == ["far", "near"]
+    run = sent(world, 50_000)
+    assert run.route.segments[0].stop == run.route.segments[1].start == 50_000
+
+
+def test_congestion_keeps_more_prompts_at_home_until_it_clears() -> None:
+    world = build.world(LENGTHS)
+    for _ in range(6):
+        world.tell(CONGESTED)
+    assert regions(world, sent(world, 5000)) == ["near", "near"]
+    assert regions(world, sent(world, 100_000)) == ["far", "near"]
+    for _ in range(60):
+        world.tell(CLEAR)
+    assert regions(world, sent(world, 5000)) == ["far", "near"]
+
+
+def test_without_adapting_the_buckets_decide() -> None:
+    world = build.world(LENGTHS, Policy(adapt_threshold=False))
+    for _ in range(6):
+        world.tell(CONGESTED)
+    assert regions(world, sent(world, 5000)) == ["far", "near"]
+
+
+def test_a_dead_link_is_not_used() -> None:
+    world = build.world(LENGTHS)
+    world.tell(DEAD)
+    assert {tuple(regions(world, sent(world, 50_000))) for _ in range(5)} == {("near", "near")}
+    world.tell(CLEAR)
+    assert regions(world, sent(world, 150_000)) == ["far", "near"]
+
+
+def test_a_failed_link_is_avoided_by_the_request_it_failed() -> None:
+    world = build.world(LENGTHS)
+    run = sent(world, 50_000)
+    abandoned, again = world.fail(run.request, "link", "far->near")
+    assert isinstance(abandoned, Abandon)
+    assert set(abandoned.replicas) == {segment.replica for segment in run.route.segments}
+    assert isinstance(again, Run)
+    assert regions(world, again) == ["near", "near"]
+
+
+def test_cached_tokens_do_not_count_as_long() -> None:
+    world = build.world(LENGTHS)
+    blocks = tuple(range(1, 3000 // 16))
+    assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]
+    world.tell(Cached("p@near#2/0", blocks, ()))
+    world.tell(Cached("p@near#1/0", blocks, ()))  # one of the two is there, whatever its number
+    assert regions(world, sent(world, 3000, blocks)) == ["near", "near"]
+
+
+def test_with_bandwidth_to_spare_a_far_prefix_is_fetched() -> None:
+    world = build.world(LENGTHS)
+    far = next(name for name, member in world.members.items() if member.region == "far")
+    near = next(name for name, m in world.members.items() if m.region == "near" and m.template == "p")
+    blocks = tuple(range(1, 1 + 2880 // 16))
+    world.tell(Cached(far, blocks, ()))
+    assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]  # scarce: far has it, and it is long
+    world.tell(CLEAR)
+    run = sent(world, 3000, blocks)
+    assert [(s.replica, s.start, s.stop) for s in run.route.segments[:2]] == [
+        (far, 0, 2880),
+        (near, 2880, 3000),
+    ]
+    assert len(run.route.segments) == 3
+    world.finish(run.request)
+    for name in list(world.jobs):
+        world.finish(name)
+    build.assert_at_rest(world.brain)
+
+
+MIXED = build.template("mix", closed=(2.0, 2.0))
+AGGREGATED = build.plan((MIXED,), {("mix", "near"): 4}, {("mix", "near", "closed"): (4.0, 4.0)})
+
+
+def test_requests_follow_their_prefix_until_waiting_costs_more() -> None:
+    world = build.world(AGGREGATED)
+    blocks = tuple(range(1, 1 + 1600 // 16))
+    warm = "mix@near#2/0"
+    world.tell(Cached(warm, blocks, ()))
+    # Each saves 0.16 s of prefill there and adds 0.01 s for the next; beyond its batch of 8 they would wait longer.
+    assert {sent(world, 1700, blocks).route.decoder for _ in range(8)} == {warm}
+    world.tell(Cached(warm, (), blocks))
+    assert sent(world, 1700, tuple(-b for b in blocks)).route.decoder != warm  # nothing of it is cached there
+    cold = build.world(AGGREGATED, Policy(affinity=0.0))
+    cold.tell(Cached(warm, blocks, ()))
+    assert len({sent(cold, 1700, blocks).route.decoder for _ in range(4)}) == 4
+
+
+def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
+    world = build.world(AGGREGATED)
+    blocks = tuple(range(1, 1 + 1600 // 16))
+    world.tell(Cached("mix@near#2/0", blocks, ()))
+    counts = Counter(sent(world, 1700, blocks).route.decoder for _ in range(40))
+    assert len(counts) == 4
+    assert max(counts.values()) <= 16
+
+
+def test_what_has_no_blocks_never_asks_the_index() -> None:
+    world = build.world(AGGREGATED)
+    world.tell(Cached("mix@near#2/0", tuple(range(100)), ()))
+    assert len({sent(world, 1700).route.decoder for _ in range(4)}) == 4
+
+
+def test_a_flipped_replica_changes_sides_with_a_fair_weight() -> None:
+    plan = build.plan(
+        TEMPLATES,
+        {("p", "near"): 3, ("d", "near"): 1},
+        {("p", "near", "prefill"): (2.0, 2.0), ("d", "near", "decode"): (2.0, 2.0)},
+        {("m", "near", "near"): (2.0, 2.0)},
+    )
+    world = build.world(plan)
+    flipped = next(name for name, member in world.members.items() if member.template == "p")
+    world.brain._carry_out(0.0, [Flip(flipped, "decode")])
+    runs = [sent(world, 500) for _ in range(40)]
+    assert flipped not in {run.route.segments[0].replica for run in runs}
+    # As fast by the facts as the other decode replica, so it gets half.
+    assert Counter(run.route.decoder for run in runs)[flipped] == 20
+
+
+def test_lanes_follow_each_replica_as_if_built_anew() -> None:
+    """Incremental updates and a table compiled from scratch weigh every target alike."""
+    world = build.world(LENGTHS, ready=False)
+    sent_before = world.arrive(build.request("early", 500))
+    assert sent_before == []
+    for name in list(world.members)[:3]:
+        world.make_ready(name)
+    world.all_ready()
+    world.lose(next(iter(world.members)))
+    old = world.brain.table
+    fresh = Table(build.facts(TEMPLATES), Policy(), world.brain.fleet)
+    fresh.adopt(LENGTHS)
+    for view in world.brain.fleet.views.values():
+        fresh.update(view.member.unit, view)
+    for (bucket, _), lane in old.models["m"].lanes.items():
+        again = fresh.lane(fresh.models["m"], bucket, 600)
+        for mine, theirs in zip([lane.closed, *lane.flows], [again.closed, *again.flows], strict=True):
+            assert lane.ways.weight(mine) == again.ways.weight(theirs)
+            assert mine.prefills.total == theirs.prefills.total
+    assert isinstance(world.brain.fleet, Fleet)

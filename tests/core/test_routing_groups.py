@@ -1,0 +1,172 @@
+"""Inside combos and pairs: opportunistic runs (CAUCHY 3.4.2) and split prompts (CRONUS)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import brain_builders as build
+import pytest
+
+from potluck.core.actions import Run
+from potluck.core.events import Cancelled, Reported, SegmentDone, Status
+from potluck.core.fleet import Member, View
+from potluck.core.policy import Policy
+from potluck.core.route import aggregated, handed_over
+from potluck.core.routing.opportunistic import in_place
+from potluck.core.routing.split import partial_tokens
+
+COMBO = build.template("combo", ("prefill", "decode", "decode"), "combo", closed=(2.0, 2.0))
+COMBOS = build.plan((COMBO,), {("combo", "near"): 1}, {("combo", "near", "closed"): (1.0, 1.0)})
+P, D0, D1 = (f"combo@near#0/{place}" for place in range(3))
+PAIR = build.template("pair", ("prefill", "mixed"), "pair", closed=(2.0, 2.0))
+PAIRS = build.plan((PAIR,), {("pair", "near"): 1}, {("pair", "near", "closed"): (1.0, 1.0)})
+LOW, HIGH = "pair@near#0/0", "pair@near#0/1"
+
+
+def sent(world: build.World, name: str, prompt: int = 1000) -> Run | None:
+    """The route of a new request; None when it waits."""
+    actions = world.arrive(build.request(name, prompt))
+    if not actions:
+        return None
+    (run,) = actions
+    assert isinstance(run, Run)
+    return run
+
+
+def test_figure_5b_idle_decode_replicas_take_what_the_prefill_replica_cannot() -> None:
+    world = build.world(COMBOS)
+    routes = [sent(world, name) for name in "abcd"]
+    assert [run.route if run else None for run in routes] == [
+        handed_over(P, D0, 1000),  # nothing to do anywhere: by the rule
+        aggregated(D1),  # the prefill replica is busy, this one is not (D0 has a's decode to come)
+        handed_over(P, D0, 1000),
+        handed_over(P, D1, 1000),
+    ]
+
+
+def test_an_idle_prefill_replica_is_used_while_decode_replicas_are_busier() -> None:
+    world = build.world(COMBOS)
+    for number in range(6):
+        sent(world, str(number))
+    while any(job.done < len(job.run.route.segments) - 1 or not job.first for job in world.jobs.values()):
+        for name, job in world.jobs.items():
+            if job.done < len(job.run.route.segments) - 1 or not job.first:
+                world.advance(name)
+                break
+    run = sent(world, "late")
+    assert run is not None
+    assert run.route == aggregated(P)  # all prompts are computed, both others decode three
+
+
+def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> View:
+    member = Member(name, "u", "t", 0, "combo", "m", role, "here")  # type: ignore[arg-type]
+    return View(member, "ready", role, open_requests=requests, open_prefill_tokens=prompt)  # type: ignore[arg-type]
+
+
+def test_the_rules_of_running_in_place() -> None:
+    def fill(each: View) -> float:
+        return (each.open_requests + 1) / 8
+
+    idle_p, busy_p = view("p", "prefill"), view("p", "prefill", 1, 500)
+    idle_d, busy_d, full_d = view("d", "decode"), view("d", "decode", 1), view("d", "decode", 5)
+    assert in_place([idle_p], [idle_d], fill) is None
+    assert in_place([busy_p], [busy_d, idle_d], fill) is idle_d
+    assert in_place([idle_p], [busy_d], fill) is idle_p
+    assert in_place([busy_p], [full_d], fill) is None
+    decoding_p = view("p", "prefill", 4)
+    assert in_place([decoding_p], [full_d], fill) is decoding_p
+    assert in_place([view("p", "prefill", 5)], [full_d], fill) is None
+    reporting = view("d", "decode")
+    reporting.status = Status(0, 2, 0, 100, 5, 10, 0.02)
+    assert in_place([busy_p], [reporting], fill) is None  # others' work, by its own word
+
+
+def test_without_it_every_request_takes_its_turn_on_the_fixed_path() -> None:
+    world = build.world(COMBOS, Policy(opportunistic=False))
+    runs = [sent(world, str(number)) for number in range(20)]
+    assert Counter(run.route for run in runs if run) == {
+        handed_over(P, D0, 1000): 10,
+        handed_over(P, D1, 1000): 10,
+    }
+
+
+def test_a_combo_that_lost_its_prefill_replica_still_answers() -> None:
+    world = build.world(COMBOS)
+    world.lose(P)
+    run = sent(world, "a")
+    assert run is not None
+    assert run.route in (aggregated(D0), aggregated(D1))
+
+
+def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
+    world = build.world(PAIRS)
+    first, second, third, fourth = (sent(world, name) for name in "abcd")
+    assert first is not None
+    assert second is not None
+    assert third is fourth is None
+    assert [segment.replica for segment in first.route.segments] == [LOW, HIGH]
+    (after,) = world.advance("a")  # its part is done: the next may come
+    assert isinstance(after, Run)
+    assert after.request == "c"
+    world.tell(Cancelled("d"))
+    world.requests.pop("d")
+    for name in "abc":
+        world.finish(name)
+    build.assert_at_rest(world.brain)
+
+
+def test_the_split_follows_the_high_end_replicas_report() -> None:
+    world = build.world(PAIRS)
+    world.tell(Reported(HIGH, Status(0, 40, 0, 60_000, 10_000, 20_000, 0.04)))
+    run = sent(world, "a", 4000)
+    assert run is not None
+    expected = partial_tokens(4000, build.SPLIT, 40, 60_000.0, 10_000, 16)
+    assert run.route == handed_over(LOW, HIGH, expected)
+    assert 1 < expected < 4000
+    world.tell(Reported(HIGH, Status(0, 40, 0, 60_000, 100, 20_000, 0.04)))
+    whole = sent(world, "b", 4000)
+    assert whole is not None
+    assert whole.route == handed_over(LOW, HIGH, 4000)  # 100 blocks do not hold it
+
+
+def test_without_splitting_the_low_end_takes_whole_prompts_and_any_number() -> None:
+    world = build.world(PAIRS, Policy(split=False, low_decodes=False))
+    runs = [sent(world, name) for name in "abcd"]
+    assert [run.route if run else None for run in runs] == [handed_over(LOW, HIGH, 1000)] * 4
+
+
+def decoding(world: build.World, count: int) -> Counter[str]:
+    """Let so many requests come as far as decoding; where they do."""
+    for number in range(count):
+        sent(world, f"x{number}")
+        for name, job in list(world.jobs.items()):
+            while not job.first:
+                world.advance(name)
+    return Counter(job.run.route.decoder for job in world.jobs.values())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_decodes_stay_on_the_low_end_once_the_high_end_is_over_its_batch(keep: bool) -> None:
+    counts = decoding(build.world(PAIRS, Policy(low_decodes=keep)), 24)  # both are planned for batches of 8
+    assert counts == ({HIGH: 12, LOW: 12} if keep else {HIGH: 24})
+    assert decoding(build.world(PAIRS), 8) == {HIGH: 8}
+
+
+def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
+    world = build.world(PAIRS)
+    for name in "abcd":
+        sent(world, name)
+    world.lose(LOW)
+    assert set(world.jobs) == set("abcd")
+    assert {job.run.route.decoder for job in world.jobs.values()} == {HIGH}
+    for name in "abcd":
+        world.finish(name)
+    build.assert_at_rest(world.brain)
+
+
+def test_a_segment_is_done_once() -> None:
+    world = build.world(PAIRS)
+    for name in "abcd":
+        sent(world, name)
+    assert len(world.advance("a")) == 1
+    assert world.tell(SegmentDone("a", 0)) == []

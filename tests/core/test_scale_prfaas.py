@@ -1,0 +1,263 @@
+"""PrfaaS's balance against the planner's own model of it, and its two timescales."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scale_builders import fleet_of, observed, plan_of, template, traffic
+
+from potluck.core.events import LinkReported
+from potluck.core.facts import Facts, ModelFacts, ReplicaFacts
+from potluck.core.plan import Flow, Plan
+from potluck.core.policy import Policy
+from potluck.core.scale.base import FlipRole, ScaleDecision, SetThreshold
+from potluck.core.scale.prfaas import (
+    NEVER_TOKENS,
+    PrfaasSplit,
+    Site,
+    best_split,
+    best_threshold,
+    rate_per_s,
+    split_lengths,
+)
+from potluck.core.scale.roles import Flippable, decode_per_s, prefill_per_s
+from potluck.core.types import Request, Role
+from potluck.core.window import LengthCount, ModelObserved, Window
+from potluck.plan import threshold as planner
+
+POLICY = Policy(scaling="prfaas")
+FAST = ReplicaFacts(5e-5, 0.2, 0.02, 64, 10**5, 10**6)
+SLOW = ReplicaFacts(1.5e-4, 0.3, 0.03, 40, 10**5, 10**6)
+CARGO = ModelFacts(kv_bytes_per_token=2e4, state_bytes=1e8)
+OUTPUT = 1000.0
+
+
+def local(count: int, prefills: int, facts: ReplicaFacts = SLOW) -> list[Flippable]:
+    def one(place: int) -> Flippable:
+        role: Role = "prefill" if place < prefills else "decode"
+        rates = (prefill_per_s(facts, 20000), decode_per_s(facts, OUTPUT))
+        return Flippable(f"l{place}", "here", role, 0, *rates, facts)
+
+    return [one(place) for place in range(count)]
+
+
+def site(remote: int, here: list[Flippable], gbps: float = 100.0) -> Site:
+    return Site(Counter({FAST: remote} if remote else {}), tuple(here), gbps * 1e9 / 8, CARGO, 1.0)
+
+
+def window_of(lengths: list[int]) -> ModelObserved:
+    window = Window()
+    for tokens in lengths:
+        window.arrived(0.0, Request("r", "m", 0.0, tokens, 1))
+    seen = window.observed(1.0).of("m")
+    assert seen is not None
+    return seen
+
+
+LENGTHS = [int(each) for each in planner.truncated_lognormal(9.9, 1.0, 128, 131072, 2000).tokens]
+BINS = window_of(LENGTHS).lengths
+
+
+@pytest.mark.parametrize(
+    ("remote", "here", "gbps"), [(4, 8, 100.0), (4, 8, 5.0), (1, 6, 100.0), (2, 12, 2.0)]
+)
+def test_the_best_point_is_that_of_the_planners_model(remote: int, here: int, gbps: float) -> None:
+    ends = (1.0, 2e5)
+
+    def line(facts: ReplicaFacts) -> planner.Curve:
+        return planner.Curve(ends, tuple(1 / prefill_per_s(facts, tokens) for tokens in ends))
+
+    theirs = planner.Site(
+        remote,
+        here,
+        gbps,
+        line(FAST),
+        line(SLOW),
+        planner.Curve(ends, tuple(2e4 * tokens + 1e8 for tokens in ends)),
+        1 / decode_per_s(SLOW, OUTPUT),
+    )
+    tokens = np.array([each.mean_tokens for each in BINS])
+    share = np.array([each.count for each in BINS]) / len(LENGTHS)
+    best = planner.optimum(theirs, planner.Lengths(tokens, share))
+    rate, t, flips = best_split(site(remote, local(here, 1), gbps), BINS, most=here)
+    assert rate == pytest.approx(best.rate_per_s, rel=1e-9)
+    prefills = 1 + len(flips) - 2 * sum(role == "decode" for _, role in flips)
+    assert prefills == best.prefill
+    p, long, short = split_lengths(BINS, t)
+    assert (p, long, short) == pytest.approx((best.remote_share, best.long_tokens, best.short_tokens))
+
+
+@given(
+    st.lists(st.integers(1, 10**5), min_size=1, max_size=40),
+    st.integers(0, 3),
+    st.lists(st.sampled_from([FAST, SLOW]), min_size=2, max_size=5),
+    st.floats(0.1, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_thresholds_and_splits_are_the_best_of_all(
+    lengths: list[int], remote: int, kinds: list[ReplicaFacts], gbps: float
+) -> None:
+    bins = window_of(lengths).lengths
+    here = [
+        replace(local(1, int(place == 0), facts)[0], replica=f"l{place}") for place, facts in enumerate(kinds)
+    ]
+    place = site(remote, sorted(here, key=lambda each: -each.prefill_per_s / each.decode_per_s), gbps)
+    tries = [0, *(each.high_tokens - 1 for each in bins), NEVER_TOKENS] if remote else [NEVER_TOKENS]
+    now = [each.role == "decode" for each in place.local]
+    rate, t = best_threshold(place, bins, now)
+    assert rate == max(rate_per_s(place, bins, each, now) for each in tries)
+    assert rate == rate_per_s(place, bins, t, now)
+    every = [split for split in product((False, True), repeat=len(kinds)) if len(set(split)) == 2]
+    best = max(rate_per_s(place, bins, each, split) for split in every for each in tries)
+    found, _, _ = best_split(place, bins, most=9)
+    if len(set(kinds)) == 1:
+        assert found == pytest.approx(best)
+    assert found <= best * (1 + 1e-9)
+    assert found >= rate
+    assert best_split(place, bins, most=0) == (rate, t, [])
+
+
+def test_a_region_keeps_both_roles() -> None:
+    near, far = local(4, 2), [replace(each, replica=f"x{each.replica}", region="far") for each in local(2, 1)]
+    both = sorted([*near, *far], key=lambda each: each.role == "decode")
+    _, _, flips = best_split(site(0, both), BINS, most=9)
+    assert flips
+    roles = {each.replica: each.role for each in both} | dict(flips)
+    assert {(each.region, roles[each.replica]) for each in both} == set(
+        product(("here", "far"), ("prefill", "decode"))
+    )
+
+
+def test_a_dead_link_keeps_everything_here_and_a_thin_one_sends_the_longest() -> None:
+    here, now = local(8, 3), [False] * 3 + [True] * 5
+    assert best_threshold(site(4, here, 0.0), BINS, now)[1] == NEVER_TOKENS
+    wide = best_threshold(site(4, here, 100.0), BINS, now)
+    thin = best_threshold(site(4, here, 3.0), BINS, now)
+    assert thin[0] < wide[0]
+    assert NEVER_TOKENS > thin[1] > wide[1]
+
+
+# The rule
+
+TEMPLATES = (
+    template("far", prefill=1.0, roles=("prefill",)),
+    template("pre", prefill=1.0, roles=("prefill",)),
+    template("dec", decode=1.0, roles=("decode",)),
+)
+FACTS = Facts(
+    models={"m": CARGO},
+    replicas={("far", 0): FAST, ("pre", 0): SLOW, ("dec", 0): SLOW},
+    links_gbps={("there", "here"): 100.0},
+)
+
+
+def plan(far: int = 4, pre: int = 3, dec: int = 5) -> Plan:
+    return plan_of(TEMPLATES, {("far", "there"): far, ("pre", "here"): pre, ("dec", "here"): dec})
+
+
+def seen(scale: float = 1.0) -> ModelObserved:
+    bins = window_of([max(1, int(each * scale)) for each in LENGTHS])
+    sure = traffic(20.0, output=int(OUTPUT))
+    return replace(
+        sure, lengths=bins.lengths, arrivals=bins.arrivals, mean_prompt_tokens=bins.mean_prompt_tokens
+    )
+
+
+def run(
+    rule: PrfaasSplit,
+    there: Plan,
+    found: ModelObserved,
+    from_s: int,
+    to_s: int,
+    links: tuple[LinkReported, ...] = (),
+) -> list[tuple[int, ScaleDecision]]:
+    made: list[tuple[int, ScaleDecision]] = []
+    for at_s in range(from_s, to_s, 10):
+        look = observed(float(at_s), found, links=links)
+        for each in rule.on_tick(float(at_s), look, FLEETS[there], there):
+            if isinstance(each, FlipRole):
+                FLEETS[there].flip(each.replica, each.role)
+            made.append((at_s, each))
+    return made
+
+
+FLEETS = {each: fleet_of(each) for each in (plan(), plan(4, 6, 2), plan(0))}
+
+
+def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_only() -> None:
+    rule, there = PrfaasSplit(POLICY, FACTS), plan()
+    first = run(rule, there, seen(), 0, 600)
+    assert [at_s for at_s, _ in first] == [120]
+    assert isinstance(first[0][1], SetThreshold)
+    assert "keeps" in rule.why()
+    (second,) = run(rule, there, seen(0.3), 600, 1200)
+    assert isinstance(second[1], SetThreshold)
+    assert second[1].tokens < first[0][1].tokens  # shorter prompts: the same share crosses only if t falls
+    slow = (LinkReported("there", "here", 0.9, 0.0, 0.5),)
+    (third,) = run(rule, there, seen(0.3), 1200, 1700, slow)
+    assert isinstance(third[1], SetThreshold)
+    assert third[1].tokens > second[1].tokens
+
+
+def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> None:
+    rule, there = PrfaasSplit(POLICY, FACTS), plan(4, 6, 2)
+    made = run(rule, there, seen(), 0, 1800)
+    assert not any(isinstance(each, FlipRole) for _, each in made)
+    made = run(rule, there, seen(), 1800, 4000)
+    flips = [each for _, each in made if isinstance(each, FlipRole)]
+    assert {each.role for each in flips} == {"decode"}
+    assert any(isinstance(each, SetThreshold) for _, each in made)
+    place = site(4, local(8, sum(v.role == "prefill" for v in FLEETS[there].views.values()) - 4))
+    now = [each.role == "decode" for each in place.local]
+    assert best_threshold(place, BINS, now)[0] >= best_split(place, BINS, most=8)[0] / 1.1
+
+
+def test_it_says_why_it_does_nothing() -> None:
+    rule, there = PrfaasSplit(POLICY, FACTS), plan()
+    rule.on_tick(0.0, observed(0.0), FLEETS[there], there)
+    assert "looks again in 120 s" in rule.why()
+    rule.on_tick(130.0, observed(130.0, traffic(0.1)), FLEETS[there], there)
+    assert "fewer than 50 requests" in rule.why()
+    untimed = PrfaasSplit(POLICY, replace(FACTS, replicas={("far", 0): FAST}))
+    assert run(untimed, there, seen(), 0, 300) == []
+    assert "nobody timed dec, pre" in untimed.why()
+    alone = plan_of(TEMPLATES, {("dec", "here"): 2})
+    FLEETS[alone] = fleet_of(alone)
+    assert run(rule, alone, seen(), 0, 300) == []
+    assert "no region both prefills and decodes" in rule.why()
+
+
+def test_without_another_region_nothing_is_sent() -> None:
+    made = run(PrfaasSplit(POLICY, FACTS), plan(0), seen(), 0, 600)
+    assert [each.tokens for _, each in made if isinstance(each, SetThreshold)] == [NEVER_TOKENS]
+
+
+def test_a_codec_widens_the_link() -> None:
+    there = plan()
+    packed = replace(there, flows=(Flow("m", 0, "there", "here", 1.0, "int4"),))
+    FLEETS[packed] = FLEETS[there]
+    thin = (LinkReported("there", "here", 0.5, 0.0, 2.0),)
+    plain, small = (run(PrfaasSplit(POLICY, FACTS), each, seen(), 0, 200, thin) for each in (there, packed))
+    assert isinstance(plain[0][1], SetThreshold)
+    assert isinstance(small[0][1], SetThreshold)
+    assert small[0][1].tokens < plain[0][1].tokens
+
+
+def test_small_samples_do_not_move_the_threshold() -> None:
+    rule, there = PrfaasSplit(POLICY, FACTS), plan()
+    run(rule, there, seen(), 0, 200)
+    unsure = replace(seen(0.8), prompt_error_tokens=0.2 * seen().mean_prompt_tokens)
+    assert run(rule, there, unsure, 200, 600) == []
+
+
+def test_lengths_are_split_between_bins() -> None:
+    bins = (LengthCount(8, 9, 2, 16), LengthCount(16, 18, 1, 17), LengthCount(32, 36, 1, 33))
+    assert split_lengths(bins, 8) == (0.5, 25.0, 8.0)
+    assert split_lengths(bins, 0) == (1.0, 20.625 * 4 / 4 - 4.125, 0.0)
+    assert split_lengths(bins, NEVER_TOKENS) == (0.0, 0.0, 16.5)

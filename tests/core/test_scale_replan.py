@@ -1,0 +1,122 @@
+"""CORAL's periodic re-allocation, and which rule a policy names."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from scale_builders import fleet_of, observed, plan_of, template, traffic
+
+from potluck.core.errors import InputError
+from potluck.core.events import Status
+from potluck.core.facts import Facts
+from potluck.core.plan import Plan, Prediction
+from potluck.core.policy import Policy, Scaling
+from potluck.core.scale import NoScaling, scaler_of
+from potluck.core.scale.base import AskReplan, ScaleDecision
+from potluck.core.scale.cauchy import Cauchy
+from potluck.core.scale.prfaas import PrfaasSplit
+from potluck.core.scale.replan import PeriodicReplan
+from potluck.core.scale.shift import ShiftFlips
+from potluck.core.types import Request
+from potluck.core.window import ModelObserved, Window
+
+POLICY = Policy(scaling="replan")
+
+
+def plan(rate: float = 10.0) -> Plan:
+    bare = plan_of((template("small", 10.0), template("other", 1.0, model="o")), {("small", "east"): 2})
+    return replace(bare, predictions=(Prediction("m", rate, 12.0, 0.1, 0.1, "measured"),))
+
+
+def asked(
+    rule: PeriodicReplan, from_s: int, to_s: int, *seen: ModelObserved, there: Plan | None = None
+) -> list[tuple[int, ScaleDecision]]:
+    there = there or plan()
+    fleet = fleet_of(there)
+    return [
+        (at_s, each)
+        for at_s in range(from_s, to_s, 10)
+        for each in rule.on_tick(float(at_s), observed(float(at_s), *seen), fleet, there)
+    ]
+
+
+def test_it_asks_every_interval_while_rates_move_and_names_every_model() -> None:
+    rule = PeriodicReplan(POLICY)
+    quiet = traffic(0.0, model="o")
+    made = asked(rule, 0, 1000, traffic(20.0), quiet)
+    assert [at_s for at_s, _ in made] == [360]
+    each = made[0][1]
+    assert isinstance(each, AskReplan)
+    rates = dict(each.rates_per_s)
+    assert 20.0 * 1.04 < rates["m"] < 20.0 * 1.2
+    assert 0 < rates["o"] < 0.1  # a model nobody asks for keeps a copy
+    assert "m moved from 10 to 20 requests/s" in each.reason
+    assert [at_s for at_s, _ in asked(rule, 1000, 1500, traffic(30.0), quiet)] == [1080]
+
+
+def test_it_spares_the_planner_when_nothing_moved_until_the_global_window_is_over() -> None:
+    rule = PeriodicReplan(POLICY)
+    made = asked(rule, 0, 4000, traffic(10.2))
+    assert [at_s for at_s, _ in made] == [1800, 3600]
+    assert "prices and nodes" in made[0][1][-1]
+    rule = PeriodicReplan(POLICY)
+    asked(rule, 0, 370, traffic(10.2))
+    assert "no rate moved" in rule.why()
+    asked(rule, 370, 380, traffic(10.2))
+    assert "looks again in 350 s" in rule.why()
+
+
+def test_a_missing_copy_and_a_queue_count() -> None:
+    there = plan()
+    fleet = fleet_of(there)
+    fleet.remove(next(iter(fleet.views)))
+    rule = PeriodicReplan(POLICY)
+    rule.on_tick(0.0, observed(0.0), fleet, there)
+    (each,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
+    assert "1 copies of the plan are not there" in each.reason
+    for view in fleet.views.values():
+        view.status = Status(3600, 0, 0, 0, 0, 1, 0.0)
+    rule = PeriodicReplan(POLICY)
+    rule.on_tick(0.0, observed(0.0), fleet, there)
+    (more,) = rule.on_tick(360.0, observed(360.0, traffic(10.0)), fleet, there)
+    assert isinstance(more, AskReplan)
+    assert isinstance(each, AskReplan)
+    assert more.rates_per_s[0][1] == pytest.approx(each.rates_per_s[0][1] + 10.0)
+
+
+@pytest.mark.parametrize("rate", [0.3, 5.0])
+def test_noise_alone_does_not_ask(rate: float) -> None:
+    chance, made = random.Random(3), 0
+    there = plan(rate)
+    fleet, rule, window = fleet_of(there), PeriodicReplan(POLICY), Window()
+    next_s = 0.0
+    for tick in range(960):
+        at_s = tick * 30.0
+        while next_s < at_s:
+            window.arrived(next_s, Request("r", "m", next_s, 10, 1))
+            next_s += chance.expovariate(rate)
+        for each in rule.on_tick(at_s, window.observed(at_s), fleet, there):
+            made += "moved" in each.reason
+    assert made <= 2
+
+
+def test_the_policy_names_the_rule() -> None:
+    facts = Facts(models={}, replicas={})
+    rules: dict[Scaling, type] = {
+        "none": NoScaling,
+        "cauchy": Cauchy,
+        "flips": ShiftFlips,
+        "prfaas": PrfaasSplit,
+        "replan": PeriodicReplan,
+    }
+    for name, kind in rules.items():
+        rule = scaler_of(Policy(scaling=name), facts)
+        assert type(rule) is kind
+        assert rule.why()
+    there = plan()
+    assert NoScaling().on_tick(0.0, observed(0.0, traffic(99.0)), fleet_of(there), there) == ()
+    for wrong in ({"headroom": 0.0}, {"headroom": 1.1}, {"dip": -0.1}, {"dip": 1.1}):
+        with pytest.raises(InputError, match=next(iter(wrong))):
+            Policy(**wrong)

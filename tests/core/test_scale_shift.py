@@ -1,0 +1,214 @@
+"""THUNDERSERVE's role flips: against trying every assignment, and against noise."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scale_builders import fleet_of, observed, plan_of, template, traffic
+
+from potluck.core.facts import Facts, ReplicaFacts
+from potluck.core.fleet import Fleet
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.core.scale.base import FlipRole, ScaleDecision
+from potluck.core.scale.roles import Flippable, decode_per_s, flippable, prefill_per_s
+from potluck.core.scale.shift import LEAST_GAIN, MAX_FLIPS, ShiftFlips, best_flips
+from potluck.core.types import Request, Role
+from potluck.core.window import ModelObserved, Window
+
+TIMED = ReplicaFacts(
+    prefill_s_per_token=1e-4,
+    prefill_fixed_s=0.01,
+    decode_step_s=0.02,
+    decode_batch=32,
+    total_blocks=1000,
+    max_tokens=10**5,
+)
+POLICY = Policy(scaling="flips")
+TEMPLATES = (
+    template("pre", prefill=9.0, roles=("prefill",)),
+    template("dec", decode=9.0, roles=("decode",)),
+    template("combo", 5.0, roles=("prefill", "decode")),
+)
+FACTS = Facts(models={}, replicas={("pre", 0): TIMED, ("dec", 0): TIMED})
+
+
+def plan(pre: int, dec: int) -> Plan:
+    return plan_of(TEMPLATES, {("pre", "east"): pre, ("dec", "east"): dec})
+
+
+def replica(
+    name: str, role: Role, prefill: float, decode: float, region: str = "r", load: int = 0
+) -> Flippable:
+    return Flippable(name, region, role, load, prefill, decode, TIMED)
+
+
+def served(replicas: list[Flippable], flips: dict[str, Role]) -> float:
+    roles = {each.replica: flips.get(each.replica, each.role) for each in replicas}
+    prefill = sum(each.prefill_per_s for each in replicas if roles[each.replica] == "prefill")
+    return min(prefill, sum(each.decode_per_s for each in replicas if roles[each.replica] == "decode"))
+
+
+def fleets(alike: bool) -> st.SearchStrategy[list[Flippable]]:
+    rate = st.just(4.0) if alike else st.floats(1, 9)
+    decode = st.just(7.0) if alike else st.floats(1, 9)
+    role: st.SearchStrategy[Role] = st.sampled_from(["prefill", "decode"])
+    one = st.tuples(role, rate, decode)
+    return st.lists(one, min_size=2, max_size=7).map(
+        lambda found: [replica(f"r{i}", *each) for i, each in enumerate(found)]
+    )
+
+
+@given(fleets(alike=True))
+def test_alike_replicas_end_up_in_the_best_split(replicas: list[Flippable]) -> None:
+    if len({each.role for each in replicas}) < 2:
+        assert best_flips(replicas, 9, 0.0) == [] or served(replicas, dict(best_flips(replicas, 9, 0.0))) > 0
+        return
+    best = max(
+        served(replicas, dict(zip([each.replica for each in replicas], roles, strict=True)))
+        for roles in product(("prefill", "decode"), repeat=len(replicas))
+    )
+    assert served(replicas, dict(best_flips(replicas, 9, 1e-9))) == pytest.approx(best)
+
+
+@given(fleets(alike=False))
+def test_unlike_replicas_gain_with_every_flip_and_keep_both_roles(replicas: list[Flippable]) -> None:
+    flips = best_flips(replicas)
+    assert len(flips) <= MAX_FLIPS
+    assert len({name for name, _ in flips}) == len(flips)
+    before = served(replicas, {})
+    for count in range(1, len(flips) + 1):
+        after = served(replicas, dict(flips[:count]))
+        assert after >= before * (1 + LEAST_GAIN) * (1 - 1e-9)
+        before = after
+    if {each.role for each in replicas} == {"prefill", "decode"}:
+        roles = {dict(flips).get(each.replica, each.role) for each in replicas}
+        assert roles == {"prefill", "decode"}
+    if not flips and before > 0:
+        single = [
+            served(replicas, {r.replica: "decode" if r.role == "prefill" else "prefill"}) for r in replicas
+        ]
+        assert max(single) <= before * (1 + LEAST_GAIN) + 1e-9
+
+
+def test_the_last_of_a_role_in_a_region_stays_and_ties_go_to_the_least_loaded() -> None:
+    there = [
+        replica("a", "prefill", 1, 9, "east"),
+        replica("b", "decode", 9, 1, "east"),
+        replica("c", "decode", 9, 1, "west", load=5),
+        replica("d", "decode", 9, 1, "west", load=2),
+    ]
+    assert best_flips(there, 1, 0.0) == [("d", "prefill")]
+
+
+def settled(
+    rule: ShiftFlips, fleet: Fleet, there: Plan, seen: ModelObserved, until_s: float
+) -> list[ScaleDecision]:
+    found: list[ScaleDecision] = []
+    for tick in range(0, int(until_s), 10):
+        made = rule.on_tick(float(tick), observed(float(tick), seen), fleet, there)
+        for each in made:
+            assert isinstance(each, FlipRole)
+            fleet.flip(each.replica, each.role)
+        found += made
+    return found
+
+
+def test_a_shift_to_long_answers_turns_prefill_replicas_to_decode_and_back() -> None:
+    there = plan(4, 4)
+    fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
+    even = traffic(20.0, prompt=1000, output=70)  # 9.1 prompts a second each, 22.9 answers
+    first = settled(rule, fleet, there, even, 600)
+    assert all(isinstance(each, FlipRole) and each.role == "prefill" for each in first)
+    assert settled(rule, fleet, there, even, 600) == []
+    long = traffic(20.0, prompt=1000, output=700)
+    second = settled(rule, fleet, there, long, 600)
+    assert second
+    assert all(isinstance(each, FlipRole) and each.role == "decode" for each in second)
+    assert "mean answer moved from 70 to 700" in second[0].reason
+    assert len(second) <= MAX_FLIPS
+    assert settled(rule, fleet, there, long, 2000) == []
+    roles = [view.role for view in fleet.views.values()]
+    best = max(min(p / 0.11, (8 - p) * 32 / 14) for p in range(1, 8))
+    p = roles.count("prefill")
+    assert min(p / 0.11, (8 - p) * 32 / 14) >= best / (1 + LEAST_GAIN)
+
+
+def test_it_says_why_nothing_flips() -> None:
+    there = plan(2, 2)
+    fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
+    assert rule.why() == "not asked yet"
+    rule.on_tick(0.0, observed(0.0), fleet, there)
+    assert "has not seen a window of requests" in rule.why()
+    nobody = ShiftFlips(POLICY, Facts(models={}, replicas={}))
+    assert settled(nobody, fleet, there, traffic(20.0), 300) == []
+    assert "nobody timed dec, pre" in nobody.why()
+    combos = plan_of(TEMPLATES, {("combo", "east"): 2})
+    assert settled(rule, fleet_of(combos), combos, traffic(20.0), 300) == []
+    assert "no replica prefills or decodes alone" in rule.why()
+    balanced = traffic(20.0, prompt=1000, output=176)  # 0.11 s of prefill, 32 / (0.02 * 176) = 9.1
+    assert settled(rule, fleet, there, balanced, 300) == []
+    assert "stays within 20%" in rule.why()
+    assert settled(rule, fleet, there, replace(balanced, mean_prompt_tokens=1210.0), 300) == []
+    assert settled(ShiftFlips(POLICY, FACTS), fleet, there, balanced, 130) == []
+
+
+def test_a_gain_below_a_tenth_and_a_mean_that_may_be_chance_move_nothing() -> None:
+    pool = [replica("a", "prefill", 10, 10), replica("b", "prefill", 5, 1), replica("c", "decode", 1, 20)]
+    assert best_flips([*pool, replica("d", "decode", 1.4, 1.4)]) == []  # 16.4 instead of 15
+    assert best_flips([*pool, replica("d", "decode", 1.6, 1.6)]) == [("d", "prefill")]
+    there = plan(4, 4)
+    for error, moves in ((0.0, True), (200.0, False)):
+        fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
+        base = replace(traffic(20.0, prompt=1000, output=176), prompt_error_tokens=error)
+        assert settled(rule, fleet, there, base, 300) == []
+        found = settled(rule, fleet, there, replace(base, mean_prompt_tokens=1800.0), 300)
+        assert bool(found) is moves
+
+
+def test_a_lost_replica_is_a_reason_to_look() -> None:
+    there = plan(3, 3)
+    fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
+    balanced = traffic(20.0, prompt=1000, output=176)
+    assert settled(rule, fleet, there, balanced, 300) == []
+    for name in [name for name, view in fleet.views.items() if view.role == "prefill"][:2]:
+        fleet.remove(name)
+    found = settled(rule, fleet, there, balanced, 300)
+    assert [each.role for each in found if isinstance(each, FlipRole)] == ["prefill"]
+    assert "4 replicas instead of 6" in found[0].reason
+
+
+@given(st.floats(60, 400), st.integers(0, 2**32), st.sampled_from([2.0, 10.0]))
+@settings(max_examples=5, deadline=None)
+def test_a_steady_workload_does_not_flap(output: float, seed: int, rate: float) -> None:
+    """Log-normal lengths, Poisson arrivals, two hours, wherever the balance lies."""
+    chance, there = random.Random(seed), plan(3, 3)
+    fleet, rule, window = fleet_of(there), ShiftFlips(POLICY, FACTS), Window()
+    flips, next_s = 0, 0.0
+    for tick in range(240):
+        at_s = tick * 30.0
+        while next_s < at_s:
+            window.arrived(next_s, Request("r", "m", next_s, 1 + int(chance.lognormvariate(6.5, 1.0)), 1))
+            window.finished(next_s, "m", 1 + int(chance.lognormvariate(0, 1.0) * output / 1.65))
+            next_s += chance.expovariate(rate)
+        for each in rule.on_tick(at_s, window.observed(at_s), fleet, there):
+            assert isinstance(each, FlipRole)
+            fleet.flip(each.replica, each.role)
+            flips += 1
+    assert flips <= 4, rule.why()
+
+
+def test_rates_come_from_the_timings() -> None:
+    assert prefill_per_s(TIMED, 1000) == pytest.approx(1 / 0.11)
+    assert decode_per_s(TIMED, 100) == pytest.approx(32 / 2.0)
+    found, untimed = flippable(fleet_of(plan(1, 1)), FACTS, "m", 1000, 100)
+    assert untimed == []
+    assert [(each.role, round(each.prefill_per_s, 3)) for each in found] == [
+        ("decode", 9.091),
+        ("prefill", 9.091),
+    ]

@@ -1,0 +1,122 @@
+"""CRONUS's split: against every whole L_p of the predictors' own model, and against the paper's printed formula."""
+
+from __future__ import annotations
+
+from math import ceil, floor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.core.facts import SplitFacts
+from potluck.core.routing.split import chunked_s, keeps_decode, partial_prefill_s, partial_tokens
+
+BLOCK = 16
+PLENTY = 1 << 30
+
+
+def summed_chunked_s(facts: SplitFacts, prompt: int, part: int, decodes: int, context: float) -> float:
+    """Iteration by iteration: predictor (3) at the context that each one finds."""
+    done, total = part, 0.0
+    while done < prompt:
+        total += facts.k_ctxp * done + facts.k_ctxd * context + facts.b_c
+        done += facts.chunk_tokens - decodes
+    return total
+
+
+def apart_s(facts: SplitFacts, prompt: int, part: int, decodes: int, context: float) -> float:
+    return abs(partial_prefill_s(facts, part) - summed_chunked_s(facts, prompt, part, decodes, context))
+
+
+split_facts = st.builds(
+    SplitFacts,
+    k_p=st.floats(1e-6, 1e-3),
+    b_p=st.floats(0.0, 0.02),
+    k_ctxp=st.floats(0.0, 1e-5),
+    k_ctxd=st.floats(0.0, 1e-6),
+    b_c=st.floats(0.0, 0.1),
+    chunk_tokens=st.integers(2, 512),
+)
+
+
+@given(split_facts, st.integers(1, 1200), st.integers(0, 200), st.floats(0, 1e5))
+@settings(max_examples=200)
+def test_the_split_is_the_best_of_all(facts: SplitFacts, prompt: int, decodes: int, context: float) -> None:
+    decodes = min(decodes, facts.chunk_tokens - 1)
+    chosen = partial_tokens(prompt, facts, decodes, context, PLENTY, BLOCK)
+    assert 1 <= chosen <= prompt
+    best = min(apart_s(facts, prompt, part, decodes, context) for part in range(1, prompt + 1))
+    assert apart_s(facts, prompt, chosen, decodes, context) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+@given(split_facts, st.integers(1, 3000), st.integers(1, 3000))
+def test_the_series_is_the_sum_of_its_iterations(facts: SplitFacts, prompt: int, part: int) -> None:
+    part = min(part, prompt)
+    closed = chunked_s(facts, facts.chunk_tokens, facts.b_c, prompt, part)
+    assert closed == pytest.approx(summed_chunked_s(facts, prompt, part, 0, 0.0), rel=1e-9, abs=1e-12)
+
+
+A10_A100 = SplitFacts(k_p=2.4e-4, b_p=0.004, k_ctxp=1.6e-6, k_ctxd=2.5e-7, b_c=0.032, chunk_tokens=512)
+"""About Llama-3-8B: 8,192 tokens take 2 s on the low-end GPU, an iteration 32 ms and more on the high-end one."""
+
+
+def printed_split(facts: SplitFacts, prompt: int, decodes: int, context: float) -> int:
+    """Algorithm 1 to the letter, over its 512 candidates."""
+    chunk = facts.chunk_tokens - decodes
+
+    def apart(part: int) -> float:
+        rest = prompt - part
+        last = part + floor(rest / chunk) * chunk
+        iteration = facts.k_ctxp * (prompt + last) / 2 + facts.k_ctxd * context + facts.b_c
+        return abs(facts.k_p * part + facts.b_p - ceil(rest / chunk) * iteration)
+
+    return min((ceil(i * prompt / 512) for i in range(1, 513)), key=apart)
+
+
+@pytest.mark.parametrize("prompt", [2000, 6000, 20000, 100000])
+def test_the_printed_formula_overrates_the_high_end_gpu_and_leaves_the_stages_unlike(prompt: int) -> None:
+    """L_in in place of L_p counts every chunk as if it came after the whole prompt."""
+    printed = printed_split(A10_A100, prompt, 30, 30000.0)
+    ours = partial_tokens(prompt, A10_A100, 30, 30000.0, PLENTY, BLOCK)
+    assert printed >= ours
+    assert apart_s(A10_A100, prompt, ours, 30, 30000.0) <= apart_s(A10_A100, prompt, printed, 30, 30000.0)
+
+
+def test_for_long_prompts_the_printed_formula_is_off_by_seconds() -> None:
+    printed = printed_split(A10_A100, 100000, 30, 30000.0)
+    assert apart_s(A10_A100, 100000, printed, 30, 30000.0) > 1.0
+    ours = partial_tokens(100000, A10_A100, 30, 30000.0, PLENTY, BLOCK)
+    assert apart_s(A10_A100, 100000, ours, 30, 30000.0) < 0.2
+
+
+def test_without_free_blocks_the_low_end_gpu_takes_all() -> None:
+    assert partial_tokens(1000, A10_A100, 10, 1000.0, ceil(1000 / BLOCK) - 1, BLOCK) == 1000
+    assert partial_tokens(1000, A10_A100, 10, 1000.0, ceil(1000 / BLOCK), BLOCK) < 1000
+
+
+def test_without_room_in_a_step_the_low_end_gpu_takes_all() -> None:
+    assert partial_tokens(1000, A10_A100, 512, 1000.0, PLENTY, BLOCK) == 1000
+
+
+def test_more_decoding_on_the_high_end_gpu_moves_work_to_the_low_end_one() -> None:
+    parts = [partial_tokens(4000, A10_A100, n, n * 1500.0, PLENTY, BLOCK) for n in (0, 50, 150, 400)]
+    assert parts == sorted(parts)
+    assert parts[0] < parts[-1]
+
+
+def test_decodes_stay_low_only_when_the_high_end_gpu_is_over_its_batch() -> None:
+    assert not keeps_decode(high_open=63, high_batch=64, low_open=0, low_batch=8)
+    assert keeps_decode(high_open=64, high_batch=64, low_open=0, low_batch=8)
+    assert not keeps_decode(high_open=64, high_batch=64, low_open=8, low_batch=8)
+    assert keeps_decode(high_open=100, high_batch=64, low_open=8, low_batch=8)
+    assert not keeps_decode(high_open=1000, high_batch=64, low_open=0, low_batch=0)
+
+
+def test_a_flood_of_decodes_is_shared_in_proportion_to_the_batches() -> None:
+    high = low = 0
+    for _ in range(300):
+        if keeps_decode(high, 64, low, 16):
+            low += 1
+        else:
+            high += 1
+    assert low / 16 == pytest.approx(high / 64, rel=0.05)

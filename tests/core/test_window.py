@@ -1,0 +1,179 @@
+"""The sliding windows against counting everything again from a list."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean, pstdev
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.events import LinkReported
+from potluck.core.types import Request, Slo
+from potluck.core.window import SLOTS, ModelObserved, Window
+
+LENGTHS = st.integers(1, 200_000)
+
+
+def request(tokens: int, model: str = "m", at_s: float = 0.0) -> Request:
+    return Request("r", model, at_s, tokens, 1)
+
+
+def seen(window: Window, at_s: float, model: str = "m") -> ModelObserved:
+    found = window.observed(at_s).of(model)
+    assert found is not None
+    return found
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), LENGTHS), min_size=1, max_size=80), st.floats(1, 300))
+def test_counts_and_means_are_those_of_the_slots_in_the_window(
+    gaps: list[tuple[float, int]], window_s: float
+) -> None:
+    window, at_s, all_ = Window(window_s, 5 * window_s), 0.0, []
+    for gap, tokens in gaps:
+        at_s += gap
+        window.arrived(at_s, request(tokens))
+        all_.append((at_s, tokens))
+    slot_s = window_s / SLOTS
+    number = int(at_s / slot_s)
+    inside = [tokens for t, tokens in all_ if int(t / slot_s) >= number - SLOTS]
+    got = seen(window, at_s)
+    assert got.arrivals == len(inside)
+    assert got.mean_prompt_tokens == pytest.approx(fmean(inside))
+    assert sum(each.count for each in got.lengths) == len(inside)
+    assert sum(each.tokens for each in got.lengths) == sum(inside)
+    start_s = max((number - SLOTS) * slot_s, all_[0][0])
+    assert got.span_s == pytest.approx(max(at_s - start_s, slot_s))
+    assert got.rate_per_s == pytest.approx(len(inside) / got.span_s)
+    long_inside = [1 for t, _ in all_ if int(t / slot_s) >= number - 5 * SLOTS]
+    assert got.long_rate_per_s * got.long_span_s == pytest.approx(len(long_inside))
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=60))
+def test_every_length_lies_in_its_bin_and_bins_are_narrow(lengths: list[int]) -> None:
+    window = Window()
+    for tokens in lengths:
+        window.arrived(0.0, request(tokens))
+    bins = seen(window, 0.0).lengths
+    assert all(a.high_tokens <= b.low_tokens for a, b in pairwise(bins))
+    for each in bins:
+        assert each.low_tokens <= each.mean_tokens < each.high_tokens
+        assert each.high_tokens - each.low_tokens <= max(1, each.low_tokens / 8)
+        assert each.count == sum(each.low_tokens <= tokens < each.high_tokens for tokens in lengths)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=200), st.lists(LENGTHS, min_size=1, max_size=6, unique=True))
+def test_bucket_shares_add_up_and_are_off_by_a_bin_at_most(lengths: list[int], edges: list[int]) -> None:
+    window = Window()
+    for tokens in lengths:
+        window.arrived(0.0, request(tokens))
+    got, edges = seen(window, 0.0), sorted(edges)
+    shares = got.bucket_shares(edges)
+    assert sum(shares) == pytest.approx(1.0)
+    exact = [0] * len(edges)
+    for tokens in lengths:
+        exact[min(bisect_left(edges, tokens), len(edges) - 1)] += 1
+    cut = {e: next((b.count for b in got.lengths if b.low_tokens <= e < b.high_tokens - 1), 0) for e in edges}
+    for place, share in enumerate(shares):
+        slack = cut[edges[place]] + (cut[edges[place - 1]] if place else 0)
+        assert abs(share * len(lengths) - exact[place]) <= slack + 1e-6
+    for edge in edges:
+        above = sum(tokens > edge for tokens in lengths)
+        assert abs(got.share_above(edge) * len(lengths) - above) <= cut[edge] + 1e-6
+
+
+def test_the_error_is_that_of_a_poisson_rate_and_grows_with_bursts() -> None:
+    chance = random.Random(1)
+    errors, rates = [], []
+    for _ in range(60):
+        window, at_s = Window(120.0), 0.0
+        while at_s < 1200.0:
+            at_s += chance.expovariate(5.0)
+            window.arrived(at_s, request(10))
+        got = seen(window, at_s)
+        errors.append(got.error_per_s)
+        rates.append(got.rate_per_s)
+    assert fmean(errors) == pytest.approx(sqrt(5.0 / 122.5), rel=0.25)
+    assert fmean(errors) == pytest.approx(pstdev(rates), rel=0.3)
+    window = Window(120.0)
+    for slot in range(48):
+        for _ in range(50 if slot // 6 % 2 else 0):
+            window.arrived(slot * 5.0 + 1.0, request(10))
+    bursty = seen(window, 240.0)
+    assert bursty.error_per_s > 3 * sqrt(bursty.arrivals) / bursty.span_s
+
+
+def test_ends_are_held_against_the_objective_and_refusals_count_as_missed() -> None:
+    window = Window(120.0, slos={"m": Slo(1.0, 0.1)})
+    for ttft_s, tpot_s in ((0.5, 0.05), (2.0, 0.05), (0.5, 0.2), (1.0, 0.1)):
+        window.finished(1.0, "m", 100, ttft_s, tpot_s)
+    window.refused(1.0, "m")
+    got = seen(window, 2.0)
+    assert (got.finished, got.attained, got.refused, got.mean_output_tokens) == (4, 2, 1, 100.0)
+    assert got.attainment == pytest.approx(2 / 5)
+    window.finished(1.0, "other", 7)
+    assert seen(window, 2.0, "other").attained == 1
+
+
+def test_a_mean_answer_outlives_the_short_window() -> None:
+    window = Window(120.0, 1800.0)
+    window.finished(1.0, "m", 100)
+    assert seen(window, 600.0).mean_output_tokens == 100.0
+    assert seen(window, 600.0).finished == 0
+    assert seen(window, 4000.0).mean_output_tokens == 0.0
+
+
+def test_a_watched_model_without_requests_shows_a_rate_of_none() -> None:
+    window = Window(120.0)
+    window.watch(0.0, "m")
+    got = seen(window, 60.0)
+    assert (got.arrivals, got.rate_per_s, got.span_s) == (0, 0.0, 60.0)
+    assert got.attainment == 1.0
+    assert got.bucket_shares([10, 20]) == [0.0, 0.0]
+    assert got.share_above(5) == 0.0
+
+
+def test_errors_of_means_are_those_of_the_sample() -> None:
+    window, chance = Window(), random.Random(2)
+    prompts = [chance.randint(50, 5000) for _ in range(400)]
+    for tokens in prompts:
+        window.arrived(1.0, request(tokens))
+        window.finished(1.0, "m", tokens)
+    got = seen(window, 2.0)
+    assert got.output_error_tokens == pytest.approx(pstdev(prompts) / 20)
+    assert got.prompt_error_tokens == pytest.approx(pstdev(prompts) / 20, rel=0.02)
+
+
+def test_caches_shorten_prompts_links_and_held_requests_are_passed_on() -> None:
+    window = Window()
+    window.arrived(1.0, request(1000), cached_tokens=900)
+    window.arrived(1.0, request(10), cached_tokens=10)
+    old, new = LinkReported("a", "b", 0.1, 0.0, 10.0), LinkReported("a", "b", 0.9, 5.0, 8.0)
+    window.linked(old)
+    window.linked(new)
+    got = window.observed(2.0, {"m": 3})
+    assert got.links == (new,)
+    assert got.models[0].held == 3
+    assert got.models[0].mean_prompt_tokens == (100 + 1) / 2
+
+
+def test_late_news_counts_now_and_nothing_goes_back() -> None:
+    window = Window(24.0)
+    window.arrived(100.0, request(5))
+    window.arrived(90.0, request(5))
+    assert seen(window, 100.0).arrivals == 2
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=50))
+def test_looking_changes_nothing(gaps: list[float]) -> None:
+    plain, looked, at_s = Window(10.0), Window(10.0), 0.0
+    for gap in gaps:
+        at_s += gap
+        plain.arrived(at_s, request(9))
+        looked.arrived(at_s, request(9))
+        looked.observed(at_s)
+    assert plain.observed(at_s) == looked.observed(at_s)

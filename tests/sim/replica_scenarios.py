@@ -1,0 +1,112 @@
+"""Random lives of one replica: requests of all kinds, transfers, cancellations, slowdowns, questions."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
+
+from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED, Limits
+from potluck.core.events import Status
+from potluck.sim.replica import Replica, Work
+from potluck.sim.rounds import Table
+
+Touch = tuple[float, int, str, tuple[float, ...]]
+
+
+@dataclass
+class Life:
+    """What was seen of a replica."""
+
+    happenings: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Of each request: what, when."""
+    statuses: list[Status] = field(default_factory=list)
+    streamed: list[int] = field(default_factory=list)
+    reserved: list[bool] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    looks: int = 0
+
+
+def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Touch]:
+    """What is done to the replica, in time order."""
+    rng = Random(seed)
+    room = limits.total_blocks * limits.block_tokens
+    most = max(2, min(room // 3, 400))
+    rate = rng.choice([0.05, 0.3, 1.0, 4.0]) / step_s
+    now_s, found = 0.0, []
+
+    def put(at_s: float, what: str, *figures: float) -> None:
+        found.append((at_s, len(found), what, figures))
+
+    for key in range(requests):
+        now_s += rng.expovariate(rate)
+        prompt, output = rng.randint(1, most), rng.randint(1, most)
+        priority = rng.choice([0, 0, 0, 1, 2])
+        kind = rng.random()
+        if kind < 0.6:
+            put(now_s, "add", key, prompt, 0, output, priority)
+        elif kind < 0.7:
+            hit = rng.randint(0, prompt)
+            put(now_s, "add", key, prompt - hit, hit, output, priority)
+        elif kind < 0.8:
+            put(now_s, "add", key, prompt, 0, 0, priority)
+        else:
+            here = rng.choice([0, 0, rng.randint(0, prompt)])
+            put(now_s, "reserve", key, prompt)
+            put(
+                now_s + rng.uniform(0.1, 5.0) * step_s, "received", key, here, prompt - here, output, priority
+            )
+        if rng.random() < 0.15:
+            put(now_s + rng.uniform(0.0, 200.0) * step_s, "cancel", key)
+        if rng.random() < 0.2:
+            put(now_s + rng.uniform(0.0, 50.0) * step_s, "status")
+        if rng.random() < 0.05:
+            put(now_s + rng.uniform(0.0, 50.0) * step_s, "speed", rng.choice([0.5, 1.0, 3.0]))
+    return sorted(found)
+
+
+def live(table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool) -> tuple[Replica, Life]:
+    """Carry a plan out until the replica is idle; handed-over KV is released a while after it was computed."""
+    replica, life = Replica(table, limits, fast_forward=fast_forward), Life()
+    agenda = list(plan)
+    reserved: set[int] = set()
+    while agenda or replica.next_s() < inf:
+        due_s = replica.next_s()
+        if agenda and agenda[0][0] < due_s:
+            at_s, _, what, figures = heapq.heappop(agenda)
+            _touch(replica, life, at_s, what, figures, reserved)
+            continue
+        life.looks += 1
+        for at_s, kind, key in replica.advance(due_s):
+            assert at_s <= due_s
+            life.happenings.setdefault(key, []).append((kind, at_s))
+            life.times.append(at_s)
+            assert kind in (FIRST, DONE, FINISHED, PREEMPTED)
+            if kind == DONE:
+                heapq.heappush(agenda, (at_s * 1.0001 + 1e-3, -key, "release", (key,)))
+    return replica, life
+
+
+def _touch(
+    replica: Replica, life: Life, at_s: float, what: str, figures: tuple[float, ...], reserved: set[int]
+) -> None:
+    key = int(figures[0]) if figures else -1
+    if what == "add" or (what == "received" and key in reserved):
+        reserved.discard(key)
+        replica.add(at_s, Work(*map(int, figures)))
+    elif what == "reserve":
+        life.reserved.append(replica.reserve(at_s, key, int(figures[1])))
+        if life.reserved[-1]:
+            reserved.add(key)
+    elif what == "cancel":
+        if key in set(replica.batch.keys()):
+            life.streamed.append(replica.streamed(at_s, key))
+        reserved.discard(key)
+        replica.cancel(at_s, key)
+    elif what == "release":
+        replica.release(at_s, key)
+    elif what == "status":
+        life.statuses.append(replica.status(at_s))
+    elif what == "speed":
+        replica.set_speed(at_s, figures[0])

@@ -1,0 +1,100 @@
+"""Fault files: what they say, and what is wrong with them; faults by chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from potluck.core.errors import InputError
+from potluck.sim.faults import Fault, Faults, Rates, parse_faults, random_faults
+
+WHOLE = """
+faults:
+- {at_s: 60, kind: replica, replica: 'chat*#0/0'}
+- {at_s: 60, kind: node, node: 'chat*#1/1xL40S/0', notice_s: 5}
+- {at_s: 90, kind: region, region: east}
+- {at_s: 90, kind: link, source: east, target: west, factor: 0.1, duration_s: 30}
+- {at_s: 91, kind: link, source: east, target: west, gbps: 2}
+- {at_s: 120, kind: slow, replica: '*', factor: 3, duration_s: 20}
+- {at_s: 150, kind: reports, duration_s: 10}
+- {at_s: 200, kind: spot, region: east, node: 1xL40S, count: 2}
+- {at_s: 210, kind: cancel, request: 17}
+random: {replica_per_h: 2}
+prices: [{at_s: 3600, region: east, node: 1xL40S, usd_per_h: 2.5}]
+availability: [{at_s: 1800, region: east, node: 1xL40S, available: 3}]
+"""
+
+
+def test_a_whole_file() -> None:
+    found = parse_faults(WHOLE)
+    assert [fault.kind for fault in found.faults] == [
+        "replica",
+        "node",
+        "region",
+        "link",
+        "link",
+        "slow",
+        "reports",
+        "spot",
+        "cancel",
+    ]
+    assert found.faults[1].notice_s == 5.0
+    assert found.faults[6].replica == "*"
+    assert (found.faults[7].notice_s, found.faults[7].count) == (30.0, 2)
+    assert found.random == Rates(replica_per_h=2.0)
+    assert found.prices[0].usd_per_h == 2.5
+    assert found.availability[0].available == 3
+    assert parse_faults("{}") == Faults()
+
+
+BAD = [
+    ("[1]", "must have"),
+    ("faults: 3", "faults: must be a list"),
+    ("faults: [3]", "faults[0]: must be a mapping"),
+    ("fault: []", "unknown 'fault'; did you mean 'faults'"),
+    (
+        "faults: [{at_s: 1, kind: replca, replica: x}]",
+        "faults[0]: kind: unknown 'replca'; did you mean 'replica'",
+    ),
+    ("faults: [{at_s: 1, kind: replica}]", "faults[0]: replica: is missing"),
+    ("faults: [{kind: replica, replica: x}]", "faults[0]: at_s: is missing"),
+    (
+        "faults: [{at_s: -1, kind: replica, replica: x}]",
+        "faults[0]: at_s: must be a number that is not negative",
+    ),
+    ("faults: [{at_s: soon, kind: replica, replica: x}]", "faults[0]: at_s: must be a number"),
+    ("faults: [{at_s: .nan, kind: replica, replica: x}]", "faults[0]: at_s: must be a number"),
+    ("faults: [{at_s: 1, kind: replica, replica: 3}]", "faults[0]: replica: must be a name"),
+    ("faults: [{at_s: 1, kind: replica, replica: x, gbps: 3}]", "unknown 'gbps'"),
+    ("faults: [{at_s: 1, kind: link, source: a, target: b}]", "faults[0]: needs either `factor` or `gbps`"),
+    ("faults: [{at_s: 1, kind: link, source: a, target: b, factor: 1, gbps: 1}]", "needs either"),
+    ("faults: [{at_s: 1, kind: slow, replica: x, factor: 0, duration_s: 1}]", "factor: must be above 0"),
+    ("faults: [{at_s: 1, kind: spot, region: a, node: b, count: 1.5}]", "count: must be a whole number"),
+    ("random: {replica: 1}", "random: unknown 'replica'"),
+    ("random: 3", "random: must be a mapping"),
+    ("prices: [{at_s: 1}]", "prices[0]: region: is missing"),
+    ("faults: [", "is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), BAD)
+def test_a_bad_file_is_answered_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_faults(text, "f.yaml")
+    assert says in str(error.value)
+    assert str(error.value).startswith("f.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_chance_keeps_its_rates_and_its_seed() -> None:
+    rates = Rates(*[3600.0] * 6)
+    found = random_faults(rates, 1, 2000.0)
+    assert found == random_faults(rates, 1, 2000.0)
+    assert found != random_faults(rates, 2, 2000.0)
+    for kind in ("replica", "node", "link", "slow", "reports", "spot"):
+        own = [fault for fault in found if fault.kind == kind]
+        assert 2000 - 5 * 45 < len(own) < 2000 + 5 * 45
+        assert all(0 <= fault.at_s <= 2000 and fault.pick is not None for fault in own)
+    more = random_faults(Rates(*[3600.0] * 5, 0.0), 1, 2000.0)
+    assert [f for f in more if f.kind == "link"] == [f for f in found if f.kind == "link"]
+    drawn = Faults((Fault(5.0, "cancel", request=1),), rates).drawn(1, 10.0)
+    assert [fault.at_s for fault in drawn] == sorted(fault.at_s for fault in drawn)

@@ -1,0 +1,110 @@
+"""Processor sharing against a slow reference, and what must hold whatever happens on a pipe."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import InputError
+from potluck.sim.link import Pipe
+
+Op = tuple[str, float, float]
+OPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.floats(0, 3), st.floats(0.1, 100)),
+        st.tuples(st.just("abort"), st.floats(0, 3), st.floats(0, 0.999)),
+        st.tuples(st.just("rate"), st.floats(0, 3), st.sampled_from([0.0, 1.0, 5.0, 50.0])),
+    ),
+    max_size=25,
+)
+
+
+class Slow:
+    """Shares by going through all transfers at every change."""
+
+    def __init__(self, rate: float) -> None:
+        self.at_s, self.rate = 0.0, rate
+        self.left: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+
+    def go(self, to_s: float) -> None:
+        while True:
+            each = self.rate / len(self.left) if self.left else 0.0
+            key = min(self.left, key=lambda k: self.left[k], default=None)
+            due_s = self.at_s + self.left[key] / each if key is not None and each > 0 else inf
+            step_s = min(due_s, to_s) - self.at_s
+            for k in self.left:
+                self.left[k] -= step_s * each
+            self.at_s = min(due_s, to_s)
+            if due_s > to_s or key is None:
+                return
+            del self.left[key]
+            self.ends[key] = due_s
+
+
+@given(OPS)
+def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
+    pipe, slow = Pipe("link", "a", "b", 10.0, 0.0), Slow(10.0)
+    ends: dict[int, float] = {}
+    now_s, keys = 0.0, 0
+
+    def go(to_s: float) -> None:
+        while pipe.next_s() <= to_s:
+            at_s = pipe.next_s()
+            for key in pipe.done(at_s):
+                ends[key] = at_s
+        slow.go(to_s)
+
+    for what, wait_s, value in ops:
+        now_s += wait_s
+        go(now_s)
+        if what == "start":
+            pipe.start(now_s, keys, value)
+            slow.left[keys] = value
+            keys += 1
+        elif what == "abort" and pipe.keys and len(pipe.keys) == len(slow.left):
+            key = pipe.keys[int(value * len(pipe.keys))]
+            if key in slow.left:
+                pipe.abort(now_s, key)
+                del slow.left[key]
+        elif what == "rate":
+            pipe.set_rate(now_s, value)
+            slow.rate = value
+        told = pipe.sent_bytes + pipe.open_bytes(now_s)
+        assert told == pytest.approx(pipe.served_bytes, rel=1e-9, abs=1e-6)
+    pipe.set_rate(now_s, 10.0)
+    slow.rate = 10.0
+    go(now_s + 1e6)
+    assert len(pipe) == 0
+    assert pipe.next_s() == inf
+    assert ends == pytest.approx(slow.ends, rel=1e-6, abs=1e-6)
+    assert pipe.sent_bytes == pytest.approx(pipe.served_bytes, rel=1e-9, abs=1e-6)
+
+
+def test_two_share_and_the_second_gets_the_rest() -> None:
+    pipe = Pipe("link", "a", "b", 10.0, 0.0)
+    pipe.start(0.0, 1, 10.0)
+    pipe.start(0.0, 2, 20.0)
+    assert pipe.next_s() == pytest.approx(2.0)
+    assert pipe.done(2.0) == [1]
+    assert pipe.next_s() == pytest.approx(3.0)
+    assert pipe.share_bytes_per_s(1) == pytest.approx(5.0)
+    assert pipe.queued_bytes(2.5) == pytest.approx(5.0)
+    assert pipe.done(3.0) == [2]
+    assert (pipe.sent_bytes, pipe.busy_s, pipe.transfers) == (30.0, pytest.approx(3.0), 2)
+
+
+def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:
+    pipe = Pipe("link", "a", "b", 10.0, 0.0)
+    pipe.start(0.0, 1, 10.0)
+    pipe.set_rate(0.5, 0.0)
+    assert pipe.next_s() == inf
+    assert pipe.done(100.0) == []
+    assert pipe.abort(100.0, 1) == pytest.approx(5.0)
+    assert pipe.lost_bytes == pytest.approx(5.0)
+    assert pipe.abort(100.0, 7) == 0.0
+    with pytest.raises(InputError, match="negative"):
+        Pipe("link", "a", "b", -1.0, 0.0)

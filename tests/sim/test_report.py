@@ -1,0 +1,267 @@
+"""The report: whole, small, self-contained, and never at the mercy of a name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_results import MODELS, made_replica, made_result
+
+from potluck.sim.metrics import summarise
+from potluck.sim.records import OPEN, SimResult
+from potluck.sim.report import html
+from potluck.sim.report.plots import (
+    attribute,
+    clipped,
+    digits,
+    duration,
+    log_ticks,
+    moment,
+    nice_ticks,
+    short,
+    stairs,
+    time_ticks,
+)
+from potluck.sim.series import BINS, ROWS, curve, lanes, series
+
+VOID = {"meta", "br", "path", "rect"}
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects text, attributes and scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID or (tag in ("path", "rect") and not self.get_starttag_text().endswith("/>")):  # type: ignore[union-attr]
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, tag
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+def parsed(text: str) -> Page:
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    return page
+
+
+def report(result: SimResult, title: str = "A run") -> str:
+    return html(summarise(result), result, title)
+
+
+def test_it_has_everything_and_closes_every_tag() -> None:
+    page = parsed(report(made_result(3000, 9)))
+    text = " ".join(page.text)
+    for title in (
+        "Models",
+        "Latency",
+        "Rate and goodput",
+        "Replicas",
+        "Utilisation",
+        "Queue",
+        "Links",
+        "Cost",
+    ):
+        assert title in text
+    for words in ("TTFT", "TPOT", "TBT", "end to end", "SLO attainment", "Goodput", "Faults", "Hardware"):
+        assert words in text
+    assert "replica <4> lost" in text
+    assert "a note with <tags>" in text
+
+
+def test_nothing_is_fetched() -> None:
+    text = report(made_result(500, 3))
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+    for word in ("src=", "href=", "@import", "url(", "fetch(", "XMLHttpRequest", "import("):
+        assert word not in text
+
+
+def test_figures_in_the_drawing_are_numbers() -> None:
+    page = parsed(report(made_result(500, 12)))
+    for name, value in page.attributes:
+        if name in ("d", "x", "y", "width", "height", "viewbox"):
+            assert not re.search(r"nan|inf|none", value.lower()), (name, value)
+
+
+@pytest.mark.parametrize(("requests", "replicas"), [(100_000, 1000), (2000, ROWS), (2000, ROWS + 1)])
+def test_it_stays_small_however_large_the_run(requests: int, replicas: int) -> None:
+    text = report(made_result(requests, replicas))
+    assert len(text.encode()) < 1_000_000
+    over_time = series(made_result(1000, replicas))
+    assert len(over_time.lanes) <= ROWS
+    assert over_time.utilisation is not None
+    assert len(over_time.utilisation.cells) <= ROWS + 4
+
+
+def test_names_do_no_harm() -> None:
+    bad = "</title><script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+    made = made_result(300, 3)
+    replicas = tuple(replace(one, id=bad + one.id, region=bad, model=bad) for one in made.replicas)
+    links = tuple(replace(link, source=bad) for link in made.links)
+    records = replace(made.records, models=(bad, MODELS[1]))
+    slos = {bad: made.slos[MODELS[0]], MODELS[1]: made.slos[MODELS[1]]}
+    result = replace(made, replicas=replicas, links=links, records=records, slos=slos, notes=(bad,))
+    page = parsed(report(result, bad))
+    assert page.tags.count("script") == 1
+    assert "img" not in page.tags
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert any(bad in text for text in page.text)
+    hovers = [value for name, value in page.attributes if name == "data-hover"]
+    assert any(json.loads(value)["lines"][0][0] == bad for value in hovers if "lines" in json.loads(value))
+
+
+def test_it_draws_whatever_is_there() -> None:
+    made = made_result(300, 3)
+    nothing = replace(
+        made.records, outcome=np.full(300, OPEN, dtype=np.int8), first_token_s=np.full(300, np.nan)
+    )
+    for result in (
+        replace(made, samples=None, faults=(), notes=(), links=()),
+        replace(made, slos={}),
+        replace(made, replicas=()),
+        replace(made, records=nothing),
+        replace(made, cost_rates=()),
+        made_result(1, 1),
+        made_result(2, 1),
+    ):
+        parsed(report(result))
+
+
+def test_the_same_run_gives_the_same_bytes() -> None:
+    assert report(made_result(400, 5)) == report(made_result(400, 5))
+
+
+def test_series_count_every_request_and_every_dollar() -> None:
+    result = made_result(5000, 6)
+    over_time = series(result)
+    width_s = over_time.edges_s[1]
+    assert len(over_time.edges_s) == BINS + 1
+    assert sum(over_time.arrivals_per_s.values) * width_s == pytest.approx(5000)
+    assert sum(over_time.refused_per_s.values) * width_s == pytest.approx(
+        int((result.records.outcome == 2).sum())
+    )
+    assert over_time.goodput_per_s is not None
+    met = (summarise(result).total.attainment or 0) * 5000
+    assert sum(over_time.goodput_per_s.values) * width_s == pytest.approx(met)
+    assert over_time.cost_usd[-1] == pytest.approx(result.cost_usd)
+    assert sum(over_time.cost_usd_per_h) / 3600 * width_s == pytest.approx(result.cost_usd)
+
+
+def test_utilisation_between_samples_adds_up_to_the_busy_time() -> None:
+    result = made_result(2000, 6, samples=37)
+    grid = series(result).utilisation
+    assert grid is not None
+    assert result.samples is not None
+    for row, replica in enumerate(result.replicas):
+        cells = grid.cells[row]
+        late = [
+            cell
+            for cell, there in zip(cells, range(len(cells)), strict=True)
+            if there > 20 and cell is not None
+        ]
+        assert all(0 <= cell <= 1 for cell in late)
+        ready_s = replica.ready_s or 0.0
+        absent = int(ready_s / result.end_s * BINS)
+        assert all(cell is None for cell in cells[:absent])
+    whole = [cell or 0.0 for cell in grid.cells[1]]
+    ready = int((result.replicas[1].ready_s or 0) / result.end_s * BINS)
+    busy_s = result.samples.busy_s[:, 1]
+    skipped_s = float(
+        np.interp(
+            ready * result.end_s / BINS,
+            np.concatenate(([0.0], result.samples.at_s)),
+            np.concatenate(([0.0], busy_s)),
+        )
+    )
+    assert sum(whole) * result.end_s / BINS == pytest.approx(float(busy_s[-1]) - skipped_s, rel=0.01)
+
+
+def test_lanes_follow_a_replicas_life() -> None:
+    life = lanes([made_replica(4, 100.0)], 100.0)[0]
+    assert life.spans == ((0.0, 2.0, "starting", "decode"), (2.0, 60.0, "ready", "decode"))
+    assert life.lost_s == 60.0
+    flipped = lanes([made_replica(6, 100.0)], 100.0)[0]
+    assert [span[2:] for span in flipped.spans] == [
+        ("starting", "prefill"),
+        ("ready", "prefill"),
+        ("ready", "decode"),
+        ("draining", "prefill"),
+    ]
+    assert flipped.spans[-1][1] == 75.0
+    many = [made_replica(index, 100.0) for index in range(200)]
+    shown = {lane.label for lane in lanes(many, 100.0, 40)}
+    assert len(shown) == 40
+    most = sorted(many, key=lambda one: -len(one.changes))[:10]
+    assert {one.id for one in most} <= shown
+
+
+def test_a_curve_is_the_distribution() -> None:
+    values = np.random.default_rng(0).lognormal(0, 1, 10_000)
+    for x, share in curve(values):
+        assert (values <= x).mean() == pytest.approx(share, abs=2e-4)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 12))
+def test_ticks_are_round_and_inside(low: float, span: float, about: int) -> None:
+    high = low + span
+    ticks = nice_ticks(low, high, about)
+    assert all(low - 1e-6 * span <= tick <= high + 1e-6 * span for tick in ticks)
+    assert len(ticks) <= about * 1.01 + 2
+
+
+@given(st.floats(1e-5, 1e3), st.floats(1.5, 1e5))
+def test_logarithmic_ticks_are_inside(low: float, factor: float) -> None:
+    ticks = log_ticks(low, low * factor)
+    assert ticks == sorted(ticks)
+    assert all(low * 0.99 <= tick <= low * factor * 1.01 for tick in ticks)
+
+
+@given(st.floats(1e-3, 1e7))
+def test_times_have_few_distinct_ticks(end_s: float) -> None:
+    ticks = time_ticks(end_s)
+    assert 1 <= len(ticks) <= 13
+    assert len({tick.label for tick in ticks}) == len(ticks)
+    assert all(0 <= tick.at <= end_s * (1 + 1e-9) for tick in ticks)
+
+
+def test_words_for_numbers() -> None:
+    assert [moment(at) for at in (0, 45, 60, 150, 5400, 86400, 90000)] == [
+        "0", "45 s", "1 min", "2:30 min", "1:30 h", "1 d", "1:01 d",
+    ]  # fmt: skip
+    assert [duration(at) for at in (2e-5, 0.0123, 0.9997, 61.0, 600.0, 9000.0)] == [
+        "20.0 µs", "12.3 ms", "1.00 s", "61.0 s", "10.0 min", "2.50 h",
+    ]  # fmt: skip
+    assert [short(text) for text in ("50.0 ms", "2.00 s", "0.5", "1,000", "2.50 h")] == [
+        "50 ms", "2 s", "0.5", "1,000", "2.5 h",
+    ]  # fmt: skip
+    assert digits(0) == "0"
+    assert clipped("abcdefghij", 5) == "ab…ij"
+    assert len(clipped("x" * 99, 12)) == 12
+    assert stairs([0, 1, 2], [5, 6]) == [(0, 5), (1, 5), (1, 6), (2, 6)]
+    assert json.loads(attribute({"a": "<&'\">"}).replace("&lt;", "<").replace("&gt;", ">").replace("&#39;", "'")
+                      .replace("&amp;", "&")) == {"a": "<&'\">"}  # fmt: skip

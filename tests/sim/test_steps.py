@@ -1,0 +1,160 @@
+"""Step-time tables: near the timer they were made from, and consistent with themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.catalog import models, nodes
+from potluck.core.layout import Layout, Stage, StageNode
+from potluck.core.plan import Confidence
+from potluck.perf.pipeline import PipelineTimer, pipeline
+from potluck.perf.roofline import roofline
+from potluck.perf.step import Floats, Steps, StepTimer, steps
+from potluck.sim.rounds import RoundTable, step_table
+from potluck.sim.steps import CONTEXTS, Row, StepTable
+
+CASES = [
+    ("Llama-3.1-8B", "H100-SXM", 1),
+    ("Llama-3.1-8B", "A10", 1),
+    ("Llama-3-70B", "4xH100-SXM", 4),
+    ("GPT-OSS-120B", "H200", 1),
+    ("DeepSeek-V3", "8xH200", 8),
+    ("Kimi-Linear-48B", "2xA100-80", 2),
+]
+Made = tuple[list[tuple[int, int, int]], int, int]
+"""Chunks, decodes, their contexts' sum."""
+
+
+@cache
+def timer(model: str, node: str, tp: int) -> StepTimer:
+    return roofline(models.model(model), nodes.node_type(node), tp)
+
+
+@cache
+def unlike() -> PipelineTimer:
+    names = ("1xH100-SXM", "1xL4", "1xA10")
+    stages = (
+        Stage(16, (StageNode("1xH100-SXM", 1),)),
+        Stage(16, (StageNode("1xL4", 1), StageNode("1xA10", 1))),
+    )
+    return pipeline(models.model("Llama-3.1-8B"), Layout(stages), {n: nodes.node_type(n) for n in names})
+
+
+def random_steps(count: int, seed: int) -> Iterator[Made]:
+    """Steps of up to 2,048 tokens: none to five chunks, contexts to 32k, none to 300 decodes."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        decodes = int(rng.choice([0, rng.integers(1, 8), rng.integers(1, 64), rng.integers(1, 300)]))
+        left, chunks = 2048 - decodes, []
+        for key in range(int(rng.choice([0, 1, 1, 1, 2, 3, 5])) if decodes else 1):
+            new = min(left, int(rng.choice([rng.integers(1, 64), rng.integers(1, 2048)])))
+            if new > 0:
+                chunks.append((key, new, int(rng.choice([0, 0, 2 ** rng.uniform(0, 15)]))))
+                left -= new
+        yield chunks, decodes, int(decodes * 2 ** rng.uniform(3, 14))
+
+
+def as_steps(made: list[Made]) -> Steps:
+    new, cached = np.zeros((len(made), 5)), np.zeros((len(made), 5))
+    for row, (chunks, _, _) in enumerate(made):
+        for column, (_, tokens, behind) in enumerate(chunks):
+            new[row, column], cached[row, column] = tokens, behind
+    return steps(new, cached, [decodes for _, decodes, _ in made], [context for _, _, context in made])
+
+
+@pytest.mark.parametrize("case", [*CASES, None], ids=str)
+def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
+    source = unlike() if case is None else timer(*case)
+    table, made = StepTable(source), list(random_steps(600, 1))
+    ours = np.array([table.step_s(*each) for each in made])
+    error = np.abs(ours / source.step_s(as_steps(made)) - 1.0)
+    chunks = np.array([len(each[0]) for each in made])
+    decodes = np.array([each[1] for each in made])
+    assert error[chunks == 0].max() < 0.003
+    assert error[(chunks == 1) & (decodes == 0)].max() < 0.003
+    assert error[chunks == 1].mean() < 0.0025
+    assert error[chunks == 1].max() < 0.016
+    # Several chunks share the GPU in ways that pairs of figures cannot tell.
+    assert error[chunks > 1].mean() < 0.01
+    assert error[chunks > 1].max() < 0.15
+    assert error.mean() < 0.005
+
+
+def test_a_table_of_something_linear_is_exact() -> None:
+    class Linear:
+        confidence: Confidence = "assumed"
+
+        def step_s(self, batch: Steps) -> Floats:
+            pairs = (batch.chunk_new * (batch.chunk_cached + batch.chunk_new / 2)).sum(axis=1)
+            return 1e-3 + 1e-5 * batch.tokens + 1e-9 * pairs + 1e-7 * batch.decode_context
+
+    table, made = StepTable(Linear()), list(random_steps(200, 2))
+    ours = [table.step_s(*each) for each in made]
+    assert ours == pytest.approx(Linear().step_s(as_steps(made)).tolist(), rel=1e-9)
+
+
+rows = st.builds(
+    lambda count, fixed, slope, bend: Row(
+        count, 1e-3 * (fixed + slope * np.array(CONTEXTS) + np.minimum(bend * np.array(CONTEXTS), 1.0))
+    ),
+    st.integers(1, 300),
+    st.floats(0.5, 20.0),
+    st.floats(0.0, 0.01),
+    st.floats(0.0, 0.1),
+)
+
+
+@given(rows, st.integers(0, 5000), st.integers(1, 400))
+def test_a_run_is_the_sum_of_its_steps(row: Row, mean: int, count: int) -> None:
+    context = mean * row.count + mean % row.count
+    apart = sum(row.step_s(context + i * row.count) for i in range(count))
+    assert row.run_s(context, count) == pytest.approx(apart, rel=1e-11)
+
+
+@given(rows, st.integers(0, 5000), st.integers(1, 400), st.floats(-0.2, 1.2))
+def test_a_cut_is_at_the_first_step_that_lasts_so_long(row: Row, mean: int, most: int, share: float) -> None:
+    context = mean * row.count
+    seconds = share * row.run_s(context, most)
+    count, lasted_s = row.cut(context, seconds, most)
+    assert 1 <= count <= most
+    assert lasted_s == row.run_s(context, count)
+    if count < most:
+        assert lasted_s >= seconds
+    if count > 1:
+        assert row.run_s(context, count - 1) < seconds
+
+
+def test_one_node_needs_no_rounds() -> None:
+    single = Layout((Stage(32, (StageNode("1xA10", 1),)),))
+    plain = pipeline(models.model("Llama-3.1-8B"), single, {"1xA10": nodes.node_type("1xA10")})
+    assert isinstance(step_table(plain), StepTable)
+    assert isinstance(step_table(unlike()), RoundTable)
+    assert step_table(unlike()).lanes == 3
+
+
+def test_a_lone_prompt_takes_the_latency_and_a_full_pipeline_the_pace() -> None:
+    source = unlike()
+    table = step_table(source)
+    one = steps(1000.0)
+    latency_s, pace_s = float(source.step_s(one)[0]), float(source.interval_s(one)[0])
+    assert table.step_s([(0, 1000, 0)], 0, 0) == pytest.approx(latency_s, rel=1e-6)
+    full_s = table.step_s([(key, 1000, 0) for key in range(3)], 0, 0)
+    assert full_s == pytest.approx(max(latency_s, 3 * pace_s), rel=1e-6)
+    assert full_s < 3 * latency_s
+
+
+@pytest.mark.parametrize("decodes", [1, 2, 3, 7, 60])
+def test_decodes_spread_over_the_lanes(decodes: int) -> None:
+    source = unlike()
+    table = step_table(source)
+    parts = [decodes // 3 + (lane < decodes % 3) for lane in range(3)]
+    batch = steps(decodes=parts, decode_context=[500.0 * part for part in parts])
+    expected = max(float(source.step_s(batch).max()), float(source.interval_s(batch).sum()))
+    assert table.row(decodes).step_s(500 * decodes) == pytest.approx(expected, rel=3e-3)
+    assert table.step_s((), decodes, 500 * decodes) == table.row(decodes).step_s(500 * decodes)

@@ -1,0 +1,324 @@
+"""Workloads: arrivals and lengths follow their laws, traces keep what they should, the same seed gives the same."""
+
+from __future__ import annotations
+
+from math import log
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+from potluck.core.lengths import (
+    Binned,
+    Fixed,
+    Independent,
+    Law,
+    LogNormal,
+    Quantiles,
+    lognormal_from_mean,
+    lognormal_from_quantiles,
+)
+from potluck.core.types import LengthBin, Traffic
+from potluck.sim import arrivals
+from potluck.sim.lengths import draw, draw_law, draw_pairs
+from potluck.sim.workload import (
+    Blocks,
+    Workload,
+    at_rate,
+    first,
+    merge,
+    of_traffic,
+    synthetic,
+    with_prefixes,
+    workload,
+)
+
+MANY = 200_000
+CHAT = Independent(LogNormal(*lognormal_from_mean(1000, 1.0)), Fixed(100))
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def gap_cv(times: NDArray[np.float64]) -> float:
+    gaps = np.diff(times)
+    return float(gaps.std() / gaps.mean())
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
+def test_gaps_have_the_rate_and_variation_asked_for(cv: float) -> None:
+    times = arrivals.gamma(rng(), 20.0, cv, MANY)
+    # The mean of n gaps has a standard error of cv / sqrt(n): five of them.
+    assert len(times) / times[-1] == pytest.approx(20.0, rel=5 * cv / MANY**0.5 + 1e-9)
+    assert gap_cv(times) == pytest.approx(cv, rel=0.05, abs=1e-9)
+
+
+def test_poisson_counts_are_as_dispersed_as_they_should_be() -> None:
+    times = arrivals.poisson(rng(), 20.0, MANY)
+    counts = np.bincount((times // 5.0).astype(int))[:-1]
+    assert counts.var() / counts.mean() == pytest.approx(1.0, abs=5 * (2 / len(counts)) ** 0.5)
+
+
+@given(
+    st.lists(st.floats(0, 50), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    st.integers(0, 99),
+)
+def test_a_curve_stays_in_its_steps(rates: list[float], cv: float, seed: int) -> None:
+    times = arrivals.curve(rng(seed), rates, 60.0, cv)
+    assert (np.diff(times) >= 0).all()
+    counts = (
+        np.zeros(len(rates))
+        if not len(times)
+        else np.bincount((times // 60).astype(int), minlength=len(rates))
+    )
+    assert len(counts) == len(rates)
+    for count, rate in zip(counts, rates, strict=True):
+        mean = rate * 60
+        assert abs(count - mean) <= 8 * max(cv, 0.2) * (mean + 9) ** 0.5
+        assert rate > 0 or count == 0
+
+
+def test_a_trace_is_stretched_to_its_rate_and_keeps_its_pattern() -> None:
+    times = arrivals.gamma(rng(), 3.0, 2.0, 5000) + 1e6
+    scaled = arrivals.stretched(times, 12.0)
+    assert (len(scaled) - 1) / (scaled[-1] - scaled[0]) == pytest.approx(12.0)
+    assert scaled[0] == 0
+    assert gap_cv(scaled) == pytest.approx(gap_cv(times), rel=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.7, 3.0, 4.0, 10.0])
+def test_a_superposed_trace_has_its_requests_as_often_as_the_rate_says(rate: float) -> None:
+    times = arrivals.gamma(rng(1), 3.0, 2.0, 20_000)
+    own = (len(times) - 1) / (times[-1] - times[0])
+    chosen, when = arrivals.superposed(rng(2), times, rate)
+    factor = rate / own
+    often = np.bincount(chosen, minlength=len(times))
+    assert often.min() >= int(factor)
+    assert often.max() <= int(factor) + 1
+    assert often.mean() == pytest.approx(factor, abs=5 * 0.5 / len(times) ** 0.5)
+    assert (np.diff(when) >= 0).all()
+    assert when[-1] <= (times[-1] - times[0]) * len(times) / (len(times) - 1)
+
+
+def test_superposing_smooths_and_stretching_does_not() -> None:
+    times = arrivals.gamma(rng(1), 2.0, 5.0, 20_000)
+    assert gap_cv(arrivals.stretched(times, 40.0)) == pytest.approx(gap_cv(times))
+    assert gap_cv(arrivals.superposed(rng(), times, 40.0)[1]) < 0.7 * gap_cv(times)
+
+
+def test_a_short_trace_is_repeated_at_its_own_rate() -> None:
+    times = np.array([5.0, 6.0, 8.0])
+    chosen, when = arrivals.repeated(times, 7)
+    assert chosen.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert when.tolist() == [0, 1, 3, 4.5, 5.5, 7.5, 9]
+    assert arrivals.repeated(times, 2)[1].tolist() == [0, 1]
+
+
+LAWS: list[Law] = [
+    Fixed(37.0),
+    Fixed(2.25),
+    LogNormal(*lognormal_from_mean(300, 1.2)),
+    LogNormal(*lognormal_from_quantiles(200, 3000), 1, 4000),
+    LogNormal(9.9, 1.0, 128, 131072),
+    LogNormal(0.0, 1.0, 8, 20),
+    Quantiles(((0.0, 5.0), (0.5, 5.0), (0.9, 100.0), (1.0, 1000.0))),
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_drawn_lengths_have_the_mean_that_the_law_says(law: Law) -> None:
+    drawn = draw_law(rng(), law, MANY)
+    error = drawn.std() / MANY**0.5 + 1e-9
+    assert drawn.mean() == pytest.approx(law.mean_tokens, abs=5 * error)
+    assert drawn.min() >= 1
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if isinstance(law, LogNormal)])
+def test_the_mean_of_a_cut_lognormal_against_a_sum(law: LogNormal) -> None:
+    z = np.linspace(-9, 9, 2_000_001)
+    x, density = np.exp(law.mu + law.sigma * z), np.exp(-z * z / 2)
+    inside = (x >= law.low_tokens) & (x <= law.high_tokens)
+    assert law.mean_tokens == pytest.approx((x * density)[inside].sum() / density[inside].sum(), rel=1e-3)
+
+
+def test_bounds_hold_even_where_little_of_the_law_is_left() -> None:
+    law = LogNormal(0.0, 1.0, 30, 60)
+    assert law.mass < 1e-3
+    drawn = draw_law(rng(), law, 20_000)
+    assert drawn.min() >= 30
+    assert drawn.max() <= 61  # rounded up at random
+    with pytest.raises(InputError, match="holds almost none"):
+        LogNormal(0.0, 1.0, 1e6, 1e7)
+
+
+def test_quantiles_come_back() -> None:
+    law = Quantiles(((0.0, 10.0), (0.5, 100.0), (0.99, 500.0), (1.0, 9000.0)))
+    drawn = draw_law(rng(), law, MANY)
+    for level, tokens in law.points:
+        error = (level * (1 - level) / MANY) ** 0.5
+        assert (drawn <= tokens).mean() == pytest.approx(level, abs=5 * error + 1 / 180)
+
+
+def test_bins_and_pairs_keep_lengths_together() -> None:
+    bins = Binned((LengthBin(100, 7, 0.25), LengthBin(900, 3, 0.75)))
+    prompt, output = draw(rng(), bins, MANY)
+    assert set(zip(prompt.tolist(), output.tolist(), strict=True)) == {(100, 7), (900, 3)}
+    assert (prompt == 900).mean() == pytest.approx(0.75, abs=0.01)
+    seen = draw_pairs(rng(), np.array([1, 2, 3]), np.array([10, 20, 30]), 100)
+    assert (seen[1] == seen[0] * 10).all()
+    assert set(seen[0].tolist()) == {1, 2, 3}
+
+
+def test_the_same_seed_gives_the_same_and_parts_do_not_disturb_each_other() -> None:
+    one, same, other = (synthetic("m", CHAT, 5, 1000, seed) for seed in (1, 1, 2))
+    assert (one.arrival_s == same.arrival_s).all()
+    assert (one.prompt_tokens == same.prompt_tokens).all()
+    assert (one.prompt_tokens != other.prompt_tokens).any()
+    burst = synthetic("m", CHAT, 5, 1000, 1, cv=4.0)
+    assert (one.prompt_tokens == burst.prompt_tokens).all()
+    fixed = synthetic("m", Independent(CHAT.prompt, Fixed(3)), 5, 1000, 1)
+    assert (one.prompt_tokens == fixed.prompt_tokens).all()
+    assert (one.arrival_s == fixed.arrival_s).all()
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=20), st.data())
+def test_blocks_follow_their_requests(blocks: list[list[int]], data: st.DataObject) -> None:
+    starts = np.cumsum([0, *map(len, blocks)])
+    held = Blocks(starts, np.array([b for one in blocks for b in one], dtype=np.int64))
+    chosen = np.array(data.draw(st.lists(st.integers(0, len(blocks) - 1), max_size=30)), dtype=np.int64)
+    taken = held.take(chosen)
+    assert [list(taken.of(i)) for i in range(len(chosen))] == [blocks[i] for i in chosen]
+
+
+def small(model: str, times: list[float], blocks: bool) -> Workload:
+    count = len(times)
+    tokens = np.arange(1, count + 1) * 600
+    made = workload(model, np.array(times), tokens, tokens)
+    return with_prefixes(made, 0.5, 0) if blocks and count else made
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.lists(st.floats(0, 9), max_size=6), st.booleans()), max_size=5
+    )
+)
+def test_merging_keeps_every_request_with_all_it_has(parts: list[tuple[str, list[float], bool]]) -> None:
+    made = [small(name, sorted(times), blocks) for name, times, blocks in parts]
+    if not any(map(len, made)):
+        with pytest.raises(InputError, match="no requests"):
+            merge(made)
+        return
+
+    def rows(one: Workload) -> list[tuple[object, ...]]:
+        columns = (one.arrival_s, one.prompt_tokens, one.output_tokens, one.priority)
+        return [
+            (one.models[one.model[i]], *(column[i].item() for column in columns), one.prefix_blocks(i))
+            for i in range(len(one))
+        ]
+
+    both = merge(made)
+    # A stable sort by time of the rows, one part after another.
+    expected = sorted((row for one in made for row in rows(one)), key=lambda row: row[1])  # type: ignore[arg-type, return-value]
+    assert rows(both) == expected
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_shared_prefixes_save_the_share_asked_for(share: float) -> None:
+    made = with_prefixes(
+        synthetic("m", Independent(LogNormal(8.5, 0.8), Fixed(1)), 1, 4000, 3), share, 1, groups=10
+    )
+    assert made.blocks is not None
+    seen: set[int] = set()
+    hit = 0
+    for i in range(len(made)):
+        blocks = made.prefix_blocks(i)
+        assert len(blocks) == -(-int(made.prompt_tokens[i]) // 512)
+        known = next((k for k, block in enumerate(blocks) if block not in seen), len(blocks))
+        hit += min(known * 512, int(made.prompt_tokens[i]))
+        seen.update(blocks)
+    assert hit / made.prompt_tokens.sum() == pytest.approx(share, abs=0.03)
+
+
+def test_planned_traffic_becomes_requests_at_each_models_rate() -> None:
+    bins = (LengthBin(100, 10, 0.5), LengthBin(300, 30, 0.5))
+    traffic = [Traffic("a", 30.0, bins), Traffic("b", 10.0, bins, 0.5), Traffic("idle", 0.0, bins)]
+    made = of_traffic(traffic, 40_000, seed=4)
+    assert made.models == ("a", "b")
+    assert len(made) == 40_000
+    counts = np.bincount(made.model)
+    assert counts.tolist() == [30_000, 10_000]
+    assert made.rate_per_s == pytest.approx(40.0, rel=0.03)
+    assert made.blocks is not None
+    with pytest.raises(InputError, match="rate_per_s above 0"):
+        of_traffic([Traffic("a", 0.0, bins)], 10, 0)
+
+
+def test_a_workload_at_another_rate_or_length() -> None:
+    made = with_prefixes(synthetic("m", CHAT, 5, 500, 1), 0.3, 1)
+    faster = at_rate(made, 50.0)
+    assert faster.rate_per_s == pytest.approx(50.0)
+    assert (faster.prompt_tokens == made.prompt_tokens).all()
+    more = at_rate(made, 12.5, "superpose", seed=2)
+    assert len(more) == pytest.approx(1250, rel=0.1)
+    assert {more.prefix_blocks(i) for i in range(len(more))} <= {
+        made.prefix_blocks(i) for i in range(len(made))
+    }
+    longer = first(made, 1200)
+    assert (longer.prompt_tokens[500:1000] == made.prompt_tokens).all()
+    assert longer.prefix_blocks(700) == made.prefix_blocks(200)
+    assert longer.rate_per_s == pytest.approx(made.rate_per_s or 0, rel=0.05)
+
+
+def columns(**changed: object) -> Workload:
+    values: dict[str, object] = {
+        "models": ("m",),
+        "arrival_s": np.array([0.0, 1.0]),
+        "model": np.array([0, 0], dtype=np.int32),
+        "prompt_tokens": np.array([1, 1], dtype=np.int32),
+        "output_tokens": np.array([1, 1], dtype=np.int32),
+        "priority": np.array([0, 0], dtype=np.int32),
+    }
+    return Workload(**(values | changed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"arrival_s": np.array([1.0, 0.5])}, "must not go back"),
+        ({"arrival_s": np.array([-1.0, 0.5])}, "not negative"),
+        ({"arrival_s": np.array([0.0, np.nan])}, "finite"),
+        ({"prompt_tokens": np.array([0, 1])}, "at least 1"),
+        ({"output_tokens": np.array([1])}, "output_tokens: has 1 rows, not 2"),
+        ({"model": np.array([0, 1])}, "place in the 1 models"),
+        ({"blocks": Blocks(np.array([0]), np.array([], dtype=np.int64))}, "3 starts"),
+    ],
+)
+def test_a_workload_that_cannot_be(changed: dict[str, object], says: str) -> None:
+    columns()
+    with pytest.raises(InputError, match=says):
+        columns(**changed)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_rates_that_cannot_be(bad: float) -> None:
+    with pytest.raises(InputError, match="must be positive"):
+        arrivals.poisson(rng(), bad, 3)
+    with pytest.raises(InputError, match="must be positive"):
+        arrivals.stretched(np.array([0.0, 1.0]), bad)
+    with pytest.raises(InputError, match="one moment"):
+        arrivals.superposed(rng(), np.array([3.0, 3.0]), 1.0)
+    with pytest.raises(InputError, match="cv"):
+        arrivals.gamma(rng(), 1.0, -1.0, 3)
+
+
+def test_lognormals_from_what_people_know() -> None:
+    mu, sigma = lognormal_from_quantiles(100, 1000)
+    assert LogNormal(mu, sigma).mean_tokens == pytest.approx(100 * np.exp(sigma**2 / 2), rel=1e-3)
+    mu, sigma = lognormal_from_mean(500, 0.5)
+    assert LogNormal(mu, sigma).mean_tokens == pytest.approx(500, rel=1e-9)
+    assert sigma == pytest.approx(log(1.25) ** 0.5)

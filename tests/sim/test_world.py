@@ -1,0 +1,422 @@
+"""The world's arithmetic on small cases that can be worked out by hand, and what it does when things go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sim_fleets import (
+    FAST,
+    LLAMA,
+    MODEL,
+    NODES,
+    SLOW,
+    closed_plan,
+    combo,
+    decode_only,
+    flow_plan,
+    load,
+    mixed,
+    pair,
+    prefill_only,
+    problem,
+)
+
+from potluck.core.actions import Action, Drain, Move, Replan, Run, Start, Stop
+from potluck.core.brain import Brain
+from potluck.core.errors import UnknownNameError
+from potluck.core.events import (
+    Arrived,
+    Cached,
+    Drained,
+    Event,
+    LinkReported,
+    Planned,
+    ReplicaReady,
+    Reported,
+    Tick,
+)
+from potluck.core.fleet import Member
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.core.route import aggregated, handed_over
+from potluck.core.types import Codec
+from potluck.perf.memory import kv_bytes
+from potluck.perf.phases import decode_step_s, prefill_s
+from potluck.perf.roofline import roofline
+from potluck.perf.startup import startup_s
+from potluck.perf.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
+from potluck.sim.checks import check
+from potluck.sim.faults import Fault, Faults, PriceChange, SupplyChange
+from potluck.sim.records import ANSWERED, HANDED_OVER, REFUSED, SPLIT, SimResult
+from potluck.sim.run import build, reads_reports, result_of, simulate
+from potluck.sim.settings import Settings
+from potluck.sim.workload import Blocks, Workload, workload
+
+TIMER = roofline(LLAMA, next(node for node in NODES.values() if "H100" in node.name), 1)
+FIRST = "chat: mixed 1xH100@east#0/0"
+
+
+def requests(*rows: tuple[float, int, int], blocks: Blocks | None = None) -> Workload:
+    """(arrival, prompt, output) each."""
+    times, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
+    return workload(MODEL, times.astype(float), prompts, outputs, blocks=blocks)
+
+
+class Fixed:
+    """Starts what the plan says and sends every request along one route; keeps what it was told."""
+
+    def __init__(self, route: Callable[[int], object], more: dict[float, list[Action]] | None = None) -> None:
+        self.route = route
+        self.more = dict(more or {})
+        self.told: list[tuple[float, Event]] = []
+
+    def on(self, at_s: float, event: Event) -> list[Action]:
+        self.told.append((at_s, event))
+        if isinstance(event, Planned):
+            return [
+                Start(Member(f"{d.template}@{d.region}#{n}/{i}", f"{d.template}@{d.region}#{n}", d.template, i,
+                             t.kind, t.model, replica.role, d.region))
+                for d in event.plan.deployments
+                for t in [event.plan.template(d.template)]
+                for n in range(d.count)
+                for i, replica in enumerate(t.replicas)
+            ]  # fmt: skip
+        if isinstance(event, Arrived):
+            tokens = event.request.prompt_tokens
+            return [Run(event.request.id, self.route(tokens), 0, tokens, 0)]  # type: ignore[arg-type]
+        due = [key for key in self.more if key <= at_s]
+        return [action for key in due for action in self.more.pop(key)] if isinstance(event, Tick) else []
+
+
+def lone(plan: Plan, route: Callable[[int], object], prompt: int, output: int, **how: bool) -> SimResult:
+    mind = Fixed(route)
+    return simulate(
+        problem(plan, gbps=10.0),
+        requests((1.0, prompt, output)),
+        settings=Settings(**how),
+        mind=lambda *_: mind,
+    )
+
+
+def ttft(result: SimResult) -> float:
+    return float(result.records.first_token_s[0] - result.records.arrival_s[0])
+
+
+def test_one_request_alone_takes_its_prefill_and_its_steps() -> None:
+    result = lone(closed_plan((mixed(), "east", 1)), lambda _: aggregated(FIRST), 1000, 50)
+    prefill = float(prefill_s(TIMER, 1000)[0])
+    assert ttft(result) == pytest.approx(prefill, rel=1e-9)
+    steps = sum(float(decode_step_s(TIMER, 1, 1000 + k)[0]) for k in range(1, 50))
+    assert float(result.records.finish_s[0]) == pytest.approx(1.0 + prefill + steps, rel=2e-3)
+    assert result.replicas[0].decode_tokens == 49
+    assert result.replicas[0].prefill_tokens == 1000
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("codec", ["fp16", "int4"])
+@pytest.mark.parametrize("prompt", [500, 2000])
+def test_kv_over_a_link_shows_the_tail_that_perf_says(overlap: bool, codec: Codec, prompt: int) -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1), codec)
+    route = handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", prompt)
+    result = lone(plan, lambda _: route, prompt, 10, overlap=overlap)
+    path = link_alpha_beta(problem(plan, gbps=10.0).links[1])
+    size = float(wire_bytes(kv_bytes(LLAMA, float(prompt)), codec=codec))
+    prefill = float(prefill_s(TIMER, prompt)[0])
+    stream = float(path.stream_s(size))
+    tail = (
+        float(overlapped_transfer_s(prefill, LLAMA.layer_count, stream, path.alpha_s))
+        if overlap
+        else float(path.time_s(size))
+    )
+    step = float(decode_step_s(TIMER, 1, prompt)[0])
+    assert ttft(result) == pytest.approx(prefill + tail + step, rel=1e-3)
+    assert float(result.records.wire_bytes[0]) == pytest.approx(size)
+    assert result.links[1].sent_bytes == pytest.approx(size)
+    assert result.records.route[0] == HANDED_OVER
+
+
+def test_a_split_prompt_goes_on_where_the_first_part_ended() -> None:
+    plan = closed_plan((pair(), "east", 1))
+    route = handed_over("chat: pair@east#0/0", "chat: pair@east#0/1", 300)
+    result = lone(plan, lambda _: route, 1000, 5)
+    assert result.records.route[0] == SPLIT
+    assert [replica.prefill_tokens for replica in result.replicas] == [300, 700]
+    low = roofline(LLAMA, NODES["1xL4"], 1)
+    least = float(prefill_s(low, 300)[0]) + float(prefill_s(TIMER, 700, 300)[0])
+    assert least < ttft(result) < least * 1.5
+
+
+def test_a_held_prefix_shortens_work_and_cargo() -> None:
+    same = Blocks(np.array([0, 4, 8]), np.array([1, 2, 3, 4, 1, 2, 3, 9]), 256)
+    work = requests((0.0, 1024, 5), (5.0, 1024, 5), blocks=same)
+    whole = simulate(problem(closed_plan((mixed(), "east", 1))), work)
+    assert whole.records.cached_tokens.tolist() == [0, 768]
+    assert whole.replicas[0].prefill_tokens == 1024 + 256
+    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
+    apart = simulate(problem(plan), work)
+    sent = apart.records.wire_bytes
+    assert sent[1] == pytest.approx(sent[0] / 4)
+    off = simulate(problem(plan), work, settings=Settings(caches=False))
+    assert off.records.wire_bytes[1] == off.records.wire_bytes[0]
+
+
+def test_a_lost_replica_s_request_goes_on_elsewhere_from_what_was_streamed() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    work = requests((0.0, 1000, 400))
+    calm = simulate(problem(plan), work).records
+    half_s = float(calm.first_token_s[0] + calm.finish_s[0]) / 2
+    result = simulate(problem(plan), work, faults=Faults((Fault(half_s, "replica", replica="*#0/0"),)))
+    records = result.records
+    assert (records.attempts[0], records.outcome[0], records.streamed_tokens[0]) == (2, ANSWERED, 400)
+    assert records.first_token_s[0] == calm.first_token_s[0]
+    assert float(records.finish_s[0]) > float(calm.finish_s[0])
+    lost, other, _ = result.replicas
+    # The third is the lost one's replacement, still starting.
+    assert lost.changes[-1][:2] == (half_s, "lost")
+    # What the user had is prompt there: nothing is made twice.
+    again = other.prefill_tokens - 1000
+    assert 150 < again < 250
+    assert lost.decode_tokens + 1 == pytest.approx(again, abs=1)
+    assert other.decode_tokens == 400 - again - 1
+
+
+def test_with_notice_requests_finish_before_the_machine_goes() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    work = requests((0.0, 1000, 100), (1.0, 1000, 100))
+    spot = Fault(0.5, "spot", region="east", node="1xH100-SXM", count=2, notice_s=30.0)
+    result = simulate(problem(plan), work, faults=Faults((spot,)), policy=Policy(max_wait_s=1.0))
+    assert result.records.outcome.tolist() == [ANSWERED, REFUSED]
+    assert result.records.attempts.tolist() == [1, 0]
+
+
+def test_cold_replicas_are_ready_after_their_start() -> None:
+    plan, patient = closed_plan((mixed(), "east", 1)), Policy(max_wait_s=200.0)
+    result = simulate(problem(plan), requests((0.0, 100, 2)), patient, settings=Settings(warm=False))
+    weights = 2 * 8.03e9
+    assert result.replicas[0].ready_s == pytest.approx(startup_s(weights).total_s, rel=0.01)
+    assert float(result.records.first_token_s[0]) > result.replicas[0].ready_s  # type: ignore[operator]
+
+
+def test_nodes_are_paid_at_the_price_of_the_time() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    work = requests((0.0, 100, 2), (3600.0, 100, 2))
+    result = simulate(
+        problem(plan), work, faults=Faults(prices=(PriceChange(1800.0, "east", "1xH100-SXM", 10.0),))
+    )
+    assert result.cost_rates == ((0.0, 4.0), (1800.0, 20.0))
+    assert result.cost_usd == pytest.approx((4.0 + 20.0) / 2, rel=1e-3)
+
+
+def test_supply_that_falls_takes_machines_and_keeps_new_ones_from_starting() -> None:
+    plan = closed_plan((mixed(), "east", 3))
+    fall = SupplyChange(10.0, "east", "1xH100-SXM", 1, notice_s=2.0)
+    result = simulate(problem(plan), load(100, 2.0), faults=Faults(availability=(fall,)))
+    there = [replica for replica in result.replicas if replica.changes[-1][1] == "ready"]
+    assert len(there) == 1
+    assert (result.records.outcome == ANSWERED).all()
+    assert max(rate for at_s, rate in result.cost_rates if at_s > 12.0) == pytest.approx(2.0)
+
+
+def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
+    work = requests((0.0, 4000, 5), (10.0, 4000, 5))
+    down = Fault(0.05, "link", source="west", target="east", factor=0.0, duration_s=5.0)
+    broken = simulate(problem(plan, gbps=10.0), work, Policy(opportunistic=False), faults=Faults((down,)))
+    assert broken.records.attempts[0] > 1
+    assert broken.links[1].lost_bytes > 0
+    slow = Fault(0.0, "link", source="west", target="east", gbps=1.0)
+    calm = simulate(problem(plan, gbps=10.0), work)
+    delayed = simulate(problem(plan, gbps=10.0), work, faults=Faults((slow,)))
+    assert ttft(delayed) > 5 * ttft(calm)
+    with pytest.raises(UnknownNameError, match="west->north"):
+        simulate(problem(plan), work, faults=Faults((replace(slow, target="north"),)))
+
+
+def test_a_slow_replica_is_slow_for_a_while() -> None:
+    plan, work = closed_plan((mixed(), "east", 1)), requests((0.0, 1000, 100), (60.0, 1000, 100))
+    calm = simulate(problem(plan), work).records
+    fault = Fault(0.0, "slow", replica="*", factor=4.0, duration_s=30.0)
+    records = simulate(problem(plan), work, faults=Faults((fault,))).records
+    assert float(records.finish_s[0]) == pytest.approx(4.0 * float(calm.finish_s[0]), rel=1e-6)
+    assert float(records.finish_s[1] - 60.0) == pytest.approx(float(calm.finish_s[1] - 60.0), rel=1e-6)
+
+
+def told(plan: Plan, work: Workload, mind: Fixed, faults: Faults | None = None) -> list[tuple[float, Event]]:
+    world = build(problem(plan, gbps=1.0), work, settings=Settings(reports=True), mind=lambda *_: mind)
+    world.outside.plan(faults or Faults(), 0, 100.0)
+    world.run()
+    assert check(world) == []
+    return mind.told
+
+
+def test_reports_come_once_a_period_and_late_unless_they_are_lost() -> None:
+    plan, work = closed_plan((mixed(), "east", 2)), load(40, 10.0)
+    heard = told(plan, work, Fixed(lambda _: aggregated(FIRST)))
+    times = [at_s for at_s, event in heard if isinstance(event, Reported)]
+    assert times
+    assert all((at_s - 0.05) % 0.25 == pytest.approx(0.0, abs=1e-9) or
+               (at_s - 0.05) % 0.25 == pytest.approx(0.25, abs=1e-9) for at_s in times)  # fmt: skip
+    assert {event.replica for _, event in heard if isinstance(event, Reported)} == {FIRST}
+    mute = Faults((Fault(0.0, "reports", replica="*", duration_s=1000.0),))
+    assert not any(
+        isinstance(e, Reported) for _, e in told(plan, work, Fixed(lambda _: aggregated(FIRST)), mute)
+    )
+
+
+def test_links_report_their_load_and_caches_what_they_hold() -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
+    work = load(30, 5.0, blocks=2)
+    heard = told(
+        plan, work, Fixed(lambda n: handed_over("chat: prefill@west#0/0", "chat: decode@east#0/0", n))
+    )
+    links = [event for _, event in heard if isinstance(event, LinkReported)]
+    assert max(link.utilisation for link in links) > 0.5
+    assert all(0 <= link.utilisation <= 1 and link.gbps == pytest.approx(1.0) for link in links)
+    assert {event.replica for _, event in heard if isinstance(event, Cached)} == {
+        "chat: prefill@west#0/0",
+        "chat: decode@east#0/0",
+    }
+
+
+def test_drain_stop_and_move_are_carried_out() -> None:
+    plan = closed_plan((mixed(), "east", 2))
+    other = FIRST.replace("#0", "#1")
+    same = Blocks(np.array([0, 2, 4]), np.array([1, 2, 1, 2]), 256)
+    work = requests((0.0, 512, 300), (30.0, 512, 2), blocks=same)
+    steps: dict[float, list[Action]] = {
+        1.0: [Drain(FIRST)],
+        10.0: [Move((1, 2), FIRST, other)],
+        20.0: [Stop(FIRST)],
+    }
+    mind = Fixed(lambda _: aggregated(FIRST), steps)
+    mind.route = lambda _: aggregated(FIRST if mind.more else other)
+    world = build(problem(plan), work, mind=lambda *_: mind)
+    world.run()
+    assert check(world) == []
+    drained = [at_s for at_s, event in mind.told if isinstance(event, Drained)]
+    result = result_of(world, 0)
+    assert drained == [pytest.approx(float(result.records.finish_s[0]))]
+    assert [state for _, state, _ in result.replicas[0].changes] == [
+        "starting",
+        "ready",
+        "draining",
+        "stopped",
+    ]
+    assert result.records.cached_tokens[1] == 511, "the prefix was moved"
+    assert result.cost_rates[-1] == (20.0, 2.0)
+
+
+def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
+    plan = closed_plan((mixed(), "east", 1))
+    bigger = closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
+    asked: list[float] = []
+
+    def planner(rates: tuple[tuple[str, float], ...], at_s: float) -> Plan:
+        asked.append(at_s)
+        return bigger
+
+    class Asking(Brain):
+        def on(self, at_s: float, event: Event) -> list[Action]:
+            more: list[Action] = (
+                [Replan(((MODEL, 9.0),), "test")] if isinstance(event, Tick) and at_s == 3.0 else []
+            )
+            return super().on(at_s, event) + more
+
+    result = simulate(
+        problem(plan),
+        load(100, 0.5),
+        planner=planner,
+        mind=lambda kits, policy: Asking(kits.facts(), policy),
+        settings=Settings(planner_s=7.0),
+    )
+    assert asked == [3.0]
+    assert result.replicas[1].began_s == 10.0
+    assert result.replicas[1].nodes == ("1xL4",)
+    assert result.replicas[1].busy_s > 0
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        closed_plan((mixed(), "east", 2)),
+        closed_plan((combo(1, 2), "east", 1)),
+        flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)),
+    ],
+    ids=["mixed", "combo", "flow"],
+)
+def test_fast_forward_changes_no_time(plan: Plan) -> None:
+    work = load(60, 8.0, seed=4, blocks=3)
+    faults = Faults(
+        (Fault(2.0, "replica", replica="*/0"), Fault(1.0, "slow", replica="*", factor=2.0, duration_s=1.0))
+    )
+    fast, slow = (
+        simulate(problem(plan), work, faults=faults, settings=Settings(fast_forward=how)).records
+        for how in (True, False)
+    )
+    np.testing.assert_allclose(fast.first_token_s, slow.first_token_s, rtol=1e-9)
+    np.testing.assert_allclose(fast.finish_s, slow.finish_s, rtol=1e-9)
+    assert (fast.attempts == slow.attempts).all()
+
+
+def test_samples_see_all_replicas_and_links() -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1))
+    result = simulate(problem(plan), load(50, 5.0), settings=Settings(samples=10))
+    samples = result.samples
+    assert samples is not None
+    assert samples.busy_s.shape == (len(samples.at_s), 2)
+    assert (np.diff(samples.busy_s, axis=0) >= 0).all()
+    assert (np.diff(samples.link_bytes, axis=0) >= 0).all()
+    assert samples.link_bytes[-1, 1] > 0
+    assert samples.link_bytes.shape[1] == 2
+
+
+def test_checks_catch_what_is_wrong() -> None:
+    plan = closed_plan((mixed(), "east", 1))
+    world = build(problem(plan), load(20, 5.0))
+    world.run()
+    assert check(world) == []
+    world.ledger.streamed_tokens[3] -= 1
+    assert any("tokens asked for" in wrong for wrong in check(world))
+    world.ledger.streamed_tokens[3] += 1
+    world.ledger.outcome[4] = 0
+    assert any("without an outcome" in wrong for wrong in check(world))
+    world.ledger.outcome[4] = 1
+    world.ledger.finish_s[5] = 0.0
+    assert any("out of order" in wrong for wrong in check(world))
+    world.ledger.finish_s[5] = 1e9
+    world.ledger.outcome[6] = 2
+    assert any("without a reason" in wrong for wrong in check(world))
+    world.ledger.outcome[6] = 1
+    assert check(world) == []
+    site = world.yard.all_sites[0]
+    site.replica.reserve(world.now_s, 99, 160)
+    assert any("still uses 10 blocks" in wrong for wrong in check(world))
+    world.network.pipes[-1].sent_bytes += 1e6
+    assert any("carried" in wrong for wrong in check(world))
+    assert FAST in site.id
+
+
+def test_ready_is_told_for_every_replica() -> None:
+    heard = told(
+        closed_plan((combo(1, 2), "east", 2)),
+        load(1),
+        Fixed(lambda _: aggregated("chat: combo 1P2D@east#1/2")),
+    )
+    assert sum(isinstance(event, ReplicaReady) for _, event in heard) == 6
+
+
+def test_reports_that_nobody_reads_are_left_out_and_change_nothing() -> None:
+    work = load(100, 10.0)
+    plan = closed_plan((mixed(), "east", 2), (mixed(SLOW), "west", 1))
+    assert not reads_reports(plan, work, Policy())
+    silent, told_anyway = (
+        simulate(problem(plan), work, settings=Settings(reports=how)).records for how in (None, True)
+    )
+    assert (silent.finish_s == told_anyway.finish_s).all()
+    assert reads_reports(plan, work, Policy(scaling="replan"))
+    assert reads_reports(plan, load(5, blocks=1), Policy())
+    assert reads_reports(closed_plan((combo(1, 1), "east", 1)), work, Policy())
+    assert reads_reports(closed_plan((pair(), "east", 1)), work, Policy())

@@ -1,0 +1,176 @@
+"""Whatever the fleet, the faults and the workload: the books balance, and the same seed gives the same log."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_fleets import (
+    FAST,
+    SLOW,
+    closed_plan,
+    combo,
+    decode_only,
+    flow_plan,
+    load,
+    mixed,
+    pair,
+    prefill_only,
+    problem,
+)
+
+from potluck.core.actions import Action
+from potluck.core.brain import Brain
+from potluck.core.events import Event
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.sim import eventlog
+from potluck.sim.checks import check, midway
+from potluck.sim.faults import Fault, Faults, PriceChange, Rates, SupplyChange
+from potluck.sim.records import ANSWERED, OPEN, REFUSED
+from potluck.sim.run import build, result_of
+from potluck.sim.settings import Settings
+from potluck.sim.workload import Workload
+from potluck.sim.world import Mind, World
+
+PLANS = {
+    "one": closed_plan((mixed(), "east", 1)),
+    "three": closed_plan((mixed(), "east", 2), (mixed(SLOW), "west", 1)),
+    "1P1D": closed_plan((combo(1, 1), "east", 1)),
+    "1P3D": closed_plan((combo(1, 3), "east", 1)),
+    "2P1D and mixed": closed_plan((combo(2, 1), "east", 1), (mixed(), "west", 1)),
+    "pair": closed_plan((pair(), "east", 1)),
+    "two pairs": closed_plan((pair(), "east", 2)),
+    "remote prefill": flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2)),
+    "local prefill": flow_plan((prefill_only(), "east", 1), (decode_only(), "east", 2), "int4"),
+}
+KINDS = ("replica", "node", "region", "link", "slow", "reports", "spot", "cancel")
+
+
+class Watched:
+    """A Brain whose world is looked over at every event."""
+
+    def __init__(self, mind: Mind) -> None:
+        self.mind = mind
+        self.world: World | None = None
+        self.last_s = 0.0
+
+    def on(self, at_s: float, event: Event) -> list[Action]:
+        assert at_s >= self.last_s, "time went back"
+        self.last_s = at_s
+        if self.world is not None:
+            assert midway(self.world) == []
+        return self.mind.on(at_s, event)
+
+
+@st.composite
+def faults(draw: st.DrawFn, horizon_s: float, requests: int) -> Faults:
+    found = []
+    for _ in range(draw(st.integers(0, 5))):
+        kind = draw(st.sampled_from(KINDS))
+        at_s = draw(st.floats(0.0, horizon_s))
+        pick, duration_s = draw(st.floats(0.0, 0.999)), draw(st.floats(0.01, 20.0))
+        if kind == "region":
+            found.append(Fault(at_s, "region", region=draw(st.sampled_from(["east", "west"]))))
+        elif kind == "cancel":
+            found.append(Fault(at_s, "cancel", request=draw(st.integers(0, requests + 3))))
+        elif kind == "link":
+            factor = draw(st.sampled_from([0.0, 0.01, 0.3]))
+            found.append(Fault(at_s, "link", factor=factor, duration_s=duration_s, pick=pick))
+        else:
+            factor = draw(st.sampled_from([0.5, 3.0, 20.0]))
+            notice_s = draw(st.sampled_from([0.0, 1.0, 30.0]))
+            fault = Fault(at_s, kind, factor=factor, duration_s=duration_s, notice_s=notice_s, pick=pick)
+            found.append(fault)
+    changes = ()
+    if draw(st.booleans()):
+        changes = (SupplyChange(horizon_s / 2, "east", "1xH100-SXM", draw(st.integers(0, 2)), 1.0),)
+    return Faults(
+        tuple(found), prices=(PriceChange(horizon_s / 3, "east", "1xH100-SXM", 9.0),), availability=changes
+    )
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> Workload:
+    return load(
+        draw(st.integers(1, 50)),
+        draw(st.sampled_from([0.5, 5.0, 50.0])),
+        draw(st.integers(0, 1000)),
+        draw(st.sampled_from([(1, 50), (50, 3000), (3000, 8000)])),
+        draw(st.sampled_from([(1, 2), (1, 300), (300, 900)])),
+        draw(st.sampled_from([0, 0, 3])),
+    )
+
+
+def run(plan: Plan, work: Workload, what: Faults, policy: Policy, how: Settings, blocks: int | None) -> World:
+    watched: list[Watched] = []
+
+    def mind(kits: object, rules: Policy) -> Watched:
+        watched.append(Watched(Brain(kits.facts(), rules)))  # type: ignore[attr-defined]
+        return watched[0]
+
+    world = build(problem(plan, gbps=10.0), work, policy, settings=how, mind=mind)
+    if blocks is not None:
+        for key, kit in world.kits.kits.items():
+            world.kits.kits[key] = replace(kit, total_blocks=blocks)
+    watched[0].world = world
+    world.outside.plan(what, 1, 100.0)
+    world.run()
+    assert check(world) == []
+    return world
+
+
+@settings(max_examples=120)
+@given(st.data())
+def test_books_balance_whatever_happens(data: st.DataObject) -> None:
+    work = data.draw(workloads())
+    what = data.draw(faults(float(work.arrival_s[-1]) + 5.0, len(work)))
+    policy = Policy(
+        balance=data.draw(st.sampled_from(["goodput", "round-robin", "token", "least-work", "fixed"])),
+        opportunistic=data.draw(st.booleans()),
+        split=data.draw(st.booleans()),
+        retries=data.draw(st.integers(0, 3)),
+        max_wait_s=data.draw(st.sampled_from([0.0, 5.0])),
+    )
+    how = Settings(
+        fast_forward=data.draw(st.booleans()),
+        overlap=data.draw(st.booleans()),
+        reports=data.draw(st.booleans()),
+        warm=data.draw(st.booleans()),
+        samples=data.draw(st.sampled_from([0, 7])),
+    )
+    # Room for the longest request, or so little that many have to be put back or refused.
+    blocks = data.draw(st.sampled_from([None, 700, 60]))
+    plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
+    world = run(plan, work, what, policy, how, blocks)
+    records = result_of(world, 0).records
+    assert not (records.outcome == OPEN).any()
+    assert ((records.outcome == ANSWERED) <= (records.streamed_tokens == records.output_tokens)).all()
+    assert ((records.outcome == REFUSED) == (records.reason > 0)).all()
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_the_same_seed_gives_the_same_log_and_it_replays(data: st.DataObject) -> None:
+    work = data.draw(workloads())
+    plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
+    what = Faults(random=Rates(*[200.0] * 6))
+    logs = []
+    for _ in range(2):
+        out = io.StringIO()
+        world = build(problem(plan), work, settings=Settings(), log=out)
+        world.outside.plan(what, 3, float(work.arrival_s[-1]))
+        world.run()
+        assert check(world) == []
+        logs.append(out.getvalue())
+    assert logs[0] == logs[1]
+    replayed = eventlog.replay(logs[0].splitlines(), Brain)
+    assert replayed.difference == ""
+    assert replayed.lines == logs[0].count("\n") - 1
+
+
+def test_the_fleets_are_what_they_are_called() -> None:
+    assert {t.kind for plan in PLANS.values() for t in plan.templates} == {"homogeneous", "combo", "pair"}
+    assert FAST != SLOW
