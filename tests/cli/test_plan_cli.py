@@ -169,3 +169,10 @@ def test_nothing_asked_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(SPEC % 0)
     assert run(["plan", str(path)]) == 0
     assert "nothing is asked of it" in capsys.readouterr().out
+
+
+def test_a_fleet_of_one_node_is_explained_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """What one node fewer would cost cannot be asked of a planner when there would be none at all."""
+    assert run(["plan", str(EXAMPLES / "one-node.yaml")]) == 0
+    worth = capsys.readouterr().out.split("What a node is worth")[1]
+    assert "not enough" in worth

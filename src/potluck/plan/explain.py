@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from potluck.core.errors import InputError
 from potluck.core.layout import single
 from potluck.core.plan import Plan
-from potluck.core.types import Region
+from potluck.core.types import Offer, Region
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import check_tp
 from potluck.plan.problem import Problem
@@ -151,18 +151,23 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
             if not count and shadow <= 1e-9:
                 continue
             fewer = None
-            if count:
+            if count and not _last_node(problem, offer, count):
                 less = without_nodes(problem, region.name, offer.node, count - 1)
-                if any(o.available for r in less.regions for o in r.offers):
-                    other = planner(Workshop(less, workshop.made), settings)
-                    if other.plan.fraction >= 1:
-                        fewer = other.plan.cost_usd_per_h - plan.cost_usd_per_h
+                other = planner(Workshop(less, workshop.made), settings)
+                if other.plan.fraction >= 1:
+                    fewer = other.plan.cost_usd_per_h - plan.cost_usd_per_h
             found.append(
                 NodeValue(
                     region.name, offer.node, count, offer.available, offer.price_usd_per_h, shadow, fewer
                 )
             )
     return found
+
+
+def _last_node(problem: Problem, offer: Offer, rented: int) -> bool:
+    """Whether nothing at all would be left on offer with one fewer than is rented of this one."""
+    others = sum(each.available for region in problem.regions for each in region.offers if each is not offer)
+    return rented == 1 and others == 0
 
 
 def why_not(problem: Problem, model: str) -> str:
