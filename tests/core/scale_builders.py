@@ -11,7 +11,7 @@ from typing import Any
 from potluck.core.actions import Action, Drain, Start, Stop
 from potluck.core.capacity import Blueprint, Key, blueprints
 from potluck.core.events import LinkReported
-from potluck.core.fleet import Fleet
+from potluck.core.fleet import Fleet, Unit
 from potluck.core.layout import single
 from potluck.core.plan import Bucket, BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
 from potluck.core.rates import Rates, total
@@ -120,13 +120,17 @@ class World:
                 self.progress = self.progress.drained(view.member.id)
 
     def serving_per_s(self, model: str) -> float:
-        return served(self.known, [u.template for u in self.fleet.units.values() if u.whole], model)
+        whole = [unit.template for unit in self.fleet.units.values() if self.whole(unit)]
+        return served(self.known, whole, model)
+
+    def whole(self, unit: Unit) -> bool:
+        return unit.whole and len(unit.views) == len(self.known[unit.template].template.replicas)
 
     def counts(self) -> dict[Key, int]:
         """Whole copies of each key."""
         found = dict.fromkeys(self.wanted, 0)
         for unit in self.fleet.units.values():
-            if unit.whole and len(unit.views) == len(self.known[unit.template].template.replicas):
+            if self.whole(unit):
                 key = (unit.template, unit.region)
                 found[key] = found.get(key, 0) + 1
         return found

@@ -70,6 +70,7 @@ ONE = build.plan((TEMPLATES[5],), {("one", "near"): 1}, {("one", "near", "closed
 PLANS = {"big": BIG, "small": SMALL, "pair": PAIR, "one": ONE}
 POLICIES = [
     Policy(max_wait_s=5.0, grace_s=2.0),
+    Policy(max_wait_s=5.0, split_overflow=False, scaling="flips"),
     Policy(max_wait_s=5.0, balance="least-work", opportunistic=False),
     Policy(max_wait_s=5.0, balance="token", split=False, retries=0),
     Policy(max_wait_s=5.0, balance="fixed", retries=1, affinity=0.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import World, plan_of, served, target_per_s, template
 
-from potluck.core.actions import Drain, Start, Stop
+from potluck.core.actions import Drain, Flip, Start, Stop
 from potluck.core.capacity import Key, blueprints
 from potluck.core.events import Status
 from potluck.core.fleet import Member
-from potluck.core.reconcile import wanted_counts
+from potluck.core.layout import Layout, Stage, StageNode
+from potluck.core.plan import Replica
+from potluck.core.reconcile import restored, wanted_counts
 
 TEMPLATES = (
     template("small", 3.0),
@@ -323,6 +326,32 @@ def test_a_flipped_copy_is_not_taken_for_what_it_was() -> None:
     replaced(world, {("pre", "east"): 1, ("dec", "east"): 1})
     drains = [action.replica for action in world.call().actions if isinstance(action, Drain)]
     assert drains == ["dec@east#0/0"]
+
+
+def test_a_new_plan_gives_roles_back() -> None:
+    world = at_rest({("pre", "east"): 2, ("dec", "east"): 1})
+    assert restored(world.fleet) == ()
+    world.fleet.flip("pre@east#1/0", "decode")
+    assert restored(world.fleet) == (Flip("pre@east#1/0", "prefill"),)
+
+
+def test_a_named_machine_must_be_free_first() -> None:
+    layout = Layout((Stage(1, (StageNode("n", 4, "rack-7"),)),))
+    old, new = (
+        replace(template(name, 3.0), replicas=(Replica(role, layout),))
+        for name, role in (("old", "mixed"), ("new", "mixed"))
+    )
+    world = World(blueprints(plan_of((old, new), {})), {("old", "east"): 1}, random.Random(0))
+    world.call()
+    started(world)
+    replaced(world, {("new", "east"): 1})
+    step = world.call()
+    assert step.actions == ()
+    assert "a dip of 100% would let" in step.notes[0]
+    world.dip = 1.0
+    assert [type(action) for action in world.call().actions] == [Drain]
+    world.progress = world.progress.drained("old@east#0/0")
+    assert [type(action) for action in world.call().actions] == [Stop, Start]
 
 
 def test_busy_reports_do_not_count_as_load_but_open_requests_do() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import brain_builders as build
+import pytest
 
 from potluck.core.actions import Abandon, Flip, Run
 from potluck.core.events import Cached, LinkReported
@@ -204,3 +205,37 @@ def test_lanes_follow_each_replica_as_if_built_anew() -> None:
             assert lane.ways.weight(mine) == again.ways.weight(theirs)
             assert mine.prefills.total == theirs.prefills.total
     assert isinstance(world.brain.fleet, Fleet)
+
+
+def two_flows() -> build.World:
+    """Twice as much is deployed as planned, half of it near and half of it prefilling far away."""
+    plan = build.plan(
+        TEMPLATES,
+        {("p", "near"): 2, ("p", "far"): 2, ("d", "near"): 4},
+        {
+            ("p", "near", "prefill"): (2.0, 0.0),
+            ("p", "far", "prefill"): (2.0, 0.0),
+            ("d", "near", "decode"): (4.0, 0.0),
+        },
+        {("m", "near", "near"): (2.0, 0.0), ("m", "far", "near"): (2.0, 0.0)},
+    )
+    return build.world(plan, Policy(adapt_threshold=False))
+
+
+def far_share(world: build.World, count: int = 120) -> float:
+    return sum(regions(world, sent(world, 500))[0] == "far" for _ in range(count)) / count
+
+
+def test_a_flow_over_a_link_gets_no_more_than_planned_and_the_one_at_home_the_slack() -> None:
+    # At home up to 4 a second (two replicas of 2), over the link the 2 that were planned.
+    assert far_share(two_flows()) == pytest.approx(2 / 6, abs=0.02)
+
+
+def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
+    world = two_flows()
+    for name in [name for name, m in world.members.items() if m.template == "p" and m.region == "near"][:1]:
+        world.lose(name)
+    assert far_share(world) == pytest.approx(2 / 4, abs=0.02)
+    for name in [name for name, m in world.members.items() if m.template == "p" and m.region == "far"]:
+        world.lose(name)
+    assert far_share(world) == 0

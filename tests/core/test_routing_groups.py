@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import brain_builders as build
 import pytest
 
 from potluck.core.actions import Run
 from potluck.core.events import Cancelled, Reported, SegmentDone, Status
+from potluck.core.facts import ReplicaFacts
 from potluck.core.fleet import Member, View
 from potluck.core.policy import Policy
 from potluck.core.route import aggregated, handed_over
-from potluck.core.routing.opportunistic import in_place
+from potluck.core.routing.opportunistic import busier, in_place, step_seconds
 from potluck.core.routing.split import partial_tokens
 
 COMBO = build.template("combo", ("prefill", "decode", "decode"), "combo", closed=(2.0, 2.0))
@@ -20,6 +22,8 @@ COMBOS = build.plan((COMBO,), {("combo", "near"): 1}, {("combo", "near", "closed
 P, D0, D1 = (f"combo@near#0/{place}" for place in range(3))
 PAIR = build.template("pair", ("prefill", "mixed"), "pair", closed=(2.0, 2.0))
 PAIRS = build.plan((PAIR,), {("pair", "near"): 1}, {("pair", "near", "closed"): (1.0, 1.0)})
+CRONUS = Policy(split_overflow=False, low_decodes=False)
+"""To the letter of the paper."""
 LOW, HIGH = "pair@near#0/0", "pair@near#0/1"
 
 
@@ -64,21 +68,42 @@ def view(name: str, role: str, requests: int = 0, prompt: int = 0) -> View:
 
 
 def test_the_rules_of_running_in_place() -> None:
-    def fill(each: View) -> float:
-        return (each.open_requests + 1) / 8
+    def step(each: View) -> float:
+        return each.open_requests + 1.0
 
     idle_p, busy_p = view("p", "prefill"), view("p", "prefill", 1, 500)
     idle_d, busy_d, full_d = view("d", "decode"), view("d", "decode", 1), view("d", "decode", 5)
-    assert in_place([idle_p], [idle_d], fill) is None
-    assert in_place([busy_p], [busy_d, idle_d], fill) is idle_d
-    assert in_place([idle_p], [busy_d], fill) is idle_p
-    assert in_place([busy_p], [full_d], fill) is None
+    assert in_place([idle_p], [idle_d], step, 0.0) is None
+    assert in_place([busy_p], [busy_d, idle_d], step, 0.0) is idle_d
+    assert in_place([idle_p], [busy_d], step, 0.0) is idle_p
+    assert (
+        in_place([idle_p], [busy_d], step, 0.5) is None
+    )  # prefills would slow it down as much as it is faster
+    assert in_place([busy_p], [full_d], step, 0.0) is None
     decoding_p = view("p", "prefill", 4)
-    assert in_place([decoding_p], [full_d], fill) is decoding_p
-    assert in_place([view("p", "prefill", 5)], [full_d], fill) is None
+    assert in_place([decoding_p], [full_d], step, 0.1) is decoding_p
+    assert in_place([decoding_p], [full_d], step, 0.2) is None
+    assert in_place([view("p", "prefill", 5)], [full_d], step, 0.0) is None
     reporting = view("d", "decode")
     reporting.status = Status(0, 2, 0, 100, 5, 10, 0.02)
-    assert in_place([busy_p], [reporting], fill) is None  # others' work, by its own word
+    assert in_place([busy_p], [reporting], step, 0.0) is None  # others' work, by its own word
+
+
+def test_a_step_is_a_line_through_its_two_known_batches() -> None:
+    known = ReplicaFacts(1e-4, 0.0, 0.030, 11, 100, 1000, decode_first_s=0.010)
+    assert [step_seconds(known, batch) for batch in (1, 6, 11, 22)] == pytest.approx(
+        [0.010, 0.020, 0.030, 0.060]
+    )
+    assert step_seconds(replace(known, decode_first_s=0.0), 22) == pytest.approx(0.060)
+    assert step_seconds(None, 7) == 7
+
+
+def test_busy_is_the_share_of_arrivals_that_find_work() -> None:
+    busy, idle, at_work = 0.0, view("p", "prefill"), view("p", "prefill", 1, 500)
+    for number in range(1000):
+        busy = busier(busy, [at_work if number % 4 == 0 else idle])
+    assert busy == pytest.approx(0.25, abs=0.02)
+    assert busier(0.0, [idle, at_work]) == pytest.approx(0.5 / 64)
 
 
 def test_without_it_every_request_takes_its_turn_on_the_fixed_path() -> None:
@@ -99,7 +124,7 @@ def test_a_combo_that_lost_its_prefill_replica_still_answers() -> None:
 
 
 def test_a_pair_takes_two_prompts_at_a_time_on_its_low_end() -> None:
-    world = build.world(PAIRS)
+    world = build.world(PAIRS, CRONUS)
     first, second, third, fourth = (sent(world, name) for name in "abcd")
     assert first is not None
     assert second is not None
@@ -152,8 +177,19 @@ def test_decodes_stay_on_the_low_end_once_the_high_end_is_over_its_batch(keep: b
     assert decoding(build.world(PAIRS), 8) == {HIGH: 8}
 
 
-def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
+def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
     world = build.world(PAIRS)
+    for name in "ab":
+        sent(world, name)
+    whole = sent(world, "c")
+    assert whole is not None
+    assert whole.route == aggregated(HIGH)
+    world.tell(Reported(HIGH, Status(0, 40, 0, 60_000, 10, 20_000, 0.04)))
+    assert sent(world, "d") is None  # it has no blocks for it
+
+
+def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
+    world = build.world(PAIRS, CRONUS)
     for name in "abcd":
         sent(world, name)
     world.lose(LOW)
@@ -165,7 +201,7 @@ def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
 
 
 def test_a_segment_is_done_once() -> None:
-    world = build.world(PAIRS)
+    world = build.world(PAIRS, CRONUS)
     for name in "abcd":
         sent(world, name)
     assert len(world.advance("a")) == 1

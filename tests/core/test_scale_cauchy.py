@@ -284,12 +284,12 @@ def day(
 )
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 def test_a_steady_rate_moves_almost_nothing(rate: float, fill: float, seed: int, burst: float) -> None:
-    """Wherever a rate lies against the copies' capacity, at most every tenth of 120 windows sees a change.
+    """Wherever a rate lies against the copies' capacity, few of 120 windows see a change.
 
-    Algorithm 1 as printed, without the noise of the rate, changes something in up to every second one.
+    Algorithm 1 as printed, without the noise of the rate, changes something in up to 97 of them, or 114 in bursts.
     """
     made, _ = day([rate], rate / fill, seed, burst)
-    assert made["Resize"] <= 12, made
+    assert made["Resize"] <= (8 if burst == 1.0 else 24), made
 
 
 @pytest.mark.parametrize("seed", range(3))

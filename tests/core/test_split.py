@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, floor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.facts import SplitFacts
-from potluck.core.routing.split import chunked_s, keeps_decode, partial_prefill_s, partial_tokens
+from potluck.core.facts import ReplicaFacts, SplitFacts
+from potluck.core.routing.split import (
+    chunked_s,
+    keeps_decode,
+    partial_prefill_s,
+    partial_tokens,
+    sooner_whole,
+)
 
 BLOCK = 16
 PLENTY = 1 << 30
@@ -35,12 +42,12 @@ split_facts = st.builds(
     k_ctxp=st.floats(0.0, 1e-5),
     k_ctxd=st.floats(0.0, 1e-6),
     b_c=st.floats(0.0, 0.1),
-    chunk_tokens=st.integers(2, 512),
+    chunk_tokens=st.integers(2, 300),
 )
 
 
-@given(split_facts, st.integers(1, 1200), st.integers(0, 200), st.floats(0, 1e5))
-@settings(max_examples=200)
+@given(split_facts, st.integers(1, 600), st.integers(0, 200), st.floats(0, 1e5))
+@settings(max_examples=150)
 def test_the_split_is_the_best_of_all(facts: SplitFacts, prompt: int, decodes: int, context: float) -> None:
     decodes = min(decodes, facts.chunk_tokens - 1)
     chosen = partial_tokens(prompt, facts, decodes, context, PLENTY, BLOCK)
@@ -104,19 +111,44 @@ def test_more_decoding_on_the_high_end_gpu_moves_work_to_the_low_end_one() -> No
     assert parts[0] < parts[-1]
 
 
-def test_decodes_stay_low_only_when_the_high_end_gpu_is_over_its_batch() -> None:
-    assert not keeps_decode(high_open=63, high_batch=64, low_open=0, low_batch=8)
-    assert keeps_decode(high_open=64, high_batch=64, low_open=0, low_batch=8)
-    assert not keeps_decode(high_open=64, high_batch=64, low_open=8, low_batch=8)
-    assert keeps_decode(high_open=100, high_batch=64, low_open=8, low_batch=8)
-    assert not keeps_decode(high_open=1000, high_batch=64, low_open=0, low_batch=0)
+HIGH = ReplicaFacts(1e-5, 0.0, 0.032, 64, 10_000, 10_000)
+LOW = ReplicaFacts(1e-4, 0.0, 0.032, 16, 1000, 10_000)
+
+
+def test_decodes_stay_low_only_when_the_high_end_gpu_is_over_its_batch_and_slower() -> None:
+    assert not keeps_decode(HIGH, 63, LOW, 0, 0.0)
+    assert keeps_decode(HIGH, 64, LOW, 0, 0.0)
+    assert not keeps_decode(HIGH, 64, LOW, 16, 0.0)
+    assert keeps_decode(HIGH, 100, LOW, 16, 0.0)
+    assert not keeps_decode(HIGH, 100, LOW, 16, 0.5)  # prefills would come in between
+    slow = replace(LOW, decode_step_s=0.090, decode_first_s=0.080)
+    assert not keeps_decode(HIGH, 64, slow, 0, 0.0)
+    assert keeps_decode(HIGH, 200, slow, 0, 0.0)
 
 
 def test_a_flood_of_decodes_is_shared_in_proportion_to_the_batches() -> None:
     high = low = 0
     for _ in range(300):
-        if keeps_decode(high, 64, low, 16):
+        if keeps_decode(HIGH, high, LOW, low, 0.0):
             low += 1
         else:
             high += 1
     assert low / 16 == pytest.approx(high / 64, rel=0.05)
+
+
+def test_a_prompt_that_finds_the_low_end_gpu_full_goes_where_it_is_done_sooner() -> None:
+    part = partial_tokens(4000, A10_A100, 0, 0.0, PLENTY, BLOCK)
+    alone_s = chunked_s(A10_A100, 512, A10_A100.b_c, 4000, 0)
+    both_s = partial_prefill_s(A10_A100, part) + chunked_s(A10_A100, 512, A10_A100.b_c, 4000, part)
+    spare_s = alone_s - both_s  # what waiting may cost at most
+
+    def sooner(low_wait_s: float, high_wait_s: float) -> bool:
+        return sooner_whole(A10_A100, 4000, part, 0, 0.0, low_wait_s, high_wait_s)
+
+    assert (
+        spare_s < 0
+    )  # the parts come one after the other: alone the high-end GPU is always sooner when it is free
+    assert sooner(0.0, 0.0)
+    assert sooner(1.0, 0.9)
+    assert not sooner(0.0, 10.0)  # by then the low-end GPU has done its part
+    assert not sooner_whole(A10_A100, 4000, part, 512, 0.0, 9.0, 0.0)  # no room for prompts in its steps

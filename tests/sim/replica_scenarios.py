@@ -79,7 +79,7 @@ def live(table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool)
             continue
         life.looks += 1
         for at_s, kind, key in replica.advance(due_s):
-            assert at_s <= due_s
+            assert at_s == due_s, "something happened before the replica had said so"
             life.happenings.setdefault(key, []).append((kind, at_s))
             life.times.append(at_s)
             assert kind in (FIRST, DONE, FINISHED, PREEMPTED)

@@ -122,7 +122,7 @@ def run(plan: Plan, work: Workload, what: Faults, policy: Policy, how: Settings,
     return world
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(st.data())
 def test_books_balance_whatever_happens(data: st.DataObject) -> None:
     work = data.draw(workloads())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +13,7 @@ import click
 
 from potluck.cli.plan_show import Compared, show_compared, show_plan, show_reasons
 from potluck.cli.progress import progress
+from potluck.cli.rehearse import rehearsal_json, rehearsal_options, rehearsed, show_rehearsal
 from potluck.cli.render import emit_json
 from potluck.cli.search_trace import require_kind, show_search, write_trace
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
@@ -64,6 +66,7 @@ def _options(command: Command) -> Command:
 @click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
 @click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@rehearsal_options
 @click.option(
     "--trace",
     "trace_path",
@@ -86,12 +89,14 @@ def plan(
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
     as_json: bool,
+    **rehearsing: object,
 ) -> None:
     """What to rent and how to lay the models out, proven cheapest. Without SPEC, the bundled example.
 
     \b
     Examples:
       potluck plan potluck.yaml --out plan.json
+      potluck plan potluck.yaml --rehearse --cv 3
       potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
       potluck plan potluck.yaml --running plan.json --init-penalty 0.2
       potluck plan pool.yaml --strategy thunderserve --trace search.html
@@ -104,20 +109,24 @@ def plan(
     planner = _strategy(strategy)
     if trace_path is not None:
         require_kind(trace_path)
-    problem = load_problem(read_spec(spec_path), headroom, budget_usd_per_h, what_if, init_penalty)
+    spec = read_spec(spec_path)
+    problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
         outcome = planner(workshop, settings)
-        if outcome.allocation.status == "unknown":
-            raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
-        _require_service(problem, outcome)
+        _require_service(problem, outcome, limit_s)
+        tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
+        if tried is not None:
+            workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
         said("checking")
-        violations = verify(problem, outcome.plan)
+        violations = verify(workshop.problem, outcome.plan)
         if violations:
             raise CapacityError(f"the plan failed its own check: {violations[0]}")
+        if tried is not None:
+            outcome = replace(outcome, plan=tried.best.plan)
         if out is not None:
             out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
         searched = dict(workshop.searched)
@@ -126,8 +135,9 @@ def plan(
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
     if as_json:
-        emit_json(_as_json(outcome, reasons))
+        emit_json(_as_json(outcome, reasons) | rehearsal_json(tried))
         return
+    show_rehearsal(tried)
     show_plan(problem, outcome)
     show_search(searched)
     if reasons is not None:
@@ -196,10 +206,12 @@ def compare(
         click.echo(f"left out: {problem_text}", err=as_json)
 
 
-def _require_service(problem: Problem, outcome: Outcome) -> None:
+def _require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
     """A plan that serves nothing is no plan: say why instead."""
     from potluck.plan.explain import why_not
 
+    if outcome.allocation.status == "unknown":
+        raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
     if outcome.plan.fraction > 0 or not any(ask.rate_per_s > 0 for ask in problem.asks):
         return
     shortfall = outcome.allocation.shortfall
@@ -284,7 +296,7 @@ def _positive(field: str, value: float) -> float:
     return value
 
 
-def _as_json(outcome: Outcome, reasons: Explanation | None) -> object:
+def _as_json(outcome: Outcome, reasons: Explanation | None) -> dict[str, object]:
     from potluck.core.codec import encode
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}

@@ -101,8 +101,6 @@ class Batcher:
         self._taken: list[Sequence] = []
         self._newcomers: list[Sequence] = []
 
-    # What an engine or a simulator asks for.
-
     def add(
         self,
         key: int,
@@ -261,8 +259,6 @@ class Batcher:
         room = self._total - self._other_blocks - self._spare - -(-(head.todo + head.held) // self._size)
         return (head.key, head.todo, head.held) if decoding.blocks_at_most(steps + 1) <= room else None
 
-    # What is told about it.
-
     @property
     def free_blocks(self) -> int:
         """Blocks that nobody has; what the scheduled step takes is taken."""
@@ -290,8 +286,6 @@ class Batcher:
         """Output tokens made so far."""
         sequence = self._by_key[key]
         return sequence.asked - sequence.left_at(self.decoding.clock)
-
-    # How it is done.
 
     def _admit(self, budget: int, chunks: list[tuple[int, int, int]]) -> None:
         """Let waiting ones begin while there are tokens, slots and room."""

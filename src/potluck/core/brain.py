@@ -53,8 +53,8 @@ class Brain:
         self.fleet = Fleet()
         self.table = Table(facts, policy, self.fleet)
         self._index = PrefixIndex()
-        affinity = Affinity(facts, policy, self.fleet, self.table, self._index)
-        self.router = Router(facts, policy, self.fleet, self.table, affinity)
+        self._affinity = Affinity(facts, policy, self.fleet, self.table, self._index)
+        self.router = Router(facts, policy, self.fleet, self.table, self._affinity)
         self.steward = Steward(facts, policy, self.fleet)
         self.flights: dict[str, Flight] = {}
         self._held = Held()
@@ -87,14 +87,15 @@ class Brain:
         request = event.request
         if request.id in self.flights:
             return []
-        if self.steward.watches:
-            self.steward.window.arrived(at_s, request)
         flight = Flight(request)
         table = self.table.models.get(request.model)
         if table is None and request.model not in self._facts.models:
             return [
                 self._refusal(at_s, flight, "unknown_model", f"no model {request.model!r} is served here")
             ]
+        if self.steward.watches:
+            cached_tokens = self._affinity.most_cached(flight) if request.blocks else 0
+            self.steward.window.arrived(at_s, request, cached_tokens)
         if table is not None and flight.total_tokens > table.limit_tokens:
             return [self._refusal(at_s, flight, "too_long", _too_long(flight, table))]
         if request.deadline_s is not None and at_s >= request.deadline_s:
@@ -252,7 +253,7 @@ class Brain:
         return [self._refusal(at_s, flight, reason, detail)]
 
     def _refusal(self, at_s: float, flight: Flight, reason: RefusalReason, detail: str) -> Refuse:
-        if self.steward.watches:
+        if self.steward.watches and reason != "unknown_model":
             self.steward.window.refused(at_s, flight.request.model)
         return Refuse(flight.request.id, reason, detail)
 

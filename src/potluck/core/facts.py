@@ -41,6 +41,8 @@ class ReplicaFacts:
     """Blocks of KV it holds."""
     max_tokens: int
     """Longest prompt and answer together."""
+    decode_first_s: float = 0.0
+    """A decode step of one request alone; 0 when not known, so that steps count as proportional to their batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,11 @@ class Policy:
     """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
     affinity: float = 1.0
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
+    split_overflow: bool = True
+    """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner.
+
+    The planner counts on it; CRONUS lets prompts wait.
+    """
     low_decodes: bool = True
     """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
     scaling: Scaling = "none"

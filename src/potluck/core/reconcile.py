@@ -4,6 +4,7 @@ Each call looks at the fleet and says what to do next; the caller carries it out
 adds the member, `Drain` marks it, `Stop` removes it) and calls again later. A call without a change in between
 does nothing.
 
+    actions = restored(fleet)                             when a plan is adopted: flips are undone
     wanted = wanted_counts(plan, wanted)                  when a plan is adopted; a Resize changes one count
     known.update(blueprints(plan))                        (core.capacity) what its copies need and serve
     step = reconcile(fleet, wanted, known, progress, at_s, available=..., grace_s=..., dip=...)
@@ -34,8 +35,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
-from potluck.core.actions import Action, Drain, Start, Stop
-from potluck.core.capacity import Blueprint, Key, Measure, Room, room_in
+from potluck.core.actions import Action, Drain, Flip, Start, Stop
+from potluck.core.capacity import Blueprint, Key, Measure, Room, complete, room_in
 from potluck.core.fleet import Fleet, Member, Unit
 from potluck.core.plan import Plan, Template
 from potluck.core.rates import NOTHING, Rates
@@ -96,6 +97,15 @@ def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[K
     return wanted
 
 
+def restored(fleet: Fleet) -> tuple[Flip, ...]:
+    """Flips that give replicas their planned roles back: a new plan counts on them."""
+    return tuple(
+        Flip(view.member.id, view.member.role)
+        for view in fleet.views.values()
+        if view.role != view.member.role and view.state != "draining"
+    )
+
+
 def reconcile(
     fleet: Fleet,
     wanted: Mapping[Key, int],
@@ -144,9 +154,11 @@ class _Work:
         """Copies that stay or may stay, of the keys that are ours."""
         self.measure = Measure(fleet, wanted, known)
         self.serving: dict[str, Rates] = {}
+        self.whole: set[str] = set()
         for unit in fleet.units.values():
             leaving = any(view.state == "draining" for view in unit.views)
-            if unit.whole:
+            if complete(unit, known):
+                self.whole.add(unit.id)
                 self._serve(unit, 1)
             if (unit.template, unit.region) not in wanted:
                 continue
@@ -193,7 +205,7 @@ class _Work:
         for unit in self.candidates():
             if len(self.live[unit.template, unit.region]) <= self.wanted[unit.template, unit.region]:
                 continue
-            if not unit.whole:
+            if unit.id not in self.whole:
                 self._retire(unit)
                 continue
             serving = self.serving[unit.model].served_per_s
@@ -207,7 +219,7 @@ class _Work:
         for key, units in self.live.items():
             if len(units) > self.wanted[key]:
                 found += units
-        return sorted(found, key=_load)
+        return sorted(found, key=lambda unit: (unit.id in self.whole, *_load(unit)))
 
     def start_missing(self, room: Room, dip: float) -> None:
         missing = self._missing()
@@ -318,7 +330,7 @@ class _Work:
         self.serving[unit.model] = self.serving.get(unit.model, NOTHING).plus(rates)
 
     def _retire(self, unit: Unit) -> None:
-        if unit.whole:
+        if unit.id in self.whole:
             self._serve(unit, -1)
         self.live[unit.template, unit.region].remove(unit)
         self._leave(unit)
@@ -360,10 +372,10 @@ class _Work:
         return self.next_number - 1
 
 
-def _load(unit: Unit) -> tuple[bool, int, int, int]:
+def _load(unit: Unit) -> tuple[int, int, int]:
     requests = sum(view.open_requests for view in unit.views)
     tokens = sum(view.open_prefill_tokens + view.open_context_tokens for view in unit.views)
-    return (unit.whole, requests, tokens, -_number_of(unit.id))
+    return (requests, tokens, -_number_of(unit.id))
 
 
 def _number_of(unit: str) -> int:

@@ -16,7 +16,7 @@ from potluck.core.fleet import Fleet
 from potluck.core.flight import Flight
 from potluck.core.plan import Plan
 from potluck.core.policy import Policy
-from potluck.core.reconcile import Progress, reconcile, wanted_counts
+from potluck.core.reconcile import Progress, reconcile, restored, wanted_counts
 from potluck.core.scale import AskReplan, FlipRole, Resize, SetThreshold, scaler_of
 from potluck.core.scale.base import available_nodes
 from potluck.core.window import Window
@@ -47,7 +47,10 @@ class Steward:
         self.plan = plan
         self._wanted = wanted_counts(plan, self._wanted)
         self._known.update(blueprints(plan))
-        return self.step(at_s)
+        if self.watches:
+            for model in sorted({each.model for each in plan.templates}):
+                self.window.watch(at_s, model)
+        return (*restored(self._fleet), *self.step(at_s))
 
     def drained(self, at_s: float, replica: str) -> tuple[Action, ...]:
         self._progress = self._progress.drained(replica)

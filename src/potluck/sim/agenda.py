@@ -15,12 +15,12 @@ Entry = tuple[float, int, int, Any]
 class Agenda:
     """A heap of (time, sequence, kind, what); the sequence settles ties, so `what` is never compared."""
 
-    __slots__ = ("_sequence", "heap")
+    __slots__ = ("heap", "sequence")
 
     def __init__(self) -> None:
         self.heap: list[Entry] = []
-        self._sequence = 0
+        self.sequence = 0
 
     def push(self, at_s: float, kind: int, what: Any) -> None:
-        self._sequence += 1
-        heappush(self.heap, (at_s, self._sequence, kind, what))
+        self.sequence += 1
+        heappush(self.heap, (at_s, self.sequence, kind, what))

@@ -74,9 +74,13 @@ class PrefixCache:
     def shrink(self, room_tokens: float) -> None:
         """Give up the least recently used blocks until what is left fits the room."""
         held, news = self._held, self._news
-        while held and self.held_tokens > room_tokens:
+        over_tokens = len(held) * self.block_tokens + self._states * self.state_tokens - room_tokens
+        while over_tokens > 0 and held:
             block = next(iter(held))
-            self._states -= held.pop(block)
+            over_tokens -= self.block_tokens
+            if held.pop(block):
+                self._states -= 1
+                over_tokens -= self.state_tokens
             news[block] = False
 
     @property

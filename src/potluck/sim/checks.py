@@ -40,7 +40,7 @@ def _requests(world: World) -> list[str]:
     ledger, load = world.ledger, world.workload
     records = ledger.records(load)
     found = []
-    still = int((records.outcome == OPEN).sum())
+    still = int((records.outcome[: world.arrived] == OPEN).sum())
     if still != len(world.journeys.requests):
         found.append(f"{still} requests without an outcome, {len(world.journeys.requests)} open")
     answered = records.outcome == ANSWERED

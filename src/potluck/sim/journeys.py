@@ -7,6 +7,7 @@ the Brain then sends it again or refuses it.
 
 from __future__ import annotations
 
+from heapq import heappush
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Journeys:
         "_kits",
         "_network",
         "_prefill",
+        "_reporting",
         "_reports",
         "_sites",
         "_tell",
@@ -52,6 +54,7 @@ class Journeys:
         self._kits = world.kits
         self._network = world.network
         self._reports = world.reports
+        self._reporting = world.reports.on
         self._sites = world.sites
         self._tell = world.tell
         self.ledger = world.ledger
@@ -156,7 +159,8 @@ class Journeys:
     def _hit(self, site: Site, request: Request, stop: int) -> int:
         """Tokens of a prefix that a replica holds; the last token is always computed."""
         cache = site.cache
-        assert cache is not None
+        if not cache:
+            return 0
         cache.shrink(self.room_tokens(site))
         return min(cache.match(request.blocks) * cache.block_tokens, stop - 1)
 
@@ -177,7 +181,7 @@ class Journeys:
         self._handovers.expect(at_s, flight, size_bytes)
 
     def replica_due(self, at_s: float, site: Site) -> None:
-        if at_s != site.due_s or not site.there:
+        if at_s != site.due_s or not site.serves:
             return  # an earlier look took its place, or nobody is there any more
         site.due_s = inf
         if site.replica.next_s() <= at_s:
@@ -206,8 +210,10 @@ class Journeys:
         due_s = site.replica.next_s()
         if due_s < site.due_s:
             site.due_s = due_s
-            self._agenda.push(due_s, REPLICA, site)
-        if not site.touched:
+            agenda = self._agenda  # `push`, written out: no line of the world runs more often
+            agenda.sequence += 1
+            heappush(agenda.heap, (due_s, agenda.sequence, REPLICA, site))
+        if not site.touched and self._reporting:
             self._reports.touched(at_s, site)
 
     def _first(self, at_s: float, site: Site, flight: Flight) -> None:

@@ -179,18 +179,26 @@ class Replica:
 
     def status(self, now_s: float) -> Status:
         """What it would report now."""
-        self._split(now_s)
+        free_blocks = self.free_blocks(now_s)
         batch = self.batch
-        run = self._row if self._step is None and self._steps else None
+        step_s = self._step_s
+        if self._step is None and self._steps and self._row is not None:
+            step_s = self._speed * self._row.step_s(self._context)
         return Status(
             batch.queued,
             batch.running,
             batch.todo_tokens,
             batch.held_tokens,
-            batch.free_blocks if run is None else batch.free_after(1),
+            free_blocks,
             batch.limits.total_blocks,
-            self._speed * run.step_s(self._context) if run else self._step_s,
+            step_s,
         )
+
+    def free_blocks(self, now_s: float) -> int:
+        """Blocks that nobody has now; those of the step under way are taken."""
+        self._split(now_s)
+        run = self._step is None and self._steps > 0
+        return self.batch.free_after(1) if run else self.batch.free_blocks
 
     def busy_s(self, now_s: float) -> float:
         """Seconds of work done by a time, which must not lie before the last call's."""
@@ -207,6 +215,7 @@ class Replica:
 
     @property
     def used_blocks(self) -> int:
+        """As of the last step that was counted; `free_blocks` knows the time."""
         return self.batch.limits.total_blocks - self.batch.free_blocks
 
     @property

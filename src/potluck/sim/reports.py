@@ -19,12 +19,12 @@ from potluck.sim.state import Site
 class Reports:
     """Who has news, and the looks at them."""
 
-    __slots__ = ("_agenda", "_links", "_network", "_news", "_on", "_period_s", "_planned", "delay_s", "lost")
+    __slots__ = ("_agenda", "_links", "_network", "_news", "_period_s", "_planned", "delay_s", "lost", "on")
 
     def __init__(self, agenda: Agenda, network: Network, settings: Settings) -> None:
         self._agenda = agenda
         self._network = network
-        self._on = settings.reports is not False
+        self.on = settings.reports is not False
         self._period_s = settings.report_period_s
         self.delay_s = settings.report_delay_s
         self._news: list[Site] = []
@@ -36,7 +36,7 @@ class Reports:
 
     def touched(self, at_s: float, site: Site) -> None:
         """A replica has news."""
-        if not self._on:
+        if not self.on:
             return
         site.touched = True
         self._news.append(site)
@@ -45,7 +45,7 @@ class Reports:
 
     def link_touched(self, at_s: float) -> None:
         """A link's bandwidth changed."""
-        if self._on and not self._planned:
+        if self.on and not self._planned:
             self._plan(at_s)
 
     def collect(self, at_s: float, _: object) -> None:

@@ -23,6 +23,7 @@ from potluck.sim.rounds import Table, step_table
 from potluck.sim.settings import Settings
 from potluck.sim.setup import Kit, Kits, SimProblem
 from potluck.sim.state import Site
+from potluck.sim.steps import StepTable
 from potluck.sim.workload import Workload
 from potluck.sim.world import Mind, Planner, World
 from potluck.sim.yard import Make
@@ -109,8 +110,13 @@ def maker(fast_forward: bool = True) -> Make:
     def make(kit: Kit, role: Role) -> Replica:
         held = tables.get(id(kit))
         if held is None:
-            held = tables[id(kit)] = (kit, step_table(kit.timer))
-        return Replica(held[1], replica_limits(held[1], kit.total_blocks), fast_forward=fast_forward)
+            table = step_table(kit.timer) if kit.engine.pipelined else StepTable(kit.timer)
+            held = tables[id(kit)] = (kit, table)
+        engine = kit.engine
+        limits = replica_limits(
+            held[1], kit.total_blocks, token_budget=engine.token_budget, max_running=engine.slots
+        )
+        return Replica(held[1], limits, fast_forward=fast_forward)
 
     return make
 

@@ -26,7 +26,7 @@ from potluck.perf.memory import (
 from potluck.perf.phases import CHUNK_TOKENS, decode_step_s
 from potluck.perf.pipeline import pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
-from potluck.perf.roofline import roofline
+from potluck.perf.roofline import HOST_S, roofline
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import MAX_BATCH, best_operating
@@ -34,6 +34,23 @@ from potluck.perf.transfer import codec_ratio
 
 MEAN_TOKENS = (1024.0, 256.0)
 """Prompt and answer of a model that nothing is known of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an engine is set up: what a step may hold, and what its host takes of each."""
+
+    token_budget: int = CHUNK_TOKENS
+    """New tokens of a step; a pipeline has as many in each of its lanes."""
+    slots: int = MAX_BATCH
+    """Sequences that have begun."""
+    host_s: float = HOST_S
+    """Seconds of a step in which no GPU works."""
+    pipelined: bool = True
+    """Whether the stages of a pipeline work on different batches at once; else on one after another."""
+
+
+DEFAULT_ENGINE = Engine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,8 @@ class SimProblem:
     machine_gbps: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """(gbps, round trip in s) between two named machines, where a pool says so; else their cards count."""
     startup: StartupCosts = DEFAULT_COSTS
+    engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
+    """(template, index of the replica in it) to its engine, where it is not the default one."""
 
     def model(self, name: str) -> Model:
         if name not in self.models:
@@ -107,6 +126,7 @@ class Kit:
     """Of all its nodes together."""
     inside_bytes_per_s: float
     """Between two replicas on one node."""
+    engine: Engine = DEFAULT_ENGINE
 
 
 @dataclass(slots=True)
@@ -149,12 +169,14 @@ class Kits:
             self._models[template.model] = _model_facts(model, self.block_tokens)
         mean = problem.mean_tokens.get(template.model, MEAN_TOKENS)
         placed = places(template, problem.nodes)
-        made: dict[Layout, tuple[StepTimer, int]] = {}
+        made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
         for index, replica in enumerate(template.replicas):
-            if replica.layout not in made:
-                timer = timer_of(model, replica.layout, problem.nodes)
-                made[replica.layout] = (timer, total_blocks(model, replica.layout, problem.nodes, sum(mean)))
-            timer, blocks = made[replica.layout]
+            engine = problem.engines.get((template.name, index), DEFAULT_ENGINE)
+            if (replica.layout, engine) not in made:
+                timer = timer_of(model, replica.layout, problem.nodes, engine.host_s)
+                room = total_blocks(model, replica.layout, problem.nodes, sum(mean))
+                made[replica.layout, engine] = (timer, room)
+            timer, blocks = made[replica.layout, engine]
             kinds = [problem.node(node) for node, _ in placed[index]]
             start = startup_s(weight_bytes(model), max(1, len(kinds)), problem.startup)
             self.kits[template.name, index] = Kit(
@@ -167,9 +189,10 @@ class Kits:
                 sum(member.tp for stage in replica.layout.stages for member in stage.nodes),
                 sum(kind.network_gbps for kind in kinds),
                 min(max(kind.interconnect.gb_per_s, 1.0) for kind in kinds) * 1e9,
+                engine,
             )
             self._replicas[template.name, index] = _replica_facts(
-                timer, model, blocks, mean, problem.slos.get(template.model)
+                timer, model, blocks, mean, problem.slos.get(template.model), engine.slots
             )
         split = _split_facts(template, self.kits)
         if split is not None:
@@ -177,12 +200,14 @@ class Kits:
         self.templates[template.name] = template
 
 
-def timer_of(model: Model, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
+def timer_of(
+    model: Model, layout: Layout, nodes: Mapping[str, NodeType], host_s: float = HOST_S
+) -> StepTimer:
     """The plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
-        return roofline(model, nodes[stage.nodes[0].node], stage.nodes[0].tp)
-    return pipeline(model, layout, nodes)
+        return roofline(model, nodes[stage.nodes[0].node], stage.nodes[0].tp, host_s=host_s)
+    return pipeline(model, layout, nodes, host_s=host_s)
 
 
 def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:
@@ -240,16 +265,17 @@ def _model_facts(model: Model, block_tokens: int) -> ModelFacts:
 
 
 def _replica_facts(
-    timer: StepTimer, model: Model, blocks: int, mean: tuple[float, float], slo: Slo | None
+    timer: StepTimer, model: Model, blocks: int, mean: tuple[float, float], slo: Slo | None, slots: int
 ) -> ReplicaFacts:
     line = PartialPrefillPredictor.from_timer(timer)
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
-    room = max(1, min(MAX_BATCH, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
+    room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
     found = best_operating(timer, prompt, answer, room, slo, "decode")
     batch = room if found is None else found.batch
     step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
-    return ReplicaFacts(max(line.k_p, 1e-12), max(line.b_p, 0.0), step_s, batch, blocks, longest)
+    first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
+    return ReplicaFacts(max(line.k_p, 1e-12), max(line.b_p, 0.0), step_s, batch, blocks, longest, first_s)
 
 
 def _split_facts(template: Template, kits: Mapping[tuple[str, int], Kit]) -> SplitFacts | None:
@@ -262,5 +288,6 @@ def _split_facts(template: Template, kits: Mapping[tuple[str, int], Kit]) -> Spl
     if low is None or high is None:
         return None
     first = PartialPrefillPredictor.from_timer(kits[template.name, low].timer)
-    rest = ChunkedIterationPredictor.from_timer(kits[template.name, high].timer, CHUNK_TOKENS)
-    return SplitFacts(first.k_p, first.b_p, rest.k_ctxp, rest.k_ctxd, rest.b_c, CHUNK_TOKENS)
+    budget = kits[template.name, high].engine.token_budget
+    rest = ChunkedIterationPredictor.from_timer(kits[template.name, high].timer, budget)
+    return SplitFacts(first.k_p, first.b_p, rest.k_ctxp, rest.k_ctxd, rest.b_c, budget)

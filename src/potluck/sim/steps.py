@@ -41,10 +41,11 @@ BEHIND = sorted({0, 1, 16, *(round(2 ** (i / 4)) for i in range(20, 85))})
 SHARED_BEHIND = [0, 1, *(4**i for i in range(2, 11))]
 COPIES = 16
 """Chunks that share a GPU when it is fully used."""
-TILE = 64
-"""Tokens of a chunk that one part of a GPU works on: no step is shorter than the longest of these."""
+TILE = 16
+LARGEST_TILE = 64
+"""Tokens of a chunk that one part of a GPU works on, in multiples of TILE: no step is shorter than the longest."""
 ROWS, LENGTHS, TOKENS = 16, 16, 64
-"""Batches, chunk lengths and totals asked for together: one question costs little more than one row of it."""
+"""Batches, tiles and totals asked for together: one question costs little more than one row of it."""
 
 Chunks = Sequence[tuple[int, int, int]]
 """(key, new tokens, context before them)"""
@@ -118,7 +119,7 @@ class Row:
 class StepTable:
     """Scalar step times of one timer. Share it among replicas of the same kind."""
 
-    __slots__ = ("_base", "_behind", "_beside", "_pair", "_shared", "lanes", "rows", "timer")
+    __slots__ = ("_base", "_behind", "_beside", "_edges", "_pair", "_shared", "lanes", "rows", "timer")
 
     def __init__(self, timer: StepTimer) -> None:
         self.timer = timer
@@ -128,6 +129,7 @@ class StepTable:
         self._beside: dict[int, Row] = {}
         self._behind: dict[int, list[float]] = {}
         self._shared: dict[int, list[float]] = {}
+        self._edges: dict[tuple[int, int, int], Floats] = {}
         self._base: list[float] = [0.0]
         """B(T)"""
         self._pair: list[float] = [0.0]
@@ -178,7 +180,7 @@ class StepTable:
                 if values is None:
                     values = self._fill(self._shared, new, SHARED_BEHIND, COPIES)
                 shared += _between(SHARED_BEHIND, values, behind)
-                longest = max(longest, self._behind_s(min(new, TILE), behind))
+                longest = max(longest, self._behind_s(min(new, LARGEST_TILE), behind))
         return max(longest, shared)
 
     def _behind_s(self, new: int, behind: float) -> float:
@@ -213,16 +215,25 @@ class StepTable:
         return block, self.timer.step_s(batch).reshape(ROWS, len(CONTEXTS))
 
     def _fill(self, table: dict[int, list[float]], new: int, grid: list[int], copies: int) -> list[float]:
-        """What contexts add to a chunk of `new` tokens among so many like it; for its neighbours as well."""
-        low = (new - 1) // LENGTHS * LENGTHS + 1
-        block = range(low, low + LENGTHS)
-        count = np.repeat(np.array(block, np.float64), len(grid))
-        behind = np.tile(np.array(grid, np.float64), LENGTHS)
-        shape = (len(count), copies)
-        batch = steps(np.broadcast_to(count[:, None], shape), np.broadcast_to(behind[:, None], shape))
-        seconds = self.timer.step_s(batch).reshape(LENGTHS, len(grid)) / copies
-        for i, length in enumerate(block):
-            table[length] = (seconds[i] - seconds[i, 0]).tolist()
+        """What contexts add to a chunk of `new` tokens among so many like it.
+
+        The timer is asked at every length up to 64 and then at 65, 80, 81, 96, ...: GPUs work on tiles of a multiple
+        of 16, and within one, times grow evenly or not at all.
+        """
+        each = 1 if new <= LARGEST_TILE else TILE
+        low = (new - 1) // (LENGTHS * each) * LENGTHS * each
+        known = self._edges.get((low, copies, each))
+        if known is None:
+            starts = np.arange(low + 1, low + LENGTHS * each + 1, each, dtype=np.float64)
+            count = np.repeat(np.column_stack([starts, starts + each - 1]).ravel(), len(grid))
+            behind = np.tile(np.array(grid, np.float64), 2 * LENGTHS)
+            shape = (len(count), copies)
+            batch = steps(np.broadcast_to(count[:, None], shape), np.broadcast_to(behind[:, None], shape))
+            seconds = self.timer.step_s(batch).reshape(2 * LENGTHS, len(grid)) / copies
+            known = self._edges[(low, copies, each)] = seconds - seconds[:, :1]
+        place, within = divmod(new - low - 1, each)
+        first, last = known[2 * place], known[2 * place + 1]
+        table[new] = (first + (last - first) * (within / max(each - 1, 1))).tolist()
         return table[new]
 
 

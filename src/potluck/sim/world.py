@@ -173,6 +173,11 @@ class World:
                         times = self._feed(base)
                     arrival_s = times[self._next - base]
 
+    @property
+    def arrived(self) -> int:
+        """Requests that have come so far."""
+        return self._next
+
     def tell(self, at_s: float, event: Event) -> None:
         """Let the Brain know, and do what it asks. What happens on the way is told afterwards, in order."""
         if self._telling:

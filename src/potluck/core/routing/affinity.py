@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from potluck.core.facts import Facts
 from potluck.core.fleet import Fleet, View
 from potluck.core.flight import Flight
@@ -54,13 +56,22 @@ class Affinity:
         weight = self._policy.affinity
         return min(views, key=lambda v: self._wait_s(v, flight) - weight * self._saved_s(v, flight))
 
+    def most_cached(self, flight: Flight) -> int:
+        """Tokens of the prompt that some replica of the model holds."""
+        if not flight.request.blocks or self._policy.affinity == 0 or not len(self._index):
+            return 0
+        return self._cached_where(flight, lambda view: True)
+
     def by_side(self, flight: Flight, lane: Lane) -> tuple[int, int]:
         """Tokens cached where the request would be decoded, and where it could be prefilled instead."""
         if not flight.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return 0, 0
         there = {way.source for way in lane.flows if way.crosses}
         here = {way.target for way in lane.flows if way.crosses}
-        return self._cached_in(flight, here), self._cached_in(flight, there)
+        return (
+            self._cached_where(flight, lambda view: view.member.region in here),
+            self._cached_where(flight, lambda view: view.member.region in there),
+        )
 
     def lender(self, flight: Flight, first: View) -> tuple[View, int] | None:
         """Who in another region holds more of the prefix than `first` does, and how much."""
@@ -96,18 +107,19 @@ class Affinity:
             return group
         return None
 
-    def _cached_in(self, flight: Flight, regions: set[str]) -> int:
+    def _cached_where(self, flight: Flight, wanted: Callable[[View], bool]) -> int:
+        """The most that one of the wanted replicas of the request's model holds."""
         blocks, model = flight.request.blocks, flight.request.model
 
-        def inside(replica: str) -> bool:
+        def accepts(replica: str) -> bool:
             view = self._fleet.views.get(replica)
-            return view is not None and view.member.region in regions and view.member.model == model
+            return view is not None and view.member.model == model and wanted(view)
 
-        depth = self._index.deepest(blocks, inside)
+        depth = self._index.deepest(blocks, accepts)
         if depth == 0:
             return 0
         holders = self._index.holders(blocks[depth - 1])
-        return max(self.cached(self._fleet.views[each], flight) for each in holders if inside(each))
+        return max(self.cached(self._fleet.views[each], flight) for each in holders if accepts(each))
 
     def cached(self, view: View, flight: Flight) -> int:
         """Tokens of the prompt that a replica is known to hold."""

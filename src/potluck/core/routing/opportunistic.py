@@ -1,14 +1,16 @@
 """Opportunistic scheduling inside a combo (CAUCHY 3.4.2): do not let a replica idle for its role.
 
-By rule a prompt goes to a prefill replica and then to the least loaded decode replica. Instead it runs in
-place, from prompt to last token, on one replica ("0 -> null"):
+By rule a prompt goes to a prefill replica and then to the least loaded decode replica. Instead it runs in place,
+from prompt to last token, on one replica ("0 -> null"):
 
 1. on a decode replica that has nothing to do, while every prefill replica is busy (Figure 5b);
-2. on a prefill replica without a waiting prompt that is emptier than the least loaded decode replica: its batch would
-   be a smaller part of what it was planned for. The paper says "underutilized" and gives no measure; this is ours.
-   Nothing idle on the decode side is required: a decode replica that is idle gets the request by the rule.
+2. on a prefill replica without a waiting prompt, if decoding there is faster than on the least loaded decode
+   replica. Prefills that come between its steps slow it down, so its step counts 1 / (1 - busy) times, where
+   `busy` is the share of arrivals that lately found a prefill replica at work: as arrivals see time averages, that
+   is its utilisation. An idle decode replica gets the request by the rule.
 
-A replica whose size is not known counts as full once it has one request, so that rule 2 then means "idle".
+The paper says "underutilized" and gives no measure; that of rule 2 is ours. Where prefill is nearly idle it takes
+much of the decoding, as in the paper's Table 3; where prompts keep the prefill replicas busy it takes none.
 Everything read here is the Brain's own count, or a report where one has come.
 """
 
@@ -16,13 +18,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from potluck.core.facts import ReplicaFacts
 from potluck.core.fleet import View
 
-Fill = Callable[[View], float]
-"""How full a replica would be with one request more, as a share of its planned batch."""
+Step = Callable[[View], float]
+"""Seconds of a replica's decode step with one request more than it has."""
+MEMORY = 64
+"""Arrivals over which `busy` is averaged."""
 
 
-def in_place(prefills: Sequence[View], decodes: Sequence[View], fill: Fill) -> View | None:
+def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
+    """Seconds per token of each of so many requests; their number itself where nothing is known.
+
+    Up to the planned batch it is a step on the line through a batch of one and the planned one. More requests than
+    that take turns, so it grows with their number.
+    """
+    if facts is None:
+        return float(batch)
+    planned, full_s, first_s = facts.decode_batch, facts.decode_step_s, facts.decode_first_s
+    if batch >= planned or not 0 < first_s <= full_s:
+        return full_s * batch / planned
+    return first_s + (full_s - first_s) * (batch - 1) / (planned - 1)
+
+
+def busier(busy: float, prefills: Sequence[View]) -> float:
+    """The running share of busy prefill replicas after one more look."""
+    now = sum(view.open_prefill_tokens > 0 for view in prefills) / len(prefills)
+    return busy + (now - busy) / MEMORY
+
+
+def in_place(prefills: Sequence[View], decodes: Sequence[View], step: Step, busy: float) -> View | None:
     """The replica that should run the whole request, or None for prefill then decode."""
     free = [view for view in prefills if view.open_prefill_tokens == 0]
     idle = [view for view in decodes if view.idle]
@@ -30,11 +55,11 @@ def in_place(prefills: Sequence[View], decodes: Sequence[View], fill: Fill) -> V
         return None if free else idle[0]
     if not free:
         return None
-    best = min(free, key=fill)
-    return best if fill(best) < min(map(fill, decodes)) else None
+    best = min(free, key=step)
+    return best if step(best) < (1.0 - busy) * min(map(step, decodes)) else None
 
 
-def least_loaded(views: Sequence[View], fill: Fill) -> View:
+def least_loaded(views: Sequence[View], fill: Step) -> View:
     """The decode replica for the rule's way: the emptiest by its own measure."""
     return min(views, key=fill)
 

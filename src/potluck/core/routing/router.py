@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from enum import Enum
 
-from potluck.core.facts import BLOCK_TOKENS, Facts
+from potluck.core.facts import BLOCK_TOKENS, Facts, SplitFacts
 from potluck.core.fleet import Fleet, View
 from potluck.core.flight import RUNNING, WAITING, Flight
 from potluck.core.policy import Policy
@@ -20,8 +20,14 @@ from potluck.core.route import Route, Segment, handed_over
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.balance import BY_LOAD, Chooser, decode_seconds, prefill_seconds
 from potluck.core.routing.lanes import Lane, Way
-from potluck.core.routing.opportunistic import in_place, least_loaded, shortest_queue
-from potluck.core.routing.split import MOST_IN_LOW, keeps_decode, partial_tokens
+from potluck.core.routing.opportunistic import busier, in_place, least_loaded, shortest_queue, step_seconds
+from potluck.core.routing.split import (
+    MOST_IN_LOW,
+    keeps_decode,
+    partial_prefill_s,
+    partial_tokens,
+    sooner_whole,
+)
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
 from potluck.core.routing.targets import COMBO, PLAIN, Target
 from potluck.core.routing.threshold import Threshold, decide
@@ -174,10 +180,10 @@ class Router:
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
         else:
-            alone = in_place(prefills, decodes, self._fill)
+            target.busy = busier(target.busy, target.prefills)
+            alone = in_place(prefills, decodes, self._step_s, target.busy)
             if alone is not None:
-                single = self._table.singles.get(alone.member.id)
-                self._in_place(flight, alone, single.route if single is not None else None)
+                self._alone(flight, alone)
                 return
             if flight.request.blocks and self._policy.affinity > 0:
                 first = self._affinity.prefiller(prefills, flight)
@@ -196,23 +202,43 @@ class Router:
         splits = self._facts.splits.get(low.member.template) if self._policy.split else None
         if self._by_load and not flight.charges:
             self._charge(flight, target, [low], [high])
-        if splits is not None and target.in_low >= MOST_IN_LOW * len(target.prefills):
-            flight.state, flight.pair = WAITING, target
-            target.waiting.append(flight.request.id)
-            return Answer.WAITS
-        flight.pair = None
-        if self._policy.low_decodes and self._stays_low(low, high, flight, target.in_low):
-            single = self._table.singles.get(low.member.id)
-            self._in_place(flight, low, single.route if single is not None else None)
-            return Answer.SENT
+        target.busy = busier(target.busy, target.prefills)
         part = flight.prompt_tokens
         if splits is not None:
             decodes, context, free = self._high_end(high)
             part = partial_tokens(part, splits, decodes, context, free, BLOCK_TOKENS)
+            if target.in_low >= MOST_IN_LOW * len(target.prefills):
+                if self._policy.split_overflow and free * BLOCK_TOKENS >= flight.prompt_tokens:
+                    waits = self._waits_s(splits, target, low, high, part)
+                    if sooner_whole(splits, flight.prompt_tokens, part, decodes, context, *waits):
+                        self._alone(flight, high)
+                        return Answer.SENT
+                flight.state, flight.pair = WAITING, target
+                target.waiting.append(flight.request.id)
+                return Answer.WAITS
+        flight.pair = None
+        if self._policy.low_decodes and self._stays_low(target, low, high, flight):
+            self._alone(flight, low)
+            return Answer.SENT
+        if splits is not None:
             flight.pair = target
             target.in_low += 1
         self._hand_over(flight, low, high, part)
         return Answer.SENT
+
+    def _waits_s(
+        self, splits: SplitFacts, target: Target, low: View, high: View, part: int
+    ) -> tuple[float, float]:
+        """Seconds of prompts before a new one, on either side; those that wait count as if they were like it."""
+        waiting = low.open_prefill_tokens + len(target.waiting) * part
+        facts = self._table.replica_facts(high)
+        high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
+        return max(0.0, partial_prefill_s(splits, waiting)), high_s
+
+    def _alone(self, flight: Flight, view: View) -> None:
+        """On one of a group's replicas."""
+        single = self._table.singles.get(view.member.id)
+        self._in_place(flight, view, single.route if single is not None else None)
 
     def _high_end(self, view: View) -> tuple[int, float, int]:
         """Decodes, their context and free blocks: as reported, or as sent when nothing was reported yet."""
@@ -224,14 +250,14 @@ class Router:
         free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
         return view.open_requests, float(view.open_context_tokens), free
 
-    def _stays_low(self, low: View, high: View, flight: Flight, in_low: int) -> bool:
+    def _stays_low(self, target: Target, low: View, high: View, flight: Flight) -> bool:
         weak, strong = self._table.replica_facts(low), self._table.replica_facts(high)
         if weak is None or strong is None:
             return False
         if low.open_context_tokens + flight.total_tokens > weak.total_blocks * BLOCK_TOKENS:
             return False
-        decoding = max(0, low.open_requests - in_low)
-        return keeps_decode(high.open_requests, strong.decode_batch, decoding, weak.decode_batch)
+        decoding = max(0, low.open_requests - target.in_low)
+        return keeps_decode(strong, high.open_requests, weak, decoding, target.busy)
 
     # Into the flight, and onto the replicas' counts.
 
@@ -306,6 +332,9 @@ class Router:
         """How full it would be with one request more; without facts one request fills it."""
         facts = self._table.replica_facts(view)
         return (view.open_requests + 1) / max(1, facts.decode_batch if facts is not None else 1)
+
+    def _step_s(self, view: View) -> float:
+        return step_seconds(self._table.replica_facts(view), view.open_requests + 1)
 
     def _seconds_per_token(self, view: View) -> float:
         facts = self._table.replica_facts(view)

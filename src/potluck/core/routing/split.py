@@ -15,17 +15,23 @@ costly as if the chunks came after the whole prompt, and L_p comes out too large
 even. We use the sum itself. Candidates are all whole L_p, not 512 of them: between two changes of N both times
 are straight lines, so the best is found without trying each.
 
-Beyond the paper (its section 6): when decoding on the high-end GPU is the bottleneck, splitting prompts cannot
-help. `keeps_decode` says when a request stays on the low-end GPU altogether: the high-end one then has more
-requests than the batch it was planned for, and the low-end one is emptier by the same measure.
-`policy.low_decodes` turns it off.
+Beyond the paper, each with a switch in the policy:
+
+- `low_decodes` (the paper's section 6). When decoding on the high-end GPU is the bottleneck, splitting prompts cannot
+  help. A request then stays on the low-end GPU altogether: when the high-end one has more requests than the batch it
+  was planned for, and a decode step on the low-end one, prefills in between counted, is shorter than the high-end
+  one's would be with all of them (as in `opportunistic.py`).
+- `split_overflow`. A low-end GPU that is much the weaker one becomes a bottleneck itself, since every prompt has to
+  pass it. A prompt that finds it full goes whole to the high-end GPU if its prefill is done sooner there. The
+  planner's capacity of a pair counts on that (plan/templates/pair.py: "the rest whole").
 """
 
 from __future__ import annotations
 
 from math import ceil, floor
 
-from potluck.core.facts import SplitFacts
+from potluck.core.facts import ReplicaFacts, SplitFacts
+from potluck.core.routing.opportunistic import step_seconds
 
 MOST_IN_LOW = 2
 
@@ -64,12 +70,33 @@ def chunked_s(facts: SplitFacts, chunk: int, base_s: float, prompt_tokens: int, 
     return n * (facts.k_ctxp * (part + (n - 1) * chunk / 2) + base_s)
 
 
-def keeps_decode(high_open: int, high_batch: int, low_open: int, low_batch: int) -> bool:
+def keeps_decode(
+    high: ReplicaFacts, high_open: int, low: ReplicaFacts, low_decoding: int, low_busy: float
+) -> bool:
     """Whether the next request's decode should stay on the low-end GPU."""
-    if low_batch < 1 or high_batch < 1:
+    if high_open < high.decode_batch:
         return False
-    pressure = (high_open + 1) / high_batch
-    return pressure > 1.0 and (low_open + 1) / low_batch < pressure
+    low_s, high_s = step_seconds(low, low_decoding + 1), step_seconds(high, high_open + 1)
+    return low_s < (1.0 - low_busy) * high_s
+
+
+def sooner_whole(
+    facts: SplitFacts,
+    prompt_tokens: int,
+    part: int,
+    decodes: int,
+    decode_context_tokens: float,
+    low_wait_s: float,
+    high_wait_s: float,
+) -> bool:
+    """Whether the high-end GPU alone is done with a prompt before both are, given what each has to do before it."""
+    chunk = facts.chunk_tokens - decodes
+    if chunk < 1:
+        return False
+    base_s = facts.k_ctxd * decode_context_tokens + facts.b_c
+    handed_s = max(low_wait_s + max(0.0, partial_prefill_s(facts, part)), high_wait_s)
+    split_s = handed_s + chunked_s(facts, chunk, base_s, prompt_tokens, part)
+    return high_wait_s + chunked_s(facts, chunk, base_s, prompt_tokens, 0) < split_s
 
 
 def _by_bisection(prompt: int, facts: SplitFacts, chunk: int, base_s: float, most: int) -> int:

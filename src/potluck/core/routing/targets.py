@@ -36,6 +36,7 @@ class Target:
     """One of them. Its lists hold ready replicas only, by their present role."""
 
     __slots__ = (
+        "busy",
         "decodes",
         "in_low",
         "indexes",
@@ -60,6 +61,8 @@ class Target:
         """A combo's prefill replicas; a pair's low-end ones."""
         self.decodes: list[View] = []
         """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
+        self.busy = 0.0
+        """Share of arrivals that lately found its prefill replicas at work."""
         self.turn = 0
         """Counts requests, for plain round robin inside."""
         self.load = 0.0

@@ -204,7 +204,10 @@ class Cauchy:
         return ("prefill_per_s", "decode_per_s")
 
     def _in(self, model: str, needed: float, standing: _Standing, state: str) -> list[ScaleDecision]:
-        """Take away the copy that fits the excess most closely, again and again, and never the last one."""
+        """Take away the copy that fits the excess most closely, again and again.
+
+        What is needed includes noise and so is never nothing: the last copy stays.
+        """
         counts = dict(standing.counts)
         less: dict[Key, int] = {}
         while True:
@@ -214,7 +217,7 @@ class Cauchy:
                 if not counts[key] or key not in self._wanted:
                     continue
                 after = standing.serves({**counts, key: counts[key] - 1}).served_per_s
-                if after <= 0 or after * self._policy.headroom < needed:
+                if after * self._policy.headroom < needed:
                     continue
                 rank = (serves - after, standing.rates[key].served_per_s, key)
                 best = rank if best is None or rank[:2] > best[:2] else best

@@ -1,0 +1,123 @@
+"""What a decision costs: CPU-microseconds of the Brain per request (Arrived, FirstToken, Finished together).
+
+A fleet of like replicas, requests of the Azure conversation trace's mean size, 200 of them open at a time. Each
+figure is the least of several runs, since the machine may be busy with other things.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+
+from common import run
+from potluck.core.actions import Start
+from potluck.core.brain import Brain
+from potluck.core.events import Arrived, Event, Finished, FirstToken, Planned, ReplicaReady, SegmentDone
+from potluck.core.facts import Facts, ModelFacts, ReplicaFacts
+from potluck.core.layout import single
+from potluck.core.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    Flow,
+    NodeCount,
+    Plan,
+    Replica,
+    Share,
+    Template,
+    TemplateKind,
+)
+from potluck.core.policy import Balance, Policy
+from potluck.core.types import Request, Role
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 1155, 211
+OPEN = 200
+TARGETS = {
+    "aggregated_1_us": ("<=", 8.0),
+    "aggregated_8_us": ("<=", 8.0),
+    "aggregated_1000_us": ("<=", 8.0),
+    "ratio_1000_to_1": ("<=", 2.0),
+}
+
+
+def template(name: str, roles: Sequence[Role], kind: TemplateKind = "homogeneous") -> Template:
+    capacity = (BucketCapacity(0, 5.0, 5.0, 5.0, 0.1, 0.02), BucketCapacity(1, 2.0, 2.0, 2.0, 0.1, 0.02))
+    replicas = tuple(Replica(role, single("node", 1, 8)) for role in roles)
+    return Template(name, kind, "m", (NodeCount("node", 1),), replicas, capacity, "measured")
+
+
+def plan(templates: Sequence[Template], count: int) -> Plan:
+    """So many copies of each; several templates are prefill and decode of one flow."""
+    buckets = (Bucket("m", 0, 2000, 1.0), Bucket("m", 1, 8000, 1.0))
+    phases = ("closed",) if len(templates) == 1 else ("prefill", "decode")
+    shares = tuple(
+        Share(each.name, "home", bucket, phase, rate * count)  # type: ignore[arg-type]
+        for each, phase in zip(templates, phases, strict=True)
+        for bucket, rate in enumerate((3.0, 0.6))
+    )
+    flows = tuple(Flow("m", bucket, "home", "home", 1.0) for bucket in (0, 1)) if len(templates) > 1 else ()
+    deployments = tuple(Deployment(each.name, "home", count) for each in templates)
+    return Plan("benchmark", tuple(templates), deployments, buckets, shares, flows, (), 1.0, 0.0)
+
+
+def started(templates: Sequence[Template], count: int, policy: Policy) -> Brain:
+    replicas = {
+        (each.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 64, 20_000, 16_000)
+        for each in templates
+        for place in range(len(each.replicas))
+    }
+    brain = Brain(Facts({"m": ModelFacts(1e5)}, replicas), policy)
+    for action in brain.on(0.0, Planned(plan(templates, count))):
+        if isinstance(action, Start):
+            brain.on(0.0, ReplicaReady(action.member.id))
+    return brain
+
+
+def cost_us(templates: Sequence[Template], count: int, policy: Policy, requests: int) -> float:
+    """One run: each request arrives, has its first token, and ends when OPEN others have come."""
+    brain = started(templates, count, policy)
+    asked = [Request(str(n), "m", n * 0.01, PROMPT_TOKENS, OUTPUT_TOKENS) for n in range(requests)]
+    begins: list[list[Event]] = []
+    for each in asked:
+        middle: list[Event] = [SegmentDone(each.id, 0)] if len(templates) > 1 else []
+        begins.append([Arrived(each), *middle, FirstToken(each.id)])
+    ends = [Finished(each.id, OUTPUT_TOKENS) for each in asked]
+    gc.collect()
+    gc.disable()
+    begin_s = time.process_time()
+    for number, events in enumerate(begins):
+        for event in events:
+            brain.on(number * 0.01, event)
+        if number >= OPEN:
+            brain.on(number * 0.01, ends[number - OPEN])
+    spent_s = time.process_time() - begin_s
+    gc.enable()
+    return spent_s / requests * 1e6
+
+
+def measure(quick: bool) -> dict[str, float]:
+    requests, rounds = (5_000, 3) if quick else (20_000, 7)
+
+    def least(templates: Sequence[Template], count: int, policy: Policy) -> float:
+        return min(cost_us(templates, count, policy, requests) for _ in range(rounds))
+
+    mixed = [template("mixed", ["mixed"])]
+    combo = [template("combo", ["prefill", "decode", "decode"], "combo")]
+    apart = [template("prefill", ["prefill"]), template("decode", ["decode"])]
+    figures = {f"aggregated_{n}_us": least(mixed, n, Policy()) for n in (1, 8, 1000)}
+    figures["ratio_1000_to_1"] = figures["aggregated_1000_us"] / figures["aggregated_1_us"]
+    balances: tuple[Balance, ...] = ("round-robin", "least-work", "token")
+    for balance in balances:
+        figures[f"{balance}_8_us"] = least(mixed, 8, Policy(balance=balance))
+    figures["scaling_8_us"] = least(mixed, 8, Policy(scaling="cauchy"))
+    for count in (1, 300):
+        figures[f"combo_1p2d_{count}_us"] = least(combo, count, Policy())
+    for count in (1, 500):
+        figures[f"flow_{count}_us"] = least(apart, count, Policy())
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(run("brain", measure, TARGETS))

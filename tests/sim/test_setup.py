@@ -1,0 +1,130 @@
+"""From a plan to kits and facts: sizes agree with `perf`, replicas stand where their template says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim_fleets import (
+    LLAMA,
+    MODEL,
+    NODES,
+    closed_plan,
+    combo,
+    flow_plan,
+    load,
+    mixed,
+    pair,
+    prefill_only,
+    problem,
+)
+
+from potluck.catalog import models
+from potluck.core.errors import CapacityError, UnknownNameError
+from potluck.core.layout import Layout, Stage, StageNode, single
+from potluck.core.plan import NodeCount, Replica, Template
+from potluck.perf.memory import kv_bytes
+from potluck.perf.phases import prefill_s
+from potluck.perf.pipeline import layout_requests
+from potluck.perf.transfer import codec_ratio
+from potluck.sim.run import build, simulate
+from potluck.sim.setup import Kits, kv_of, places, total_blocks
+
+SOME = [models.model(name) for name in models.names()]
+
+
+@given(st.sampled_from(SOME), st.integers(1, 200_000), st.data())
+def test_kv_on_the_wire_is_what_memory_says(model: object, tokens: int, data: st.DataObject) -> None:
+    kv = kv_of(model)  # type: ignore[arg-type]
+    whole = kv.wire_bytes(0, tokens)
+    assert whole == pytest.approx(kv_bytes(model, float(tokens)))  # type: ignore[call-overload]
+    have = data.draw(st.integers(0, tokens))
+    part = kv.wire_bytes(have, tokens)
+    assert 0 <= part <= whole * (1 + 1e-9)
+    assert (part == 0) == (have == tokens)
+    small = kv.wire_bytes(have, tokens, "int4")
+    if have < tokens:
+        ratio = codec_ratio("int4", stored_bits=kv.kv_bits)
+        assert small == pytest.approx((part - kv.state_bytes) * ratio + kv.state_bytes)
+
+
+@pytest.mark.parametrize("node", sorted(NODES))
+@pytest.mark.parametrize("tokens", [500, 4000])
+def test_blocks_hold_as_many_requests_as_the_planner_counts_on(node: str, tokens: int) -> None:
+    layout = single(node, 1, LLAMA.layer_count)
+    blocks = total_blocks(LLAMA, layout, NODES, tokens)
+    assert blocks * 16 // tokens == pytest.approx(layout_requests(LLAMA, layout, NODES, tokens), abs=1)
+
+
+def test_a_model_that_does_not_fit_is_said_so() -> None:
+    big = models.model("Llama-3.1-70B")
+    with pytest.raises(CapacityError, match="does not fit"):
+        total_blocks(big, single("1xL4", 1, big.layer_count), NODES, 1000)
+
+
+def group(*parts: tuple[str, int, str], nodes: tuple[tuple[str, int], ...]) -> Template:
+    half = LLAMA.layer_count // 2
+    made = []
+    for node, tp, machine in parts:
+        member = StageNode(node, tp, machine)
+        made.append(
+            Replica("mixed", Layout((Stage(half, (member,)), Stage(LLAMA.layer_count - half, (member,)))))
+        )
+    counts = tuple(NodeCount(node, count) for node, count in nodes)
+    return Template("g", "group", MODEL, counts, tuple(made), (), "measured")
+
+
+def test_replicas_are_packed_onto_nodes_and_named_machines_stay_one() -> None:
+    four = Template(
+        "four",
+        "homogeneous",
+        MODEL,
+        (NodeCount("4xL4", 2),),
+        (Replica("mixed", single("4xL4", 2, LLAMA.layer_count)),) * 4,
+        (),
+        "measured",
+    )
+    assert places(four, NODES) == ((("4xL4", 0),), (("4xL4", 0),), (("4xL4", 1),), (("4xL4", 1),))
+    named = group(("4xL4", 1, "b"), ("4xL4", 1, "a"), ("4xL4", 1, "b"), nodes=(("4xL4", 2),))
+    first, second, third = places(named, NODES)
+    assert first == third != second
+    assert len(first) == 1, "both stages stand on one machine"
+    apart = group(("4xL4", 2, ""), nodes=(("4xL4", 2),))
+    assert places(apart, NODES) == ((("4xL4", 0), ("4xL4", 1)),), "unnamed stages stand on nodes of their own"
+    assert places(pair(), NODES) == ((("1xL4", 0),), (("1xH100-SXM", 0),))
+
+
+def test_facts_say_how_fast_and_how_large() -> None:
+    plan = closed_plan((pair(), "east", 1), (mixed(), "east", 1))
+    kits = Kits(problem(plan))
+    kits.learn(plan)
+    facts = kits.facts()
+    assert set(facts.replicas) == {("chat: pair", 0), ("chat: pair", 1), ("chat: mixed 1xH100", 0)}
+    assert set(facts.splits) == {"chat: pair"}
+    for key, fact in facts.replicas.items():
+        kit = kits.kits[key]
+        guess = fact.prefill_fixed_s + fact.prefill_s_per_token * 4000
+        assert guess == pytest.approx(float(prefill_s(kit.timer, 4000)[0]), rel=0.25)
+        assert fact.total_blocks == kit.total_blocks
+        assert fact.max_tokens <= kit.total_blocks * 16
+    assert facts.models[MODEL].kv_bytes_per_token == pytest.approx(kv_bytes(LLAMA, 1000.0) / 1000)
+    assert not facts.models[MODEL].exact_prefix
+    split = facts.splits["chat: pair"]
+    assert split.k_p > 0
+    assert split.chunk_tokens > 0
+    more = closed_plan((combo(1, 1), "east", 1))
+    kits.learn(more)
+    assert ("chat: combo 1P1D", 1) in facts.replicas, "the Brain's facts grow with a new plan"
+
+
+def test_names_that_mean_nothing_are_errors() -> None:
+    plan = flow_plan((prefill_only(), "west", 1), (mixed(), "east", 1))
+    broken = problem(plan)
+    with pytest.raises(UnknownNameError, match="plan: model"):
+        Kits(type(broken)(plan, {}, broken.nodes, broken.regions)).learn(plan)
+    work = load(5)
+    with pytest.raises(UnknownNameError, match="workload: model"):
+        build(problem(plan), type(work)(("other",), work.arrival_s, work.model, work.prompt_tokens,
+                                        work.output_tokens, work.priority))  # fmt: skip
+    with pytest.raises(CapacityError, match="deploys nothing"):
+        simulate(problem(closed_plan()), work)
