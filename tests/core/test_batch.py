@@ -249,6 +249,40 @@ def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> N
     assert steps > 1
 
 
+@pytest.mark.parametrize(("spare", "begins"), [(0, True), (1, True), (2, False)])
+def test_beside_others_some_blocks_stay_spare(spare: int, begins: bool) -> None:
+    batch = Batcher(Limits(10, token_budget=200, max_running=4, spare_blocks=spare))
+    batch.add(0, 33, 0, 2)
+    batch.commit(batch.next_step())
+    batch.add(1, 96, 0, 2)
+    assert bool(batch.next_step().chunks) == begins
+    alone = Batcher(Limits(10, token_budget=200, max_running=4, spare_blocks=spare))
+    alone.add(1, 160)
+    assert alone.next_step().chunks
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "foreseen"),
+    [
+        ([64], 1, True),
+        ([64], 32, True),
+        ([64], 100, False),
+        ([112], 1, False),
+        ([1], 1, False),
+        ([9, 9], 1, False),
+    ],
+)
+def test_a_beginning_is_foreseen_only_when_it_is_sure(prompts: list[int], steps: int, foreseen: bool) -> None:
+    """Not after steps that fill the memory; nor for what would not fit, be a decode, or not be alone."""
+    batch = Batcher(Limits(10, token_budget=256, max_running=2, spare_blocks=1))
+    batch.add(0, 33, 0, 100)
+    batch.commit(batch.next_step())
+    assert batch.lone_chunk(steps) is None
+    for key, prompt in enumerate(prompts, 1):
+        batch.add(key, prompt, 0, 2)
+    assert batch.lone_chunk(steps) == ((1, prompts[0], 0) if foreseen else None)
+
+
 def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:
     batch = Batcher(Limits(10, token_budget=64, max_running=4))
     batch.add(0, 30, 0, 1000 // 10)

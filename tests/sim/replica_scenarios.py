@@ -32,8 +32,8 @@ def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Tou
     """What is done to the replica, in time order."""
     rng = Random(seed)
     room = limits.total_blocks * limits.block_tokens
-    most = max(2, min(room // 3, 400))
-    rate = rng.choice([0.05, 0.3, 1.0, 4.0]) / step_s
+    most = max(20, min(room // 3, 400))
+    rate = rng.choice([0.02, 0.05, 0.3, 1.0, 4.0]) / step_s
     now_s, found = 0.0, []
 
     def put(at_s: float, what: str, *figures: float) -> None:
@@ -41,7 +41,7 @@ def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Tou
 
     for key in range(requests):
         now_s += rng.expovariate(rate)
-        prompt, output = rng.randint(1, most), rng.randint(1, most)
+        prompt, output = rng.randint(1, rng.choice([20, most])), rng.randint(1, rng.choice([8, most]))
         priority = rng.choice([0, 0, 0, 1, 2])
         kind = rng.random()
         if kind < 0.6:

@@ -54,9 +54,9 @@ def bounds(rng: Random) -> Limits:
     running = rng.choice([1, 2, 8, 64])
     return Limits(
         total_blocks=rng.choice([20, 40, 100, 1000]),
-        token_budget=running + rng.choice([8, 64, 512]),
+        token_budget=running + rng.choice([8, 64, 512, 512]),
         max_running=running,
-        chunk_tokens=rng.choice([None, 64]),
+        chunk_tokens=rng.choice([None, None, 64]),
         spare_blocks=rng.choice([-1, 0, 3]),
     )
 

@@ -99,13 +99,19 @@ def test_a_table_of_something_linear_is_exact() -> None:
     assert ours == pytest.approx(Linear().step_s(as_steps(made)).tolist(), rel=1e-9)
 
 
+def bent_row(count: int, fixed: float, slope: float, early: float, late: float) -> Row:
+    """Steps that grow faster at first, or later on, or both."""
+    contexts = np.array(CONTEXTS, np.float64)
+    bends = np.minimum(early * contexts, 1.0) + np.maximum(late * (contexts - 300.0), 0.0)
+    return Row(count, 1e-3 * (fixed + slope * contexts + bends))
+
+
 rows = st.builds(
-    lambda count, fixed, slope, bend: Row(
-        count, 1e-3 * (fixed + slope * np.array(CONTEXTS) + np.minimum(bend * np.array(CONTEXTS), 1.0))
-    ),
+    bent_row,
     st.integers(1, 300),
     st.floats(0.5, 20.0),
     st.floats(0.0, 0.01),
+    st.floats(0.0, 0.1),
     st.floats(0.0, 0.1),
 )
 

@@ -138,10 +138,11 @@ class Batcher:
         if queue[0][2] is sequence:
             self._blocked = False
 
-    def reserve(self, key: int, tokens: int) -> bool:
-        """Take blocks for a prompt whose KV is on its way, or say that there is no room."""
+    def reserve(self, key: int, tokens: int, after_steps: int = 0) -> bool:
+        """Take blocks for a prompt whose KV is on its way, or say that there is no room (after so many steps)."""
         blocks = -(-tokens // self._size)
-        if blocks > self.free_blocks or key in self._reserved or key in self._by_key:
+        free = self.free_after(after_steps) if after_steps else self.free_blocks
+        if blocks > free or key in self._reserved or key in self._by_key:
             return False
         self._other_blocks += blocks
         self._reserved[key] = blocks

@@ -125,6 +125,8 @@ class Replica:
             self._wake(now_s)
         elif self._step is None and batch.hopeful:
             self._cut(now_s)
+        if self._out:
+            self._wake_s = now_s
 
     def next_s(self) -> float:
         """When to call `advance`: something is due then, or a new step begins. Infinite when idle."""
@@ -160,12 +162,18 @@ class Replica:
 
     def reserve(self, now_s: float, key: int, tokens: int) -> bool:
         """Take room for a prompt of so many tokens whose KV is to come; false when there is none."""
-        self._settle(now_s)
-        return self.batch.reserve(key, tokens)
+        done, batch = self._done(now_s), self.batch
+        if done is None:
+            return batch.reserve(key, tokens)
+        taken = batch.reserve(key, tokens, done + 1)
+        if taken and batch.steady() < self._steps:
+            self._settle(now_s)
+        return taken
 
     def release(self, now_s: float, key: int) -> None:
         """Free the blocks of a segment that was handed over, or of a reservation."""
-        self._settle(now_s)
+        if self.batch.queued:
+            self._settle(now_s)
         self.batch.release(key)
         if self._end_s == inf:
             self._wake(now_s)
@@ -179,26 +187,22 @@ class Replica:
 
     def status(self, now_s: float) -> Status:
         """What it would report now."""
-        free_blocks = self.free_blocks(now_s)
-        batch = self.batch
-        step_s = self._step_s
-        if self._step is None and self._steps and self._row is not None:
-            step_s = self._speed * self._row.step_s(self._context)
+        done, batch = self._done(now_s), self.batch
+        held, free, step_s = batch.held_tokens, 0, self._step_s
+        if done is None:
+            free = batch.free_blocks
+        elif self._row is not None:
+            free = batch.free_after(done + 1)
+            held += done * self._row.count
+            step_s = self._speed * self._row.step_s(held)
         return Status(
-            batch.queued,
-            batch.running,
-            batch.todo_tokens,
-            batch.held_tokens,
-            free_blocks,
-            batch.limits.total_blocks,
-            step_s,
+            batch.queued, batch.running, batch.todo_tokens, held, free, batch.limits.total_blocks, step_s
         )
 
     def free_blocks(self, now_s: float) -> int:
         """Blocks that nobody has now; those of the step under way are taken."""
-        self._split(now_s)
-        run = self._step is None and self._steps > 0
-        return self.batch.free_after(1) if run else self.batch.free_blocks
+        done = self._done(now_s)
+        return self.batch.free_blocks if done is None else self.batch.free_after(done + 1)
 
     def busy_s(self, now_s: float) -> float:
         """Seconds of work done by a time, which must not lie before the last call's."""
@@ -310,32 +314,28 @@ class Replica:
         if self._out:
             self._wake_s = now_s
 
-    def _split(self, now_s: float) -> None:
-        """Commit the steps of a run that are done by now; the rest goes on."""
+    def _done(self, now_s: float) -> int | None:
+        """Steps of the run under way that are complete; None when there is no run."""
         if self._end_s < now_s:
             self._catch_up(now_s)
-        if self._step is not None or self._steps < 2:
-            return
-        row, context, steps, end_s = self._row, self._context, self._steps, self._end_s
+        if self._step is not None or not self._steps:
+            return None
+        row = self._row
         assert row is not None
-        done = row.cut(context, (now_s - self._start_s) / self._speed, steps)[0] - 1
-        if done:
-            self._steps = done
-            done_s = self._start_s + self._speed * row.run_s(context, done)
-            self._land(done_s)
-            self._start_s = done_s
-            self._steps = steps - done
-            self._context = context + done * row.count
-            self._end_s = end_s
+        return row.cut(self._context, (now_s - self._start_s) / self._speed, self._steps)[0] - 1
 
     def _settle(self, now_s: float) -> None:
-        """Make the step under way one that the Batcher knows, so that its blocks can be given and taken."""
-        self._split(now_s)
-        if self._step is None and self._steps:
-            row = self._row
-            assert row is not None
+        """Make the step under way one that the Batcher knows, so that it can be told what happens meanwhile."""
+        done, row = self._done(now_s), self._row
+        if done is not None and row is not None:
+            if done:
+                self._steps = done
+                done_s = self._start_s + self._speed * row.run_s(self._context, done)
+                self._land(done_s)
+                self._start_s = done_s
+                self._context += done * row.count
             self._step = self.batch.next_step(admit=False)
             self._step_s = self._speed * row.step_s(self._context)
             self._end_s = self._start_s + self._step_s
         self._ahead = None
-        self._wake_s = self._end_s
+        self._wake_s = now_s if self._out else self._end_s

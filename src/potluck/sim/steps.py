@@ -100,7 +100,7 @@ class Row:
         if found_s < seconds and found < most:
             found = self._search(context, seconds, found, most)
             return found, self.run_s(context, found)
-        if found > 1 and found_s - seconds >= linear + half * (2 * found - 1) - 1e-9 * found_s:
+        if found > 1 and self.run_s(context, found - 1) >= seconds:
             found = self._search(context, seconds, 0, found)
             return found, self.run_s(context, found)
         return found, found_s

@@ -1,0 +1,217 @@
+"""The simulator's speed: requests per CPU-second, memory, and whether the cost per request stays flat.
+
+Requests have the lengths of Azure's conversation trace (1155 / 211 tokens on average) and arrive at 0.7 of what the
+fleet sustains; per-request records are kept. For scale, in the same run: a bare loop that advances one replica in
+closed form and does nothing else (no blocks, no chunks, no routing, no records). Queueing theory is checked here on
+long runs, too; the tests do it on short ones. Disaggregated runs share prefixes (0.3 of the prompt tokens) in blocks
+of 512 tokens, as Mooncake's traces do, and for comparison of 16.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from heapq import heappop, heappush
+from math import factorial, inf
+
+import numpy as np
+
+import simulate_fleets as fleets
+from common import ROOT, cpu_s, run
+from potluck.core.batch import FINISHED, Limits
+from potluck.core.plan import Confidence
+from potluck.perf.roofline import roofline
+from potluck.perf.step import Floats, Steps
+from potluck.sim.replica import Replica, Work, replica_limits
+from potluck.sim.rounds import step_table
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings
+from potluck.sim.setup import SimProblem
+
+SEED = 5
+TARGETS = {
+    "aggregated_requests_per_cpu_s": (">=", 30_000.0),
+    "eight_replicas_requests_per_cpu_s": (">=", 30_000.0),
+    "disaggregated_requests_per_cpu_s": (">=", 10_000.0),
+    "million_requests_gb": ("<=", 1.0),
+    "cost_growth_with_requests": ("<=", 2.0),
+    "cost_growth_with_replicas": ("<=", 2.0),
+    "md1_wait_error": ("<=", 0.01),
+    "mmc_sojourn_error": ("<=", 0.01),
+}
+MEMORY = """
+import resource, sys
+sys.path[:0] = [{folder!r}]
+import simulate_fleets as fleets
+from potluck.sim.run import simulate
+problem = fleets.aggregated(8)
+result = simulate(problem, fleets.requests(problem, {count}, {seed}))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Everything; quick runs are shorter, so that flatness and memory are seen over a smaller range."""
+    figures: dict[str, float] = {}
+    count, repeats = (10_000, 2) if quick else (50_000, 5)
+    one, eight, combos = fleets.aggregated(1), fleets.aggregated(8), fleets.combos(4)
+    figures["bare_loop_requests_per_cpu_s"] = count / cpu_s(lambda: bare_loop(count), repeats)
+    figures["replica_alone_requests_per_cpu_s"] = count / replica_alone_s(count, repeats)
+    figures["aggregated_requests_per_cpu_s"] = count / run_s(one, count, repeats)
+    figures["eight_replicas_requests_per_cpu_s"] = count / run_s(eight, count, repeats)
+    figures["disaggregated_requests_per_cpu_s"] = count / run_s(combos, count, repeats, 512)
+    few = count // 5
+    figures["disaggregated_small_blocks_requests_per_cpu_s"] = few / run_s(combos, few, 1, 16)
+    figures["stepping_over_jumping"] = stepping_over_jumping(2_000)
+    figures["bare_loop_over_aggregated"] = (
+        figures["bare_loop_requests_per_cpu_s"] / figures["aggregated_requests_per_cpu_s"]
+    )
+    small, large = (5_000, 40_000) if quick else (10_000, 1_000_000)
+    each_s = {size: run_s(eight, size, 3 if size == small else 1) / size for size in (small, large)}
+    figures["cost_growth_with_requests"] = each_s[large] / each_s[small]
+    most = 100 if quick else 1000
+    figures["cost_growth_with_replicas"] = run_s(fleets.aggregated(most), count, repeats) / run_s(
+        one, count, repeats
+    )
+    figures["million_requests_gb"] = million_gb(quick)
+    figures |= queueing(200_000 if quick else 2_000_000)
+    return figures
+
+
+def run_s(problem: SimProblem, count: int, repeats: int, block_tokens: int = 0) -> float:
+    """CPU-seconds of a whole run, from the plan to the records; with shared prefixes in such blocks, if any."""
+    made = fleets.requests(problem, count, SEED, block_tokens)
+
+    def once() -> None:
+        gc.collect()
+        simulate(problem, made, seed=SEED)
+
+    return cpu_s(once, repeats)
+
+
+def stepping_over_jumping(count: int) -> float:
+    """What it costs to go step by step, as a multiple."""
+    problem = fleets.aggregated(1)
+    made = fleets.requests(problem, count, SEED)
+    both = [
+        cpu_s(lambda on=on: simulate(problem, made, seed=SEED, settings=Settings(fast_forward=on)))
+        for on in (False, True)
+    ]
+    return both[0] / both[1]
+
+
+def replica_alone_s(count: int, repeats: int) -> float:
+    """CPU-seconds of the replica itself, called directly."""
+    made = fleets.requests(fleets.aggregated(1), count, SEED)
+    arrivals_s, prompts, outputs = (
+        column.tolist() for column in (made.arrival_s, made.prompt_tokens, made.output_tokens)
+    )
+    table = step_table(roofline(fleets.LLAMA, fleets.NODE, 1))
+    limits = replica_limits(table, 28_000)
+    return cpu_s(lambda: ends_s(Replica(table, limits), arrivals_s, prompts, outputs), repeats)
+
+
+def ends_s(replica: Replica, arrivals_s: list[float], prompts: list[int], outputs: list[int]) -> list[float]:
+    """When each request ends."""
+    found, place, count = [0.0] * len(arrivals_s), 0, len(arrivals_s)
+    while True:
+        due_s = replica.next_s()
+        if place < count and arrivals_s[place] < due_s:
+            replica.add(arrivals_s[place], Work(place, prompts[place], 0, outputs[place]))
+            place += 1
+        elif due_s < inf:
+            for at_s, kind, key in replica.advance(due_s):
+                if kind == FINISHED:
+                    found[key] = at_s
+        else:
+            return found
+
+
+def bare_loop(count: int) -> float:
+    """One replica in closed form and nothing else: prompts one by one, decode runs until the next arrival or end."""
+    made = fleets.requests(fleets.aggregated(1), count, SEED)
+    arrivals_s, prompts, outputs = (
+        column.tolist() for column in (made.arrival_s, made.prompt_tokens, made.output_tokens)
+    )
+    now_s, clock, context, place, waited_s = 0.0, 0, 0, 0, 0.0
+    ends: list[tuple[int, int]] = []
+    while place < count or ends:
+        if place < count and (not ends or arrivals_s[place] <= now_s):
+            now_s = max(now_s, arrivals_s[place]) + 0.005 + 2e-5 * prompts[place]
+            waited_s += now_s - arrivals_s[place]
+            clock += 1
+            context += len(ends) + prompts[place]
+            heappush(ends, (clock + outputs[place], prompts[place] + outputs[place]))
+            place += 1
+        else:
+            running = len(ends)
+            steps, step_s = ends[0][0] - clock, 0.005 + 1e-5 * running + 5e-8 * context
+            until_s = arrivals_s[place] - now_s if place < count else inf
+            if steps * step_s > until_s:
+                steps = min(steps, int(until_s / step_s) + 1)
+            now_s += steps * (step_s + 5e-8 * running * (steps - 1) / 2)
+            clock += steps
+            context += steps * running
+            while ends and ends[0][0] <= clock:
+                context -= heappop(ends)[1]
+    return waited_s
+
+
+def million_gb(quick: bool) -> float:
+    """Peak memory of a process that simulates a million requests; quickly, on the line through two smaller runs."""
+    if not quick:
+        return peak_gb(1_000_000)
+    few, more = 20_000, 60_000
+    few_gb, more_gb = peak_gb(few), peak_gb(more)
+    return few_gb + (more_gb - few_gb) * (1_000_000 - few) / (more - few)
+
+
+def peak_gb(count: int) -> float:
+    code = MEMORY.format(folder=str(ROOT / "benchmarks"), seed=SEED, count=count)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    return int(done.stdout) / 1e9
+
+
+class Steady:
+    """A StepTimer: every step takes as long."""
+
+    confidence: Confidence = "assumed"
+
+    def __init__(self, seconds: float) -> None:
+        self._s = seconds
+
+    def step_s(self, batch: Steps) -> Floats:
+        return np.where(batch.tokens > 0, self._s, 0.0)
+
+
+def queueing(count: int) -> dict[str, float]:
+    """A replica of equal steps against M/D/1 (one slot, one step) and M/M/c (c slots, geometric answers)."""
+    rng, load = np.random.default_rng(SEED), 0.5
+    arrivals_s = np.cumsum(rng.exponential(1.0 / load, count))
+    ours = np.array(_served(arrivals_s, [1] * count, 1, 1.0)) - arrivals_s
+    wait_s = load / (2.0 * (1.0 - load))
+    servers, load, mean_steps = 4, 0.7, 400
+    many_s = np.cumsum(rng.exponential(1.0 / (load * servers), count))
+    outputs = rng.geometric(1.0 / mean_steps, count)
+    # An arrival waits for the step under way: half a step when there is one, which is nearly always.
+    step_s = 1.0 / mean_steps
+    sojourn_s = np.array(_served(many_s, outputs.tolist(), servers, step_s)) - many_s - step_s / 2
+    offered = servers * load
+    full = offered**servers / factorial(servers) / (1.0 - load)
+    busy = full / (sum(offered**k / factorial(k) for k in range(servers)) + full)
+    expected_s = 1.0 + busy / (servers * (1.0 - load))
+    return {
+        "md1_wait_error": abs((float(ours.mean()) - 1.0) / wait_s - 1.0),
+        "mmc_sojourn_error": abs(float(sojourn_s.mean()) / expected_s - 1.0),
+    }
+
+
+def _served(arrivals_s: Floats, outputs: list[int], slots: int, step_s: float) -> list[float]:
+    limits = Limits(1 << 24, token_budget=1 << 20, max_running=slots)
+    replica = Replica(step_table(Steady(step_s)), limits)
+    return ends_s(replica, arrivals_s.tolist(), [1] * len(outputs), outputs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run("simulate", measure, TARGETS, seeds=[SEED]))

@@ -1,0 +1,82 @@
+"""The fleets and requests that benchmarks/simulate.py times: Llama-3.1-8B on H100s, lengths of Azure's chat trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.catalog import models, nodes
+from potluck.catalog import workloads as named
+from potluck.core.layout import single
+from potluck.core.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    NodeCount,
+    Plan,
+    Prediction,
+    Replica,
+    Share,
+    Template,
+    TemplateKind,
+)
+from potluck.core.types import Offer, Region, Role, Slo
+from potluck.perf.roofline import roofline
+from potluck.perf.throughput import best_operating
+from potluck.sim.setup import SimProblem
+from potluck.sim.workload import Workload, synthetic, with_prefixes
+
+MODEL = "chat"
+LLAMA = models.model("Llama-3.1-8B")
+NODE = nodes.node_type("1xH100-SXM")
+INPUT, OUTPUT = 1155, 211
+LOAD = 0.7
+HIT_SHARE = 0.3
+LONGEST = 16_384
+
+
+def capacity_per_s(role: Role = "mixed") -> float:
+    """Requests a second that one replica sustains, by the model that plans are made with."""
+    found = best_operating(roofline(LLAMA, NODE, 1), INPUT, OUTPUT, 300, None, role)
+    assert found is not None
+    return found.requests_per_s
+
+
+def aggregated(replicas: int) -> SimProblem:
+    return _problem(_template("chat: mixed", "homogeneous", ["mixed"], capacity_per_s()), replicas)
+
+
+def combos(copies: int) -> SimProblem:
+    """One prefill and one decode replica each."""
+    rate = min(capacity_per_s("prefill"), capacity_per_s("decode"))
+    return _problem(_template("chat: 1P1D", "combo", ["prefill", "decode"], rate), copies)
+
+
+def requests(problem: SimProblem, count: int, seed: int, block_tokens: int = 0) -> Workload:
+    """Poisson arrivals at a part of what the fleet sustains; with blocks of some size, with shared prefixes."""
+    rate = LOAD * problem.plan.predictions[0].capacity_per_s
+    made = synthetic(MODEL, named.workload("azure-conv").lengths, rate, count, seed)
+    return with_prefixes(made, HIT_SHARE, seed, block_tokens=block_tokens) if block_tokens else made
+
+
+def _template(name: str, kind: TemplateKind, roles: Sequence[Role], rate: float) -> Template:
+    replicas = tuple(Replica(role, single(NODE.name, 1, LLAMA.layer_count)) for role in roles)
+    capacity = BucketCapacity(0, 0.0, 0.0, rate, 0.2, 0.03)
+    return Template(name, kind, MODEL, (NodeCount(NODE.name, len(roles)),), replicas, (capacity,), "measured")
+
+
+def _problem(template: Template, copies: int) -> SimProblem:
+    rate = copies * template.capacity[0].closed_per_s
+    plan = Plan(
+        "benchmark",
+        (template,),
+        (Deployment(template.name, "east", copies),),
+        (Bucket(MODEL, 0, LONGEST, LOAD * rate),),
+        (Share(template.name, "east", 0, "closed", LOAD * rate),),
+        (),
+        (Prediction(MODEL, LOAD * rate, rate, 0.2, 0.03, "measured"),),
+        1.0,
+        0.0,
+    )
+    region = Region("east", (Offer(NODE.name, 2.0, 10_000),))
+    slos, mean = {MODEL: Slo(2.0, 0.06)}, {MODEL: (float(INPUT), float(OUTPUT))}
+    return SimProblem(plan, {MODEL: LLAMA}, {NODE.name: NODE}, (region,), (), slos, mean)
