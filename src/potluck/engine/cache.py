@@ -1,0 +1,131 @@
+"""The tensors behind the blocks: what the layers of one stage keep of every running sequence.
+
+Full and window layers keep a key and a value per token and head, latent layers one vector per token, linear layers a
+state per sequence: a matrix per head and the last inputs of the short convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from potluck.core.errors import InputError
+from potluck.core.facts import BLOCK_TOKENS
+from potluck.core.model import FullAttention, LatentAttention, LinearAttention, Model
+from potluck.engine.tables import Group, Tables
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What one layer keeps per token: `entries` is [blocks x 16, parts x heads x dim]."""
+
+    group: int
+    parts: int
+    """2 for keys and values, 1 where one vector is both."""
+    heads: int
+    dim: int
+    entries: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one linear layer keeps per sequence."""
+
+    conv: Tensor
+    """[rows, taps - 1, channels]: the latest inputs of the convolution, the oldest first."""
+    memory: Tensor
+    """[rows, heads, key dim, value dim], always float32: it is added to at every token."""
+
+
+Kept = Pages | States
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """The linear layers' states of a sequence at an exact length, to resume from there."""
+
+    length: int
+    parts: tuple[tuple[Tensor, Tensor], ...]
+
+
+def windows_of(model: Model, first: int, last: int) -> tuple[int | None, ...]:
+    """The groups that the layers [first, last) make: everything first, then windows by size."""
+    found: set[int | None] = set()
+    for layer in model.layers[first:last]:
+        if isinstance(layer.attention, FullAttention):
+            found.add(layer.attention.window)
+        elif isinstance(layer.attention, LatentAttention):
+            found.add(None)
+    return tuple(sorted(found, key=lambda window: (window is not None, window or 0)))
+
+
+def groups_of(
+    model: Model, first: int, last: int, *, blocks: int, rows: int, max_chunk_tokens: int
+) -> tuple[Group, ...]:
+    """Groups with their blocks: `blocks` where everything is kept, and for windows what all rows can need at once."""
+    found = []
+    for window in windows_of(model, first, last):
+        if window is None:
+            found.append(Group(None, blocks))
+        else:
+            most = (window + max_chunk_tokens) // BLOCK_TOKENS + 2
+            found.append(Group(window, min(blocks, most * rows)))
+    return tuple(found)
+
+
+class Cache:
+    """The storage of layers [first, last). Layers write to it; nobody else but hand-overs does."""
+
+    def __init__(
+        self, model: Model, first: int, last: int, tables: Tables, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.tables = tables
+        self.first = first
+        windows = [group.window for group in tables.groups]
+        self.layers: list[Kept] = []
+        for layer in model.layers[first:last]:
+            part = layer.attention
+            if isinstance(part, LinearAttention):
+                conv = torch.zeros(
+                    tables.rows, part.conv_kernel - 1, part.conv_channels, device=device, dtype=dtype
+                )
+                shape = (tables.rows, part.value_heads, part.key_head_dim, part.value_head_dim)
+                self.layers.append(States(conv, torch.zeros(shape, device=device)))
+                continue
+            if isinstance(part, LatentAttention):
+                parts, heads, dim, window = 1, 1, part.kv_lora_rank + part.qk_rope_head_dim, None
+            else:
+                parts, heads, dim, window = 2, part.kv_heads, part.head_dim, part.window
+            group = windows.index(window)
+            slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
+            entries = torch.zeros(slots, parts * heads * dim, device=device, dtype=dtype)
+            self.layers.append(Pages(group, parts, heads, dim, entries))
+        self.states = [kept for kept in self.layers if isinstance(kept, States)]
+
+    def layer(self, index: int) -> Kept:
+        """What layer `index` of the model keeps."""
+        if not self.first <= index < self.first + len(self.layers):
+            last = self.first + len(self.layers) - 1
+            raise InputError("layer", f"{index} is not one of this stage's {self.first} to {last}")
+        return self.layers[index - self.first]
+
+    def clear_states(self, rows: list[int]) -> None:
+        """Sequences that begin have no past."""
+        for kept in self.states:
+            kept.conv[rows] = 0
+            kept.memory[rows] = 0
+
+    @torch.inference_mode()
+    def copy_states(self, row: int) -> StateCopy:
+        """The states at the row's present length: linear layers can be resumed at no other."""
+        parts = tuple((kept.conv[row].clone(), kept.memory[row].clone()) for kept in self.states)
+        return StateCopy(self.tables.lengths[row], parts)
+
+    @torch.inference_mode()
+    def put_states(self, row: int, copy: StateCopy) -> None:
+        """Back to where `copy` was taken; the blocks for its tokens are the caller's to provide."""
+        for kept, (conv, memory) in zip(self.states, copy.parts, strict=True):
+            kept.conv[row].copy_(conv)
+            kept.memory[row].copy_(memory)

@@ -1,0 +1,96 @@
+"""The shapes of OpenAI's replies. Pure: values in, JSON values out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from potluck.engine.face.generate import Delta
+from potluck.engine.sample import Choice
+from potluck.engine.tokens import Text
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all parts of one reply begin with."""
+
+    id: str
+    created_s: int
+    model: str
+    chat: bool
+
+    def reply(self, choices: list[Json], *, chunk: bool, usage: Json | None = None) -> Json:
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        body: Json = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": choices,
+        }
+        if usage is not None:
+            body["usage"] = usage
+        return body
+
+
+def usage(prompt: int, output: int, cached: int) -> Json:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def whole_choice(head: Head, index: int, delta: Delta, text: Text | None, *, logprobs: bool) -> Json:
+    logs = _logs(head, delta.choices, text, 0) if logprobs else None
+    base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
+    if head.chat:
+        return {**base, "message": {"role": "assistant", "content": delta.text, "refusal": None}}
+    return {**base, "text": delta.text}
+
+
+def part_choice(
+    head: Head, index: int, delta: Delta, text: Text | None, *, logprobs: bool, offset: int, first: bool
+) -> Json:
+    logs = _logs(head, delta.choices, text, offset) if logprobs and delta.choices else None
+    base: Json = {"index": index, "finish_reason": delta.finish, "logprobs": logs}
+    if head.chat:
+        said: Json = {"role": "assistant"} if first else {}
+        if delta.text or first:
+            said["content"] = delta.text
+        return {**base, "delta": said}
+    return {**base, "text": delta.text}
+
+
+def _logs(head: Head, choices: Sequence[Choice], text: Text | None, offset: int) -> Json:
+    def name(token: int) -> str:
+        return f"token_id:{token}" if text is None else text.token_text(token)
+
+    if head.chat:
+        return {"content": [_chat_log(choice, name) for choice in choices], "refusal": None}
+    names = [name(choice.token) for choice in choices]
+    offsets = []
+    for one in names:
+        offsets.append(offset)
+        offset += len(one)
+    return {
+        "tokens": names,
+        "token_logprobs": [choice.logprob for choice in choices],
+        "top_logprobs": [{name(token): value for token, value in choice.top} for choice in choices],
+        "text_offset": offsets,
+    }
+
+
+def _chat_log(choice: Choice, name: object) -> Json:
+    assert callable(name)
+
+    def one(token: int, logprob: float | None) -> Json:
+        shown = str(name(token))
+        return {"token": shown, "logprob": logprob, "bytes": list(shown.encode())}
+
+    return {**one(choice.token, choice.logprob), "top_logprobs": [one(*pair) for pair in choice.top]}

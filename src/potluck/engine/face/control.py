@@ -1,0 +1,80 @@
+"""Control: /status, /role, /drain, /health, /metrics.
+
+A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
+`stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on; from then on
+a prefill engine refuses to decode, a decode engine refuses to hand on, and a mixed one does all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from aiohttp import web
+
+from potluck.core.errors import InputError
+from potluck.engine.face.bodies import parse_object
+from potluck.engine.face.metrics import CONTENT_TYPE
+from potluck.engine.face.service import SERVICE, Service
+from potluck.engine.status import role_of
+
+ACTIONS = ("init", "activate", "show", "stop")
+
+
+async def status(request: web.Request) -> web.Response:
+    return web.json_response(asdict(request.app[SERVICE].status()))
+
+
+async def health(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    if service.problem:
+        return web.json_response({"status": "failed", "problem": service.problem}, status=503)
+    return web.json_response({"status": "draining" if service.draining else "ok"})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    body = request.app[SERVICE].metrics.text()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+async def show_role(request: web.Request) -> web.Response:
+    return web.json_response(_shown(request.app[SERVICE]))
+
+
+async def change_role(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    raw = await request.read()
+    body = parse_object(raw) if raw else {}
+    unknown = set(body) - {"action", "role"}
+    if unknown:
+        raise InputError(min(unknown), "unknown key; a change of role has action and role")
+    action = body.get("action")
+    if action is None:
+        service.role, service.next_role = role_of(body.get("role")), None
+    elif action == "init":
+        service.next_role = role_of(body.get("role"))
+    elif action == "activate":
+        if service.next_role is None:
+            raise InputError("action", "nothing to activate; init a role first")
+        service.role, service.next_role = service.next_role, None
+    elif action == "stop":
+        service.role, service.next_role = "mixed", None
+    elif action != "show":
+        raise InputError("action", f"must be one of {', '.join(ACTIONS)}")
+    return web.json_response(_shown(service))
+
+
+def _shown(service: Service) -> dict[str, object]:
+    report = service.status()
+    return {"role": service.role, "next": service.next_role, "running": report.running, "state": report.state}
+
+
+async def drain(request: web.Request) -> web.Response:
+    """Take nothing new; `{"resume": true}` takes requests again."""
+    service = request.app[SERVICE]
+    raw = await request.read()
+    body = parse_object(raw) if raw else {}
+    if set(body) - {"resume"} or not isinstance(body.get("resume", False), bool):
+        raise InputError("resume", "is the only key, true or false")
+    service.draining = not body.get("resume", False)
+    report = service.status()
+    return web.json_response({"state": report.state, "running": report.running, "waiting": report.waiting})

@@ -1,0 +1,166 @@
+"""What all handlers share: the model's name and text, the role, the limits, and the way to the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import ClientSession, web
+
+from potluck import __version__
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.engine.driver import Driver
+from potluck.engine.face.errors import Refused
+from potluck.engine.face.handles import Handles
+from potluck.engine.face.hub import Channel, Hub
+from potluck.engine.face.metrics import Metrics
+from potluck.engine.loop import Loop
+from potluck.engine.requests import Job
+from potluck.engine.status import Counters, Role, Status, step_times
+from potluck.engine.tokens import Text
+
+
+@dataclass(frozen=True, slots=True)
+class FaceLimits:
+    """What a client may ask for."""
+
+    body_bytes: int = 8_000_000
+    open_requests: int = 1024
+    """At once; more are refused with 429."""
+    deadline_s: float = 600.0
+    """Of one request, from its arrival to its last token."""
+    handover_s: float = 60.0
+    """Of one hand-over, waiting for the sender included."""
+    lease_s: float = 60.0
+    """How long a cache waits for whoever fetches it."""
+    parcel_bytes: int = 1 << 30
+
+
+class Service:
+    def __init__(
+        self, name: str, loop: Loop, driver: Driver, hub: Hub, text: Text | None, limits: FaceLimits
+    ) -> None:
+        self.name = name
+        self.text = text
+        self.hub = hub
+        self.limits = limits
+        self.role: Role = "mixed"
+        self.next_role: Role | None = None
+        self.draining = False
+        self.started_s = time.monotonic()
+        self.created_s = int(time.time())
+        self.handles = Handles()
+        self.metrics = Metrics(name, self)
+        self.client: ClientSession | None = None
+        self.open_requests = 0
+        self._loop, self.driver = loop, driver
+        executor = loop.executor
+        self.vocab = executor.config.model.vocab
+        self.eos = frozenset(executor.config.eos_tokens)
+        self.fingerprint = executor.fingerprint
+        self.layers = executor.config.model.layer_count
+        self.most_tokens = loop.most_tokens
+
+    def must_be(self, model: str) -> None:
+        if model != self.name:
+            raise UnknownNameError("model", model, [self.name])
+
+    @property
+    def must_have_text(self) -> Text:
+        if self.text is None:
+            raise InputError("prompt", "this model has no tokenizer; send tokens")
+        return self.text
+
+    @property
+    def problem(self) -> str:
+        return self.driver.problem or self._loop.executor.health()
+
+    @asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """The place of one request; there are so many."""
+        if self.problem:
+            raise Refused(503, f"the engine has failed ({self.problem})", "failed")
+        if self.draining:
+            raise Refused(503, "the engine is draining and takes nothing new", "draining")
+        if self.open_requests >= self.limits.open_requests:
+            raise Refused(429, f"{self.open_requests} requests are open; try again", "overloaded")
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+
+    @asynccontextmanager
+    async def run(self, job: Job) -> AsyncIterator[Channel]:
+        """A job on its way through the loop, watched by the metrics."""
+        async with self.hub.run(job, self.limits.deadline_s) as channel:
+            try:
+                yield channel
+            finally:
+                if channel.ended is not None:
+                    self.metrics.ended(job, channel.ended, channel.tokens)
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a text, made off the event loop; what is hopelessly long is refused before."""
+        words = self.must_have_text
+        most = self.most_tokens * words.longest_token_chars
+        if len(text) > most:
+            raise CapacityError(f"a prompt of {len(text)} characters cannot fit in {self.most_tokens} tokens")
+        return await asyncio.to_thread(words.encode, text, special=special)
+
+    def room_for(self, prompt: int, asked: int | None) -> int:
+        """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""
+        room = self.most_tokens - prompt
+        if asked is not None and asked < 1:
+            raise InputError("max_tokens", f"must be at least 1, is {asked}")
+        if room < (asked or 1):
+            raise CapacityError(
+                f"a prompt of {prompt} tokens and {asked or 1} more exceed the {self.most_tokens} that fit"
+            )
+        return room if asked is None else asked
+
+    def status(self) -> Status:
+        """Single figures read from another thread: each is right, together they may be a step apart."""
+        loop, counters = self._loop, self._loop.counters
+        batcher = loop.batcher
+        mean_s, p99_s = step_times(counters)
+        state = "failed" if self.problem else "ready"
+        if self.draining and not self.problem:
+            state = "drained" if loop.idle else "draining"
+        return Status(
+            version=__version__,
+            model=self.name,
+            fingerprint=self.fingerprint,
+            role=self.role,
+            state=state,
+            waiting=loop.waiting,
+            running=batcher.running,
+            context_tokens=batcher.held_tokens,
+            todo_tokens=batcher.todo_tokens,
+            free_blocks=batcher.free_blocks,
+            total_blocks=batcher.limits.total_blocks,
+            block_tokens=batcher.limits.block_tokens,
+            max_tokens=self.most_tokens,
+            max_running=batcher.limits.max_running,
+            steps=counters.steps,
+            step_mean_s=mean_s,
+            step_p99_s=p99_s,
+            prompt_tokens=counters.prompt_tokens,
+            output_tokens=counters.output_tokens,
+            prefix_hit_share=counters.prefix_hits / max(counters.prefix_queries, 1),
+            prefix_bytes=loop.prefix_bytes,
+            preemptions=counters.preemptions,
+            uptime_s=time.monotonic() - self.started_s,
+            problem=self.problem,
+            notes=dict(loop.executor.notes()),
+        )
+
+    @property
+    def counters(self) -> Counters:
+        return self._loop.counters
+
+
+SERVICE = web.AppKey("service", Service)

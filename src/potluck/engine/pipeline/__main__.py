@@ -1,0 +1,35 @@
+"""A worker as a process. The secret comes on the first line of standard input, never as an argument; the port goes
+out on the first line of standard output."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from potluck.engine.pipeline.serving import serve
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m potluck.engine.pipeline", description=__doc__)
+    parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0 is any that is free")
+    parser.add_argument("--stay", action="store_true", help="wait for the next driver when one is gone")
+    options = parser.parse_args()
+    host, _, port = options.listen.rpartition(":")
+    secret = sys.stdin.readline().strip().encode()
+    if not host or not port.isdecimal() or len(secret) < 16:
+        sys.stderr.write("worker: needs --listen HOST:PORT and a secret of 16 characters or more on stdin\n")
+        return 2
+    try:
+        listener = socket.create_server((host, int(port)))
+    except (OSError, OverflowError) as error:
+        sys.stderr.write(f"worker: cannot listen on {host}:{port} ({error})\n")
+        return 2
+    sys.stdout.write(f"{listener.getsockname()[1]}\n")
+    sys.stdout.flush()
+    serve(listener, secret, options.stay)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""PipelineExecutor: the workers of a pipeline as one executor for the engine's loop.
+
+The loop's thread is the only caller; each worker has a thread that reads its answers into one inbox. When a worker is
+gone, the rows that it had are lost and everybody else's go on: they are set back to where they were before the step,
+which is possible while every layer keeps everything. Where windows were trimmed or states have moved on, all rows
+of the step are lost with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.model import LinearAttention
+from potluck.core.routing.weighted import Turns
+from potluck.engine.cache import windows_of
+from potluck.engine.config import Config
+from potluck.engine.executor import Deliver, Draw, Export, WorkerLost
+from potluck.engine.handover import Manifest, Parcel
+from potluck.engine.pipeline.arrival import PipelineArrival
+from potluck.engine.pipeline.batches import Path, Piece, cut
+from potluck.engine.pipeline.messages import (
+    Answer,
+    Check,
+    Checked,
+    Command,
+    Failed,
+    Pack,
+    Parcels,
+    error_of,
+    parcels_of,
+)
+from potluck.engine.pipeline.remote import Event, Remote
+from potluck.engine.pipeline.run import Run, StepFailed
+from potluck.engine.pipeline.wire import Bytes
+from potluck.engine.runner import Size, Work
+from potluck.engine.sample import Choice
+
+LAST_WORD_S = 2.0
+"""A worker that misses another's states may say so before the other one's end is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    path: Path
+    locals: tuple[int, ...]
+    """Its row at each of its workers."""
+
+
+class PipelineExecutor:
+    def __init__(
+        self,
+        config: Config,
+        fingerprint: str,
+        size: Size,
+        stages: Sequence[Sequence[Remote]],
+        weights: Sequence[Sequence[float]],
+        inbox: queue.SimpleQueue[Event],
+        *,
+        layers: Sequence[range],
+        wait_s: float,
+        batches: int,
+    ) -> None:
+        self.config, self.fingerprint, self.size = config, fingerprint, size
+        self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
+        self._layers = layers
+        self._calls = itertools.count(1)
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(size.rows - 1, -1, -1))
+        self._turns: list[Turns[int]] = []
+        for shares in weights:
+            turns: Turns[int] = Turns()
+            for place, weight in enumerate(shares):
+                turns.set(place, weight)
+            self._turns.append(turns)
+        model = config.model
+        linear = any(isinstance(layer.attention, LinearAttention) for layer in model.layers)
+        self._can_go_back = not linear and windows_of(model, 0, model.layer_count) == (None,)
+        self._busy_s = self._span_s = 0.0
+        self._steps = self._micro_batches = self._late = 0
+
+    # Rows.
+
+    def open(self) -> int:
+        """A row, with a worker of each stage by weighted round robin."""
+        self._look()
+        if not self._free:
+            raise CapacityError(f"all {self.size.rows} rows are taken")
+        path = []
+        for stage, turns in zip(self._stages, self._turns, strict=True):
+            place = turns.pick()
+            if place is None:
+                raise CapacityError(f"no worker is left: {next(each.lost for each in stage)}")
+            path.append(place)
+        row = self._free.pop()
+        locals_ = tuple(stage[place].open() for stage, place in zip(self._stages, path, strict=True))
+        self._rows[row] = _Row(tuple(path), locals_)
+        return row
+
+    def close(self, row: int) -> None:
+        for remote, local in self.workers(row):
+            remote.close(local)
+        del self._rows[row]
+        self._free.append(row)
+
+    def held(self, row: int) -> int:
+        remote, local = self.workers(row)[0]
+        return remote.tables.lengths[local]
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        workers = self.workers(row)
+        if not all(remote.tables.can_grow(local, tokens, since) for remote, local in workers):
+            raise CapacityError(f"no room for {tokens} tokens")
+        for remote, local in workers:
+            remote.grow(local, tokens, since)
+
+    def workers(self, row: int) -> list[tuple[Remote, int]]:
+        """A row's workers, stage by stage, each with the row's number there."""
+        if row not in self._rows:
+            raise InputError(f"row {row}", "is not open")
+        entry = self._rows[row]
+        return [
+            (stage[place], local)
+            for stage, place, local in zip(self._stages, entry.path, entry.locals, strict=True)
+        ]
+
+    # Steps.
+
+    def step(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> list[Choice]:
+        self._look()
+        self._check_works(works, draws)
+        gone = [work.row for work in works if self._lost_of(work.row)]
+        if gone:
+            raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
+        run = Run(works, draws, exports, deliver)
+        began = time.monotonic()
+        for batch in cut(works, [self._rows[work.row].path for work in works], self._batches):
+            self._post(run, batch)
+        try:
+            self._finish(run)
+        except StepFailed as failure:
+            raise self._settle(works, run, failure) from failure
+        self._span_s += time.monotonic() - began
+        self._busy_s += run.busy_s
+        self._late += run.late
+        self._steps += 1
+        return run.choices()
+
+    def _post(self, run: Run, batch: list[Piece]) -> None:
+        """A micro-batch to all workers that have a part in it."""
+        call = next(self._calls)
+        self._micro_batches += 1
+        for stage, remotes in enumerate(self._stages):
+            for remote in remotes:
+                pieces = [piece for piece in batch if piece.path[stage] == remote.place]
+                if pieces:
+                    rows = [self._rows[piece.part.row].locals[stage] for piece in pieces]
+                    run.post(call, remote, pieces, rows, stage, len(self._stages))
+
+    def _finish(self, run: Run) -> None:
+        """Wait for all answers of a step."""
+        deadline = time.monotonic() + self._wait_s
+        while run.awaited:
+            source, answer, body = self._next(deadline, next(iter(run.awaited))[1])
+            if isinstance(answer, str):
+                if run.involves(source):
+                    raise StepFailed(0, source.lost or answer)
+            elif isinstance(answer, Failed) and (answer.call, source) in run.awaited:
+                if answer.kind == "link":
+                    raise StepFailed(0, self._blame(source, answer))
+                raise StepFailed(answer.call, f"{source.name}: {error_of(answer)}")
+            elif run.hear(source, answer, body):
+                deadline = time.monotonic() + self._wait_s
+
+    def _blame(self, source: Remote, answer: Failed) -> str:
+        """Who is gone: a worker that misses states says so, perhaps before the other one's end is noticed."""
+        deadline = time.monotonic() + LAST_WORD_S
+        while True:
+            try:
+                remote, said, _ = event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                remote, said, _ = event = (source, answer.problem, bytearray())
+            self._hear(event)
+            if isinstance(said, str):
+                return remote.lost or said
+
+    def _check_works(self, works: Sequence[Work], draws: Sequence[Draw]) -> None:
+        """What a worker would refuse is refused here, before anything has changed."""
+        vocab = self.config.model.vocab
+        if not works or len({work.row for work in works}) != len(works):
+            raise InputError("step", "must have one work for each of some rows")
+        for work in works:
+            strange = next((token for token in work.tokens if not 0 <= token < vocab), None)
+            if strange is not None:
+                raise InputError("tokens", f"{strange} is not in the vocabulary of {vocab}")
+            stop = work.start + len(work.tokens)
+            for remote, local in self.workers(work.row):
+                tables = remote.tables
+                if not work.tokens or tables.lengths[local] != work.start:
+                    raise InputError(
+                        f"row {work.row}",
+                        f"holds {tables.lengths[local]} tokens, the step is from {work.start} to {stop}",
+                    )
+                if any(stop > tables.room(group, local) for group in range(len(tables.groups))):
+                    raise InputError(f"row {work.row}", f"has no blocks for {stop} tokens; grow it first")
+        if any(work.logits == "all" for work in works):
+            raise InputError("logits", "of all tokens are not brought back from a pipeline")
+        if len(draws) != sum(work.logits == "last" for work in works):
+            raise InputError("draws", "must be one for each work that asks for its last logits")
+
+    def _settle(self, works: Sequence[Work], run: Run, failure: StepFailed) -> WorkerLost:
+        """After a step that failed: which rows are lost; the others are as they were before."""
+        lost = set(self._rows_lost()) | run.begun_exports
+        if not self._can_go_back:
+            lost |= {work.row for work in works}
+        elif failure.call:
+            lost |= run.rows_of(failure.call)
+        for work in works:
+            for remote, local in self.workers(work.row):
+                if work.row not in lost:
+                    remote.set_back(local, work.start)
+        return WorkerLost(sorted(lost), str(failure))
+
+    # Hand-over.
+
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+        remote, local = self.workers(row)[self.stage_of(layer)]
+        answer, body = self.ask(row, remote, lambda call: Pack(call, local, layer, start, stop))
+        assert isinstance(answer, Parcels)
+        return parcels_of(answer, body)
+
+    def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> PipelineArrival:
+        return PipelineArrival(self, row, about, tokens)
+
+    def stage_of(self, layer: int) -> int:
+        for stage, layers in enumerate(self._layers):
+            if layer in layers:
+                return stage
+        raise InputError("layer", f"{layer} is not one of the model's {self.config.model.layer_count}")
+
+    # State.
+
+    def check(self) -> None:
+        self._look()
+        for remote in self._remotes:
+            if remote.lost is not None:
+                continue
+            remote.tables.check()
+            try:
+                answer, _ = self.ask(None, remote, Check)
+            except WorkerLost:
+                continue  # noticed, and said by `health`
+            assert isinstance(answer, Checked)
+            tables = remote.tables
+            blocks = tuple(tables.free_blocks(group) for group in range(len(tables.groups)))
+            if (answer.free_rows, answer.free_blocks) != (tables.free_rows, blocks):
+                raise AssertionError(
+                    f"{remote.name} has {answer.free_rows} rows and {answer.free_blocks} blocks free, "
+                    f"the driver thinks {tables.free_rows} and {blocks}"
+                )
+
+    def health(self) -> str:
+        """Empty when all workers are there, else what is wrong, in one line. Any thread may ask."""
+        return next((text for each in self._remotes if (text := each.lost or each.silent)), "")
+
+    def notes(self) -> Mapping[str, float]:
+        return {
+            "pipeline_stages": float(len(self._stages)),
+            "pipeline_workers": float(len(self._remotes)),
+            "pipeline_workers_lost": float(sum(remote.lost is not None for remote in self._remotes)),
+            "pipeline_micro_batches_per_step": self._micro_batches / max(1, self._steps),
+            "pipeline_workers_busy": self._busy_s / self._span_s if self._span_s else 0.0,
+            "emulated_late_micro_batches": float(self._late),
+        }
+
+    def shutdown(self) -> None:
+        for remote in self._remotes:
+            remote.stop()
+
+    # Talking to workers.
+
+    @property
+    def _remotes(self) -> list[Remote]:
+        return [remote for stage in self._stages for remote in stage]
+
+    def ask(
+        self,
+        row: int | None,
+        remote: Remote,
+        command: Callable[[int], Command],
+        bodies: Sequence[Bytes] = (),
+    ) -> tuple[Answer, bytearray]:
+        """One question and its answer. What the worker found wrong is raised here."""
+        call = next(self._calls)
+        remote.post(command(call), bodies)
+        deadline = time.monotonic() + self._wait_s
+        while remote.lost is None:
+            source, answer, body = self._next(deadline, remote)
+            if source is remote and not isinstance(answer, str) and answer.call == call:
+                if isinstance(answer, Failed):
+                    raise error_of(answer)
+                return answer, body
+        raise WorkerLost(() if row is None else (row,), remote.lost)
+
+    def _next(self, deadline_s: float, awaited: Remote) -> Event:
+        """The next event. When none comes in time, it is the awaited worker that is to blame."""
+        try:
+            event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            event = (awaited, f"did not answer for {self._wait_s:g} s", bytearray())
+        self._hear(event)
+        return event
+
+    def _look(self) -> None:
+        """Take note of what came in meanwhile."""
+        while not self._inbox.empty():
+            self._hear(self._inbox.get())
+
+    def _hear(self, event: Event) -> None:
+        remote, answer, _ = event
+        if isinstance(answer, str) and remote.lost is None:
+            remote.lose(answer)
+            self._turns[remote.stage].set(remote.place, 0.0)
+
+    def _lost_of(self, row: int) -> str | None:
+        return next((remote.lost for remote, _ in self.workers(row) if remote.lost), None)
+
+    def _rows_lost(self) -> list[int]:
+        return [row for row in self._rows if self._lost_of(row)]

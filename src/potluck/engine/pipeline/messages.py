@@ -1,0 +1,299 @@
+"""What the processes of a pipeline say to each other. `wire.py` carries it.
+
+Every message is a frozen value; what is large (tokens, states, caches) lies in the frame's body, whose layout the
+message tells. The driver numbers what it asks, and answers bear the number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.core.codec import decode, encode
+from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
+from potluck.core.model import Model
+from potluck.core.types import NodeType
+from potluck.engine.config import Config
+from potluck.engine.handover import Manifest, Parcel, Part
+from potluck.engine.pipeline.wire import LinkError
+from potluck.engine.sample import Choice, Sampling
+from potluck.engine.step import Work
+
+OPEN, CLOSE, GROW, BACK = 0, 1, 2, 3
+LOGITS = ("none", "last", "all")
+OP_NUMBERS, WORK_NUMBERS, EXPORT_NUMBERS = 4, 7, 3
+NOBODY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """The GPU that a worker acts as, the layers of the large model that it acts as if it had, and how much faster.
+    States from the stage before take `hop_s` and `hop_s_per_token` longer, at speed-up 1."""
+
+    model: Model
+    node: NodeType
+    tp: int
+    first: int
+    last: int
+    speed_up: float = 1.0
+    hop_s: float = 0.0
+    hop_s_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Become worker `place` of stage `stage`. Weights are read from a directory, or made from a seed."""
+
+    call: int
+    stage: int
+    place: int
+    config: Config
+    directory: str | None
+    seed: int
+    first: int
+    last: int
+    rows: int
+    blocks: int
+    max_tokens: int
+    max_chunk_tokens: int
+    wait_s: float
+    threads: int = 0
+    device: str = "cpu"
+    emulate: Emulated | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Connect to the workers of the next stage."""
+
+    call: int
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Open, close and grow rows, or set them back to fewer tokens. Body: [ops, 4] of (what, row, tokens, since).
+    Not answered."""
+
+    ops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A micro-batch. Body: [works, 7] of (row, start, tokens, logits, worker before, worker behind, position of the
+    token to draw), then [exports, 3] of (work, start, stop), then for the first stage the tokens. `ways` are for the
+    works that ask for their last logits."""
+
+    call: int
+    works: int
+    exports: int = 0
+    ways: tuple[Sampling, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Hidden states from one worker to one of the next stage, or word that there will be none."""
+
+    step: int
+    dtype: str
+    rows: int
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    call: int
+    row: int
+    layer: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A hand-over begins. Body: the tokens."""
+
+    call: int
+    row: int
+    about: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A parcel without its data, which lies in the body."""
+
+    layer: int
+    part: Part
+    first: int
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    call: int
+    row: int
+    label: Label
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A hand-over is over; or given up."""
+
+    call: int
+    row: int
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    call: int
+
+
+Command = Setup | Connect | Rows | Step | Pack | Arrive | Accept | Finish | Check | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    call: int
+    fingerprint: str
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A micro-batch is through this worker. Body, from the last stage: the tokens drawn."""
+
+    call: int
+    busy_from_s: float
+    """On the clock of the worker's machine, as `busy_to_s`: to see how far stages work at once."""
+    busy_to_s: float
+    late: bool = False
+    """Slower than the GPU that it acts as."""
+    choices: tuple[Choice, ...] = ()
+    """The same tokens with their probabilities, where somebody asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcels:
+    """A layer's part of the cache. While a step runs, `work` says whose; the step's own answer comes later."""
+
+    call: int
+    labels: tuple[Label, ...]
+    work: int = NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    call: int
+    free_rows: int
+    free_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    call: int
+    kind: str
+    field: str
+    problem: str
+
+
+Answer = Ready | Done | Stepped | Parcels | Checked | Failed
+
+
+def to_bytes(message: object) -> bytes:
+    return json.dumps(encode(message), separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_command(head: bytes) -> Command:
+    return decode(Command, _json(head), "command")  # type: ignore[arg-type]
+
+
+def read_answer(head: bytes) -> Answer:
+    return decode(Answer, _json(head), "answer")  # type: ignore[arg-type]
+
+
+def read_states(head: bytes) -> States:
+    return decode(States, _json(head), "states")
+
+
+def _json(head: bytes) -> object:
+    try:
+        found: object = json.loads(head)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("message", "is not JSON") from error
+    return found
+
+
+def numbers(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def read_numbers(body: bytearray | memoryview, *shape: int) -> np.ndarray:
+    """The whole body as numbers of one shape."""
+    size = int(np.prod(shape)) * 4
+    if len(body) != size:
+        raise FormatError("message", f"has a body of {len(body)} bytes, expected {size}")
+    return np.frombuffer(body, dtype="<i4").reshape(shape)
+
+
+def label_of(parcel: Parcel) -> Label:
+    size = memoryview(parcel.data).nbytes
+    return Label(parcel.layer, parcel.part, parcel.first, parcel.stop, parcel.dtype, parcel.shape, size)
+
+
+def parcel_of(label: Label, data: bytes | memoryview) -> Parcel:
+    return Parcel(label.layer, label.part, label.first, label.stop, label.dtype, label.shape, data)
+
+
+def parcels_of(message: Parcels, body: bytearray) -> tuple[Parcel, ...]:
+    """Parcels with their parts of the body."""
+    found, begin, view = [], 0, memoryview(body)
+    for label in message.labels:
+        if label.size < 0 or begin + label.size > len(body):
+            raise FormatError("parcels", "are longer than the message")
+        found.append(parcel_of(label, view[begin : begin + label.size]))
+        begin += label.size
+    return tuple(found)
+
+
+def work_row(work: Work, row: int, before: int, behind: int, position: int) -> tuple[int, ...]:
+    return (row, work.start, len(work.tokens), LOGITS.index(work.logits), before, behind, position)
+
+
+def failure(call: int, error: Exception) -> Failed:
+    """An error as it crosses: its kind and its text, nothing of the process that it comes from."""
+    if isinstance(error, InputError):
+        return Failed(
+            call, "format" if isinstance(error, FormatError) else "input", error.field, error.problem
+        )
+    if isinstance(error, CapacityError | LinkError):
+        return Failed(call, "capacity" if isinstance(error, CapacityError) else "link", "", str(error))
+    text = " ".join(str(error).split())[:300]
+    return Failed(
+        call, "internal", "", text if isinstance(error, PotluckError) else f"{type(error).__name__}: {text}"
+    )
+
+
+def error_of(failed: Failed) -> PotluckError:
+    if failed.kind in ("input", "format"):
+        kind = FormatError if failed.kind == "format" else InputError
+        return kind(failed.field, failed.problem)
+    kinds = {"capacity": CapacityError, "link": LinkError}
+    return kinds.get(failed.kind, PotluckError)(failed.problem)

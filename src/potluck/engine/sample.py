@@ -1,0 +1,140 @@
+"""From logits to tokens, for a whole batch at once.
+
+Chance comes from (seed, position) alone: the same request asked again, on any machine, cut in any way, beside any
+neighbours, draws the same numbers, and a replay after a failure gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from potluck.core.errors import InputError
+
+FIRST_LOOK = 256
+"""Tokens that are sorted at first: nearly always they hold all that top-p and min-p leave."""
+MOST_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request's tokens are drawn. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    """Only the so many likeliest; 0: all."""
+    top_p: float = 1.0
+    """Only the likeliest ones that together reach this probability."""
+    min_p: float = 0.0
+    """Only those at least this likely, relative to the likeliest."""
+    seed: int = 0
+    logprobs: int | None = None
+    """Report the token's log probability, and those of so many likeliest tokens."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 100:
+            raise InputError("temperature", f"must be 0 to 100, is {self.temperature}")
+        if self.top_k < 0:
+            raise InputError("top_k", f"must not be negative, is {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError("top_p", f"must be above 0 and at most 1, is {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise InputError("min_p", f"must be 0 to 1, is {self.min_p}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise InputError("logprobs", f"must be 0 to {MOST_LOGPROBS}, is {self.logprobs}")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    token: int
+    logprob: float | None = None
+    """Under the model itself, before temperature and cuts."""
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def chance(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing else."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -> list[Choice]:
+    """One token for each row of `logits`; `positions` are the places that the tokens will take."""
+    # On a CPU numpy's argmax is ten times as fast as torch's.
+    best = logits.float().numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
+    tokens: list[int] = best.tolist()
+    drawn = [row for row, way in enumerate(ways) if way.temperature > 0]
+    if drawn:
+        chosen = [ways[row] for row in drawn]
+        chances = [chance(ways[row].seed, positions[row]) for row in drawn]
+        rows = logits if len(drawn) == len(ways) else logits[drawn]
+        for row, token in zip(drawn, _draw(rows, chosen, chances), strict=True):
+            tokens[row] = token
+    if all(way.logprobs is None for way in ways):
+        return [Choice(token) for token in tokens]
+    return _with_logprobs(logits, ways, tokens)
+
+
+def _draw(logits: Tensor, ways: Sequence[Sampling], chances: Sequence[float]) -> list[int]:
+    heat = torch.tensor([way.temperature for way in ways], dtype=torch.float64, device=logits.device)
+    probabilities = torch.softmax(logits.double() / heat[:, None], -1)
+    if all(way.top_k == 0 and way.top_p == 1 and way.min_p == 0 for way in ways):
+        return _pick(probabilities, chances).tolist()
+    vocab = logits.shape[1]
+    width = min(vocab, max(FIRST_LOOK, *(way.top_k for way in ways)))
+    while True:
+        likely, tokens = probabilities.topk(width, -1)
+        kept, settled = _cut(likely, ways)
+        if settled or width == vocab:
+            break
+        width = vocab
+    places = _pick(kept, chances)
+    return tokens.gather(1, places[:, None])[:, 0].tolist()
+
+
+def _cut(likely: Tensor, ways: Sequence[Sampling]) -> tuple[Tensor, bool]:
+    """What the cuts leave of each row, likeliest first; and whether nothing beyond the row could be left too."""
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=likely.dtype, device=likely.device)[:, None]
+
+    width = likely.shape[1]
+    rank = torch.arange(width, device=likely.device)
+    kept = likely.masked_fill(rank >= column([way.top_k or torch.inf for way in ways]), 0)
+    whole = column([1.0 if way.top_k == 0 else 0.0 for way in ways])
+    total = torch.where(whole > 0, whole, kept.sum(-1, keepdim=True))
+    before = kept.cumsum(-1) - kept
+    # The token that crosses the line is in. A line of 1 cuts nothing, whatever rounding says.
+    line = column([way.top_p if way.top_p < 1 else torch.inf for way in ways]) * total
+    floor = column([way.min_p for way in ways]) * likely[:, :1]
+    kept = kept.masked_fill((before >= line) | (likely < floor), 0)
+    return kept, bool((kept[:, -1] == 0).all())
+
+
+def _pick(weights: Tensor, chances: Sequence[float]) -> Tensor:
+    """The place in each row where the running sum passes the row's share."""
+    sums = weights.cumsum(-1)
+    goal = torch.tensor(chances, dtype=weights.dtype, device=weights.device)[:, None] * sums[:, -1:]
+    place = (sums <= goal).sum(-1)
+    # Rounding may point past the last weight that counts.
+    last = weights.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(place, last)
+
+
+def _with_logprobs(logits: Tensor, ways: Sequence[Sampling], tokens: list[int]) -> list[Choice]:
+    logs = torch.log_softmax(logits.float(), -1)
+    own = logs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    most = min(max(way.logprobs or 0 for way in ways), logits.shape[1])
+    values, places = logs.topk(max(most, 1), -1)
+    rows = zip(ways, tokens, own, places.tolist(), values.tolist(), strict=True)
+    return [
+        Choice(token)
+        if way.logprobs is None
+        else Choice(token, logprob, tuple(zip(names[: way.logprobs], best[: way.logprobs], strict=True)))
+        for way, token, logprob, names, best in rows
+    ]

@@ -1,0 +1,144 @@
+"""An engine put together: weights, executor, loop, thread, face; and the server around it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from aiohttp import web
+
+from potluck.core.batch import Limits
+from potluck.core.errors import InputError
+from potluck.core.facts import BLOCK_TOKENS
+from potluck.core.model import Model
+from potluck.engine.checkpoint import Files, Seeded, Source
+from potluck.engine.config import Config, read_config
+from potluck.engine.driver import Driver
+from potluck.engine.executor import Executor, LocalExecutor
+from potluck.engine.face.app import build
+from potluck.engine.face.hub import Hub
+from potluck.engine.face.service import FaceLimits, Service
+from potluck.engine.loop import Loop
+from potluck.engine.prefix import PrefixCache
+from potluck.engine.runner import Runner, Size
+from potluck.engine.status import Role
+from potluck.engine.tokens import Text
+
+SHUTDOWN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How an engine is laid out; what is None follows from the model."""
+
+    max_running: int = 32
+    handover_rows: int = 8
+    """Caches that may wait to be fetched, or to begin, beside those that run."""
+    max_tokens: int | None = None
+    """Of one request."""
+    kv_blocks: int | None = None
+    token_budget: int = 1024
+    """Tokens of one step."""
+    chunk_tokens: int | None = None
+    prefix_cache_bytes: int = 64_000_000
+    device: str = "cpu"
+    threads: int | None = None
+    role: Role = "mixed"
+
+    def size(self, model: Model) -> Size:
+        longest = min(self.max_tokens or model.max_context_tokens, model.max_context_tokens)
+        rows = self.max_running + self.handover_rows
+        most = -(-longest // BLOCK_TOKENS)
+        # A quarter of the context for everybody, since few are long at once, and always one whole.
+        blocks = self.kv_blocks or max(most, rows * max(most // 4, 1))
+        return Size(rows, blocks, longest, min(self.token_budget, self.chunk_tokens or self.token_budget))
+
+
+MakeExecutor = Callable[[Config, Source, Size, str], Executor]
+"""Other executors (a pipeline, an emulated GPU) are put in here."""
+
+
+def shipped_model() -> Path:
+    """The directory of the model that comes with this package."""
+    found = resources.files("potluck.engine") / "data" / "words"
+    path = Path(str(found))
+    if not (path / "config.json").is_file():
+        raise InputError("--model", "this installation ships no model; give a model's directory")
+    return path
+
+
+def local_executor(config: Config, source: Source, size: Size, device: str) -> Executor:
+    return LocalExecutor(Runner(config, source, size, device=device), size)
+
+
+def assemble(
+    directory: Path,
+    model: Model | None,
+    settings: Settings,
+    *,
+    name: str,
+    random_seed: int | None = None,
+    limits: FaceLimits | None = None,
+    make: MakeExecutor = local_executor,
+) -> Service:
+    """A service that is ready to start. `model` describes a Hugging Face directory; see `read_config`."""
+    if settings.threads is not None and settings.device == "cpu":
+        torch.set_num_threads(settings.threads)
+    config = read_config(directory, model)
+    source: Source = Files(directory) if random_seed is None else Seeded(random_seed)
+    text = Text.read(directory)
+    size = settings.size(config.model)
+    executor = make(config, source, size, settings.device)
+    return service_of(executor, settings, name=name, text=text, limits=limits)
+
+
+def service_of(
+    executor: Executor,
+    settings: Settings,
+    *,
+    name: str,
+    text: Text | None = None,
+    limits: FaceLimits | None = None,
+) -> Service:
+    """A service around an executor."""
+    limits = limits or FaceLimits()
+    size = executor.size
+    if settings.token_budget < settings.max_running:
+        raise InputError("--token-budget", f"must be at least --max-running, {settings.max_running}")
+    batch = Limits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)
+    hub = Hub()
+    prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint)
+    loop = Loop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
+    service = Service(name, loop, Driver(loop), hub, text, limits)
+    service.role = settings.role
+    return service
+
+
+async def serve(
+    service: Service, host: str, port: int, *, api_key: str | None, ready: Callable[[str], None]
+) -> None:
+    """Serve until a signal says to end; `ready` hears the address."""
+    runner = web.AppRunner(
+        build(service, api_key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        bound = runner.addresses[0]
+        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
+        ready(f"http://{shown}:{bound[1]}")
+        await stop.wait()
+    finally:
+        await runner.cleanup()

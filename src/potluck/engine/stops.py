@@ -1,0 +1,54 @@
+"""Stop strings in a stream of text: found across any boundaries, and nothing shown that may turn out to be one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from potluck.core.errors import InputError
+
+MOST_STOPS = 16
+LONGEST_STOP = 1024
+
+
+class StopScanner:
+    """Text in, text out that is safe to show. The text from a stop string on is never shown."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        if len(stops) > MOST_STOPS:
+            raise InputError("stop", f"at most {MOST_STOPS} strings, got {len(stops)}")
+        for stop in stops:
+            if not stop or len(stop) > LONGEST_STOP:
+                raise InputError("stop", f"strings must have 1 to {LONGEST_STOP} characters")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that was met."""
+
+    def feed(self, text: str) -> str:
+        """More text; what can be shown now. After a stop was found, nothing can."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        ends = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if ends:
+            # The earliest; of several that begin there, the longest says best what was meant.
+            place, self.found = min(ends, key=lambda end: (end[0], -len(end[1])))
+            self._held = ""
+            return text[:place]
+        hold = self._suspicious(text)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold]
+
+    def rest(self) -> str:
+        """The stream has ended: what was held back was no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _suspicious(self, text: str) -> int:
+        """Characters at the end with which a stop string may begin."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(text)), 0, -1):
+            tail = text[len(text) - size :]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0

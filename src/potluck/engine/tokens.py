@@ -1,0 +1,157 @@
+"""From text to tokens and back: `tokenizer.json`, chat templates, and text that grows token by token.
+
+A model without a chat template of its own gets this one, which a model that only continues text understands best:
+
+    {system text}
+
+    User: {user text}
+    Assistant: {assistant text}
+    User: ...
+    Assistant:
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from potluck.core.errors import FormatError, InputError
+
+LABELS = {"user": "User", "assistant": "Assistant"}
+SPEAKERS = ("system", "developer", "user", "assistant")
+LARGEST_FILE_BYTES = 100_000_000
+
+Message = Mapping[str, str]
+"""`role` and `content`."""
+
+
+class Text:
+    """A model's tokenizer. Nothing in it changes, so that threads may share it."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | None = None, specials: Mapping[str, str] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._specials = dict(specials or {})
+        self.vocab = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        """No token stands for more characters of text than it has itself."""
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Text | None:
+        """The tokenizer in a model's directory; None where there is none, and only tokens can be served."""
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            line = (str(error).splitlines() or ["unknown"])[0][:160]
+            raise FormatError(str(path), f"is not a tokenizer ({line})") from error
+        settings = _settings(Path(directory) / "tokenizer_config.json")
+        template = settings.get("chat_template")
+        beside = Path(directory) / "chat_template.jinja"
+        if template is None and beside.is_file():
+            template = beside.read_text("utf-8")
+        specials = {name: _token(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        return cls(tokenizer, template if isinstance(template, str) else None, specials)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return tokens
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """One token as it is shown among log probabilities."""
+        return self.decode([token], special=True)
+
+    def chat(self, messages: Sequence[Message]) -> str:
+        """The prompt of a conversation."""
+        if self._template is None:
+            return plain_chat(messages)
+        return _render(self._template, messages, self._specials)
+
+    @property
+    def chat_has_specials(self) -> bool:
+        """Whether the template writes the special tokens itself, as models' own do."""
+        return self._template is not None
+
+    def stream(self) -> Decoding:
+        return Decoding(self._tokenizer)
+
+
+class Decoding:
+    """Text that grows token by token; half a character waits for its other half."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def feed(self, token: int) -> str:
+        self._tokens.append(token)
+        text: str = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(text)
+        return text
+
+    def rest(self) -> str:
+        """What was still waiting when the tokens ended: an unfinished character."""
+        whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return whole[self._shown :]
+
+
+def plain_chat(messages: Sequence[Message]) -> str:
+    """The template of models that have none; see above."""
+    lines = []
+    for message in messages:
+        label = LABELS.get(message["role"])
+        lines.append(
+            f"{label}: {message['content'].strip()}\n" if label else message["content"].strip() + "\n\n"
+        )
+    return "".join(lines) + "Assistant:"
+
+
+def _render(template: str, messages: Sequence[Message], specials: Mapping[str, str]) -> str:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise InputError("messages", str(message))
+
+    scene = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    scene.globals["raise_exception"] = refuse
+    try:
+        return scene.from_string(template).render(
+            messages=[dict(message) for message in messages], add_generation_prompt=True, **specials
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise InputError("messages", f"the model's chat template refuses them ({line})") from error
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > LARGEST_FILE_BYTES:
+            raise FormatError(str(path), "is too large")
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(str(path), f"is not JSON ({str(error).splitlines()[0][:120]})") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _token(value: object) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,100 @@
+"""Small models with random weights, one for each kind of layer, and ways to run them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from potluck.core.model import (
+    Attention,
+    DenseFfn,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Model,
+    MoeFfn,
+)
+from potluck.engine.checkpoint import Seeded
+from potluck.engine.config import Config, Rope, Routing
+from potluck.engine.exact import rows_are_independent
+from potluck.engine.runner import Runner, Size, Work
+
+VOCAB = 200
+WINDOW = 24
+DENSE = DenseFfn(96)
+MOE = MoeFfn(8, 2, 32, shared_intermediate=32)
+SIGMOID_MOE = MoeFfn(8, 2, 32, shared_intermediate=32, router_bias=True)
+FULL = FullAttention(4, 2, 16, 16)
+FANCY = FullAttention(4, 2, 16, 16, bias=True, output_bias=True, qk_norm="head", output_gate=True)
+SHORT = FullAttention(4, 2, 16, 16, window=WINDOW)
+LONG = FullAttention(4, 1, 16, 16, window=290)
+LATENT = LatentAttention(4, 16, 12, 8, 20, q_lora_rank=24)
+PLAIN_LATENT = LatentAttention(4, 16, 12, 8, 20)
+LINEAR = LinearAttention("gated_delta", 2, 4, 16, 24, conv_kernel=4)
+
+
+def stack(*layers: tuple[Attention, DenseFfn | MoeFfn], tied: bool = False) -> Config:
+    model = Model("small", 64, VOCAB, tuple(Layer(*layer) for layer in layers), 2048, tied_embeddings=tied)
+    sigmoid = any(layer[1] == SIGMOID_MOE for layer in layers)
+    routing = Routing("sigmoid", True, 1.3, 4, 2) if sigmoid else Routing()
+    return Config(model, rope=Rope(theta=5000.0), routing=routing)
+
+
+KINDS: dict[str, Config] = {
+    "full": stack((FULL, DENSE), (FULL, DENSE), tied=True),
+    "full-fancy": stack((FANCY, DENSE), (FANCY, MOE)),
+    "window": stack((SHORT, DENSE), (SHORT, DENSE)),
+    "long-window": stack((LONG, DENSE), (FULL, DENSE)),
+    "latent": stack((LATENT, DENSE), (PLAIN_LATENT, SIGMOID_MOE)),
+    "linear": stack((LINEAR, DENSE), (LINEAR, DENSE)),
+    "hybrid": stack((LINEAR, DENSE), (FULL, MOE), (SHORT, DENSE), (LATENT, DENSE)),
+}
+
+
+def runner(config: Config, first: int = 0, last: int | None = None, **size: int) -> Runner:
+    values = {"rows": 20, "blocks": 1200, "max_tokens": 1024, **size}
+    return Runner(config, Seeded(7), Size(**values), first=first, last=last)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(VOCAB) for _ in range(length)]
+
+
+def opened(engine: Runner, tokens: int) -> int:
+    row = engine.tables.open()
+    engine.tables.grow(row, tokens)
+    return row
+
+
+def run(engine: Runner, row: int, tokens: Sequence[int], sizes: Iterable[int]) -> Tensor:
+    """Logits of all tokens, computed behind what the row holds, in chunks of the given sizes."""
+    found, first, start = [], 0, engine.tables.lengths[row]
+    for size in sizes:
+        chunk = list(tokens[first : first + size])
+        found.append(engine.step([Work(row, start + first, chunk, "all")]))
+        first += len(chunk)
+        if first == len(tokens):
+            break
+    return torch.cat(found)
+
+
+def greedy(engine: Runner, row: int, logits: Tensor, count: int) -> list[int]:
+    """Tokens that follow, the likeliest each time."""
+    found = [int(logits[-1].argmax())]
+    for _ in range(count - 1):
+        length = engine.tables.lengths[row]
+        engine.tables.grow(row, length + 1)
+        found.append(int(engine.step([Work(row, length, found[-1:])])[-1].argmax()))
+    return found
+
+
+def same(one: Tensor, two: Tensor) -> bool:
+    """Bit for bit where the machine's matrix library allows it, else up to rounding."""
+    if rows_are_independent(torch.device("cpu"), torch.float32):
+        return torch.equal(one, two)
+    return torch.allclose(one, two, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,105 @@
+"""An engine's face in this process: a small model, a tokenizer of single characters, a client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+from engine_models import KINDS, VOCAB
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+from potluck.core.model import Model
+from potluck.engine.checkpoint import Seeded
+from potluck.engine.face.app import build
+from potluck.engine.face.service import FaceLimits, Service
+from potluck.engine.serve import Settings, local_executor, service_of
+from potluck.engine.tokens import Text
+
+NAME = "tiny"
+LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
+
+
+def letters() -> Text:
+    """Token n is the n-th letter."""
+    vocab = {letter: place for place, letter in enumerate(LETTERS[:VOCAB])}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = Fuse()
+    return Text(tokenizer)
+
+
+def spell(tokens: list[int] | tuple[int, ...]) -> str:
+    return "".join(LETTERS[token] for token in tokens)
+
+
+def make_service(
+    kind: str = "hybrid", limits: FaceLimits | None = None, text: bool = True, **fields: Any
+) -> Service:
+    settings = Settings(**{"max_running": 8, "max_tokens": 512, "prefix_cache_bytes": 2_000_000, **fields})
+    config = KINDS[kind]
+    model: Model = config.model
+    executor = local_executor(config, Seeded(7), settings.size(model), "cpu")
+    return service_of(executor, settings, name=NAME, text=letters() if text else None, limits=limits)
+
+
+class Client:
+    """A server and a client of it."""
+
+    def __init__(self, service: Service, session: ClientSession, url: str, key: str | None) -> None:
+        self.service, self.session, self.url = service, session, url
+        self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path, headers=self.headers) as reply:
+            text = await reply.text()
+            return reply.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=self.headers) as reply:
+            text = await reply.text()
+            if reply.headers["Content-Type"].startswith("application/json"):
+                return reply.status, json.loads(text)
+            if reply.headers["Content-Type"].startswith("text/event-stream"):
+                assert text.endswith("data: [DONE]\n\n")
+                events = [line.removeprefix("data: ") for line in text.split("\n\n")[:-2]]
+                return reply.status, [json.loads(event) for event in events]
+            return reply.status, [json.loads(line) for line in text.splitlines()]
+
+    async def segment(self, tokens: list[int], **fields: object) -> tuple[int, Any]:
+        return await self.post("/segments", {"request": "r", "model": NAME, "tokens": tokens, **fields})
+
+    async def until_idle(self) -> None:
+        """All requests have ended, and no block is lost."""
+        for _ in range(500):
+            if await self.service.hub.ask(lambda loop, _: loop.idle):
+                break
+            await asyncio.sleep(0.01)
+        await self.service.hub.ask(lambda loop, _: loop.check())
+        assert await self.service.hub.ask(lambda loop, _: loop.idle)
+
+
+@asynccontextmanager
+async def face(service: Service, key: str | None = None) -> AsyncIterator[Client]:
+    server = TestServer(build(service, key))
+    await server.start_server()
+    async with ClientSession() as session:
+        client = Client(service, session, str(server.make_url("")).rstrip("/"), key)
+        try:
+            yield client
+        finally:
+            await server.close()
+
+
+def played(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scene())  # type: ignore[arg-type]
+
+
+def tokens_in(lines: list[dict[str, Any]]) -> list[int]:
+    return [line["token"] for line in lines if "token" in line]

@@ -1,0 +1,105 @@
+"""A loop without a thread, and ways to run jobs through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine_models import KINDS, VOCAB, prompt
+
+from potluck.core.batch import Limits
+from potluck.engine.checkpoint import Seeded
+from potluck.engine.config import Config
+from potluck.engine.executor import LocalExecutor
+from potluck.engine.handover import Manifest, Parcel
+from potluck.engine.loop import Loop
+from potluck.engine.prefix import PrefixCache
+from potluck.engine.requests import Ended, Event, Job, Room, Sent, Token
+from potluck.engine.runner import Runner, Size
+
+__all__ = ["KINDS", "VOCAB", "Desk", "desk", "prompt"]
+
+
+class Desk:
+    """A loop, and what it said about each key."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rows: int = 24,
+        max_running: int = 18,
+        blocks: int = 1000,
+        max_tokens: int = 1024,
+        budget: int = 512,
+        chunk: int | None = None,
+        prefix_bytes: int = 0,
+        lease_s: float = 60.0,
+    ) -> None:
+        size = Size(rows, blocks, max_tokens, 512)
+        self.executor = LocalExecutor(Runner(config, Seeded(7), size), size)
+        limits = Limits(blocks, max(budget, max_running), max_running, chunk)
+        self.prefixes = PrefixCache(config, prefix_bytes, self.executor.fingerprint)
+        self.said: dict[int, list[Event]] = {}
+        self.loop = Loop(self.executor, limits, self._hear, prefixes=self.prefixes, lease_s=lease_s)
+        self.now_s = 0.0
+        self._keys = 0
+
+    def _hear(self, events: list[tuple[int, Event]]) -> None:
+        for key, event in events:
+            self.said.setdefault(key, []).append(event)
+
+    def submit(self, tokens: Sequence[int], output: int = 0, **fields: object) -> int:
+        self._keys += 1
+        job = Job(self._keys, tuple(tokens), output_tokens=output, **fields)  # type: ignore[arg-type]
+        self.loop.submit(job, self.now_s)
+        return self._keys
+
+    def turn(self) -> bool:
+        self.now_s += 0.01
+        return self.loop.turn(self.now_s)
+
+    def run(self, most: int = 5000) -> None:
+        for _ in range(most):
+            if not self.turn():
+                break
+        else:
+            raise AssertionError("it never ends")
+        if self.loop.idle:
+            self.loop.check()
+
+    def tokens(self, key: int) -> list[int]:
+        return [event.choice.token for event in self.said[key] if isinstance(event, Token)]
+
+    def end(self, key: int) -> Ended:
+        ends = [event for event in self.said[key] if isinstance(event, Ended)]
+        assert len(ends) == 1, f"{len(ends)} ends"
+        assert self.said[key][-1] is ends[0]
+        return ends[0]
+
+    def parcels(self, key: int) -> list[Parcel]:
+        return [p for event in self.said[key] if isinstance(event, Sent) for p in event.parcels]
+
+    def answer(self, tokens: Sequence[int], output: int, **fields: object) -> list[int]:
+        key = self.submit(tokens, output, **fields)
+        self.run()
+        assert self.end(key).reason in ("length", "stop")
+        return self.tokens(key)
+
+
+def desk(kind: str, **fields: int) -> Desk:
+    return Desk(KINDS[kind], **fields)  # type: ignore[arg-type]
+
+
+def carry(sender: Desk, source: int, receiver: Desk, target: int, *, late: bool = False) -> None:
+    """The cache that `source` hands on, to `target`. `late`: the receiver comes when the work is done."""
+    receiver.turn()
+    have = next(event.have for event in receiver.said[target] if isinstance(event, Room))
+    if late:
+        sender.run()
+    about: Manifest = sender.loop.attach(source, have, sender.now_s)
+    sender.run()
+    receiver.loop.expect(target, about)
+    for parcel in sender.parcels(source):
+        receiver.loop.accept(target, parcel)
+    receiver.loop.arrived(target)
+    receiver.run()

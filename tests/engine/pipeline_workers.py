@@ -1,0 +1,110 @@
+"""Workers that stand ready as threads of this process, and a plain loop that generates with any executor."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
+
+from potluck.engine.checkpoint import Seeded
+from potluck.engine.config import Config
+from potluck.engine.executor import Draw, Executor, LocalExecutor
+from potluck.engine.pipeline.driver import PipelineExecutor
+from potluck.engine.pipeline.launch import PipelineStage, Place, launch, parse_stages
+from potluck.engine.pipeline.serving import serve
+from potluck.engine.runner import Runner, Size, Work
+from potluck.engine.sample import Choice, Sampling
+
+SECRET = b"a secret of the tests, long enough"
+SEED = 7
+SIZE = Size(12, 400, 512, 256)
+HYBRID = stack((LINEAR, DENSE), (FULL, MOE), (SHORT, DENSE), (LATENT, DENSE), (FULL, DENSE))
+PLAIN = stack((FULL, DENSE), (FULL, DENSE), (FULL, DENSE), tied=True)
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 40, 130, 77, 1))]
+GREEDY = Sampling()
+
+
+def local(config: Config) -> LocalExecutor:
+    return LocalExecutor(Runner(config, Seeded(SEED), SIZE), SIZE)
+
+
+def standing(count: int) -> list[tuple[str, int]]:
+    """Addresses of workers that serve one driver after another."""
+    found = []
+    for _ in range(count):
+        listener = socket.create_server(("127.0.0.1", 0))
+        found.append(("127.0.0.1", listener.getsockname()[1]))
+        threading.Thread(target=serve, args=(listener, SECRET, True), daemon=True).start()
+    return found
+
+
+def placed(text: str, addresses: Sequence[tuple[str, int]]) -> list[PipelineStage]:
+    """Stages with the next addresses for their workers."""
+    left = list(addresses)
+    return [
+        replace(stage, places=tuple(replace(place, address=left.pop(0)) for place in stage.places))
+        for stage in parse_stages(text)
+    ]
+
+
+def pipeline(
+    config: Config, text: str, addresses: Sequence[tuple[str, int]], **more: object
+) -> PipelineExecutor:
+    stages = placed(text, addresses)
+    return launch(config, stages, SIZE, seed=SEED, secret=SECRET, wait_s=20.0, **more)  # type: ignore[arg-type]
+
+
+def weighted(stage: PipelineStage, *weights: float) -> PipelineStage:
+    places: list[Place] = [replace(p, weight=w) for p, w in zip(stage.places, weights, strict=True)]
+    return replace(stage, places=tuple(places))
+
+
+class Loop:
+    """Sequences on an executor, all stepped together."""
+
+    def __init__(
+        self, executor: Executor, prompts: Sequence[Sequence[int]], way: Sampling = GREEDY, most: int = 200
+    ) -> None:
+        self.executor, self.way = executor, way
+        self.rows = [executor.open() for _ in prompts]
+        self.tokens = [list(each) for each in prompts]
+        self.said: list[list[Choice]] = [[] for _ in prompts]
+        for row in self.rows:
+            executor.grow(row, most)
+
+    def step(self, chunk: int, only: Sequence[int] | None = None) -> None:
+        works, draws, drawn = [], [], []
+        for index in range(len(self.rows)) if only is None else only:
+            row, tokens = self.rows[index], self.tokens[index]
+            held = self.executor.held(row)
+            part = tokens[held : held + chunk]
+            last = held + len(part) == len(tokens)
+            works.append(Work(row, held, part, "last" if last else "none"))
+            if last:
+                draws.append(Draw(self.way, len(tokens)))
+                drawn.append(index)
+        for index, choice in zip(drawn, self.executor.step(works, draws), strict=True):
+            self.said[index].append(choice)
+            self.tokens[index].append(choice.token)
+
+    def close(self) -> None:
+        for row in self.rows:
+            self.executor.close(row)
+
+
+def generate(
+    executor: Executor,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    count: int = 6,
+    chunk: int = 64,
+    way: Sampling = GREEDY,
+) -> list[list[Choice]]:
+    """`count` tokens behind each prompt; all start together, shorter prompts go on while longer ones are read."""
+    loop = Loop(executor, prompts, way)
+    while any(len(said) < count for said in loop.said):
+        loop.step(chunk)
+    loop.close()
+    return [said[:count] for said in loop.said]

@@ -1,0 +1,178 @@
+"""The answer does not depend on how the work is cut or on who else is served: bit for bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine_models import KINDS, VOCAB, greedy, opened, prompt, run, runner, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.core.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.config import Config
+from potluck.engine.exact import (
+    LONGEST_SUM,
+    PART,
+    cut_of,
+    next_cut,
+    padded_columns,
+    per_head,
+    rms_norm,
+    rows_are_independent,
+    sigmoid,
+    silu,
+    softplus,
+)
+from potluck.engine.runner import Runner, Work
+
+LENGTH = 600
+"""Beyond the places (256, 384, 512) where sums over the context are cut."""
+
+
+def test_this_machine_multiplies_rows_independently() -> None:
+    """Where it does not, the tests below only compare up to rounding, and the engine says so."""
+    if torch.backends.mkl.is_available():
+        assert rows_are_independent(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_any_size_give_the_same_logits(kind: str) -> None:
+    engine, tokens = runner(KINDS[kind]), prompt(LENGTH)
+    row = opened(engine, LENGTH)
+    whole = run(engine, row, tokens, [LENGTH])
+    said = greedy(engine, row, whole, 4)
+    engine.tables.close(row)
+    for size in (1, 7, 64, 512):
+        length = LENGTH if size > 7 else 330
+        row = opened(engine, LENGTH)
+        found = run(engine, row, tokens[:length], [size] * LENGTH)
+        assert same(found, whole[:length]), size
+        found = (
+            torch.cat([found, run(engine, row, tokens[length:], [size] * LENGTH)])
+            if length < LENGTH
+            else found
+        )
+        assert greedy(engine, row, found, 4) == said
+        engine.tables.close(row)
+    engine.tables.check()
+
+
+def test_widths_of_a_model_that_ships() -> None:
+    """Wide enough that the library has several ways to multiply, which differ for 1, 7 and 64 rows."""
+    layer = Layer(FullAttention(8, 4, 32, 32), DenseFfn(704))
+    engine = runner(Config(Model("wide", 256, 1000, (layer, layer), 1024)))
+    tokens = prompt(140, seed=2)
+    row = opened(engine, 140)
+    whole = run(engine, row, tokens, [140])
+    for sizes in ([1] * 140, [7] * 20, [64] * 3):
+        row = opened(engine, 140)
+        assert same(run(engine, row, tokens, sizes), whole)
+
+
+@settings(max_examples=8)
+@given(st.sampled_from(sorted(KINDS)), st.data())
+def test_any_cuts_give_the_same_logits(kind: str, data: st.DataObject) -> None:
+    engine, tokens = runner(KINDS[kind]), prompt(300, seed=1)
+    row = opened(engine, 300)
+    whole = run(engine, row, tokens, [300])
+    engine.tables.close(row)
+    cuts = sorted(data.draw(st.sets(st.integers(1, 299), max_size=6)))
+    row = opened(engine, 300)
+    sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, 300], strict=True)]
+    assert same(run(engine, row, tokens, sizes), whole)
+
+
+def neighbours(engine: Runner, tokens: list[int], sizes: list[int], seed: int) -> torch.Tensor:
+    """Run `tokens` among 16 others that come and go, in steps that mix chunks and decodes in any order."""
+    chance, others = random.Random(seed), {}
+    row, found, first = opened(engine, len(tokens)), [], 0
+    for size in sizes:
+        chunk = tokens[first : first + size]
+        works = [Work(row, first, chunk, "all")]
+        for other in [other for other in others if others[other] > 200]:
+            engine.tables.close(other)
+            del others[other]
+        while len(others) < 16:
+            others[opened(engine, 400)] = 0
+        for other, length in others.items():
+            count = chance.choice((1, 1, 1, 3, 30))
+            works.append(Work(other, length, [chance.randrange(VOCAB) for _ in range(count)], "none"))
+            others[other] = length + count
+        chance.shuffle(works)
+        found.append(engine.step(works))
+        first += len(chunk)
+        if first == len(tokens):
+            break
+    for other in [row, *others]:
+        engine.tables.close(other)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_change_nothing(kind: str) -> None:
+    engine, tokens = runner(KINDS[kind]), prompt(150, seed=3)
+    row = opened(engine, 150)
+    whole = run(engine, row, tokens, [150])
+    engine.tables.close(row)
+    for seed, sizes in enumerate(([40] * 4, [9] * 8 + [1] * 90)):
+        assert same(neighbours(engine, tokens, sizes, seed), whole)
+    engine.tables.check()
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_scattered_blocks_change_nothing(kind: str) -> None:
+    """With rows that outgrow their home, blocks are gathered instead of read in place."""
+    tokens = prompt(300, seed=4)
+    roomy = runner(KINDS[kind])
+    whole = run(roomy, opened(roomy, 300), tokens, [300])
+    tight = runner(KINDS[kind], rows=8, blocks=48)
+    others = [opened(tight, 16 * (1 + index % 3)) for index in range(5)]
+    row = opened(tight, 300)
+    assert not tight.tables.whole(0, row)
+    for other in others[::2]:
+        tight.tables.close(other)
+    assert same(run(tight, row, tokens, [100, 1, 1, 98, *[1] * 100]), whole)
+
+
+@pytest.mark.parametrize("count", range(1, 40))
+def test_functions_round_alike_at_every_place(count: int) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 4
+    for function in (sigmoid, silu, softplus):
+        assert torch.equal(torch.cat([function(part) for part in x.split(count)]), function(x))
+
+
+def test_functions_are_what_they_are_called() -> None:
+    x = torch.linspace(-30, 30, 601)
+    torch.testing.assert_close(sigmoid(x), torch.sigmoid(x))
+    torch.testing.assert_close(silu(x), torch.nn.functional.silu(x), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(softplus(x), torch.nn.functional.softplus(x), atol=1e-7, rtol=1e-5)
+    rows, weight = torch.randn(5, 30), torch.randn(30)
+    torch.testing.assert_close(
+        rms_norm(rows, weight, 1e-3), torch.nn.functional.rms_norm(rows, (30,), weight, 1e-3)
+    )
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 30), st.integers(1, 30))
+def test_products_per_head_are_products(tokens: int, heads: int, inner: int, outer: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, heads, inner, generator=generator)
+    weight = torch.randn(heads, inner, outer, generator=generator)
+    torch.testing.assert_close(
+        per_head(x, weight), torch.einsum("thi,hio->tho", x, weight), atol=1e-5, rtol=1e-5
+    )
+
+
+@given(st.integers(0, 5000))
+def test_columns_are_rounded_up_so_that_sums_are_cut_alike(column: int) -> None:
+    """As exact.py says: the last part of a call is one sum or whole, and stays so for all who share the call."""
+    padded, cut = padded_columns(column + 1), cut_of(column)
+    assert column < padded <= column + PART
+    assert padded % 16 == 0
+    assert padded % PART <= LONGEST_SUM
+    assert (cut >= 0) == (padded % PART > PART // 2)
+    stop = next_cut(column)
+    assert column < stop <= column + PART // 2
+    assert {cut_of(other) for other in range(column, stop)} == {cut}
+    assert cut_of(stop) != cut or cut < 0

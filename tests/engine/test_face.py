@@ -1,0 +1,336 @@
+"""The engine's own endpoints: segments, hand-overs, roles, draining, keys, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from engine_models import VOCAB, prompt
+from face_kit import NAME, Client, face, make_service, played, tokens_in
+from loop_kit import desk
+
+from potluck.engine.face.handles import new_handle
+from potluck.engine.face.service import FaceLimits
+from potluck.engine.frames import closing, opening, parcel_frames
+from potluck.engine.handover import Manifest, token_hash
+
+TOKENS, OUTPUT = prompt(90), 10
+QUICK = FaceLimits(handover_s=2.0, lease_s=0.3, deadline_s=20.0, body_bytes=20_000, open_requests=6)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    return desk("hybrid").answer(TOKENS, OUTPUT)
+
+
+async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> tuple[Any, Any]:
+    """Both segments at once, as a gateway sends them."""
+    handle = new_handle()
+    source = {"url": sender.url, "handle": handle}
+    return await asyncio.gather(
+        sender.segment(TOKENS, stop=cut, handle=handle),
+        receiver.segment(TOKENS, start=cut, max_tokens=OUTPUT, source=source, **fields),
+    )
+
+
+def test_segments_across_two_faces_answer_as_one(expected: list[int]) -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one, face(make_service()) as two:
+            status, lines = await one.segment(TOKENS, max_tokens=OUTPUT)
+            assert status == 200
+            assert tokens_in(lines) == expected
+            assert lines[-1]["ended"] == "length"
+            assert lines[-1]["output_tokens"] == OUTPUT
+            for cut in (1, 33, 64, 90):
+                (a, sent), (b, got) = await pair(one, two, cut)
+                assert (a, b) == (200, 200)
+                assert tokens_in(got) == expected
+                assert sent[-1]["ended"] == "handed_on"
+            await one.until_idle()
+            await two.until_idle()
+
+    played(scene)
+
+
+def test_a_role_change_keeps_what_runs_and_refuses_the_rest(expected: list[int]) -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one:
+            running = asyncio.create_task(one.segment(TOKENS, max_tokens=200, ignore_eos=True))
+            while not (await one.get("/status"))[1]["running"]:
+                await asyncio.sleep(0.01)
+            assert (await one.post("/role", {"action": "init", "role": "prefill"}))[1]["role"] == "mixed"
+            assert (await one.post("/role", {"action": "activate"}))[1]["role"] == "prefill"
+            status, body = await one.segment(TOKENS, max_tokens=OUTPUT)
+            assert (status, body["error"]["code"]) == (409, "role")
+            status, lines = await running
+            assert tokens_in(lines)[:OUTPUT] == expected
+            assert (await one.post("/role", {"role": "decode"}))[1]["role"] == "decode"
+            assert (await one.segment(TOKENS, stop=40))[0] == 409
+            assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
+            assert (await one.post("/role", {"action": "stop"}))[1]["role"] == "mixed"
+            assert (await one.get("/role"))[1]["next"] is None
+            for wrong in ({"role": "king"}, {"action": "activate"}, {"action": "x"}, {"bogus": 1}):
+                assert (await one.post("/role", wrong))[0] == 400
+
+    played(scene)
+
+
+def test_draining_refuses_new_ones_and_ends() -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one:
+            running = asyncio.create_task(one.segment(TOKENS, max_tokens=100, ignore_eos=True))
+            while not (await one.get("/status"))[1]["running"]:
+                await asyncio.sleep(0.01)
+            assert (await one.post("/drain", {}))[1]["state"] == "draining"
+            status, body = await one.segment(TOKENS, max_tokens=1)
+            assert (status, body["error"]["code"]) == (503, "draining")
+            assert (await running)[0] == 200
+            await one.until_idle()
+            assert (await one.get("/status"))[1]["state"] == "drained"
+            assert (await one.get("/health")) == (200, {"status": "draining"})
+            await one.post("/drain", {"resume": True})
+            assert (await one.segment(TOKENS, max_tokens=1))[0] == 200
+
+    played(scene)
+
+
+def test_a_client_that_leaves_cancels() -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one:
+            body = {"request": "r", "model": NAME, "tokens": TOKENS, "max_tokens": 400, "ignore_eos": True}
+            async with one.session.post(one.url + "/segments", json=body) as reply:
+                await reply.content.readline()
+                reply.close()
+            await one.until_idle()
+            counters = one.service.counters
+            assert counters.ended == {"cancelled": 1}
+            assert counters.output_tokens < 400
+
+    played(scene)
+
+
+def test_a_cache_that_nobody_fetches_is_let_go() -> None:
+    async def scene() -> None:
+        async with face(make_service(limits=QUICK)) as one:
+            status, lines = await one.segment(TOKENS, stop=50)
+            assert status == 200
+            assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
+            assert "lease" in lines[-1]["problem"]
+            late = {"request": "r", "fingerprint": one.service.fingerprint, "have": 0}
+            late |= {"handle": lines[0]["handle"], "token_hash": token_hash(TOKENS[:50])}
+            assert (await one.post("/kv", late))[0] == 404
+            await one.until_idle()
+
+    played(scene)
+
+
+def test_a_handle_is_good_for_one_request_only() -> None:
+    async def scene() -> None:
+        limits = FaceLimits(handover_s=0.5)
+        async with face(make_service(limits=limits)) as one:
+            handle = new_handle()
+            segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
+            right = {"handle": handle, "request": "r", "fingerprint": one.service.fingerprint, "have": 0}
+            right["token_hash"] = token_hash(TOKENS[:50])
+            await asyncio.sleep(0.2)
+            for name, value in (
+                ("handle", new_handle()),
+                ("request", "s"),
+                ("fingerprint", "0" * 32),
+                ("token_hash", token_hash(TOKENS[:49])),
+            ):
+                status, body = await one.post("/kv", {**right, name: value})
+                assert (status, body["error"]["code"]) == (404, "handle")
+            assert (await one.post("/kv", {**right, "have": "x"}))[0] == 400
+            async with one.session.post(one.url + "/kv", json=right) as reply:
+                assert reply.status == 200
+                assert len(await reply.read()) > 1000
+            assert (await one.post("/kv", right))[0] == 404
+            assert (await segment)[1][-1]["ended"] == "handed_on"
+
+    played(scene)
+
+
+async def corrupting(damage: str) -> TestServer:
+    """A sender that is wrong in one way."""
+    other = desk("hybrid" if damage != "shape" else "window")
+    key = other.submit(TOKENS, stop=50)
+    about = other.loop.attach(key, 0, 0.0)
+    other.run()
+    if damage != "model":
+        about = Manifest(desk("hybrid").executor.fingerprint, 0, 50, about.token_hash)
+    else:
+        about = Manifest("0" * 32, 0, 50, about.token_hash)
+    if damage == "hash":
+        about = Manifest(about.fingerprint, 0, 50, token_hash(TOKENS[1:51]))
+    frames = [opening(about, 0)]
+    parcels = other.parcels(key)
+    frames += [b"".join(bytes(piece) for piece in parcel_frames(parcel)) for parcel in parcels]
+    if damage == "missing":
+        frames.pop(3)
+        parcels.pop()
+    frames.append(closing(len(parcels) + (damage == "count")))
+    data = b"".join(frames)
+    if damage == "bit":
+        data = data[:700] + bytes([data[700] ^ 4]) + data[701:]
+    if damage == "cut":
+        data = data[: len(data) // 2]
+    if damage == "noise":
+        data = b"not a cache at all, but some text that goes on for a while"
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=data) if damage != "refusal" else web.Response(status=500, text="no")
+
+    app = web.Application()
+    app.router.add_post("/kv", answer)
+    server = TestServer(app)
+    await server.start_server()
+    return server
+
+
+@pytest.mark.parametrize(
+    "damage", ["model", "hash", "shape", "missing", "count", "bit", "cut", "noise", "refusal", "nobody"]
+)
+def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
+    async def scene() -> None:
+        async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
+            server = await corrupting(damage)
+            url = str(server.make_url("")).rstrip("/")
+            if damage == "nobody":
+                await server.close()
+            source = {"url": url, "handle": new_handle()}
+            status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
+            assert status == {"refusal": 424, "nobody": 502}.get(damage, 422), body
+            assert body["error"]["message"].startswith("hand-over")
+            assert "\n" not in body["error"]["message"]
+            await one.until_idle()
+            assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
+            await server.close()
+
+    played(scene)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": []}, "token"),
+    ({"tokens": "abc"}, "tokens"),
+    ({"tokens": [1, 2.5]}, "tokens"),
+    ({"tokens": [1, VOCAB]}, "vocabulary"),
+    ({"tokens": [1, -1]}, "vocabulary"),
+    ({"tokens": prompt(600)}, "512"),
+    ({"model": "other"}, "unknown 'other'"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"start": 3}, "source"),
+    ({"stop": 1000}, "stop"),
+    ({"stop": 3, "handle": "short"}, "handle"),
+    ({"stop": 1, "start": 2, "source": {"url": "http://x", "handle": "x" * 40}}, "stop"),
+    ({"sampling": {"temperature": -1}}, "temperature"),
+    ({"sampling": {"temprature": 1}}, "temperature"),
+    ({"bogus": 1}, "unknown key"),
+    ({"request": ""}, "request"),
+]
+
+
+def test_wrong_segments_are_refused_in_one_line() -> None:
+    async def scene() -> None:
+        async with face(make_service(limits=QUICK)) as one:
+            for fields, says in WRONG:
+                body = {"request": "r", "model": NAME, "tokens": [1, 2, 3], "max_tokens": 4, **fields}
+                if "stop" in fields:
+                    del body["max_tokens"]
+                status, reply = await one.post("/segments", body)
+                assert status in (400, 404), fields
+                assert says in reply["error"]["message"], reply
+            assert (await one.post("/segments", b"{"))[0] == 400
+            assert (await one.post("/segments", b"[" * 5000))[0] == 400
+            assert (await one.post("/segments", b"[1]"))[0] == 400
+            status, reply = await one.post("/segments", b" " * 30_000)
+            assert (status, reply["error"]["type"]) == (413, "invalid_request_error")
+            status, reply = await one.get("/nowhere")
+            assert (status, reply["error"]["type"]) == (404, "invalid_request_error")
+            assert (await one.get("/segments"))[0] == 405
+            await one.until_idle()
+
+    played(scene)
+
+
+def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
+    limits = FaceLimits(open_requests=2, deadline_s=0.3, handover_s=5)
+
+    async def scene() -> None:
+        async with face(make_service(limits=limits)) as one:
+            # Two that wait until their caches are fetched, which nobody does.
+            slow = [asyncio.create_task(one.segment(TOKENS, stop=50)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            status, body = await one.segment(TOKENS, max_tokens=1)
+            assert (status, body["error"]["code"]) == (429, "overloaded")
+            lines = [(await task)[1] for task in slow]
+            assert all("longer than" in found[-1]["problem"] for found in lines)
+            await one.until_idle()
+            assert one.service.counters.ended == {"error": 2}
+
+    played(scene)
+
+
+def test_a_key_opens_everything_but_health() -> None:
+    async def scene() -> None:
+        async with face(make_service(), key="a secret") as one:
+            assert (await one.get("/status"))[0] == 200
+            one.headers = {"Authorization": "Bearer another"}
+            for path in ("/status", "/v1/models", "/metrics", "/role"):
+                status, body = await one.get(path)
+                assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            assert (await one.post("/v1/completions", {"model": NAME, "prompt": "x"}))[0] == 401
+            assert (await one.get("/health"))[0] == 200
+
+    played(scene)
+
+
+def test_status_and_metrics_say_what_happened() -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one:
+            await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
+            await one.segment(TOKENS, max_tokens=OUTPUT, ignore_eos=True)
+            _, status = await one.get("/status")
+            assert status["output_tokens"] == 2 * OUTPUT
+            assert status["free_blocks"] == status["total_blocks"]
+            assert status["steps"] > 0
+            assert 0 < status["prefix_hit_share"] < 1
+            assert (status["state"], status["role"], status["running"], status["waiting"]) == (
+                "ready",
+                "mixed",
+                0,
+                0,
+            )
+            _, text = await one.get("/metrics")
+            values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+            names = '{engine="0",model_name="tiny"}'
+            assert float(values[f"vllm:generation_tokens_total{names}"]) == 2 * OUTPUT
+            assert float(values[f"vllm:prompt_tokens_total{names}"]) == 2 * len(TOKENS)
+            assert float(values[f"vllm:time_to_first_token_seconds_count{names}"]) == 2
+            assert float(values[f"vllm:inter_token_latency_seconds_count{names}"]) == 2 * (OUTPUT - 1)
+            assert float(values[f"vllm:kv_cache_usage_perc{names}"]) == 0
+            assert json.dumps(status)
+
+    played(scene)
+
+
+def test_a_loop_that_fails_answers_everybody() -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one:
+
+            def broken(*_: object) -> object:
+                raise KeyError("a bug")
+
+            one.service.driver._loop.executor.step = broken  # type: ignore[method-assign, attr-defined]
+            status, body = await one.segment(TOKENS, max_tokens=5)
+            assert status == 500
+            assert "a bug" in body["error"]["message"]
+            status, body = await one.get("/health")
+            assert (status, body["status"]) == (503, "failed")
+            assert (await one.segment(TOKENS, max_tokens=5))[0] == 503
+
+    played(scene)

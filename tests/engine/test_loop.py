@@ -1,0 +1,250 @@
+"""The loop: the same tokens however the work is cut, batched, preempted or handed over, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from loop_kit import KINDS, VOCAB, carry, desk, prompt
+
+from potluck.core.errors import CapacityError, InputError
+from potluck.engine.requests import Job
+from potluck.engine.sample import Sampling
+
+LENGTH, OUTPUT = 150, 12
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    return {kind: desk(kind).answer(prompt(LENGTH), OUTPUT) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_chunks_do_not_matter(kind: str, chunk: int, expected: dict[str, list[int]]) -> None:
+    assert desk(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected[kind]
+
+
+@pytest.mark.parametrize("chunk", [1, 512])
+def test_neither_do_the_extremes(chunk: int, expected: dict[str, list[int]]) -> None:
+    assert desk("hybrid", chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected["hybrid"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_do_not_matter(kind: str, expected: dict[str, list[int]]) -> None:
+    engine = desk(kind)
+    chance = random.Random(3)
+    keys = []
+    for place in range(17):
+        if place == 8:
+            mine = engine.submit(prompt(LENGTH), OUTPUT)
+        else:
+            keys.append(engine.submit(prompt(chance.randrange(1, 90), place), chance.randrange(1, 20)))
+        engine.turn()
+    engine.run()
+    assert engine.tokens(mine) == expected[kind]
+    assert all(engine.end(key).reason == "length" for key in keys)
+
+
+@pytest.mark.parametrize("kind", ["full-fancy", "hybrid"])
+def test_preemption_does_not_matter(kind: str) -> None:
+    # The important one grows into what the other has.
+    engine = desk(kind, blocks=22)
+    mine = engine.submit(prompt(LENGTH), 40)
+    other = engine.submit(prompt(150, 5), 60, priority=1)
+    engine.run()
+    assert engine.loop.counters.preemptions > 0
+    assert engine.tokens(mine) == desk(kind).answer(prompt(LENGTH), 40)
+    assert engine.tokens(other) == desk(kind).answer(prompt(150, 5), 60)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("cut", [1, 50, 64, LENGTH])
+def test_a_hand_over_does_not_matter(kind: str, late: bool, cut: int, expected: dict[str, list[int]]) -> None:
+    first, second = desk(kind, chunk=40), desk(kind)
+    source = first.submit(prompt(LENGTH), stop=cut)
+    target = second.submit(prompt(LENGTH), OUTPUT, start=cut)
+    carry(first, source, second, target, late=late)
+    assert second.tokens(target) == expected[kind]
+    assert first.end(source).reason == "handed_on"
+    assert first.loop.idle
+    assert second.loop.idle
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_neither_do_three_segments(kind: str, expected: dict[str, list[int]]) -> None:
+    one, two, three = desk(kind), desk(kind), desk(kind)
+    a = one.submit(prompt(LENGTH), stop=37)
+    b = two.submit(prompt(LENGTH), start=37, stop=120)
+    c = three.submit(prompt(LENGTH), OUTPUT, start=120)
+    carry(one, a, two, b)
+    carry(two, b, three, c, late=True)
+    assert three.tokens(c) == expected[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cached_prefix_does_not_matter(kind: str, expected: dict[str, list[int]]) -> None:
+    engine = desk(kind, prefix_bytes=10_000_000)
+    assert engine.answer(prompt(LENGTH), OUTPUT) == expected[kind]
+    again = engine.submit(prompt(LENGTH), OUTPUT)
+    engine.run()
+    assert engine.tokens(again) == expected[kind]
+    assert engine.end(again).times.cached_tokens == (LENGTH - 1) // 16 * 16
+    # A conversation goes on behind what was answered.
+    more = prompt(LENGTH) + expected[kind] + prompt(30, 9)
+    turn = engine.submit(more, OUTPUT)
+    engine.run()
+    assert engine.tokens(turn) == desk(kind).answer(more, OUTPUT)
+    assert engine.end(turn).times.cached_tokens >= LENGTH
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_what_the_receiver_has_does_not_cross(kind: str, expected: dict[str, list[int]]) -> None:
+    first, second = desk(kind), desk(kind, prefix_bytes=10_000_000)
+    second.answer(prompt(LENGTH), 1)
+    source = first.submit(prompt(LENGTH), stop=LENGTH)
+    target = second.submit(prompt(LENGTH), OUTPUT, start=LENGTH)
+    carry(first, source, second, target)
+    assert second.tokens(target) == expected[kind]
+    sent = first.parcels(source)
+    assert all(parcel.first >= 100 for parcel in sent if parcel.part in ("kv", "latent"))
+
+
+def test_a_small_cache_forgets_and_is_never_wrong() -> None:
+    for kind, room in (("full", 60_000), ("hybrid", 200_000)):
+        engine = desk(kind, prefix_bytes=room, chunk=32, max_running=2)
+        chance = random.Random(4)
+        wanted: dict[int, list[int]] = {}
+        plain = desk(kind)
+        base = prompt(200, 11)
+        keys = {}
+        ends = [(chance.randrange(20, 200), chance.randrange(1, 40)) for _ in range(5)]
+        for turn in range(14):
+            shared, own = ends[chance.randrange(5)]
+            tokens = base[:shared] + prompt(own, shared)
+            wanted[turn] = plain.answer(tokens, 4)
+            keys[turn] = engine.submit(tokens, 4)
+            engine.turn()
+        engine.run()
+        assert {turn: engine.tokens(key) for turn, key in keys.items()} == wanted
+        assert engine.prefixes.used_bytes <= room
+        assert engine.loop.counters.prefix_hits > 0
+
+
+def test_draws_depend_on_seed_and_position_only() -> None:
+    way = Sampling(temperature=1.0, top_p=0.9, seed=5)
+    alone = desk("full").answer(prompt(40), 20, sampling=way)
+    crowd = desk("full", chunk=9)
+    for other in range(5):
+        crowd.submit(prompt(30, other), 10)
+    assert crowd.answer(prompt(40), 20, sampling=way) == alone
+    # A replay behind the tokens that were streamed goes on with the same ones.
+    assert desk("full").answer(prompt(40) + alone[:8], 12, sampling=way) == alone[8:]
+
+
+def test_an_end_token_ends() -> None:
+    whole = desk("full").answer(prompt(40), 20)
+    engine = desk("full")
+    key = engine.submit(prompt(40), 20, ends=frozenset({whole[5]}))
+    engine.run()
+    assert engine.tokens(key) == whole[: whole.index(whole[5]) + 1]
+    assert engine.end(key).reason == "stop"
+
+
+def test_the_important_go_first() -> None:
+    engine = desk("full", max_running=1, rows=4)
+    keys = [engine.submit(prompt(20, n), 5, priority=n) for n in range(3)]
+    engine.run()
+    times = {key: engine.end(key).times for key in keys}
+    began = [times[key].began_s or 0 for key in keys]
+    assert began[0] > began[1] > began[2]
+
+
+def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
+    chance = random.Random(8)
+    engine = desk("hybrid", blocks=120, rows=8, max_running=5, chunk=30, prefix_bytes=100_000, lease_s=0.2)
+    keys = []
+    for _ in range(150):
+        tokens = prompt(chance.randrange(2, 120), chance.randrange(4))
+        kind = chance.randrange(4)
+        if kind == 0:
+            keys.append(engine.submit(tokens, stop=chance.randrange(1, len(tokens) + 1)))
+        elif kind == 1:
+            keys.append(engine.submit(tokens, 8, start=chance.randrange(1, len(tokens) + 1)))
+        else:
+            keys.append(engine.submit(tokens, chance.randrange(1, 30)))
+        for _ in range(chance.randrange(3)):
+            engine.turn()
+        if chance.random() < 0.5:
+            engine.loop.cancel(chance.choice(keys), engine.now_s)
+    for _ in range(3000):
+        engine.turn()
+        for key in keys:  # those that wait for a cache that never comes
+            if any(type(event).__name__ == "Room" for event in engine.said.get(key, ())):
+                engine.loop.cancel(key, engine.now_s)
+        if engine.loop.idle:
+            break
+    assert engine.loop.idle
+    engine.loop.check()
+    reasons = {engine.end(key).reason for key in keys}
+    assert {"length", "cancelled", "error"} <= reasons
+
+
+def test_a_lease_ends() -> None:
+    engine = desk("full", lease_s=1.0)
+    key = engine.submit(prompt(40), stop=40)
+    engine.run()
+    assert engine.loop.next_expiry_s() is not None
+    engine.now_s += 2
+    engine.turn()
+    assert engine.end(key).reason == "error"
+    engine.loop.check()
+    with pytest.raises(InputError):
+        engine.loop.attach(key, 0, engine.now_s)
+
+
+def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
+    from potluck.engine.executor import WorkerLost
+
+    engine = desk("full")
+    keys = [engine.submit(prompt(20, n), 10) for n in range(3)]
+    engine.turn()
+    step, calls = engine.executor.step, []
+
+    def broken(works: list, *rest: object) -> object:  # type: ignore[type-arg]
+        calls.append(len(works))
+        if len(works) == 3:
+            raise WorkerLost([works[1].row], "worker 1 is gone")
+        return step(works, *rest)  # type: ignore[arg-type]
+
+    engine.executor.step = broken  # type: ignore[method-assign, assignment]
+    engine.run()
+    assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
+    assert engine.end(keys[1]).problem == "worker 1 is gone"
+    assert engine.tokens(keys[2]) == desk("full").answer(prompt(20, 2), 10)
+
+
+def test_what_can_never_run_is_refused() -> None:
+    engine = desk("full", blocks=10)
+    with pytest.raises(CapacityError):
+        engine.submit(prompt(150), 20)
+    with pytest.raises(InputError, match="vocabulary"):
+        engine.submit([1, VOCAB], 2)
+    for wrong in ({"start": 30}, {"stop": 0}, {"start": 9, "stop": 9}, {"stop": 21}):
+        with pytest.raises(InputError):
+            Job(1, tuple(prompt(20)), **wrong)  # type: ignore[arg-type]
+    assert engine.loop.idle
+
+
+def test_a_wrong_hand_over_is_refused_and_the_row_is_free_again() -> None:
+    engine, sender = desk("full"), desk("full")
+    target = engine.submit(prompt(40), 4, start=40)
+    engine.turn()
+    source = sender.submit(prompt(40, 1), stop=40)
+    about = sender.loop.attach(source, 0, 0.0)
+    with pytest.raises(InputError, match="other tokens"):
+        engine.loop.expect(target, about)
+    engine.loop.cancel(target, 1.0, "wrong")
+    assert engine.end(target).problem == "wrong"
+    engine.loop.check()

@@ -1,0 +1,219 @@
+"""Frames between processes: what goes in comes out, and whatever is wrong is one error, soon."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import FormatError, PotluckError
+from potluck.engine.pipeline import wire
+from potluck.engine.pipeline.inputs import Arrived, Inputs
+from potluck.engine.pipeline.messages import (
+    Failed,
+    Label,
+    Parcels,
+    Step,
+    error_of,
+    failure,
+    parcels_of,
+    read_answer,
+    read_command,
+    to_bytes,
+)
+from potluck.engine.pipeline.wire import HEADER, MAGIC, Connection, LinkError, connect, welcome
+from potluck.engine.sample import Sampling
+
+SECRET = b"0123456789abcdef"
+Pair = tuple[Connection, Connection, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    one, two = socket.socketpair()
+    left, right = Connection(one, "left"), Connection(two, "right")
+    yield left, right, one
+    left.close()
+    right.close()
+
+
+@given(st.binary(max_size=300), st.lists(st.binary(max_size=3000), max_size=5))
+def test_frames_come_out_as_they_went_in(head: bytes, bodies: list[bytes]) -> None:
+    one, two = socket.socketpair()
+    left, right = Connection(one, "left"), Connection(two, "right")
+    left.send(head, bodies)
+    left.send(b"next")
+    assert right.receive(1.0) == (head, bytearray(b"".join(bodies)))
+    assert right.receive(1.0) == (b"next", bytearray())
+    left.close()
+    right.close()
+
+
+def test_a_frame_larger_than_the_buffers(pair: Pair) -> None:
+    left, right, _ = pair
+    body = bytes(range(256)) * 40_000
+    sender = threading.Thread(target=left.send, args=(b"large", [body[:7], memoryview(body)[7:]]))
+    sender.start()
+    assert right.receive(5.0) == (b"large", bytearray(body))
+    sender.join()
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "does not speak"),
+        (HEADER.pack(MAGIC, wire.MOST_HEAD_BYTES + 1, 0), "too large"),
+        (HEADER.pack(MAGIC, 0, wire.MOST_BODY_BYTES + 1), "too large"),
+        (HEADER.pack(MAGIC, 0, 1 << 63), "too large"),
+    ],
+)
+def test_strange_bytes_are_refused_before_anything_is_read(raw: bytes, says: str, pair: Pair) -> None:
+    _, right, one = pair
+    one.sendall(raw)
+    with pytest.raises(LinkError, match=says):
+        right.receive(1.0)
+
+
+def test_a_frame_that_is_cut_short_or_never_comes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right, one = pair
+    with pytest.raises(LinkError, match="in time"):
+        right.receive(0.05)
+    monkeypatch.setattr(wire, "FRAME_S", 0.05)
+    one.sendall(HEADER.pack(MAGIC, 10, 0) + b"half")
+    with pytest.raises(LinkError, match="in time"):
+        right.receive(1.0)
+    left.close()
+    with pytest.raises(LinkError, match="closed"):
+        right.receive(1.0)
+
+
+def test_a_peer_that_does_not_read_stops_no_sender(pair: Pair) -> None:
+    left, _, _ = pair
+    with pytest.raises(LinkError, match="in time"):
+        left.send(b"", [bytes(1 << 24)], within_s=0.1)
+
+
+def test_closing_wakes_whoever_waits(pair: Pair) -> None:
+    left, _, _ = pair
+    caught: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            left.receive()
+        except LinkError as error:
+            caught.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    left.close()
+    waiter.join(5.0)
+    assert len(caught) == 1
+
+
+def greet(theirs: bytes, ours: bytes) -> tuple[str | Exception, str | Exception]:
+    """What connector and listener make of each other."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    results: list[str | Exception] = ["", ""]
+
+    def listen() -> None:
+        sock, _ = listener.accept()
+        try:
+            link, who = welcome(sock, ours, "somebody")
+            results[1] = who
+            link.close()
+        except LinkError as error:
+            results[1] = error
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        connect(listener.getsockname(), theirs, "me", "them").close()
+    except LinkError as error:
+        results[0] = error
+    thread.join(5.0)
+    listener.close()
+    return results[0], results[1]
+
+
+def test_both_must_know_the_secret() -> None:
+    assert greet(SECRET, SECRET) == ("", "me")
+    connector, listener = greet(SECRET, b"another secret..")
+    assert isinstance(connector, LinkError)
+    assert isinstance(listener, LinkError)
+    assert "secret" in str(listener)
+
+
+def test_a_listener_that_does_not_know_the_secret_is_found_out() -> None:
+    """It can neither prove anything, nor learn the secret from what it is sent."""
+    one, two = socket.socketpair()
+    fake = Connection(two, "fake")
+    fake.send(b"", [bytes(32)])
+    fake.send(b"", [bytes(32)])
+    original = socket.create_connection
+    try:
+        socket.create_connection = lambda *_, **__: one  # type: ignore[assignment]
+        with pytest.raises(LinkError, match="does not know"):
+            connect(("x", 1), SECRET, "me", "them")
+    finally:
+        socket.create_connection = original
+    head, body = fake.receive(1.0)
+    assert SECRET not in head + body
+    assert len(body) == 64
+    fake.close()
+
+
+def test_messages_survive_and_others_are_refused() -> None:
+    message = Step(3, 2, 1, (Sampling(0.5, seed=9), Sampling(logprobs=2)))
+    assert read_command(to_bytes(message)) == message
+    for head in (
+        b"",
+        b"{",
+        b"[]",
+        b'{"type": "Nonsense"}',
+        b'{"type": "Check", "call": 1, "more": 2}',
+        b"[" * 9999,
+    ):
+        with pytest.raises(FormatError):
+            read_command(head)
+    with pytest.raises(FormatError):
+        read_answer(to_bytes(message))
+
+
+def test_errors_cross_with_their_kind_and_text() -> None:
+    for error in (FormatError("a", "b"), LinkError("gone"), PotluckError("other")):
+        crossed = error_of(read_answer(to_bytes(failure(1, error))))  # type: ignore[arg-type]
+        assert (type(crossed), str(crossed)) == (type(error), str(error))
+    odd = error_of(failure(1, ZeroDivisionError("by\nzero")))
+    assert str(odd) == "ZeroDivisionError: by zero"
+    assert isinstance(failure(1, odd), Failed)
+
+
+def test_parcels_that_claim_more_than_there_is() -> None:
+    label = Label(0, "kv", 0, 1, "float32", (1,), 8)
+    for size in (9, -1):
+        bad = Label(0, "kv", 0, 1, "float32", (1,), size)
+        with pytest.raises(FormatError):
+            parcels_of(Parcels(1, (bad,)), bytearray(8))
+    assert parcels_of(Parcels(1, (label,)), bytearray(8))[0].data == bytes(8)
+
+
+def test_states_are_awaited_until_they_come_or_cannot() -> None:
+    inputs = Inputs()
+    inputs.put(1, 0, Arrived("float32", 1, bytearray(4)))
+    inputs.put(2, 0, Arrived("", 0, bytearray(), "it broke"))
+    assert inputs.take(1, 0, 1.0).rows == 1
+    with pytest.raises(LinkError, match="it broke"):
+        inputs.take(2, 0, 1.0)
+    with pytest.raises(LinkError, match="nothing for"):
+        inputs.take(3, 0, 0.01)
+    inputs.lose(0, "gone for good")
+    with pytest.raises(LinkError, match="gone for good"):
+        inputs.take(3, 0, 60.0)
+    inputs.put(3, 1, Arrived("float32", 1, bytearray(4)))
+    inputs.forget_before(4)
+    with pytest.raises(LinkError, match="nothing for"):
+        inputs.take(3, 1, 0.0)

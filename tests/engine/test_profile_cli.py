@@ -1,0 +1,165 @@
+"""`potluck profile`: what is measured is what there is, over HTTP too, and the file is one that `perf` reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import ClientSession, web
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_workers import PLAIN, local
+from test_paced import FakeTime
+
+from potluck.catalog import models, nodes
+from potluck.cli.main import run
+from potluck.core.errors import CapacityError, InputError
+from potluck.engine.face.app import build
+from potluck.engine.measure import Bounds, Grid, LocalBench, grid
+from potluck.engine.measure_http import HttpBench
+from potluck.engine.paced import Paced
+from potluck.engine.serve import Settings, service_of
+from potluck.perf.profile import ProfilePoint, ProfileTimer, profile_from_json
+from potluck.perf.roofline import roofline
+from potluck.perf.step import steps
+
+GRID = Grid((16, 64), (0, 64), (1, 4), (64, 128), ((16, 4),))
+
+
+def test_what_is_measured_is_what_there_is() -> None:
+    """An emulated GPU on a clock that only it moves: the profile says what `perf` says, to the nanosecond."""
+    time, alone = FakeTime(), local(PLAIN)
+    timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("A10"), 1)
+    paced = Paced(alone, timer, 1.0, time.clock, time.sleep, host_s=0.0)
+    points = list(LocalBench(paced, repeats=1, clock=time.clock).points(GRID))
+    assert len(points) == GRID.count == 10
+    for p in points:
+        expected = timer.step_s(steps(p.chunk_new, p.chunk_cached, p.decodes, p.decode_context))
+        assert p.seconds == pytest.approx(float(expected[0]), abs=1e-8)
+    chunks = [(16, 0, 0), (64, 0, 0), (16, 64, 0), (64, 64, 0)]
+    assert [(p.chunk_new, p.chunk_cached, p.decodes) for p in points] == chunks + [
+        (0, 0, 1),
+        (0, 0, 4),
+        (16, 0, 4),
+    ] * 2
+    for p, context in zip(points[4:], [64] * 3 + [128] * 3, strict=True):
+        assert context <= p.decode_context / p.decodes <= context + 12
+    alone.check()
+
+
+@given(
+    st.builds(
+        Bounds,
+        st.integers(128, 1 << 17),
+        st.integers(2, 512),
+        st.integers(32, 8192),
+        st.integers(256, 1 << 22),
+    ),
+    st.booleans(),
+)
+def test_every_shape_of_a_grid_can_be_run(bounds: Bounds, quick: bool) -> None:
+    try:
+        found = grid(bounds, quick)
+    except CapacityError:
+        assert bounds.max_tokens < 512 or bounds.total_tokens < 8192 or bounds.chunk_tokens < 64
+        return
+    assert found.count >= 8
+    assert max(found.chunks) <= bounds.chunk_tokens
+    assert max(found.cached) + max(found.chunks) <= bounds.max_tokens
+    assert max(found.contexts) < bounds.max_tokens
+    assert max(found.batches) <= bounds.max_running
+    assert max(found.batches) * max(found.contexts) <= bounds.total_tokens
+    assert all(new + decodes <= bounds.chunk_tokens for new, decodes in found.mixed)
+
+
+def with_engine(use: Callable[[ClientSession, str], Awaitable[None]]) -> None:
+    """An engine behind HTTP in this process, as long as `use` runs."""
+
+    async def inner() -> None:
+        settings = Settings(max_running=6, token_budget=64, prefix_cache_bytes=0)
+        runner = web.AppRunner(build(service_of(local(PLAIN), settings, name="small")), access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            async with ClientSession() as client:
+                await use(client, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(inner())
+
+
+def test_an_engine_is_measured_over_http() -> None:
+    found: list[ProfilePoint] = []
+
+    async def use(client: ClientSession, url: str) -> None:
+        bench = HttpBench(client, url, chunk_tokens=64, repeats=2)
+        bounds = await bench.look()
+        assert (bounds.max_tokens, bounds.max_running, bounds.chunk_tokens) == (512, 6, 64)
+        found.extend([point async for point in bench.points(GRID, bounds)])
+        assert bench.model == "small"
+
+    with_engine(use)
+    shapes = [(p.chunk_new, p.chunk_cached, p.decodes) for p in found]
+    assert shapes[:4] == [(16, 0, 0), (64, 0, 0), (16, 64, 0), (64, 64, 0)]
+    assert shapes[4:] == [(0, 0, 1), (0, 0, 4), (16, 0, 4)] * 2
+    for point in found[4:]:
+        assert 64 <= point.decode_context / point.decodes <= 128 + 64
+        assert 0 < point.seconds < 10
+
+
+def test_what_is_wrong_with_an_engine_is_said() -> None:
+    async def use(client: ClientSession, url: str) -> None:
+        bench = HttpBench(client, url, chunk_tokens=64)
+        bounds = await bench.look()
+        bench.model = "unknown"
+        with pytest.raises(InputError, match="refused a request .404"):
+            _ = [point async for point in bench.points(GRID, bounds)]
+        with pytest.raises(InputError, match="is it an engine"):
+            await HttpBench(client, f"{url}/v1", 64).look()
+        with pytest.raises(InputError, match="cannot be reached"):
+            await HttpBench(client, "http://127.0.0.1:9", 64).look()
+
+    with_engine(use)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "one of them"),
+        (["http://x", "--local"], "one of them"),
+        (["ftp://x", "--gpu", "A10"], "must begin with http"),
+        (["http://127.0.0.1:9"], "--gpu"),
+        (["http://127.0.0.1:9", "--gpu", "A10"], "cannot be reached"),
+        (["--local", "--out", "/nowhere/x.json"], "cannot be written"),
+        (["--local", "--model", "/nowhere"], "/nowhere"),
+        (["--local", "--emulate", "A11:llama-3.1-8b"], "A11"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "p.json")]
+    assert run(["profile", *arguments, *out]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_profile_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "p.json"
+    flags = "--local --quick --max-tokens 384 --max-batch 4 --chunk-tokens 128 --repeats 1 --json"
+    assert run(["profile", *flags.split(), "--gpu", "A10", "--out", str(out)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = profile_from_json(out.read_text("utf-8"))
+    assert (found.gpu, found.model, found.engine) == ("A10", "words", "potluck")
+    assert said["points"] == len(found.points) >= 8
+    timer = ProfileTimer(found)
+    point = found.points[-1]
+    asked = steps(point.chunk_new, point.chunk_cached, point.decodes, point.decode_context)
+    assert float(timer.step_s(asked)[0]) == pytest.approx(point.seconds, rel=1e-2)

@@ -1,0 +1,135 @@
+"""Sampling: the right distribution, the same draw for the same seed and place, and honest log probabilities."""
+
+from __future__ import annotations
+
+from math import isclose, log
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import InputError
+from potluck.engine.sample import FIRST_LOOK, Sampling, chance, sample
+
+
+def rows(count: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+WAYS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 40, 1000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    seed=st.integers(0, 2**40),
+)
+
+
+def by_hand(logits: torch.Tensor, way: Sampling, position: int) -> int:
+    """The definition, one token at a time."""
+    values = logits.double().numpy()
+    if way.temperature == 0:
+        return int(values.argmax())
+    order = np.argsort(-values, kind="stable")
+    weights = np.exp((values - values.max()) / way.temperature)
+    weights /= weights.sum()
+    likely = list(order[: way.top_k] if way.top_k else order)
+    total, kept, reached = sum(weights[t] for t in likely), [], 0.0
+    for token in likely:
+        if way.top_p < 1 and reached >= way.top_p * total:
+            break
+        reached += weights[token]
+        if weights[token] >= way.min_p * weights[order[0]]:
+            kept.append(token)
+    if not (way.top_k or way.top_p < 1 or way.min_p):
+        kept = list(range(len(values)))
+    goal, reached = chance(way.seed, position) * sum(weights[t] for t in kept), 0.0
+    for token in kept:
+        reached += weights[token]
+        if reached > goal:
+            return int(token)
+    return int(kept[-1])
+
+
+@given(
+    st.lists(st.tuples(WAYS, st.integers(0, 10**6)), min_size=1, max_size=5), st.sampled_from([7, 300, 700])
+)
+def test_a_batch_draws_what_the_definition_says_for_each_row(
+    batch: list[tuple[Sampling, int]], vocab: int
+) -> None:
+    logits = rows(len(batch), vocab)
+    ways, positions = [way for way, _ in batch], [position for _, position in batch]
+    found = [choice.token for choice in sample(logits, ways, positions)]
+    assert found == [by_hand(logits[i], way, position) for i, (way, position) in enumerate(batch)]
+    alone = [sample(logits[i : i + 1], [way], [position])[0].token for i, (way, position) in enumerate(batch)]
+    assert found == alone
+
+
+def test_draws_have_the_softmax_distribution() -> None:
+    logits, count = rows(1, 12, seed=3, spread=1.0), 20_000
+    way = Sampling(temperature=0.8, seed=11)
+    tokens = [choice.token for choice in sample(logits.expand(count, -1), [way] * count, range(count))]
+    expected = torch.softmax(logits[0].double() / 0.8, -1) * count
+    seen = torch.bincount(torch.tensor(tokens), minlength=12)
+    chi_square = float(((seen - expected) ** 2 / expected).sum())
+    assert chi_square < 31.3  # 11 degrees of freedom: one in a thousand seeds would fail, this one does not
+
+
+def test_a_flat_distribution_makes_top_p_look_at_everything() -> None:
+    vocab = 4 * FIRST_LOOK
+    logits, way = torch.zeros(1, vocab), Sampling(temperature=1.0, top_p=0.9, seed=1)
+    found = {sample(logits, [way], [position])[0].token for position in range(300)}
+    assert len(found) > FIRST_LOOK / 2
+    assert max(found) > FIRST_LOOK
+
+
+def test_seed_and_place_decide_and_nothing_else() -> None:
+    logits = rows(1, 500, seed=5)
+    ways = [Sampling(temperature=1.0, seed=seed) for seed in range(40)]
+    draws = [[sample(logits, [way], [place])[0].token for place in range(30)] for way in ways]
+    assert draws == [[sample(logits, [way], [place])[0].token for place in range(30)] for way in ways]
+    assert len({tuple(draw) for draw in draws}) == len(ways)
+    numbers = [chance(seed, place) for seed in range(50) for place in range(50)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = rows(3, 50, seed=6)
+    ways = [Sampling(logprobs=3), Sampling(temperature=2.0, seed=1, logprobs=0), Sampling()]
+    greedy, drawn, silent = sample(logits, ways, [4, 5, 6])
+    expected = torch.log_softmax(logits.double(), -1)
+    assert greedy.logprob is not None
+    assert isclose(greedy.logprob, float(expected[0].max()), abs_tol=1e-5)
+    assert [token for token, _ in greedy.top] == expected[0].topk(3)[1].tolist()
+    assert all(isclose(value, float(expected[0, token]), abs_tol=1e-5) for token, value in greedy.top)
+    assert greedy.top[0] == (greedy.token, greedy.logprob)
+    assert drawn.logprob is not None
+    assert isclose(drawn.logprob, float(expected[1, drawn.token]), abs_tol=1e-5)
+    assert drawn.top == ()
+    assert (silent.logprob, silent.top) == (None, ())
+    assert greedy.logprob <= log(1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", 1e9),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("min_p", float("nan")),
+        ("logprobs", 21),
+        ("logprobs", -1),
+    ],
+)
+def test_ways_that_make_no_sense_are_refused(field: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"^{field}: "):
+        Sampling(**{field: value})  # type: ignore[arg-type]
