@@ -33,6 +33,9 @@ COMMANDS = {
     "simulate": ("potluck.cli.simulate:simulate", "Serve a workload with a plan's fleet, in simulation."),
     "goodput": ("potluck.cli.goodput:goodput", "The highest rate at which a plan keeps its objectives."),
     "trace": ("potluck.cli.trace:trace", "Look at request traces, scale, convert and make them."),
+    "reproduce": ("potluck.cli.reproduce:reproduce", "A paper's experiments, its figures beside ours."),
+    "engine": ("potluck.cli.engine:engine", "Run the embedded engine behind HTTP."),
+    "profile": ("potluck.cli.profile:profile", "Measure an engine; write a profile for estimates."),
     "accuracy": ("potluck.cli.accuracy:accuracy", "How far the performance model is off, measured."),
     "overview": ("potluck.cli.overview:overview", "What a spec's fleet could do for its models."),
 }

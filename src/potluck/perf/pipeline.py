@@ -35,6 +35,8 @@ class PipelineTimer:
     hops: tuple[tuple[float, float], ...] = ()
     """(seconds, seconds per byte) from each stage to the next and from the last to the first, where the machines
     are known; else the slower network card counts."""
+    host_s: float = HOST_S
+    """Time between steps that no GPU covers, at every node."""
 
     @property
     def confidence(self) -> Confidence:
@@ -44,13 +46,13 @@ class PipelineTimer:
     def step_s(self, batch: Steps) -> Floats:
         """Latency of a step through all stages."""
         compute = sum((stage_s.max(axis=0) for stage_s in self._stages_s(batch)), np.zeros(len(batch)))
-        total = compute + self._handovers_s(batch) + HOST_S
+        total = compute + self._handovers_s(batch) + self.host_s
         return np.where(batch.tokens > 0, total, 0.0)
 
     def interval_s(self, batch: Steps) -> Floats:
         """Time between two steps that follow each other: the slowest stage, its nodes sharing the work."""
         # Every node's own engine spends its time between steps.
-        stages_s = [stage_s + HOST_S for stage_s in self._stages_s(batch)]
+        stages_s = [stage_s + self.host_s for stage_s in self._stages_s(batch)]
         shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in stages_s]
         size = batch.tokens * self.model.hidden * 2.0
         shared += [size * s_per_byte for _, s_per_byte in self.hops[:-1]]
@@ -81,6 +83,7 @@ def pipeline(
     nodes: Mapping[str, NodeType],
     calibration: Calibration | None = None,
     hops: tuple[tuple[float, float], ...] = (),
+    host_s: float = HOST_S,
 ) -> PipelineTimer:
     """A timer for a layout; an unknown node or a layer too many is an error."""
     stages = []
@@ -92,7 +95,7 @@ def pipeline(
                 roofline(model, node, member.tp, layers=layers, calibration=calibration, host_s=0.0)
             )
         stages.append(tuple(timers))
-    return PipelineTimer(model, tuple(stages), hops)
+    return PipelineTimer(model, tuple(stages), hops, host_s)
 
 
 def stage_layers(model: Model, layout: Layout) -> list[tuple[Stage, range]]:

@@ -1,0 +1,96 @@
+"""CAUCHY's and CRONUS's scheduling experiments in the simulator: `docs/reproductions.md` tells what they are.
+
+`--quick` runs CAUCHY's experiments for a shorter time: runs of half a minute near the limit, from an empty fleet, in
+which what builds up slowly does not show. The trace is looked for in POTLUCK_DATA, else beside the checkout; without
+it, lengths are drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from common import ROOT, cpu_s, run
+from potluck.papers import cauchy, cauchy_rows, cronus, cronus_rows
+
+SEED = 0
+OFF = 0.25
+KEYS = {
+    cronus.DP: "dp",
+    cronus.PP: "pp",
+    cronus.HIGH_LOW: "high_low",
+    cronus.LOW_HIGH: "low_high",
+    cronus.CRONUS: "cronus",
+}
+
+
+def requests() -> tuple[cronus.Requests, bool]:
+    """What CRONUS ran, and whether it is the real trace."""
+    folder = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
+    trace = folder / cronus.TRACE
+    if trace.is_file():
+        return cronus.trace_requests(trace), True
+    return cronus.synthetic_requests(SEED), False
+
+
+def measure(quick: bool) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    figures["cronus_cpu_s"] = cpu_s(lambda: figures.update(of_cronus(quick)))
+    figures["cauchy_cpu_s"] = cpu_s(lambda: figures.update(of_cauchy(quick)))
+    return figures
+
+
+def of_cronus(quick: bool) -> dict[str, float]:
+    asked, real = requests()
+    found = cronus_rows.measure(asked, fitted_only=True)
+    figures = {"real_trace": float(real), "host_s": cronus.FITTED_HOST_S}
+    if not quick:
+        figures["host_fitted_again_s"] = cronus.fit_host_s(asked)
+    within = 0
+    for approach, key in KEYS.items():
+        off = []
+        for setting in cronus.SETTINGS:
+            ours, published = found.fitted[setting.name][approach], setting.published_per_s[approach]
+            place = setting.name.removeprefix("A100+").replace(" ", "_").lower()
+            figures[f"{key}_{place}_per_s"] = ours
+            off.append(abs(ours / published - 1.0))
+        within += sum(each <= OFF for each in off)
+        figures[f"{key}_off_most"] = max(off)
+    figures["cells_within_a_quarter"] = within
+    figures["order_inversions"] = cronus_rows.order_inversions(found)
+    figures["order_inversions_without_pp"] = cronus_rows.order_inversions(found, cronus.PP)
+    for metric, other, low, _ in cronus_rows.CLAIMS:
+        where = f"_{low.lower()}" if low else ""
+        label = f"{metric}_p99_below_{KEYS[other]}{where}"
+        figures[label] = cronus_rows.largest_reduction(found, metric, other, low) or 0.0
+    figures["wrong_directions"] = len(cronus_rows.wrong_directions(found))
+    return figures
+
+
+def of_cauchy(quick: bool) -> dict[str, float]:
+    found = cauchy_rows.measure(cauchy.QUICK if quick else cauchy.Effort())
+    figures: dict[str, float] = {}
+    for decodes in cauchy.DECODES:
+        figures[f"opportunistic_goodput_1p{decodes}d"] = found.goodput_change(decodes)
+        for metric in ("e2e_s", "ttft_s", "tbt_s"):
+            name = metric.removesuffix("_s")
+            figures[f"opportunistic_{name}_1p{decodes}d"] = found.latency_change(decodes, metric)
+    for load in cauchy.LOADS:
+        figures[f"goodput_weighted_e2e_{load.name}"] = found.figure9_change(load.name, "round-robin")
+        figures[f"goodput_against_token_e2e_{load.name}"] = found.figure9_change(load.name, "token")
+    return figures
+
+
+if __name__ == "__main__":
+    targets = {
+        **{f"{key}_off_most": ("<=", OFF) for key in KEYS.values()},
+        "order_inversions": ("==", 0),
+        **{
+            f"{metric}_p99_below_{KEYS[other]}{'_' + low.lower() if low else ''}": (">", 0)
+            for metric, other, low, _ in cronus_rows.CLAIMS
+        },
+        **{f"opportunistic_goodput_1p{decodes}d": (">", 0) for decodes in cauchy.DECODES},
+        **{f"goodput_weighted_e2e_{load.name}": ("<", 0) for load in cauchy.LOADS},
+    }
+    sys.exit(run("scheduling", measure, targets, seeds=[SEED, *cauchy.Effort().seeds]))

@@ -1,0 +1,1 @@
+"""The papers' experiments, run on the packages beside this one, with the published figures beside ours."""

@@ -1,0 +1,150 @@
+"""CAUCHY's rows: Table 3 and Figure 9, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from potluck.core.policy import Balance
+from potluck.papers.cauchy import (
+    DECODES,
+    LATENCY_SHARE,
+    LOADS,
+    PRICES_USD_PER_H,
+    Effort,
+    Latencies,
+    figure9_latencies,
+    goodput_per_s,
+    latencies,
+    table3_policy,
+    table3_problem,
+)
+from potluck.papers.rows import Reproduction, Row, Said, quiet
+
+SHAREGPT = LOADS[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A pair of rows of Table 3: round robin, opportunistic."""
+
+    ce_ktokens_per_usd: tuple[float, float]
+    goodput_per_s: tuple[float, float]
+    e2e_s: tuple[float, float]
+    ttft_s: tuple[float, float]
+    tbt_s: tuple[float, float]
+
+
+TABLE3: Mapping[int, Published] = {
+    1: Published((1505.23, 1636.24), (2.14, 2.32), (22.03, 20.16), (0.23703, 0.21909), (0.01592, 0.01474)),
+    2: Published((1525.31, 1630.15), (2.90, 3.14), (17.75, 16.38), (0.23035, 0.20083), (0.01284, 0.01200)),
+    3: Published((1231.35, 1329.15), (2.96, 3.22), (14.56, 14.47), (0.22155, 0.22110), (0.01051, 0.01050)),
+}
+FIGURE9: Mapping[tuple[str, Balance], float] = {("longwriter", "round-robin"): -0.254}
+"""(workload, against): printed changes of the mean latency with turns by goodput."""
+FIGURE9_TEXT: Mapping[tuple[str, Balance], str] = {
+    ("dailymail", "token"): "the paper says 3 to 6 % lower",
+    ("sharegpt", "token"): "the paper says within 1 %",
+    ("longwriter", "token"): "the paper says 3 to 6 % lower",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One combo of Table 3 under both policies."""
+
+    goodput_per_s: tuple[float, float]
+    latencies: tuple[Latencies, Latencies]
+    rate_per_s: float
+    """Of the latencies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that was run."""
+
+    table3: Mapping[int, Pair]
+    figure9: Mapping[str, tuple[float, Mapping[Balance, Latencies]]]
+
+    def goodput_change(self, decodes: int) -> float:
+        return _change(self.table3[decodes].goodput_per_s)
+
+    def latency_change(self, decodes: int, metric: str) -> float:
+        basic, other = self.table3[decodes].latencies
+        return _change((getattr(basic, metric), getattr(other, metric)))
+
+    def figure9_change(self, load: str, against: Balance) -> float:
+        """Of the mean latency, with turns by goodput."""
+        found = self.figure9[load][1]
+        return _change((found[against].e2e_s, found["goodput"].e2e_s))
+
+
+def measure(effort: Effort, said: Said = quiet) -> Measured:
+    """Run everything."""
+    pairs, spread = {}, {}
+    for decodes in DECODES:
+        said(f"CAUCHY, Table 3, 1P{decodes}D")
+        problem = table3_problem(decodes)
+        basic, other = (goodput_per_s(problem, SHAREGPT, table3_policy(way), effort) for way in (False, True))
+        rate_per_s = LATENCY_SHARE * basic
+        both = [latencies(problem, SHAREGPT, table3_policy(way), rate_per_s, effort) for way in (False, True)]
+        pairs[decodes] = Pair((basic, other), (both[0], both[1]), rate_per_s)
+    for load in LOADS:
+        said(f"CAUCHY, Figure 9, {load.name}")
+        spread[load.name] = figure9_latencies(load, effort)
+    return Measured(pairs, spread)
+
+
+def reproduce(effort: Effort, said: Said = quiet) -> Reproduction:
+    return Reproduction("CAUCHY", rows(measure(effort, said)))
+
+
+def rows(measured: Measured) -> tuple[Row, ...]:
+    found = []
+    for decodes, pair in measured.table3.items():
+        found += _table3_rows(decodes, pair)
+    for load, (rate_per_s, by_balance) in measured.figure9.items():
+        where = f"{load}, {rate_per_s:.3g} requests/s"
+        for balance, each in by_balance.items():
+            note = "drawn, not printed"
+            found.append(
+                Row("Figure 9", f"{where}, {balance}", "mean E2E latency", "s", None, each.e2e_s, note)
+            )
+        for against in by_balance:
+            if against != "goodput":
+                ours = measured.figure9_change(load, against)
+                note = FIGURE9_TEXT.get((load, against), "")
+                label = f"mean E2E latency, goodput against {against}"
+                published = FIGURE9.get((load, against))
+                found.append(Row("Figure 9", where, label, "change", published, ours, note))
+    return tuple(found)
+
+
+def _table3_rows(decodes: int, pair: Pair) -> list[Row]:
+    published = TABLE3[decodes]
+    tokens = sum(SHAREGPT.mean_tokens)
+    usd_per_h = PRICES_USD_PER_H["1xH800"] + decodes * PRICES_USD_PER_H["1xH20"]
+    ce = tuple(rate * tokens * 3.6 / usd_per_h for rate in pair.goodput_per_s)
+    basic, other = pair.latencies
+    at = f"at {pair.rate_per_s:.3g} requests/s for both"
+    figures = (
+        ("max CE", "thousand tokens/USD", published.ce_ktokens_per_usd, (ce[0], ce[1]), "at that goodput"),
+        ("max goodput", "requests/s", published.goodput_per_s, pair.goodput_per_s, "90 % within 5 s, 30 ms"),
+        ("mean E2E latency", "s", published.e2e_s, (basic.e2e_s, other.e2e_s), at),
+        ("mean TTFT", "s", published.ttft_s, (basic.ttft_s, other.ttft_s), at),
+        ("mean TBT", "s", published.tbt_s, (basic.tbt_s, other.tbt_s), at),
+    )
+    found = []
+    for metric, unit, theirs, ours, note in figures:
+        for place, way in enumerate(("round robin", "opportunistic")):
+            found.append(
+                Row("Table 3", f"1P{decodes}D, {way}", metric, unit, theirs[place], ours[place], note)
+            )
+        label = f"{metric}, opportunistic against round robin"
+        found.append(Row("Table 3", f"1P{decodes}D", label, "change", _change(theirs), _change(ours), note))
+    return found
+
+
+def _change(pair: tuple[float, float]) -> float:
+    before, after = pair
+    return after / before - 1.0

@@ -1,0 +1,215 @@
+"""CRONUS (section 5): five ways to serve with one high-end and one low-end GPU, in simulation.
+
+As in the paper: A100 80 GB with an A10 or an A30, 100 Gbps between them, Llama-3-8B (Llama-3.1-8B here: the same
+layers) and Qwen2-7B; the first 1000 requests of Azure's conversation trace, whose mean lengths are the 1014 and 247
+that it prints. All at once for the highest throughput, at a fixed interval for latencies.
+
+    DP+Chunked    an engine on each GPU, chunks of 512 and 256, behind the dispatcher of `cronus_dispatch.py`
+    PP+Chunked    one engine over both, layers split 23/9, 21/11, 20/8, 18/10, chunks of 512
+    Disagg. H-L   prefill on the high-end GPU, decode on the low-end one; prompts whole, one at a time
+    Disagg. L-H   the other way round
+    Cronus        partial prefill on the low-end GPU, chunks of 512 on the high-end one; the Brain's split
+
+KV leaves after the prefill, not layer by layer, as the receiver fetches it. vLLM's limit of 256 sequences holds.
+
+`FITTED_HOST_S`, the seconds of a step that vLLM 0.6.1's host took, is the one figure that was fitted: such that DP
+on A100+A10 with Llama gives the published 7.28 requests/s (`fit_host_s` does it again). It holds for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.catalog import workloads
+from potluck.core.errors import InputError
+from potluck.core.layout import Layout, Stage, StageNode
+from potluck.core.plan import Template
+from potluck.core.policy import Policy
+from potluck.core.types import NodeType
+from potluck.papers import fleets
+from potluck.papers.cronus_dispatch import QueueLimited
+from potluck.sim.lengths import draw
+from potluck.sim.metrics import summarise
+from potluck.sim.records import ANSWERED, SimResult
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings
+from potluck.sim.setup import Engine, Kits, SimProblem
+from potluck.sim.workload import workload
+from potluck.sim.world import Mind
+
+HIGH, NETWORK_GBPS = "A100-80", 100.0
+TRACE = "azure_llm_2023_conv.csv.gz"
+REQUESTS, MEAN_TOKENS = 1000, (1014.0, 247.0)
+SLOTS = 256
+"""vLLM's max_num_seqs; a pipeline has as many for each of its two batches."""
+CHUNK_TOKENS, LOW_CHUNK_TOKENS = 512, 256
+WHOLE_TOKENS = 16384
+"""A token budget that no prompt fills: prefill in one step."""
+FITTED_HOST_S = 0.007
+DP, PP, HIGH_LOW, LOW_HIGH, CRONUS = "DP+Chunked", "PP+Chunked", "Disagg. H-L", "Disagg. L-H", "Cronus"
+APPROACHES = (DP, PP, HIGH_LOW, LOW_HIGH, CRONUS)
+SERIAL_PP = "PP+Chunked, one batch at a time"
+"""Not in the paper: to see what would explain its PP."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A column of Table 2."""
+
+    name: str
+    low: str
+    model: str
+    layers: tuple[int, int]
+    """Of a pipeline, on the high-end and the low-end GPU."""
+    published_per_s: Mapping[str, float]
+
+
+SETTINGS = tuple(
+    Setting(name, low, model, layers, dict(zip(APPROACHES, published, strict=True)))
+    for name, low, model, layers, published in (
+        ("A100+A10 LLaMA3-8B", "A10", "Llama-3.1-8B", (23, 9), (7.28, 3.86, 1.31, 4.11, 7.39)),
+        ("A100+A10 Qwen2-7B", "A10", "Qwen2-7B", (20, 8), (8.70, 4.08, 3.45, 4.35, 8.29)),
+        ("A100+A30 LLaMA3-8B", "A30", "Llama-3.1-8B", (21, 11), (8.54, 3.96, 2.93, 6.14, 8.70)),
+        ("A100+A30 Qwen2-7B", "A30", "Qwen2-7B", (18, 10), (10.85, 3.97, 6.74, 6.59, 10.27)),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Requests:
+    """Lengths of the requests, in their order."""
+
+    prompt_tokens: Ints
+    output_tokens: Ints
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    def first(self, count: int) -> Requests:
+        return Requests(self.prompt_tokens[:count], self.output_tokens[:count], self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """At one rate."""
+
+    rate_per_s: float
+    ttft_p99_s: float
+    tbt_p99_s: float
+
+
+def trace_requests(path: Path) -> Requests:
+    """The first 1000 requests of the trace: those that the paper ran, by their mean lengths."""
+    from potluck.spec.traces import load_trace
+
+    trace = load_trace(path)
+    if len(trace) < REQUESTS:
+        raise InputError(str(path), f"has {len(trace)} requests, not {REQUESTS}")
+    lengths = (trace.input_tokens[:REQUESTS], trace.output_tokens[:REQUESTS])
+    prompt, output = (each.astype(np.int64) for each in lengths)
+    return Requests(prompt, output, f"the first {REQUESTS} of {path.name}")
+
+
+def synthetic_requests(seed: int = 0, count: int = REQUESTS) -> Requests:
+    """Where the trace is not at hand: the catalog's lengths of the whole hour, stretched to the means printed."""
+    lengths = workloads.workload("azure-conv").lengths
+    prompt, output = draw(np.random.default_rng(seed), lengths, count)
+    columns = []
+    for drawn, mean in ((prompt, MEAN_TOKENS[0]), (output, MEAN_TOKENS[1])):
+        columns.append(np.maximum(1, np.rint(drawn * mean / drawn.mean())).astype(np.int64))
+    return Requests(columns[0], columns[1], f"synthetic, seed {seed}")
+
+
+def run(
+    setting: Setting,
+    approach: str,
+    requests: Requests,
+    rate_per_s: float = inf,
+    host_s: float = FITTED_HOST_S,
+) -> SimResult:
+    """One run; without a rate all requests come at once."""
+    when_s = np.arange(len(requests)) / rate_per_s
+    load = workload(fleets.MODEL, when_s, requests.prompt_tokens, requests.output_tokens)
+    policy = Policy(opportunistic=False, split=approach == CRONUS, split_overflow=False, low_decodes=False)
+    mind = _dispatcher if approach == DP else None
+    result = simulate(
+        _problem(setting, approach, host_s), load, policy, settings=Settings(overlap=False), mind=mind
+    )
+    if not (result.records.outcome == ANSWERED).all():
+        raise InputError(f"{setting.name}: {approach}", "not all requests were answered")
+    return result
+
+
+def throughput_per_s(
+    setting: Setting, approach: str, requests: Requests, host_s: float = FITTED_HOST_S
+) -> float:
+    """All requests sent at the start, over the time until the last is answered."""
+    return len(requests) / run(setting, approach, requests, host_s=host_s).end_s
+
+
+def latency(setting: Setting, approach: str, requests: Requests, rate_per_s: float) -> Latency:
+    """Requests at a fixed interval."""
+    total = summarise(run(setting, approach, requests, rate_per_s)).total
+    assert total.ttft_s is not None
+    assert total.tbt_s is not None
+    return Latency(rate_per_s, total.ttft_s.p99, total.tbt_s.p99)
+
+
+def fit_host_s(requests: Requests, precision_s: float = 1e-4) -> float:
+    """The host's seconds per step with which DP on the first setting has its published throughput."""
+    setting = SETTINGS[0]
+    low_s, high_s = 0.0, 0.05
+    while high_s - low_s > precision_s:
+        middle_s = (low_s + high_s) / 2
+        if throughput_per_s(setting, DP, requests, middle_s) > setting.published_per_s[DP]:
+            low_s = middle_s
+        else:
+            high_s = middle_s
+    return (low_s + high_s) / 2
+
+
+@cache
+def _nodes(low: str) -> tuple[NodeType, NodeType]:
+    return fleets.node(HIGH, NETWORK_GBPS), fleets.node(low, NETWORK_GBPS)
+
+
+def _problem(setting: Setting, approach: str, host_s: float) -> SimProblem:
+    where = _nodes(setting.low)
+    fleet, engines = _fleet(setting, approach, host_s)
+    return fleets.problem(setting.model, where, [(each, 1) for each in fleet], engines, MEAN_TOKENS)
+
+
+def _fleet(
+    setting: Setting, approach: str, host_s: float
+) -> tuple[list[Template], dict[tuple[str, int], Engine]]:
+    high, low = _nodes(setting.low)
+    on_high, on_low = (fleets.alone(each, setting.model) for each in (high, low))
+    chunked = Engine(CHUNK_TOKENS, SLOTS, host_s)
+    if approach == DP:
+        fleet = [
+            fleets.template(name, "homogeneous", [("mixed", layout)])
+            for name, layout in (("high", on_high), ("low", on_low))
+        ]
+        return fleet, {("high", 0): chunked, ("low", 0): Engine(LOW_CHUNK_TOKENS, SLOTS, host_s)}
+    if approach in (PP, SERIAL_PP):
+        places = (StageNode(high.name, 1), StageNode(low.name, 1))
+        layout = Layout(tuple(Stage(n, (node,)) for n, node in zip(setting.layers, places, strict=True)))
+        engine = Engine(CHUNK_TOKENS, 2 * SLOTS, host_s, pipelined=approach == PP)
+        return [fleets.template("both", "pipeline", [("mixed", layout)])], {("both", 0): engine}
+    first, second = (on_high, on_low) if approach == HIGH_LOW else (on_low, on_high)
+    pair = fleets.template("pair", "pair", [("prefill", first), ("mixed", second)])
+    return [pair], {("pair", 0): Engine(WHOLE_TOKENS, 1, host_s), ("pair", 1): chunked}
+
+
+def _dispatcher(kits: Kits, policy: Policy) -> Mind:
+    return QueueLimited(kits.facts(), policy, [("high", 3, 3), ("low", 1, 1)])

@@ -1,0 +1,196 @@
+"""CRONUS's rows: Table 2 and what the text says of Figure 4, the paper's figures beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from potluck.papers.cronus import (
+    APPROACHES,
+    CRONUS,
+    DP,
+    FITTED_HOST_S,
+    HIGH_LOW,
+    LOW_HIGH,
+    PP,
+    SERIAL_PP,
+    SETTINGS,
+    Latency,
+    Requests,
+    Setting,
+    latency,
+    throughput_per_s,
+)
+from potluck.papers.rows import Reproduction, Row, Said, inversions, quiet
+from potluck.perf.roofline import HOST_S
+
+EASY, BUSY = "easy", "busy"
+"""Two rates for latencies: one that all five approaches sustain, one that all but Disagg. H-L do."""
+EASY_SHARE, BUSY_SHARE = 0.7, 0.8
+"""Of the throughput of the slowest of them."""
+Throughputs = Mapping[str, Mapping[str, float]]
+"""Setting to approach to requests a second."""
+Claim = tuple[str, str, str, float]
+"""Metric (ttft, tbt), other approach, low-end GPU ("" for any), the published largest reduction."""
+CLAIMS: tuple[Claim, ...] = (
+    ("ttft", DP, "A10", 0.55),
+    ("ttft", DP, "A30", 0.26),
+    ("ttft", LOW_HIGH, "", 0.84),
+    ("ttft", PP, "", 0.58),
+    ("tbt", PP, "", 0.70),
+    ("tbt", DP, "", 0.63),
+    ("tbt", HIGH_LOW, "", 0.51),
+)
+BEST = (("ttft", HIGH_LOW), ("tbt", LOW_HIGH))
+"""Metric and the one approach that the paper says is better than Cronus in it."""
+WHY = {
+    PP: "hardly depends on GPU or model in the paper, so something we do not model sets it",
+    HIGH_LOW: "A10 was never measured: its times are carried over from A40's",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All that was run."""
+
+    fitted: Throughputs
+    plain: Throughputs
+    """With the host time of today's engines: nothing fitted."""
+    serial_per_s: Mapping[str, float]
+    """A pipeline that works on one batch at a time."""
+    latencies: Mapping[tuple[str, str, str], Latency]
+    """(setting, rate, approach); approaches that do not sustain a rate are left out."""
+
+    def reduction(self, setting: str, rate: str, metric: str, other: str) -> float | None:
+        """By how much Cronus's figure is below another's, as a share of it; None where that was not run."""
+        mine, theirs = (self.latencies.get((setting, rate, each)) for each in (CRONUS, other))
+        if mine is None or theirs is None:
+            return None
+        return 1.0 - _p99(mine, metric) / _p99(theirs, metric)
+
+
+def measure(
+    requests: Requests,
+    said: Said = quiet,
+    settings: tuple[Setting, ...] = SETTINGS,
+    *,
+    fitted_only: bool = False,
+) -> Measured:
+    """Run everything, or only what the fitted host time is used for."""
+    fitted, plain, serial, found = {}, {}, {}, {}
+    for setting in settings:
+        said(f"CRONUS, {setting.name}: throughput")
+        name = setting.name
+        fitted[name] = {each: throughput_per_s(setting, each, requests) for each in APPROACHES}
+        if not fitted_only:
+            plain[name] = {each: throughput_per_s(setting, each, requests, HOST_S) for each in APPROACHES}
+            serial[name] = throughput_per_s(setting, SERIAL_PP, requests)
+        said(f"CRONUS, {setting.name}: latencies")
+        for rate, rate_per_s in rates_per_s(fitted[name]).items():
+            for each in APPROACHES:
+                if fitted[name][each] > rate_per_s:
+                    found[name, rate, each] = latency(setting, each, requests, rate_per_s)
+    return Measured(fitted, plain, serial, found)
+
+
+def rates_per_s(throughputs: Mapping[str, float]) -> dict[str, float]:
+    """At which latencies are compared."""
+    slowest = min(throughputs.values())
+    others = min(rate for approach, rate in throughputs.items() if approach != HIGH_LOW)
+    return {EASY: EASY_SHARE * slowest, BUSY: BUSY_SHARE * others}
+
+
+def largest_reduction(measured: Measured, metric: str, other: str, low: str) -> float | None:
+    """Over settings with that low-end GPU and both rates: the paper's "up to"; None where none was run."""
+    names = [each.name for each in SETTINGS if each.name in measured.fitted and low in ("", each.low)]
+    found = [measured.reduction(name, rate, metric, other) for name in names for rate in (EASY, BUSY)]
+    return max((each for each in found if each is not None), default=None)
+
+
+def order_inversions(measured: Measured, without: str = "", tie: float = 0.0) -> int:
+    """Pairs of approaches that come out the other way round than in Table 2, over all settings.
+
+    Those that the paper has within `tie` of each other do not count.
+    """
+    total = 0
+    for setting in SETTINGS:
+        ours = {a: v for a, v in measured.fitted.get(setting.name, {}).items() if a != without}
+        published = {a: v for a, v in setting.published_per_s.items() if a in ours}
+        total += len(inversions(published, ours, tie))
+    return total
+
+
+def reproduce(requests: Requests, said: Said = quiet) -> Reproduction:
+    return Reproduction("CRONUS", rows(measure(requests, said), requests))
+
+
+def rows(measured: Measured, requests: Requests) -> tuple[Row, ...]:
+    """Table 2 twice, then latencies."""
+    return (*_throughput_rows(measured, requests), *_latency_rows(measured))
+
+
+def _throughput_rows(measured: Measured, requests: Requests) -> list[Row]:
+    found = []
+    unit, fitted_ms = "requests/s", FITTED_HOST_S * 1e3
+    for title, values, basis in (
+        ("Table 2", measured.fitted, f"host {fitted_ms:g} ms a step, fitted on DP, {SETTINGS[0].name}"),
+        ("Table 2, nothing fitted", measured.plain, f"host {HOST_S * 1e3:g} ms a step"),
+    ):
+        for setting in (each for each in SETTINGS if each.name in values):
+            for approach in APPROACHES:
+                ours, published = values[setting.name][approach], setting.published_per_s[approach]
+                far = abs(ours / published - 1.0) > 0.25
+                note = WHY[approach] if far and approach in WHY else f"{basis}; {requests.source}"
+                found.append(
+                    Row(title, f"{setting.name}, {approach}", "max throughput", unit, published, ours, note)
+                )
+    note = "chosen after seeing the rows above; counts in no target"
+    for setting in (each for each in SETTINGS if each.name in measured.serial_per_s):
+        where, ours = f"{setting.name}, {SERIAL_PP}", measured.serial_per_s[setting.name]
+        published = setting.published_per_s[PP]
+        found.append(Row("Table 2, a guess at PP", where, "max throughput", unit, published, ours, note))
+    return found
+
+
+def _latency_rows(measured: Measured) -> list[Row]:
+    found = []
+    for metric, other, low, published in CLAIMS:
+        ours = largest_reduction(measured, metric, other, low)
+        if ours is None:
+            continue
+        where = f"A100+{low}" if low else "all settings"
+        label = f"{metric.upper()} p99, Cronus below {other}, up to"
+        note = "largest over settings and the two rates; the paper prints no rates"
+        found.append(Row("Figure 4", where, label, "share", published, ours, note))
+    for (setting, rate, approach), each in measured.latencies.items():
+        where = f"{setting}, {approach}, {rate}: {each.rate_per_s:.2f} requests/s"
+        for metric in ("ttft", "tbt"):
+            value = _p99(each, metric)
+            found.append(
+                Row("Figure 4", where, f"{metric.upper()} p99", "s", None, value, "drawn, not printed")
+            )
+    return found
+
+
+def wrong_directions(measured: Measured) -> list[str]:
+    """Comparisons at the rates above that point the other way than the paper's text, setting by setting."""
+    found = []
+    for name in measured.fitted:
+        for metric, other in dict.fromkeys((metric, other) for metric, other, _, _ in CLAIMS):
+            found += _wrong(measured, name, metric, other, better=True)
+        for metric, other in BEST:
+            found += _wrong(measured, name, metric, other, better=False)
+    return found
+
+
+def _wrong(measured: Measured, name: str, metric: str, other: str, *, better: bool) -> list[str]:
+    shown = []
+    for rate in (EASY, BUSY):
+        reduction = measured.reduction(name, rate, metric, other)
+        if reduction is not None and (reduction > 0) != better:
+            shown.append(f"{name}, {rate}: {metric} p99 against {other}: {reduction:+.0%}")
+    return shown
+
+
+def _p99(each: Latency, metric: str) -> float:
+    return each.ttft_p99_s if metric == "ttft" else each.tbt_p99_s

@@ -1,0 +1,89 @@
+"""Small fleets written by hand: templates, plans and problems as the papers' experiments need them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from potluck.catalog import models, nodes
+from potluck.core.layout import Layout, single
+from potluck.core.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    NodeCount,
+    Plan,
+    Replica,
+    Template,
+    TemplateKind,
+)
+from potluck.core.types import NodeType, Offer, Region, Role, Slo
+from potluck.sim.setup import Engine, SimProblem
+
+MODEL, REGION = "model", "here"
+LONGEST_TOKENS = 1 << 20
+
+
+def node(gpu: str, network_gbps: float, gpus: int = 1) -> NodeType:
+    """A node of the catalog with the paper's network card."""
+    return replace(nodes.node_type(f"{gpus}x{gpu}"), network_gbps=network_gbps)
+
+
+def alone(where: NodeType, model: str) -> Layout:
+    """The whole model on all GPUs of one node."""
+    return single(where.name, where.gpus, models.model(model).layer_count)
+
+
+def template(
+    name: str, kind: TemplateKind, parts: Sequence[tuple[Role, Layout]], weight_per_s: float = 1.0
+) -> Template:
+    """Replicas that work together; `weight_per_s` is what goodput-weighted turns go by."""
+    counts: dict[str, int] = {}
+    for _, layout in parts:
+        for each, count in layout.node_counts.items():
+            counts[each] = counts.get(each, 0) + count
+    capacity = BucketCapacity(0, 0.0, 0.0, weight_per_s, 0.0, 0.0)
+    return Template(
+        name,
+        kind,
+        MODEL,
+        tuple(NodeCount(each, count) for each, count in counts.items()),
+        tuple(Replica(role, layout) for role, layout in parts),
+        (capacity,),
+        "measured",
+    )
+
+
+def problem(
+    model: str,
+    where: Sequence[NodeType],
+    fleet: Sequence[tuple[Template, int]],
+    engines: Mapping[tuple[str, int], Engine],
+    mean_tokens: tuple[float, float],
+    *,
+    slo: Slo | None = None,
+    price_usd_per_h: Mapping[str, float] | None = None,
+) -> SimProblem:
+    """A plan of (template, copies), all in one place, with all that its names mean."""
+    prices = price_usd_per_h or {}
+    plan = Plan(
+        "by hand",
+        tuple(each for each, _ in fleet),
+        tuple(Deployment(each.name, REGION, count) for each, count in fleet),
+        (Bucket(MODEL, 0, LONGEST_TOKENS, 1.0),),
+        (),
+        (),
+        (),
+        0.0,
+        0.0,
+    )
+    offers = tuple(Offer(each.name, prices.get(each.name, 0.0), 1000) for each in where)
+    return SimProblem(
+        plan,
+        {MODEL: models.model(model)},
+        {each.name: each for each in where},
+        (Region(REGION, offers),),
+        slos={} if slo is None else {MODEL: slo},
+        mean_tokens={MODEL: mean_tokens},
+        engines=engines,
+    )

@@ -1,0 +1,51 @@
+"""What a reproduction says: rows of one figure each, the paper's beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Said = Callable[[str], None]
+"""Told what is being run, for a progress line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. `published` is None where the paper prints no number."""
+
+    experiment: str
+    setting: str
+    metric: str
+    unit: str
+    published: float | None
+    ours: float
+    note: str = ""
+
+    @property
+    def off(self) -> float | None:
+        """How far ours is from the published figure, as a share of it."""
+        return None if not self.published else self.ours / self.published - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """A paper's experiments."""
+
+    paper: str
+    rows: tuple[Row, ...]
+
+
+def quiet(text: str) -> None:
+    """Says nothing."""
+
+
+def inversions(
+    published: dict[str, float], ours: dict[str, float], tie: float = 0.0
+) -> list[tuple[str, str]]:
+    """Pairs (a, b) that the paper has a above b, by more than `tie` of b, and ours has not."""
+    return [
+        (a, b)
+        for a in published
+        for b in published
+        if published[a] > published[b] * (1.0 + tie) and ours[a] <= ours[b]
+    ]

@@ -1,0 +1,55 @@
+"""`potluck reproduce`: one JSON object with rows, and a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from potluck.cli.main import run
+from potluck.papers import cronus, cronus_rows
+from potluck.papers.rows import Reproduction, Row
+
+COLUMNS = {"experiment", "setting", "metric", "unit", "published", "ours", "note"}
+
+
+@pytest.fixture
+def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One setting and few requests: the same way through the code in a second."""
+    measure = cronus_rows.measure
+
+    def few(requests: cronus.Requests, said: object) -> Reproduction:
+        asked = requests.first(40)
+        return Reproduction("CRONUS", cronus_rows.rows(measure(asked, settings=cronus.SETTINGS[:2]), asked))
+
+    monkeypatch.setattr(cronus_rows, "reproduce", few)
+    monkeypatch.setattr(cronus_rows, "CLAIMS", tuple(c for c in cronus_rows.CLAIMS if c[2] != "A30"))
+
+
+@pytest.mark.usefixtures("shortened")
+def test_json_has_the_agreed_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "cronus", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"paper", "rows"}
+    assert found["paper"] == "CRONUS"
+    assert all(set(row) == COLUMNS for row in found["rows"])
+    assert any(row["published"] is None for row in found["rows"])
+    assert {row["published"] for row in found["rows"]} >= {7.28, 8.29}
+
+
+@pytest.mark.usefixtures("shortened")
+def test_the_table_shows_both_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "cronus"]) == 0
+    shown = capsys.readouterr().out
+    assert "CRONUS, Table 2" in shown
+    assert "7.28" in shown
+    assert "+55.0%" in shown
+
+
+def test_an_unknown_paper_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "nothing"]) == 2
+    assert "cauchy" in capsys.readouterr().err
+
+
+def test_rows_are_plain_values() -> None:
+    assert {*Row.__dataclass_fields__} == COLUMNS
