@@ -92,12 +92,14 @@ def desk(kind: str, **fields: int) -> Desk:
 
 def carry(sender: Desk, source: int, receiver: Desk, target: int, *, late: bool = False) -> None:
     """The cache that `source` hands on, to `target`. `late`: the receiver comes when the work is done."""
-    receiver.turn()
-    have = next(event.have for event in receiver.said[target] if isinstance(event, Room))
+    have = receiver.loop.look_up(target)
     if late:
         sender.run()
     about: Manifest = sender.loop.attach(source, have, sender.now_s)
     sender.run()
+    receiver.loop.want(target)
+    receiver.turn()
+    assert any(isinstance(event, Room) for event in receiver.said[target])
     receiver.loop.expect(target, about)
     for parcel in sender.parcels(source):
         receiver.loop.accept(target, parcel)

@@ -54,7 +54,7 @@ def pipeline(
     config: Config, text: str, addresses: Sequence[tuple[str, int]], **more: object
 ) -> PipelineExecutor:
     stages = placed(text, addresses)
-    return launch(config, stages, SIZE, seed=SEED, secret=SECRET, wait_s=20.0, **more)  # type: ignore[arg-type]
+    return launch(config, stages, SIZE, seed=SEED, secret=SECRET, wait_s=20.0, worth_tokens=2, **more)  # type: ignore[arg-type]
 
 
 def weighted(stage: PipelineStage, *weights: float) -> PipelineStage:

@@ -130,7 +130,7 @@ def test_a_cache_that_nobody_fetches_is_let_go() -> None:
 
 def test_a_handle_is_good_for_one_request_only() -> None:
     async def scene() -> None:
-        limits = FaceLimits(handover_s=0.5)
+        limits = FaceLimits(attach_s=0.3)
         async with face(make_service(limits=limits)) as one:
             handle = new_handle()
             segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))

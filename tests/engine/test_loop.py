@@ -171,7 +171,10 @@ def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
         if kind == 0:
             keys.append(engine.submit(tokens, stop=chance.randrange(1, len(tokens) + 1)))
         elif kind == 1:
-            keys.append(engine.submit(tokens, 8, start=chance.randrange(1, len(tokens) + 1)))
+            start = chance.randrange(min(2, len(tokens)), len(tokens) + 1)
+            keys.append(engine.submit(tokens, 8, start=start))
+            engine.loop.look_up(keys[-1])
+            engine.loop.want(keys[-1])
         else:
             keys.append(engine.submit(tokens, chance.randrange(1, 30)))
         for _ in range(chance.randrange(3)):
@@ -240,6 +243,7 @@ def test_what_can_never_run_is_refused() -> None:
 def test_a_wrong_hand_over_is_refused_and_the_row_is_free_again() -> None:
     engine, sender = desk("full"), desk("full")
     target = engine.submit(prompt(40), 4, start=40)
+    engine.loop.want(target)
     engine.turn()
     source = sender.submit(prompt(40, 1), stop=40)
     about = sender.loop.attach(source, 0, 0.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +15,17 @@ from hypothesis import strategies as st
 from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generate, local, standing
 
 from potluck.catalog import models, nodes
-from potluck.cli.emulate import emulation
+from potluck.cli.emulate import emulation, executor_maker
 from potluck.core.errors import InputError
 from potluck.core.facts import BLOCK_TOKENS
 from potluck.core.plan import Confidence
-from potluck.engine.executor import Executor, Export
+from potluck.engine.checkpoint import Seeded
+from potluck.engine.executor import Executor, Export, LocalExecutor
 from potluck.engine.handover import Parcel
 from potluck.engine.paced import KvPace, Paced, Pacer, card_of, emulated_blocks, steps_of
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.runner import Work
+from potluck.engine.serve import Settings, service_of
 from potluck.perf.memory import kv_bytes
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, steps
@@ -54,15 +59,15 @@ class Fixed:
         return np.asarray(batch.tokens, np.float64)
 
 
-def run(pacer: Pacer, time: FakeTime, tokens: Sequence[int], work_s: float, gap_s: float) -> list[float]:
+def run(pacer: Pacer, fake: FakeTime, tokens: Sequence[int], work_s: float, gap_s: float) -> list[float]:
     """When each step ended."""
     ends = []
     for count in tokens:
         pacer.begin([Work(0, 0, [0] * count)])
-        time.now_s += work_s
+        fake.now_s += work_s
         pacer.end()
-        ends.append(time.now_s)
-        time.now_s += gap_s
+        ends.append(fake.now_s)
+        fake.now_s += gap_s
     return ends
 
 
@@ -75,9 +80,9 @@ def run(pacer: Pacer, time: FakeTime, tokens: Sequence[int], work_s: float, gap_
 def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
     tokens: list[int], work_share: float, over_s: float, speed_up: float
 ) -> None:
-    time = FakeTime(over_s)
-    pacer = Pacer(Fixed(), speed_up, time.clock, time.sleep, host_s=0.1)
-    ends = run(pacer, time, tokens, work_share / speed_up, gap_s=0.1 / speed_up * 0.9)
+    fake = FakeTime(over_s)
+    pacer = Pacer(Fixed(), speed_up, fake.clock, fake.sleep, host_s=0.1)
+    ends = run(pacer, fake, tokens, work_share / speed_up, gap_s=0.1 / speed_up * 0.9)
     due = 100.0 + np.cumsum(tokens) / speed_up
     assert pacer.late_steps == 0
     assert np.all(np.array(ends) >= due - 1e-9)
@@ -86,19 +91,30 @@ def test_steps_last_as_long_as_predicted_and_errors_do_not_add_up(
 
 
 def test_a_pause_between_steps_is_not_made_up_for() -> None:
-    time = FakeTime()
-    pacer = Pacer(Fixed(), 1.0, time.clock, time.sleep, host_s=0.1)
-    assert run(pacer, time, [1, 1], 0.2, gap_s=5.0) == [101.0, pytest.approx(107.0)]
+    fake = FakeTime()
+    pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.1)
+    assert run(pacer, fake, [1, 1], 0.2, gap_s=5.0) == [101.0, pytest.approx(107.0)]
 
 
 def test_steps_that_are_too_slow_are_counted_and_not_slept_for() -> None:
-    time = FakeTime()
-    pacer = Pacer(Fixed(), 4.0, time.clock, time.sleep)
-    run(pacer, time, [1, 8, 1], work_s=0.5, gap_s=0.0)
+    fake = FakeTime()
+    pacer = Pacer(Fixed(), 4.0, fake.clock, fake.sleep)
+    run(pacer, fake, [1, 8, 1], work_s=0.5, gap_s=0.0)
+    assert fake.now_s == 100.0 + 0.25 + 2.0 + 0.5, "the second step makes up for the first, the third cannot"
     assert (pacer.steps, pacer.late_steps) == (3, 2)
     assert pacer.late_s == pytest.approx(0.5)
-    assert time.sleeps == 1
+    assert fake.sleeps == 1
     assert pacer.notes()["emulated_late_steps"] == 2
+
+
+def test_what_is_too_slow_for_good_is_not_made_up_for_without_end() -> None:
+    fake = FakeTime()
+    pacer = Pacer(Fixed(), 1.0, fake.clock, fake.sleep, host_s=0.0)
+    run(pacer, fake, [1] * 50, work_s=2.0, gap_s=0.0)
+    assert pacer.late_steps == 50
+    slow = fake.now_s
+    run(pacer, fake, [1] * 50, work_s=0.5, gap_s=0.0)
+    assert fake.now_s - slow == pytest.approx(49.0), "one step's time is caught up, not fifty"
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=12))
@@ -112,16 +128,16 @@ def test_steps_as_perf_sees_them(shapes: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("speed_up", [1.0, 10.0])
 def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> None:
-    time, alone = FakeTime(), local(HYBRID)
+    fake, alone = FakeTime(), local(HYBRID)
     timer = roofline(LLAMA, A10, 1)
-    paced: Executor = Paced(alone, timer, speed_up, time.clock, time.sleep, host_s=0.0)
+    paced: Executor = Paced(alone, timer, speed_up, fake.clock, fake.sleep, host_s=0.0)
     assert generate(paced, PROMPTS[:3]) == generate(alone, PROMPTS[:3])
     # 64 tokens of each prompt at first, then 62 and two decodes, and so on.
     row = paced.open()
     paced.grow(row, 100)
-    begin = time.now_s
+    begin = fake.now_s
     paced.step([Work(row, 0, PROMPTS[2][:100], "none")], [])
-    assert time.now_s - begin == pytest.approx(float(timer.step_s(steps(100))[0]) / speed_up)
+    assert fake.now_s - begin == pytest.approx(float(timer.step_s(steps(100))[0]) / speed_up)
     paced.close(row)
     paced.check()
     assert paced.health() == ""
@@ -129,14 +145,14 @@ def test_an_executor_says_the_same_and_takes_the_gpus_time(speed_up: float) -> N
 
 
 def test_layers_go_out_over_the_step() -> None:
-    time, alone = FakeTime(), local(HYBRID)
+    fake, alone = FakeTime(), local(HYBRID)
     timer = roofline(LLAMA, A10, 1)
-    paced = Paced(alone, timer, 1.0, time.clock, time.sleep)
+    paced = Paced(alone, timer, 1.0, fake.clock, fake.sleep)
     row, seen = paced.open(), {}
     paced.grow(row, 50)
 
     def deliver(_: int, parcels: tuple[Parcel, ...]) -> None:
-        seen[parcels[0].layer] = time.now_s - 100.0
+        seen[parcels[0].layer] = fake.now_s - 100.0
 
     paced.step([Work(row, 0, PROMPTS[2][:50], "none")], [], [Export(row, 0, 50)], deliver)
     whole = float(timer.step_s(steps(50))[0])
@@ -144,16 +160,26 @@ def test_layers_go_out_over_the_step() -> None:
 
 
 def test_kv_crosses_at_the_pace_of_the_card() -> None:
-    time = FakeTime()
-    pace = KvPace(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, time.clock)
+    fake = FakeTime()
+    pace = KvPace(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, fake.clock)
     parcels = [Parcel(layer, "kv", 0, 100, "float32", (1,), b"") for layer in range(8)]
     assert sum(map(pace.kv_bytes, parcels)) == pytest.approx(kv_bytes(LLAMA, 100))
     dues = [pace.due_s(parcel) for parcel in parcels]
     each = kv_bytes(LLAMA, 100) / 8 / 1e9 / 2.0
     assert dues == pytest.approx([100.0 + each * count + 0.25 for count in range(1, 9)])
-    time.now_s += 50
+    fake.now_s += 50
     assert pace.due_s(parcels[0]) == pytest.approx(150.0 + each + 0.25)
     assert card_of(A10).beta_bytes_per_s < A10.network_gbps * 1e9 / 8
+
+
+def test_an_engine_sends_at_the_pace_of_the_card() -> None:
+    """A lower bound on real time: what is sent takes at least as long as on the emulated card."""
+    service = service_of(made(emulate="A10:llama-3.1-8b"), Settings(max_running=4, token_budget=64), name="x")
+    parcels = [Parcel(layer, "kv", 0, 512, "float32", (1,), b"") for layer in range(3)]
+    began = time.monotonic()
+    for parcel in parcels:
+        asyncio.run(service.pace(parcel))
+    assert time.monotonic() - began >= kv_bytes(LLAMA, 512) / card_of(A10).beta_bytes_per_s > 0.01
 
 
 def test_capacity_follows_the_gpu() -> None:
@@ -181,6 +207,30 @@ def test_capacity_follows_the_gpu() -> None:
 def test_emulations_that_make_no_sense(text: str) -> None:
     with pytest.raises(InputError):
         emulation(text)
+
+
+def made(**flags: object) -> Executor:
+    """The executor that an engine started with such flags would have."""
+    none = dict.fromkeys(("emulate", "stages", "secret_file", "random_seed", "threads", "kv_blocks"))
+    make = executor_maker(**{**none, "speed_up": 1.0, "directory": Path(), **flags})  # type: ignore[arg-type]
+    return make(PLAIN, Seeded(SEED), SIZE, "cpu")
+
+
+def test_flags_make_an_executor(tmp_path: Path) -> None:
+    assert isinstance(made(), LocalExecutor)
+    paced = made(emulate="A10:llama-3.1-8b")
+    assert isinstance(paced, Paced)
+    assert paced.size.blocks == emulated_blocks(LLAMA, A10, 1)
+    assert paced.kv is not None
+    assert made(emulate="A10:llama-3.1-8b", kv_blocks=SIZE.blocks).size == SIZE
+
+
+def test_flags_that_make_no_executor(tmp_path: Path) -> None:
+    short = tmp_path / "secret"
+    short.write_text("short\n")
+    for file, says in ((None, "is needed"), (short, "16 characters"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(InputError, match=says):
+            made(stages="1,2@127.0.0.1:9", secret_file=file)
 
 
 def test_speed_up_must_be_positive() -> None:

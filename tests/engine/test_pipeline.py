@@ -28,6 +28,7 @@ from potluck.engine.executor import Draw, Executor, Export, LocalExecutor
 from potluck.engine.handover import Manifest, Parcel, token_hash
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import launch, parse_stages
+from potluck.engine.pipeline.run import Run
 from potluck.engine.pipeline.wire import LinkError
 from potluck.engine.runner import Work
 from potluck.engine.sample import Choice, Sampling
@@ -169,6 +170,34 @@ def test_layers_go_out_while_the_step_runs_in_order(shared: PipelineExecutor, al
     assert found["shared"] == found["alone"]
     layers = [parcel.layer for parcel in found["shared"]]
     assert layers == sorted(layers)
+
+
+def test_steps_under_way_at_once_do_not_disturb_each_other(
+    shared: PipelineExecutor, expected: list[list[Choice]]
+) -> None:
+    """Two groups of requests go round in turn; each says what it would say alone."""
+    prompts = [PROMPTS[:2], PROMPTS[2:]]
+    rows = [[shared.open() for _ in group] for group in prompts]
+    tokens = [[list(each) for each in group] for group in prompts]
+    for row in (each for group in rows for each in group):
+        shared.grow(row, 150)
+
+    def begin(group: int) -> Run:
+        held = [shared.held(row) for row in rows[group]]
+        works = [Work(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
+        return shared.submit(works, [Draw(Sampling(), len(each)) for each in tokens[group]])
+
+    runs = [begin(0), begin(1)]
+    for turn in range(12):
+        group = turn % 2
+        for sequence, choice in zip(tokens[group], shared.collect(runs[group]), strict=True):
+            sequence.append(choice.token)
+        if turn < 10:
+            runs[group] = begin(group)
+    said = [each[-6:] for group in tokens for each in group]
+    assert said == [[choice.token for choice in each] for each in expected]
+    for row in (each for group in rows for each in group):
+        shared.close(row)
 
 
 def test_a_bad_hand_over_is_one_error_and_the_pipeline_lives_on(

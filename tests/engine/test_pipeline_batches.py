@@ -15,7 +15,7 @@ SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=1, max_siz
 def test_pieces_make_up_the_works_in_order(sizes: list[int], batches: int, data: st.DataObject) -> None:
     works = [Work(row, row * 3, list(range(size))) for row, size in enumerate(sizes)]
     paths = [(data.draw(st.integers(0, 1)), data.draw(st.integers(0, 2))) for _ in sizes]
-    found = cut(works, paths, batches)
+    found = cut(works, paths, batches, 1)
     assert 1 <= len(found) <= batches
     assert all(found)
     for index, work in enumerate(works):
@@ -37,19 +37,20 @@ def test_pieces_make_up_the_works_in_order(sizes: list[int], batches: int, data:
 def test_micro_batches_are_about_as_large_as_each_other(sizes: list[int], batches: int) -> None:
     """None is larger than its share by more than a piece that could not be cut."""
     works = [Work(row, 0, [0] * size) for row, size in enumerate(sizes)]
-    found = cut(works, [(0,)] * len(works), batches)
-    goal = -(-sum(sizes) // batches)
+    found = cut(works, [(0,)] * len(works), batches, 1)
+    goal = -(-sum(sizes) // min(batches, sum(sizes)))
     for batch in found:
         assert sum(len(piece.part.tokens) for piece in batch) <= goal + 2 * LEAST_TOKENS
 
 
 def test_decodes_are_shared_out_and_one_alone_is_not() -> None:
     works = [Work(row, 5, [1]) for row in range(8)]
-    found = cut(works, [(row % 2,) for row in range(8)], 2)
+    found = cut(works, [(row % 2,) for row in range(8)], 2, 4)
     assert [[piece.path for piece in batch] for batch in found] == [[(0,)] * 4, [(1,)] * 4]
-    assert len(cut(works[:1], [(0,)], 4)) == 1
+    assert len(cut(works[:1], [(0,)], 4, 1)) == 1
+    assert len(cut(works, [(0,)] * 8, 2, 5)) == 1, "too few tokens to be worth it"
 
 
 def test_a_long_chunk_is_spread_over_the_stages() -> None:
-    found = cut([Work(0, 10, [0] * 400)], [(0,)], 4)
+    found = cut([Work(0, 10, [0] * 400)], [(0,)], 4, 100)
     assert [len(batch[0].part.tokens) for batch in found] == [100] * 4

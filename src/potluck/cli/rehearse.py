@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
+SEED_STRIDE = 10_000_000
+"""Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ def rehearsal_options(command: Command) -> Command:
             type=click.IntRange(2, 1000),
             default=5,
             show_default=True,
-            help="Of a rehearsal, per round; twice as many fresh ones in the end.",
+            help="Of a rehearsal, per round; twice as many fresh ones in the end (of a trace as many).",
         ),
         click.option(
             "--requests", type=click.IntRange(min=100), help="Of each run; else as many as it takes."
@@ -80,13 +82,15 @@ def rehearsed(
     from potluck.sim.settings import Settings as Running
 
     world = sim_problem(Inputs(spec, workshop.problem, outcome.plan))
-    trial = Trial(world, _source(spec, asked, settings.seed), Policy(), Running())
-    rules = Rules(runs=asked.runs, verdict_runs=2 * asked.runs)
+    source, recorded = _source(spec, asked, settings.seed)
+    trial = Trial(world, source, Policy(), Running())
+    # A trace has just so many pieces; seeds there are without end.
+    rules = Rules(runs=asked.runs, verdict_runs=asked.runs if recorded else 2 * asked.runs)
     return rehearse(workshop, planner, settings, trial, rules, workshop.said)
 
 
-def _source(spec: Spec, asked: Asked, seed: int) -> Source:
-    """The spec's own traces where it has some with times; everything else is made up."""
+def _source(spec: Spec, asked: Asked, seed: int) -> tuple[Source, bool]:
+    """The spec's own traces where it has some with times; everything else is made up. And whether it has."""
     from potluck.cli.workloads import Asked as Wanted
     from potluck.cli.workloads import of_trace
     from potluck.rehearse.sources import made_up, recorded
@@ -98,9 +102,10 @@ def _source(spec: Spec, asked: Asked, seed: int) -> Source:
         trace = None if model.trace is None else load_trace(model.trace, blocks=True)
         if trace is not None and trace.span_s > 0 and asked.cv is None and model.traffic.rate_per_s > 0:
             traces[model.name] = of_trace(trace, model.name, Wanted())
-    cv = 1.0 if asked.cv is None else asked.cv
-    source = recorded(traces, traffic, asked.runs) if traces else made_up(traffic, cv, asked.requests)
-    return lambda run: source(run + 100 * seed) if not traces else source(run)
+    if traces:
+        return recorded(traces, traffic, asked.runs), True
+    made = made_up(traffic, 1.0 if asked.cv is None else asked.cv, asked.requests)
+    return (lambda run: made(run + SEED_STRIDE * seed)), False
 
 
 def show_rehearsal(found: Rehearsal | None) -> None:
@@ -108,9 +113,7 @@ def show_rehearsal(found: Rehearsal | None) -> None:
     if found is None:
         return
     models = [each.model for each in found.first.evidence]
-    rows = [
-        (step.number, *_cells(step, models), "holds" if step.holds else "misses") for step in found.steps
-    ]
+    rows = [(step.number, *_cells(step, models), "holds" if step.holds else "misses") for step in found.steps]
     heads = [head for model in models for head in (f"{model}: headroom", "attained", "at least")]
     table("Rehearsal", ("round", "runs", "USD/h", *heads, "objective"), rows)
     best, first = found.best, found.first

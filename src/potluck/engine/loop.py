@@ -1,13 +1,16 @@
 """The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batcher.
 
     turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
-    submit, cancel, attach, accept, arrived     what may be asked between two turns (`driver.py` brings it here)
+    submit, cancel                              what may be asked between two turns (`driver.py` brings it here)
+    attach                                      of a sender: the receiver is there
+    look_up, want, expect, accept, arrived      of a receiver, in this order
 
 The Batcher decides by numbers of tokens, and believes that a prompt is computed as it scheduled it. What is really
 computed is what the row lacks: a prefix that was found in the cache makes a chunk smaller or empty, never larger.
 
-A hand-over takes one of `handover_rows` beside the Batcher's slots, from when it may begin until its blocks are free
-(sender) or it runs (receiver), so that there is always a row for what the Batcher lets in.
+A hand-over takes a row beside the Batcher's slots, from when it may begin until its blocks are free (sender) or it
+runs (receiver), so that there is always a row for what the Batcher lets in. Half of these rows are for those that
+receive, half for the others: receivers wait for senders, perhaps in a ring of engines, and must not keep them out.
 """
 
 from __future__ import annotations
@@ -32,6 +35,29 @@ FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
 """What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
 
 
+class _Gate:
+    """Hand-overs of one kind: who waits for a row or for blocks, and who has a row set apart."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self.lobby: deque[int] = deque()
+        self.inside: set[int] = set()
+
+    def next(self) -> list[int]:
+        """Those that may enter, in order."""
+        free = self._places - len(self.inside)
+        return [self.lobby[place] for place in range(min(free, len(self.lobby)))]
+
+    def enter(self, key: int) -> None:
+        self.lobby.remove(key)
+        self.inside.add(key)
+
+    def leave(self, key: int) -> None:
+        self.inside.discard(key)
+        if key in self.lobby:
+            self.lobby.remove(key)
+
+
 class Loop:
     def __init__(
         self,
@@ -44,9 +70,9 @@ class Loop:
     ) -> None:
         if limits.total_blocks > executor.size.blocks:
             raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
-        self.handover_rows = executor.size.rows - limits.max_running
-        if self.handover_rows < 1:
-            raise InputError("rows", f"must be more than the {limits.max_running} that may run")
+        spare = executor.size.rows - limits.max_running
+        if spare < 2:
+            raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
         self.executor = executor
         self.counters = Counters()
         self._chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
@@ -56,10 +82,8 @@ class Loop:
         self._rows = Rows(executor, self._prefixes, self._chunk, self.counters)
         self._lease_s = lease_s
         self._runs: dict[int, Run] = {}
-        self._lobby: deque[int] = deque()
-        """Hand-overs that wait for a row or for blocks."""
-        self._handovers: set[int] = set()
-        """Those that have a row set apart."""
+        self._senders = _Gate(spare - spare // 2)
+        self._receivers = _Gate(spare // 2)
         self._said: list[tuple[int, Event]] = []
         self._now_s = 0.0
 
@@ -79,8 +103,10 @@ class Loop:
             raise InputError("request", f"{job.key} is already here")
         self._runs[job.key] = Run(job, now_s)
         self.counters.accepted += 1
-        if job.hands_on or job.received:
-            self._lobby.append(job.key)
+        if job.received:
+            return  # until its cache comes
+        if job.hands_on:
+            self._senders.lobby.append(job.key)
         else:
             self._batcher.add(job.key, job.whole, 0, job.output_tokens, job.priority)
 
@@ -104,9 +130,21 @@ class Loop:
             self._send_kept(run)
         return self._manifest(run, have, run.job.whole)
 
+    def look_up(self, key: int) -> int:
+        """Tokens of a cache that is to come which are here already. They are put aside until it comes."""
+        run = self._here(key)
+        # The sender has at least one token to send.
+        run.found = self._rows.find(run, run.job.received - 1)
+        return run.found[0]
+
+    def want(self, key: int) -> None:
+        """The cache is coming in: `Room` will say when there is a row and blocks for it."""
+        self._here(key)
+        self._receivers.lobby.append(key)
+
     def expect(self, key: int, about: Manifest) -> None:
         """The sender has said what will come for `key`, which has room by now."""
-        run = self._runs[key]
+        run = self._here(key)
         if run.row is None or run.incoming is not None or about.stop != run.job.received:
             raise InputError(
                 "hand-over", f"is of {about.stop} tokens, expected {run.job.received}, or unasked for"
@@ -114,21 +152,27 @@ class Loop:
         run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
 
     def accept(self, key: int, parcel: Parcel) -> None:
-        run = self._runs.get(key)
-        if run is None or run.incoming is None:
-            raise InputError("hand-over", "nothing is expected (the request has ended)")
+        run = self._here(key)
+        if run.incoming is None:
+            raise InputError("hand-over", "nothing is expected")
         run.incoming.accept(parcel)
         self.counters.received_bytes += len(parcel.data)
 
     def arrived(self, key: int) -> None:
         """All parcels are there: the request may run."""
-        run = self._runs.get(key)
-        if run is None or run.incoming is None:
-            raise InputError("hand-over", "nothing is expected (the request has ended)")
+        run = self._here(key)
+        if run.incoming is None:
+            raise InputError("hand-over", "nothing is expected")
         run.incoming.finish()
         run.incoming = None
         job = run.job
         self._batcher.add(key, job.whole - job.received, job.received, job.output_tokens, job.priority)
+
+    def _here(self, key: int) -> Run:
+        run = self._runs.get(key)
+        if run is None:
+            raise InputError("hand-over", "the request has ended")
+        return run
 
     # A turn.
 
@@ -179,7 +223,8 @@ class Loop:
         self.executor.check()
         if self._batcher.free_blocks != self._batcher.limits.total_blocks or self._batcher.keys():
             raise AssertionError(f"{self._batcher.free_blocks} blocks are free and nobody is here")
-        if self._rows.keys or self._handovers or self._lobby or self._batcher.todo_tokens:
+        gates = (self._senders, self._receivers)
+        if self._rows.keys or self._batcher.todo_tokens or any(gate.lobby or gate.inside for gate in gates):
             raise AssertionError("rows or hand-overs are left behind")
 
     # Figures.
@@ -201,7 +246,7 @@ class Loop:
 
     @property
     def waiting(self) -> int:
-        return self._batcher.queued + len(self._lobby)
+        return self._batcher.queued + len(self._senders.lobby) + len(self._receivers.lobby)
 
     @property
     def prefix_bytes(self) -> int:
@@ -210,20 +255,17 @@ class Loop:
     # Inside a turn.
 
     def _let_in(self) -> None:
-        while self._lobby and len(self._handovers) < self.handover_rows:
-            key = self._lobby[0]
+        for key in self._senders.next():
+            job = self._runs[key].job
+            self._batcher.add(key, job.whole, 0, 0, job.priority)
+            self._senders.enter(key)
+        for key in self._receivers.next():
             run = self._runs[key]
-            job = run.job
-            if job.received:
-                if not self._batcher.reserve(key, job.whole):
-                    return
-                # The sender has at least one token to send; what comes before it may be here already.
-                row = self._rows.begin(run, job.received - 1)
-                self._said.append((key, Room(self.executor.held(row))))
-            else:
-                self._batcher.add(key, job.whole, 0, 0, job.priority)
-            self._lobby.popleft()
-            self._handovers.add(key)
+            if not self._batcher.reserve(key, run.job.whole):
+                break
+            self._rows.begin(run, run.job.received - 1)
+            self._said.append((key, Room()))
+            self._receivers.enter(key)
         self.flush()
 
     def _plan(self, step: Step) -> tuple[list[Work], list[Draw], list[Export]]:
@@ -255,7 +297,7 @@ class Loop:
         if run.times.began_s is None:
             run.times = replace(run.times, began_s=self._now_s)
             if not run.job.hands_on:
-                self._handovers.discard(run.job.key)
+                self._receivers.leave(run.job.key)
         self._rows.catch_up(run, row, goal)
         start = self.executor.held(row)
         if start < goal:
@@ -347,9 +389,8 @@ class Loop:
         if reason in ("stop", "length"):
             self._rows.keep(run)
         self._rows.close(run)
-        self._handovers.discard(key)
-        if key in self._lobby:
-            self._lobby.remove(key)
+        self._senders.leave(key)
+        self._receivers.leave(key)
         self._batcher.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
         self._said.append((key, Ended(reason, run.times, problem)))

@@ -5,8 +5,8 @@ that time is slept. `speed_up` divides all predicted times. A step that really t
 made shorter: it is counted as late, and an engine with many late steps no longer tells what the GPU would do.
 
 Predicted times include the moment between two steps in which the host schedules (`perf.roofline.HOST_S`). So a step
-that follows another at once is paced from the end of that one, up to that much; and what a sleep lasted too long is
-taken off the next step, so that errors do not add up.
+that follows another at once is paced from the end of that one, up to that much; and what a step lasted too long (its
+sleep did, or the machine was busy) is taken off the next one, so that errors do not add up.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ class Pacer:
         self._timer, self._speed_up, self._clock, self._sleep = timer, speed_up, clock, sleep
         self._host_s = host_s / speed_up
         self._last_end_s = -float("inf")
-        self._overslept_s = 0.0
+        self._over_s = 0.0
+        """By how much the last step ended too late."""
         self._start_s = self._length_s = 0.0
 
     def begin(self, works: Sequence[Work]) -> None:
         """A step starts now."""
         now = self._clock()
         self._length_s = float(self._timer.step_s(steps_of(works))[0]) / self._speed_up
-        credit = self._host_s + self._overslept_s
+        credit = self._host_s + self._over_s
         follows = now - self._last_end_s <= FOLLOWS * credit
         self._start_s = max(self._last_end_s, now - credit) if follows else now
 
@@ -98,11 +99,12 @@ class Pacer:
         if late:
             self.late_steps += 1
             self.late_s += now - due
-            self._overslept_s, self._last_end_s = 0.0, now
-            return True
         self._until(due)
-        self._overslept_s, self._last_end_s = max(0.0, self._clock() - due), due
-        return False
+        now = self._clock()
+        # A hiccup is made up for by the steps behind it; what is too slow for good piles up no more than one step.
+        self._over_s = min(max(0.0, now - due), self._length_s)
+        self._last_end_s = now - self._over_s
+        return late
 
     def _until(self, due_s: float) -> None:
         while (left := due_s - self._clock()) > 0:

@@ -85,9 +85,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Blocks are reserved for a cache that is to come; `have` tokens of it are here already."""
-
-    have: int
+    """A row and blocks are set apart for a cache that is coming in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,17 @@ from potluck.engine.status import Counters
 class Run:
     """A job while it is here. Written by the loop and by Rows."""
 
-    __slots__ = ("computed", "fetched_from", "incoming", "job", "kept_until_s", "row", "times", "tokens")
+    __slots__ = (
+        "computed",
+        "fetched_from",
+        "found",
+        "incoming",
+        "job",
+        "kept_until_s",
+        "row",
+        "times",
+        "tokens",
+    )
 
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
@@ -24,6 +34,8 @@ class Run:
         """The prompt and what was drawn behind it."""
         self.row: int | None = None
         self.times = Times(now_s)
+        self.found: tuple[int, list[Parcel]] | None = None
+        """A known prefix, put aside for when there is a row."""
         self.incoming: Incoming | None = None
         self.fetched_from: int | None = None
         """The receiver is there and has so many tokens already."""
@@ -47,11 +59,16 @@ class Rows:
         self.keys: dict[int, int] = {}
         """Row to job."""
 
+    def find(self, run: Run, most_tokens: int) -> tuple[int, list[Parcel]]:
+        """What is known of the job's first tokens, and how many those are."""
+        return self._prefixes.find(run.tokens, most_tokens)
+
     def begin(self, run: Run, most_tokens: int) -> int:
         """Open a row and put what is known of the job's first `most_tokens` into it."""
         row = run.row = self._executor.open()
         self.keys[row] = run.job.key
-        tokens, parcels = self._prefixes.find(run.tokens, most_tokens)
+        tokens, parcels = run.found or self.find(run, most_tokens)
+        run.found = None
         if tokens:
             about = Manifest(self._executor.fingerprint, 0, tokens, token_hash(run.tokens[:tokens]))
             arrival = self._executor.arrival(row, about, run.tokens)

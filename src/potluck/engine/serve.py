@@ -30,6 +30,9 @@ from potluck.engine.status import Role
 from potluck.engine.tokens import Text
 
 SHUTDOWN_S = 5.0
+SMALL_HIDDEN = 1024
+"""Models narrower than this have such short products that threads lose more by waiting for each other than they
+win, above all on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,10 @@ def assemble(
     make: MakeExecutor = local_executor,
 ) -> Service:
     """A service that is ready to start. `model` describes a Hugging Face directory; see `read_config`."""
-    if settings.threads is not None and settings.device == "cpu":
-        torch.set_num_threads(settings.threads)
     config = read_config(directory, model)
+    if settings.device == "cpu":
+        small = config.model.hidden < SMALL_HIDDEN
+        torch.set_num_threads(settings.threads or (1 if small else torch.get_num_threads()))
     source: Source = Files(directory) if random_seed is None else Seeded(random_seed)
     text = Text.read(directory)
     size = settings.size(config.model)

@@ -25,8 +25,8 @@ class Channel:
         self.tokens = 0
         self.failure: PotluckError | None = None
         """What went wrong outside of the loop, when that is why it ended."""
-        self.room: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        """Tokens that are here already, once there is room for a cache that is to come."""
+        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once there is room for the cache that is coming in."""
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.parcels: asyncio.Queue[Sent | Ended] = asyncio.Queue()
 
@@ -36,7 +36,7 @@ class Channel:
             return
         if isinstance(event, Room):
             if not self.room.done():
-                self.room.set_result(event.have)
+                self.room.set_result(None)
             return
         self.events.put_nowait(event)
         if isinstance(event, Token):

@@ -21,8 +21,17 @@ from potluck.engine.face.errors import Refused
 from potluck.engine.face.handles import bound_to, checked_handle, new_handle
 from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
-from potluck.engine.frames import Closing, FrameReader, Opening, closing, opening, parcel_frames, problem
-from potluck.engine.handover import Parcel, token_hash
+from potluck.engine.frames import (
+    Closing,
+    FrameReader,
+    Opening,
+    Problem,
+    closing,
+    opening,
+    parcel_frames,
+    problem,
+)
+from potluck.engine.handover import Manifest, Parcel, token_hash
 from potluck.engine.requests import Computed, Ended, Job, Token
 
 READ_BYTES = 1 << 18
@@ -125,9 +134,8 @@ def _end(event: Ended, job: Job, channel: Channel) -> dict[str, object]:
 async def _fetch(service: Service, job: Job, channel: Channel, asked: SegmentAsk, source: Source) -> None:
     """Bring the cache of [0, start) here; whatever goes wrong ends the request."""
     try:
-        have = await channel.room
         async with asyncio.timeout(service.limits.handover_s):
-            await _receive(service, job, asked.request, source, have)
+            await _receive(service, job, channel, asked.request, source)
     except (PotluckError, ClientError, OSError, TimeoutError, ValueError) as error:
         line = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, InputError | Refused):
@@ -138,9 +146,11 @@ async def _fetch(service: Service, job: Job, channel: Channel, asked: SegmentAsk
         await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, line))
 
 
-async def _receive(service: Service, job: Job, request: str, source: Source, have: int) -> None:
+async def _receive(service: Service, job: Job, channel: Channel, request: str, source: Source) -> None:
+    """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
     if not source.url.startswith(("http://", "https://")):
         raise InputError("source.url", "must begin with http:// or https://")
+    have = await service.hub.ask(lambda loop, _: loop.look_up(job.key))
     body = {
         "handle": checked_handle(source.handle),
         "request": request,
@@ -149,6 +159,7 @@ async def _receive(service: Service, job: Job, request: str, source: Source, hav
         "have": have,
     }
     reader = FrameReader(service.limits.parcel_bytes)
+    about: Manifest | None = None
     taken, said = 0, -1
     client = service.client
     assert client is not None
@@ -163,14 +174,19 @@ async def _receive(service: Service, job: Job, request: str, source: Source, hav
             for frame in reader.feed(data):
                 if said >= 0:
                     raise FormatError("hand-over", "goes on behind its end")
-                if isinstance(frame, Opening):
+                if isinstance(frame, Opening) and about is None:
                     about = frame.manifest
-                    await service.hub.ask(lambda loop, _, about=about: loop.expect(job.key, about))
-                elif isinstance(frame, Parcel):
+                elif isinstance(frame, Parcel) and about is not None:
+                    if not taken:
+                        await service.hub.ask(lambda loop, _: loop.want(job.key))
+                        await channel.room
+                        await service.hub.ask(lambda loop, _, about=about: loop.expect(job.key, about))
                     await service.hub.ask(lambda loop, _, parcel=frame: loop.accept(job.key, parcel))
                     taken += 1
                 elif isinstance(frame, Closing):
                     said = frame.parcels
+                elif not isinstance(frame, Problem):
+                    raise FormatError("hand-over", "frames are out of order")
                 else:
                     raise Refused(424, f"hand-over: the sender failed ({frame.line})", "hand_over")
         reader.close()
@@ -201,7 +217,7 @@ async def kv(request: web.Request) -> web.StreamResponse:
         raise FormatError(wrong[0] if wrong else "body", f"must have {', '.join(names)} and have")
     handle = checked_handle(str(body["handle"]))
     bound = bound_to(str(body["request"]), str(body["fingerprint"]), str(body["token_hash"]))
-    channel = await service.handles.take(handle, bound, service.limits.handover_s)
+    channel = await service.handles.take(handle, bound, service.limits.attach_s)
     about = await service.hub.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s))
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     await response.prepare(request)
@@ -213,6 +229,7 @@ async def kv(request: web.Request) -> web.StreamResponse:
             await response.write(problem(event.problem or event.reason))
             break
         for parcel in event.parcels:
+            await service.pace(parcel)
             for piece in parcel_frames(parcel):
                 await response.write(piece)
             sent += 1

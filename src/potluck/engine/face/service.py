@@ -17,7 +17,9 @@ from potluck.engine.face.errors import Refused
 from potluck.engine.face.handles import Handles
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
+from potluck.engine.handover import Parcel
 from potluck.engine.loop import Loop
+from potluck.engine.paced import Paced
 from potluck.engine.requests import Job
 from potluck.engine.status import Counters, Role, Status, step_times
 from potluck.engine.tokens import Text
@@ -32,8 +34,10 @@ class FaceLimits:
     """At once; more are refused with 429."""
     deadline_s: float = 600.0
     """Of one request, from its arrival to its last token."""
-    handover_s: float = 60.0
-    """Of one hand-over, waiting for the sender included."""
+    handover_s: float = 120.0
+    """Of one hand-over, the sender's work included."""
+    attach_s: float = 10.0
+    """How long a fetch waits for a sender that has not heard of the request yet."""
     lease_s: float = 60.0
     """How long a cache waits for whoever fetches it."""
     parcel_bytes: int = 1 << 30
@@ -63,6 +67,7 @@ class Service:
         self.fingerprint = executor.fingerprint
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
+        self._card = executor.kv if isinstance(executor, Paced) else None
 
     def must_be(self, model: str) -> None:
         if model != self.name:
@@ -110,6 +115,11 @@ class Service:
         if len(text) > most:
             raise CapacityError(f"a prompt of {len(text)} characters cannot fit in {self.most_tokens} tokens")
         return await asyncio.to_thread(words.encode, text, special=special)
+
+    async def pace(self, parcel: Parcel) -> None:
+        """Before a parcel is sent: the network card of an emulated GPU takes its time."""
+        if self._card is not None:
+            await asyncio.sleep(max(0.0, self._card.due_s(parcel) - time.monotonic()))
 
     def room_for(self, prompt: int, asked: int | None) -> int:
         """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""

@@ -1,8 +1,10 @@
 """How a step is cut into micro-batches, so that the stages of a pipeline work at the same time.
 
-While the second stage computes the first micro-batch, the first stage computes the second one. Works that have the
-same workers stay together, since a worker's loss then touches few others; a long chunk of a prompt is cut, since it
-would keep all other stages waiting. Results do not depend on any of this (`exact.py`).
+While the second stage computes the first micro-batch, the first stage computes the second one. But each costs a pass
+over the weights, whatever its size, so only many tokens are cut: prompts, hardly ever decodes (for those there are
+several steps under way, see `driver.py`). Works that have the same workers stay together, since a worker's loss then
+touches few others; a long chunk is cut, since it would keep all other stages waiting. Results do not depend on any of
+this (`exact.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ class Piece:
     """Whether it completes the work."""
 
 
-def cut(works: Sequence[Work], paths: Sequence[Path], batches: int) -> list[list[Piece]]:
-    """At most `batches` micro-batches of about the same number of tokens, in the order in which they must run."""
+def cut(works: Sequence[Work], paths: Sequence[Path], batches: int, worth: int) -> list[list[Piece]]:
+    """At most `batches` micro-batches of about as many tokens each, `worth` or more, in the order to run them in."""
     total = sum(len(work.tokens) for work in works)
-    goal = max(1, -(-total // max(1, batches)))
+    batches = max(1, min(batches, total // worth))
+    goal = max(1, -(-total // batches))
     order = sorted(range(len(works)), key=lambda i: paths[i])
     found: list[list[Piece]] = [[]]
     room = goal

@@ -1,5 +1,8 @@
 """PipelineExecutor: the workers of a pipeline as one executor for the engine's loop.
 
+A step may be begun before the last one has ended (`submit`, `collect`), as long as no row is in both: so that all
+stages have work while a batch of decodes goes round. `step` does both at once.
+
 The loop's thread is the only caller; each worker has a thread that reads its answers into one inbox. When a worker is
 gone, the rows that it had are lost and everybody else's go on: they are set back to where they were before the step,
 which is possible while every layer keeps everything. Where windows were trimmed or states have moved on, all rows
@@ -64,11 +67,15 @@ class PipelineExecutor:
         layers: Sequence[range],
         wait_s: float,
         batches: int,
+        worth_tokens: int,
     ) -> None:
         self.config, self.fingerprint, self.size = config, fingerprint, size
         self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
-        self._layers = layers
+        self._layers, self._worth = layers, worth_tokens
+        self._flying: list[Run] = []
         self._calls = itertools.count(1)
+        self._answers: dict[int, tuple[Answer, bytearray] | None] = {}
+        """What was asked and is waited for."""
         self._rows: dict[int, _Row] = {}
         self._free = list(range(size.rows - 1, -1, -1))
         self._turns: list[Turns[int]] = []
@@ -137,20 +144,38 @@ class PipelineExecutor:
         exports: Sequence[Export] = (),
         deliver: Deliver | None = None,
     ) -> list[Choice]:
+        return self.collect(self.submit(works, draws, exports, deliver))
+
+    def submit(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Run:
+        """Begin a step. Others may be begun before it is collected, of other rows: so that all stages have work."""
         self._look()
         self._check_works(works, draws)
         gone = [work.row for work in works if self._lost_of(work.row)]
         if gone:
             raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
-        run = Run(works, draws, exports, deliver)
-        began = time.monotonic()
-        for batch in cut(works, [self._rows[work.row].path for work in works], self._batches):
+        run = Run(works, draws, exports, deliver, time.monotonic())
+        self._flying.append(run)
+        paths = [self._rows[work.row].path for work in works]
+        for batch in cut(works, paths, self._batches, self._worth):
             self._post(run, batch)
-        try:
-            self._finish(run)
-        except StepFailed as failure:
-            raise self._settle(works, run, failure) from failure
-        self._span_s += time.monotonic() - began
+        return run
+
+    def collect(self, run: Run) -> list[Choice]:
+        """The end of a step that was begun; deliveries of others under way are made meanwhile, too."""
+        deadline = time.monotonic() + self._wait_s
+        while run.awaited and run.failed is None:
+            if self._next(deadline, next(iter(run.awaited))[1]):
+                deadline = time.monotonic() + self._wait_s
+        self._flying.remove(run)
+        if run.failed is not None:
+            raise self._settle(run.works, run, run.failed)
+        self._span_s += time.monotonic() - run.began_s
         self._busy_s += run.busy_s
         self._late += run.late
         self._steps += 1
@@ -167,30 +192,15 @@ class PipelineExecutor:
                     rows = [self._rows[piece.part.row].locals[stage] for piece in pieces]
                     run.post(call, remote, pieces, rows, stage, len(self._stages))
 
-    def _finish(self, run: Run) -> None:
-        """Wait for all answers of a step."""
-        deadline = time.monotonic() + self._wait_s
-        while run.awaited:
-            source, answer, body = self._next(deadline, next(iter(run.awaited))[1])
-            if isinstance(answer, str):
-                if run.involves(source):
-                    raise StepFailed(0, source.lost or answer)
-            elif isinstance(answer, Failed) and (answer.call, source) in run.awaited:
-                if answer.kind == "link":
-                    raise StepFailed(0, self._blame(source, answer))
-                raise StepFailed(answer.call, f"{source.name}: {error_of(answer)}")
-            elif run.hear(source, answer, body):
-                deadline = time.monotonic() + self._wait_s
-
     def _blame(self, source: Remote, answer: Failed) -> str:
         """Who is gone: a worker that misses states says so, perhaps before the other one's end is noticed."""
         deadline = time.monotonic() + LAST_WORD_S
         while True:
             try:
-                remote, said, _ = event = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                remote, said, body = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                remote, said, _ = event = (source, answer.problem, bytearray())
-            self._hear(event)
+                remote, said, body = source, answer.problem, bytearray()
+            self._hear((remote, said, body))
             if isinstance(said, str):
                 return remote.lost or said
 
@@ -229,7 +239,7 @@ class PipelineExecutor:
             for remote, local in self.workers(work.row):
                 if work.row not in lost:
                     remote.set_back(local, work.start)
-        return WorkerLost(sorted(lost), str(failure))
+        return WorkerLost(sorted(lost), failure.why)
 
     # Hand-over.
 
@@ -302,35 +312,55 @@ class PipelineExecutor:
     ) -> tuple[Answer, bytearray]:
         """One question and its answer. What the worker found wrong is raised here."""
         call = next(self._calls)
+        self._answers[call] = None
         remote.post(command(call), bodies)
         deadline = time.monotonic() + self._wait_s
-        while remote.lost is None:
-            source, answer, body = self._next(deadline, remote)
-            if source is remote and not isinstance(answer, str) and answer.call == call:
-                if isinstance(answer, Failed):
-                    raise error_of(answer)
-                return answer, body
-        raise WorkerLost(() if row is None else (row,), remote.lost)
+        while remote.lost is None and (found := self._answers[call]) is None:
+            self._next(deadline, remote)
+        found = self._answers.pop(call)
+        if found is None:
+            raise WorkerLost(() if row is None else (row,), remote.lost or "")
+        if isinstance(found[0], Failed):
+            raise error_of(found[0])
+        return found
 
-    def _next(self, deadline_s: float, awaited: Remote) -> Event:
-        """The next event. When none comes in time, it is the awaited worker that is to blame."""
+    def _next(self, deadline_s: float, awaited: Remote) -> bool:
+        """Hear one event; whether anybody waited for it. When none comes in time, the awaited worker is to blame."""
         try:
             event = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
             event = (awaited, f"did not answer for {self._wait_s:g} s", bytearray())
-        self._hear(event)
-        return event
+        return self._hear(event)
 
     def _look(self) -> None:
         """Take note of what came in meanwhile."""
         while not self._inbox.empty():
             self._hear(self._inbox.get())
 
-    def _hear(self, event: Event) -> None:
-        remote, answer, _ = event
-        if isinstance(answer, str) and remote.lost is None:
-            remote.lose(answer)
-            self._turns[remote.stage].set(remote.place, 0.0)
+    def _hear(self, event: Event) -> bool:
+        """The one place where what workers say has consequences."""
+        remote, answer, body = event
+        if isinstance(answer, str):
+            if remote.lost is None:
+                remote.lose(answer)
+                self._turns[remote.stage].set(remote.place, 0.0)
+            for run in self._flying:
+                if run.involves(remote):
+                    run.fail(0, remote.lost or answer)
+            return True
+        if answer.call in self._answers:
+            self._answers[answer.call] = answer, body
+            return True
+        for run in self._flying:
+            if isinstance(answer, Failed) and (answer.call, remote) in run.awaited:
+                if run.failed is None and answer.kind == "link":
+                    run.fail(0, self._blame(remote, answer))
+                else:
+                    run.fail(answer.call, f"{remote.name}: {error_of(answer)}")
+                return True
+            if run.hear(remote, answer, body):
+                return True
+        return False
 
     def _lost_of(self, row: int) -> str | None:
         return next((remote.lost for remote, _ in self.workers(row) if remote.lost), None)

@@ -24,6 +24,8 @@ from potluck.engine.tables import Tables
 LOAD_S = 600.0
 """Reading weights and making room for caches takes a while."""
 WAIT_S = 60.0
+WORTH_TOKENS = 128
+"""From so many tokens on, a GPU's or a CPU's time for a step grows with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,11 @@ def launch(
     device: str = "cpu",
     wait_s: float = WAIT_S,
     batches: int | None = None,
+    worth_tokens: int = WORTH_TOKENS,
 ) -> PipelineExecutor:
     """A pipeline that is ready to run. Weights come from a directory that every worker can read, or from a seed.
 
-    `batches` micro-batches may be under way at once, by default one per stage.
+    A step is cut into at most `batches` micro-batches, by default one per stage, of at least `worth_tokens` each.
     """
     layers = _ranges(config, stages)
     key = secrets.token_hex(32).encode() if secret is None else secret
@@ -108,6 +111,7 @@ def launch(
         layers=layers,
         wait_s=wait_s,
         batches=batches or len(stages),
+        worth_tokens=worth_tokens,
     )
 
 

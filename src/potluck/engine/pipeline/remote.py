@@ -59,7 +59,7 @@ class Remote:
                 head, body = self._link.receive()
                 self._inbox.put((self, read_answer(head), body))
         except PotluckError as error:
-            self.silent = f"{self.name} is gone: {error}"
+            self.silent = self._gone(str(error))
             self._inbox.put((self, str(error), nothing))
 
     def open(self) -> int:
@@ -105,7 +105,10 @@ class Remote:
         if self.process is not None:
             spawn.end(self.process, 0.2)
             why = f"{why} (exit code {self.process.returncode})"
-        self.lost = f"{self.name} is gone: {why}"
+        self.lost = self._gone(why)
+
+    def _gone(self, why: str) -> str:
+        return f"{self.name} is gone: {why.removeprefix(f'{self.name}: ')}"
 
     def stop(self) -> None:
         """An orderly end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from potluck.core.errors import FormatError
 from potluck.engine.executor import Deliver, Draw, Export
@@ -24,12 +25,12 @@ from potluck.engine.runner import Work
 from potluck.engine.sample import Choice, Sampling
 
 
-class StepFailed(Exception):
-    """A step cannot be completed; `call` is the micro-batch, or 0."""
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step cannot be completed, since a worker is gone; or, with its `call`, a micro-batch failed."""
 
-    def __init__(self, call: int, why: str) -> None:
-        self.call = call
-        super().__init__(why)
+    call: int
+    why: str
 
 
 class Run:
@@ -41,12 +42,15 @@ class Run:
         draws: Sequence[Draw],
         exports: Sequence[Export],
         deliver: Deliver | None,
+        began_s: float,
     ) -> None:
+        self.works, self.began_s = works, began_s
+        self.failed: StepFailed | None = None
         self.awaited: dict[tuple[int, Remote], list[Piece]] = {}
         """By micro-batch and worker, the earliest stage first: who has not answered yet, for what."""
         self.busy_s = 0.0
         self.late = 0
-        self._works, self._deliver = works, deliver
+        self._deliver = deliver
         asking = [index for index, work in enumerate(works) if work.logits == "last"]
         self._draws = dict(zip(asking, draws, strict=True))
         self._exports = {item.row: item for item in exports} if deliver is not None else {}
@@ -127,6 +131,10 @@ class Run:
     def choices(self) -> list[Choice]:
         """Of the works that asked for one, in their order."""
         return [self._found[work] for work in self._draws]
+
+    def fail(self, call: int, why: str) -> None:
+        """It cannot be completed; the first reason counts."""
+        self.failed = self.failed or StepFailed(call, why)
 
     def involves(self, remote: Remote) -> bool:
         return any(each is remote for _, each, _ in self._posted)

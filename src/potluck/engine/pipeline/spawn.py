@@ -18,7 +18,10 @@ END_S = 5.0
 def start(secret: bytes) -> subprocess.Popen[bytes]:
     """A worker that listens on a loopback port; `port_of` waits for it."""
     command = [sys.executable, "-m", "potluck.engine.pipeline", "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    # In a session of its own: Ctrl-C is for the driver, which then stops its workers in order.
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+    )
     assert process.stdin is not None
     try:
         process.stdin.write(secret + b"\n")

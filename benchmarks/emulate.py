@@ -1,0 +1,157 @@
+"""Emulated GPUs on this machine's clock: how far steps are off from what `perf` predicts, at speed-up 1.
+
+A tiny model computes while the engine acts as a GPU with a large one. The time of a step is that from the end of the
+one before to its own end, as a client sees it. Per shape the mean of steps in a row counts: a busy machine wakes
+sleepers late now and then, which the next step makes up for. The spread of single steps is told, too.
+
+Then a pipeline of two emulated GPUs, each a process. Two groups of requests under way at once take as long as one of
+them alone if the stages overlap fully (1), or twice as long if not at all (2). A prompt of 2048 tokens in two
+micro-batches against one: 0.75 if time went with tokens and stages overlapped fully.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+
+from common import run
+from potluck.catalog import models, nodes
+from potluck.cli.emulate import emulation
+from potluck.core.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.checkpoint import Seeded
+from potluck.engine.config import Config
+from potluck.engine.executor import Draw, Executor, LocalExecutor
+from potluck.engine.paced import Paced, steps_of
+from potluck.engine.pipeline.launch import launch, parse_stages
+from potluck.engine.pipeline.run import Run
+from potluck.engine.runner import Runner, Size, Work
+from potluck.engine.sample import Sampling
+from potluck.perf.roofline import roofline
+from potluck.perf.step import StepTimer
+
+LAYER = Layer(FullAttention(2, 1, 16, 16), DenseFfn(64))
+SMALL = Config(Model("tiny", 32, 256, (LAYER,) * 2, 8192))
+SIZE = Size(34, 34 * 160, 2560, 2048)
+SHAPES: tuple[tuple[int, int, int], ...] = (
+    (0, 1, 128),
+    (0, 8, 512),
+    (0, 32, 1024),
+    (128, 0, 0),
+    (512, 0, 0),
+    (1024, 0, 0),
+    (256, 8, 512),
+    (512, 16, 1024),
+)
+"""(prompt tokens, decodes, context of each)."""
+CASES = {"a10_8b": ("A10", "Llama-3.1-8B"), "l40s_8b": ("L40S", "Llama-3.1-8B")}
+TARGETS = {"worst_mean_step_error": ("<=", 0.03)}
+BATCH = 16
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Errors of step times, and how far stages overlap."""
+    import torch
+
+    torch.set_num_threads(1)
+    local = LocalExecutor(Runner(SMALL, Seeded(1), SIZE), SIZE)
+    figures: dict[str, float] = {}
+    means, singles, late = [], [], 0
+    for name, (node, model) in list(CASES.items())[: 1 if quick else None]:
+        timer = roofline(models.model(model), nodes.node_type(node), 1)
+        paced = Paced(local, timer)
+        for shape in SHAPES:
+            mean, each = step_errors(paced, local, shape, timer, 12 if quick else 30)
+            figures[f"{name}_{shape[0]}_new_{shape[1]}x{shape[2]}"] = mean
+            means.append(abs(mean))
+            singles += each
+        late += paced.pacer.late_steps
+    singles.sort()
+    figures["worst_mean_step_error"] = max(means)
+    figures["single_step_error_median"] = statistics.median(singles)
+    figures["single_step_error_p90"] = singles[len(singles) * 9 // 10]
+    figures["late_steps"] = float(late)
+    return figures | overlap(10 if quick else 30)
+
+
+def step_errors(
+    paced: Paced, inner: Executor, shape: tuple[int, int, int], timer: StepTimer, repeats: int
+) -> tuple[float, list[float]]:
+    """(error of the mean time from one step's end to the next one's, errors of the single ones) of one shape.
+
+    Contexts are filled by the inner executor, without waiting for a GPU.
+    """
+    new, decodes, context = shape
+    rows = [inner.open() for _ in range(decodes)]
+    for row in rows:
+        inner.grow(row, context + repeats + 2)
+        inner.step([Work(row, 0, [1] * context, "none")], [])
+    ends, asked = [], []
+    for _ in range(repeats + 1):
+        works = [Work(row, paced.held(row), [1]) for row in rows]
+        extra = [paced.open()] if new else []
+        for row in extra:
+            paced.grow(row, new)
+            works.append(Work(row, 0, [1] * new))
+        paced.step(works, [Draw(Sampling(), 1)] * len(works))
+        ends.append(time.monotonic())
+        asked.append(works)
+        for row in extra:
+            paced.close(row)
+    for row in rows:
+        paced.close(row)
+    dues = [float(timer.step_s(steps_of(works))[0]) for works in asked[1:]]
+    gaps = [after - before for before, after in itertools.pairwise(ends)]
+    return sum(gaps) / sum(dues) - 1, [abs(gap / due - 1) for gap, due in zip(gaps, dues, strict=True)]
+
+
+def overlap(rounds: int) -> dict[str, float]:
+    """A pipeline of two emulated A10, each a process: how far its stages work at once."""
+    like = emulation("A10,A10:llama-3.1-8b")
+    executor = launch(SMALL, like.stages(parse_stages("1,1")), SIZE, seed=1, threads=1)
+    lanes = [[executor.open() for _ in range(BATCH)] for _ in range(2)]
+    for row in (each for lane in lanes for each in lane):
+        executor.grow(row, 2 * rounds + 20)
+    executor.step([Work(row, 0, [1] * 8, "none") for lane in lanes for row in lane], [])
+
+    def begin(lane: list[int]) -> Run:
+        works = [Work(row, executor.held(row), [1]) for row in lane]
+        return executor.submit(works, [Draw(Sampling(), 1)] * len(works))
+
+    began = time.monotonic()
+    for _ in range(rounds):
+        executor.collect(begin(lanes[0]))
+    alone_s = time.monotonic() - began
+    began = time.monotonic()
+    flying = [begin(lane) for lane in lanes]
+    for _ in range(rounds - 1):
+        for index, lane in enumerate(lanes):
+            executor.collect(flying[index])
+            flying[index] = begin(lane)
+    for run_ in flying:
+        executor.collect(run_)
+    both_s = time.monotonic() - began
+    for row in (each for lane in lanes for each in lane):
+        executor.close(row)
+    prompt_s = {}
+    for batches in (1, 2):
+        executor._batches = batches
+        times = []
+        for _ in range(3):
+            row = executor.open()
+            executor.grow(row, 2048)
+            began = time.monotonic()
+            executor.step([Work(row, 0, [1] * 2048, "none")], [])
+            times.append(time.monotonic() - began)
+            executor.close(row)
+        prompt_s[batches] = statistics.median(times)
+    executor.shutdown()
+    return {
+        "decode_two_lanes_over_one": both_s / alone_s,
+        "prompt_two_micro_batches_over_one": prompt_s[2] / prompt_s[1],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run("emulate", measure, TARGETS, seeds=(1,)))

@@ -1,0 +1,196 @@
+"""Other executors than one process at its own pace: `--emulate A10:llama-3.1-8b` and `--stages 3,5x2`.
+
+A10:llama-3.1-8b          one GPU
+2xL40S:qwen3-32b          both GPUs of a node; 2xL40S:qwen3-32b:1 only one of them
+A10,L4+L4:llama-3.1-8b    a pipeline: its first stage on an A10, the second shared by two L4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from potluck.core.errors import InputError
+from potluck.core.model import Model
+from potluck.core.types import NodeType
+
+if TYPE_CHECKING:
+    from potluck.engine.checkpoint import Source
+    from potluck.engine.config import Config
+    from potluck.engine.executor import Executor
+    from potluck.engine.paced import Paced
+    from potluck.engine.pipeline.launch import PipelineStage
+    from potluck.engine.pipeline.messages import Emulated
+    from potluck.engine.runner import Size
+    from potluck.engine.serve import MakeExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """The nodes of each stage (mostly one of each), and the model that they act as if they ran."""
+
+    nodes: tuple[tuple[NodeType, ...], ...]
+    model: Model
+    tp: int | None
+    speed_up: float = 1.0
+
+    def paced(self, executor: Executor) -> Paced:
+        """An executor in this process that takes the node's time."""
+        from potluck.engine.paced import KvPace, Paced, card_of
+        from potluck.perf.roofline import roofline
+
+        node = self._only
+        timer = roofline(self.model, node, self._tp(node))
+        layers = executor.config.model.layer_count
+        kv = KvPace(self.model, layers, card_of(node), self.speed_up)
+        return Paced(executor, timer, self.speed_up, kv=kv)
+
+    def blocks(self) -> int:
+        """KV blocks that the node would have room for; of a pipeline's nodes the one with the fewest."""
+        from potluck.engine.paced import emulated_blocks
+
+        many = self.model.layer_count
+        if len(self.nodes) == 1:
+            return min(emulated_blocks(self.model, node, self._tp(node)) for node in self.nodes[0])
+        share = -(-many // len(self.nodes))
+        return min(
+            emulated_blocks(
+                self.model, node, self._tp(node), range(place * share, min(many, (place + 1) * share))
+            )
+            for place, stage in enumerate(self.nodes)
+            for node in stage
+        )
+
+    def stages(self, stages: Sequence[PipelineStage]) -> tuple[PipelineStage, ...]:
+        """A pipeline's stages, each worker acting as its node with the large model's share of layers.
+
+        Within a stage, workers get requests in proportion to their speed in decoding.
+        """
+        nodes = self.nodes * len(stages) if len(self.nodes) == 1 else self.nodes
+        if len(nodes) != len(stages):
+            raise InputError("emulate", f"names {len(nodes)} stages, the pipeline has {len(stages)}")
+        few = sum(stage.layers for stage in stages)
+        found, first = [], 0
+        for place, stage in enumerate(stages):
+            last = first + stage.layers
+            kinds = nodes[place] * len(stage.places) if len(nodes[place]) == 1 else nodes[place]
+            if len(kinds) != len(stage.places):
+                raise InputError(
+                    "emulate", f"names {len(kinds)} nodes for stage {place}, which has {len(stage.places)}"
+                )
+            layers = range(first * self.model.layer_count // few, last * self.model.layer_count // few)
+            before = nodes[place - 1] if place else ()
+            likes = [self._like(node, layers, before) for node in kinds]
+            places = tuple(
+                replace(each, emulate=like, weight=speed)
+                for each, (like, speed) in zip(stage.places, likes, strict=True)
+            )
+            found.append(replace(stage, places=places))
+            first = last
+        return tuple(found)
+
+    def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[Emulated, float]:
+        from potluck.engine.pipeline.messages import Emulated
+        from potluck.perf.network import handover_s
+        from potluck.perf.phases import decode_step_s
+        from potluck.perf.roofline import roofline
+
+        token_bytes = self.model.hidden * 2.0
+        hops = [handover_s([0.0, token_bytes], source, node) for source in before]
+        fixed = max((float(hop[0]) for hop in hops), default=0.0)
+        each = max((float(hop[1] - hop[0]) for hop in hops), default=0.0)
+        tp = self._tp(node)
+        like = Emulated(
+            self.model, node, tp, layers.start, layers.stop, self.speed_up, hop_s=fixed, hop_s_per_token=each
+        )
+        timer = roofline(self.model, node, tp, layers=layers, host_s=0.0)
+        return like, 1.0 / float(decode_step_s(timer, 16, 1024)[0])
+
+    @property
+    def _only(self) -> NodeType:
+        if len(self.nodes) != 1 or len(self.nodes[0]) != 1:
+            raise InputError("emulate", "names several nodes, which only a pipeline (--stages) can act as")
+        return self.nodes[0][0]
+
+    def _tp(self, node: NodeType) -> int:
+        return node.gpus if self.tp is None else self.tp
+
+
+def emulation(text: str, speed_up: float = 1.0) -> Emulation:
+    """What `--emulate` says; an unknown GPU or model is answered with the nearest one."""
+    from potluck.catalog import models, nodes
+    from potluck.perf.roofline import check_tp
+
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or not all(part.strip() for part in parts):
+        raise InputError("emulate", f"{text!r} is not like A10:llama-3.1-8b or 2xL40S:qwen3-32b:2")
+    if len(parts) == 3 and not (parts[2].isdecimal() and len(parts[2]) < 4):
+        raise InputError("emulate", f"{parts[2]!r} is not a number of GPUs")
+    if not 0 < speed_up < float("inf"):
+        raise InputError("speed-up", f"must be positive, is {speed_up}")
+    named = tuple(
+        tuple(nodes.node_type(name.strip()) for name in stage.split("+")) for stage in parts[0].split(",")
+    )
+    found = Emulation(
+        named, models.model(parts[1].strip()), int(parts[2]) if len(parts) == 3 else None, speed_up
+    )
+    for node in (each for stage in named for each in stage):
+        check_tp(found.model, node, found._tp(node))
+    return found
+
+
+def executor_maker(
+    emulate: str | None,
+    speed_up: float,
+    stages: str | None,
+    secret_file: Path | None,
+    *,
+    directory: Path,
+    random_seed: int | None,
+    threads: int | None,
+    kv_blocks: int | None,
+) -> MakeExecutor:
+    """What makes an engine's executor, as the flags say. An emulated GPU also says how much KV there is room for."""
+    from potluck.engine.pipeline.launch import launch, parse_stages
+    from potluck.engine.serve import local_executor
+
+    like = None if emulate is None else emulation(emulate, speed_up)
+    parts = None if stages is None else parse_stages(stages)
+    secret = _secret(secret_file, parts)
+
+    def make(config: Config, source: Source, size: Size, device: str) -> Executor:
+        if like is not None and kv_blocks is None:
+            size = replace(size, blocks=like.blocks())
+        if parts is None:
+            executor = local_executor(config, source, size, device)
+            return executor if like is None else like.paced(executor)
+        return launch(
+            config,
+            parts if like is None else like.stages(parts),
+            size,
+            directory=str(directory.resolve()) if random_seed is None else None,
+            seed=random_seed or 0,
+            secret=secret,
+            threads=threads or 0,
+            device=device,
+        )
+
+    return make
+
+
+def _secret(file: Path | None, stages: Sequence[PipelineStage] | None) -> bytes | None:
+    """The secret that workers elsewhere were started with; those that are started here get one of their own."""
+    elsewhere = any(place.address for stage in stages or () for place in stage.places)
+    if file is None:
+        if elsewhere:
+            raise InputError("--secret-file", "is needed for workers that run elsewhere")
+        return None
+    try:
+        found = file.read_text("utf-8").strip().encode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--secret-file", f"{file} cannot be read") from error
+    if len(found) < 16:
+        raise InputError("--secret-file", f"{file} must hold 16 characters or more")
+    return found

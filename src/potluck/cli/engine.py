@@ -1,0 +1,145 @@
+"""`potluck engine serve`: one engine behind HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+
+from potluck.cli.emulate import executor_maker
+from potluck.core.errors import InputError
+from potluck.core.model import Model
+
+KEY_VARIABLE = "POTLUCK_API_KEY"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@click.group()
+def engine() -> None:
+    """Run an engine on this machine."""
+
+
+@engine.command()
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="A model's directory; else the one that ships."
+)
+@click.option("--name", help="The model's name for clients; else its directory's.")
+@click.option("--random-weights", type=int, metavar="SEED", help="Do not read weights; make them up.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed", show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads on a CPU; else 1 for a small model, else torch's choice."
+)
+@click.option("--max-running", default=32, show_default=True, type=click.IntRange(1), help="At once.")
+@click.option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
+@click.option(
+    "--kv-blocks", type=click.IntRange(1), help="KV blocks of 16 tokens; else a quarter context each."
+)
+@click.option("--token-budget", default=1024, show_default=True, type=click.IntRange(1), help="Of one step.")
+@click.option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
+@click.option("--prefix-cache-mb", default=64, show_default=True, type=click.IntRange(0), help="0: none.")
+@click.option(
+    "--deadline-s", default=600.0, show_default=True, type=click.FloatRange(1), help="Of a request."
+)
+@click.option("--lease-s", default=60.0, show_default=True, type=click.FloatRange(0.1), help="Of a handle.")
+@click.option("--stages", help="A pipeline of processes: layers of each, such as 3,5x2 or 3@host:port,5@...")
+@click.option("--secret-file", type=click.Path(path_type=Path), help="Of pipeline workers elsewhere.")
+@click.option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
+@click.option("--speed-up", default=1.0, show_default=True, help="With --emulate: so many times faster.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Clients' key; else ${KEY_VARIABLE}.")
+@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+def serve(
+    model: Path | None,
+    name: str | None,
+    random_weights: int | None,
+    host: str,
+    port: int,
+    as_json: bool,
+    api_key_file: Path | None,
+    prefix_cache_mb: int,
+    deadline_s: float,
+    lease_s: float,
+    stages: str | None,
+    secret_file: Path | None,
+    emulate: str | None,
+    speed_up: float,
+    **layout: object,
+) -> None:
+    """Serve one model: OpenAI's API, segments, status, roles, metrics.
+
+    \b
+    Examples:
+      potluck engine serve
+      potluck engine serve --model ~/models/Llama-3.2-1B --device cuda --port 8001
+      curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+           -d '{"model": "words", "prompt": "Once upon a time"}'
+    """
+    try:
+        import asyncio
+
+        from potluck.engine.face.service import FaceLimits
+        from potluck.engine.serve import Settings, assemble, shipped_model
+        from potluck.engine.serve import serve as run
+    except ModuleNotFoundError as error:
+        raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
+    key = api_key(api_key_file)
+    if host not in LOOPBACK and key is None:
+        click.echo(f"potluck: warning: {host} is open to others and no key is set", err=True)
+    directory = model or shipped_model()
+    make = executor_maker(
+        emulate,
+        speed_up,
+        stages,
+        secret_file,
+        directory=directory,
+        random_seed=random_weights,
+        threads=layout["threads"],  # type: ignore[arg-type]
+        kv_blocks=layout["kv_blocks"],  # type: ignore[arg-type]
+    )
+    settings = Settings(prefix_cache_bytes=prefix_cache_mb * 1_000_000, **layout)  # type: ignore[arg-type]
+    service = assemble(
+        directory,
+        described(directory),
+        settings,
+        name=name or directory.resolve().name,
+        random_seed=random_weights,
+        limits=FaceLimits(deadline_s=deadline_s, lease_s=lease_s),
+        make=make,
+    )
+
+    def ready(address: str) -> None:
+        if as_json:
+            # On one line, since whoever started the engine reads it while it runs.
+            click.echo(json.dumps({"url": address, "model": service.name, "role": service.role}))
+        else:
+            click.echo(f"Serving {service.name} at {address}  (try {address}/v1/models; Ctrl-C ends)")
+
+    asyncio.run(run(service, host, port, api_key=key, ready=ready))
+
+
+def described(directory: Path) -> Model | None:
+    """The core.Model of a Hugging Face directory; None for one of our own kind, which describes itself."""
+    from potluck.catalog.huggingface import read_model
+
+    try:
+        own = json.loads((directory / "config.json").read_text("utf-8"))["model_type"] == "potluck"
+    except (OSError, ValueError, KeyError, TypeError):
+        own = False  # whoever reads the file next says what is wrong with it
+    return None if own else read_model(directory)
+
+
+def api_key(file: Path | None) -> str | None:
+    """The clients' key, from a file or the environment; never shown."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        found = file.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--api-key-file", f"{file} cannot be read") from error
+    if not found:
+        raise InputError("--api-key-file", f"{file} is empty")
+    return found
