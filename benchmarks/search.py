@@ -1,28 +1,31 @@
 """The search on THUNDERSERVE's cloud: 32 GPUs of four types, LLaMA-30B, conversation and coding.
 
-`schedule_cpu_s` is the worse of the two workloads, from nothing to convergence, in the paper's space (prefill
+`schedule_cpu_s` is the worst over workloads and seeds, from nothing to convergence, in the paper's space (prefill
 and decode replicas) and with its Table 1 figures at fixed shares of their peaks; `mixed_*` allows mixed replicas
-too. `over_longer` is the worse attained rate over that of a search `longer_times` as long with another seed. The
-paper shows its bandwidth matrix as a picture without numbers; here links are 10 to 40 Gbps at random. Gaps are
-to `plan.search.bound`: whole programs on pools of 12 GPUs, relaxed ones beyond, which leave out the time of KV,
-what links carry, and that groups are whole.
+too. `*_over_longer` is the attained rate over that of one search that gets `longer_times` the mean CPU time and
+another seed: the worst seed, above 1 when the short search is better. "No worse" is taken as 0.999. `held_out_*` is
+the same on link matrices and rates that played no part in choosing the search's settings. The paper shows its
+bandwidth matrix as a picture without numbers; here links are 10 to 40 Gbps at random. Gaps are to
+`plan.search.bound`: every group of the pool as a column of a whole program up to 32 GPUs, classes of nodes beyond.
 
-Table 3 and 5 figures: shares of GPUs, and 1 where the paper's plan comes out. Table 5 does not print its output
-length; its 1126 ms of decoding on four 3090Ti, which read the weights in 16 ms, are about 64 tokens.
+Table 3 and 5 figures: shares of GPUs, and 1 where what the paper reports comes out. Table 5 does not print its output
+length, but that one request decodes for 1126 ms on four 3090Ti: each cost model gets the length that takes it so
+long (`table_5_*_output_tokens`). `vendor_*` has the catalog's tensor-core rates and the fitted roofline instead.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from common import cpu_s, run
 from potluck.catalog import gpus, models, nodes
-from potluck.core.types import NodeType, Slo
+from potluck.core.types import NodeType, Role, Slo
+from potluck.perf.step import steps
 from potluck.plan.search.bound import class_bound, exact_bound
 from potluck.plan.search.costs import Calibrated, Peak, Timing
 from potluck.plan.search.deduce import Takes
@@ -31,22 +34,34 @@ from potluck.plan.search.reschedule import reschedule, survivors
 from potluck.plan.search.tabu import Found, Limits, Settings, search
 
 SEED = 1
+SEEDS = (1, 2, 3, 4, 5)
+LONG_SEED = 77
+HELD_OUT = ((11, "coding", 9.0), (12, "conversation", 16.0))
+"""(seed of the links, workload, rate)"""
 CLOUD = (("A6000", 4), ("A6000", 4), ("A5000", 4), ("A5000", 4), ("A40", 8), ("3090Ti", 4), ("3090Ti", 4))
 WORK = {"conversation": (1155, 211), "coding": (2000, 28)}
 """Mean lengths of the Azure traces; coding's 2,048 would leave LLaMA-30B's context no room to answer."""
 RATE_PER_S = 12.0
 SLO = Slo(3.0, 0.2)
-PAPER = ("prefill", "decode")
-ALL = ("prefill", "decode", "mixed")
+PAPER: tuple[Role, ...] = ("prefill", "decode")
+ALL: tuple[Role, ...] = ("prefill", "decode", "mixed")
+SPACES: tuple[tuple[str, tuple[Role, ...]], ...] = (("", PAPER), ("mixed_", ALL))
 SMALL = ("A5000", "RTX3090Ti", "A40", "L4")
+NO_WORSE = 0.999
+TABLE_5_DECODE_S = 1.126
 TARGETS = {
     "schedule_cpu_s": ("<=", 5.0),
-    "over_longer": (">=", 1.0),
+    "mixed_schedule_cpu_s": ("<=", 5.0),
+    "conversation_over_longer": (">=", NO_WORSE),
+    "coding_over_longer": (">=", NO_WORSE),
     "reschedule_cpu_s": ("<=", 0.5),
     "candidates_per_cpu_s": (">=", 1000.0),
     "worst_gap_12_gpus": ("<=", 0.03),
     "schedule_128_cpu_s": ("<=", 60.0),
     "table_3_coding_leans_to_prefill": ("==", 1.0),
+    "table_3_conversation_leans_to_decode": ("==", 1.0),
+    "table_3_conversation_A40_prefills_3090Ti_decodes": ("==", 1.0),
+    "table_3_coding_A40_prefills_3090Ti_decodes": ("==", 1.0),
     "table_5_apart_at_40_gbps": ("==", 1.0),
     "table_5_across_at_5_gbps": ("==", 1.0),
 }
@@ -56,11 +71,14 @@ def measure(quick: bool) -> dict[str, float]:
     search(cloud(1), work("coding"), settings(ALL, limits=Limits(steps=2)))  # load compiled code
     figures: dict[str, float] = {}
     found = schedule(figures, quick)
-    figures |= losing_a_node(found["conversation"])
-    figures |= small_pools(3 if quick else 20)
+    if not quick:
+        figures |= held_out()
+    figures |= losing_a_node(found["conversation"], quick)
+    figures |= small_pools(3 if quick else 12)
     figures |= large_pool(quick)
-    figures |= table_3(found)
-    figures |= table_5()
+    figures |= table_3(found, quick)
+    for label, timing, kind in (("", Peak(), "paper"), ("vendor_", Calibrated(), "catalog")):
+        figures |= table_5(label, timing, kind)
     return figures
 
 
@@ -80,10 +98,10 @@ def pool_of(machines: Sequence[NodeType], gbps: np.ndarray) -> Pool:
     return Pool(members, links, ((1e-4,) * len(members),) * len(members))
 
 
-def cloud(copies: int, figures: str = "paper") -> Pool:
+def cloud(copies: int, figures: str = "paper", links_seed: int = SEED) -> Pool:
     """THUNDERSERVE 5.1, once or several times, with unlike links."""
     machines = [node(gpu, count, figures) for _ in range(copies) for gpu, count in CLOUD]
-    links = np.random.default_rng(SEED).uniform(10.0, 40.0, (len(machines), len(machines)))
+    links = np.random.default_rng(links_seed).uniform(10.0, 40.0, (len(machines), len(machines)))
     return pool_of(machines, links)
 
 
@@ -91,8 +109,16 @@ def work(name: str, rate_per_s: float = RATE_PER_S) -> Workload:
     return Workload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s)
 
 
-def settings(phases: Sequence[str], timing: Timing | None = None, **more: object) -> Settings:
-    return Settings(phases=tuple(phases), seed=SEED, timing=timing or Peak(), **more)  # type: ignore[arg-type]
+def settings(
+    phases: tuple[Role, ...],
+    timing: Timing | None = None,
+    seed: int = SEED,
+    limits: Limits | None = None,
+    max_group_gpus: int | None = None,
+) -> Settings:
+    """Limits count CPU time, so that a busy machine searches as far as an idle one."""
+    chosen = limits or Limits()
+    return Settings(phases, max_group_gpus, seed, chosen, timing or Peak(), time.process_time)
 
 
 def timed(pool: Pool, wanted: Workload, chosen: Settings) -> tuple[Found, float]:
@@ -101,52 +127,75 @@ def timed(pool: Pool, wanted: Workload, chosen: Settings) -> tuple[Found, float]
     return found, time.process_time() - start
 
 
+def compared(
+    pool: Pool, wanted: Workload, phases: tuple[Role, ...], seeds: Sequence[int], times: float
+) -> tuple[list[tuple[Found, float]], Found]:
+    """Short searches, and one that takes so many times their mean."""
+    short = [timed(pool, wanted, settings(phases, seed=seed)) for seed in seeds]
+    mean_s = sum(took_s for _, took_s in short) / len(short)
+    limits = replace(Limits(), walks=10**6, time_limit_s=times * mean_s)
+    return short, search(pool, wanted, settings(phases, seed=LONG_SEED, limits=limits))
+
+
 def schedule(figures: dict[str, float], quick: bool) -> dict[str, Found]:
-    """Both workloads in both spaces, and the paper's space again for many times as long."""
+    """Both workloads in both spaces, each against a longer search and a bound."""
     pool, times = cloud(1), 2.0 if quick else 20.0
     figures["longer_times"] = times
-    worst: dict[str, list[float]] = {}
     answers: dict[str, Found] = {}
-    for name in WORK:
-        for prefix, phases in (("", PAPER), ("mixed_", ALL)):
-            found, took_s = timed(pool, work(name), settings(phases))
-            longer = replace(Limits(), walks=10**6, time_limit_s=times * took_s)
-            if not (quick and prefix):
-                best = search(pool, work(name), replace(settings(phases, limits=longer), seed=SEED + 1))
-                worst.setdefault(f"{prefix}over_longer", []).append(
-                    -found.score.attainment / max(best.score.attainment, found.score.attainment)
-                )
+    for prefix, phases in SPACES:
+        took: list[float] = []
+        speed: list[float] = []
+        for name in WORK:
+            short, long = compared(pool, work(name), phases, SEEDS[:1] if quick else SEEDS, times)
+            attained = [found.score.attainment for found, _ in short]
+            took += [took_s for _, took_s in short]
+            speed += [found.evaluated / took_s for found, took_s in short]
+            figures[f"{prefix}{name}_attainment"] = attained[0]
+            figures[f"{prefix}{name}_attainment_longer"] = long.score.attainment
+            figures[f"{prefix}{name}_over_longer"] = min(attained) / long.score.attainment
+            figures[f"{prefix}{name}_mean_over_longer"] = float(np.mean(attained)) / long.score.attainment
             if not quick:
-                bound = class_bound(pool, work(name), Peak(), phases)  # type: ignore[arg-type]
-                gap = 1.0 - found.score.attainment * RATE_PER_S / bound
-                worst.setdefault(f"{prefix}gap_32_gpus", []).append(gap)
-            worst.setdefault(f"{prefix}schedule_cpu_s", []).append(took_s)
-            worst.setdefault(f"{prefix}candidates_per_cpu_s", []).append(-found.evaluated / took_s)
-            figures[f"{prefix}{name}_attainment"] = found.score.attainment
+                best = max(*attained, long.score.attainment) * RATE_PER_S
+                bound = exact_bound(pool, work(name), Peak(), phases, known_per_s=best, time_limit_s=240.0)
+                figures[f"{prefix}{name}_gap_32_gpus"] = 1.0 - attained[0] * RATE_PER_S / bound
+                figures[f"{prefix}{name}_best_gap_32_gpus"] = 1.0 - best / bound
             if not prefix:
-                answers[name] = found
-    figures |= {key: abs(max(values)) for key, values in worst.items()}
+                answers[name] = short[0][0]
+        figures[f"{prefix}schedule_cpu_s"] = max(took)
+        figures[f"{prefix}schedule_mean_cpu_s"] = float(np.mean(took))
+        figures[f"{prefix}candidates_per_cpu_s"] = min(speed)
     return answers
 
 
-def losing_a_node(before: Found) -> dict[str, float]:
-    """Four of 32 GPUs go: as it is, lightly rescheduled, searched anew."""
+def held_out() -> dict[str, float]:
+    """Pools and rates on which nothing was tuned."""
+    ratios = []
+    for links_seed, name, rate_per_s in HELD_OUT:
+        pool = cloud(1, links_seed=links_seed)
+        short, long = compared(pool, work(name, rate_per_s), PAPER, SEEDS[:3], 20.0)
+        ratios += [found.score.attainment / long.score.attainment for found, _ in short]
+    return {"held_out_over_longer": min(ratios), "held_out_mean_over_longer": float(np.mean(ratios))}
+
+
+def losing_a_node(before: Found, quick: bool) -> dict[str, float]:
+    """Four of 32 GPUs go: as it is, lightly rescheduled, searched anew; with large groups and with small ones."""
     pool, wanted = cloud(1), work("conversation")
-    left = survivors(pool, before, {"node0": 4})
-
-    def light() -> Found:
-        return reschedule(left, before, wanted, settings(PAPER))
-
-    spent = cpu_s(light, 3)
-    stay = reschedule(left, before, wanted, settings(PAPER, limits=Limits(steps=0)))
-    anew = search(left.pool, wanted, settings(PAPER))
-    return {
-        "reschedule_cpu_s": spent,
-        "lost_attainment_before": before.score.attainment,
-        "lost_attainment_untouched": stay.score.attainment,
-        "lost_attainment_rescheduled": light().score.attainment,
-        "lost_attainment_searched_anew": anew.score.attainment,
-    }
+    figures: dict[str, float] = {}
+    for label, most in (("", None), ("of_4_", 4)):
+        if most is not None:
+            before = search(pool, wanted, settings(PAPER, max_group_gpus=most))
+        left = survivors(pool, before, {"node0": 4})
+        untouched = reschedule(left, before, wanted, settings(PAPER, limits=Limits(steps=0)))
+        light = reschedule(left, before, wanted, settings(PAPER))
+        figures[f"lost_{label}attainment_before"] = before.score.attainment
+        figures[f"lost_{label}attainment_untouched"] = untouched.score.attainment
+        figures[f"lost_{label}attainment_rescheduled"] = light.score.attainment
+        if most is None:
+            figures["reschedule_cpu_s"] = cpu_s(lambda: reschedule(left, before, wanted, settings(PAPER)), 3)  # noqa: B023
+        if not quick:
+            anew = search(left.pool, wanted, settings(PAPER, max_group_gpus=most))
+            figures[f"lost_{label}attainment_searched_anew"] = anew.score.attainment
+    return figures
 
 
 def small_pools(count: int) -> dict[str, float]:
@@ -160,8 +209,9 @@ def small_pools(count: int) -> dict[str, float]:
         machines = [nodes.node_type(f"{size}x{rng.choice(SMALL)}") for size in sizes]
         pool = pool_of(machines, rng.choice([1.0, 5.0, 10.0, 40.0, 100.0], (len(sizes), len(sizes))))
         wanted = Workload(models.model("Llama-3.1-8B"), Slo(1.0, 0.06), 1155, 211, 500.0)
-        found = search(pool, wanted, replace(settings(ALL), seed=index))
-        gaps.append(1.0 - found.score.goodput_per_s / exact_bound(pool, wanted, Peak()))
+        got_per_s = search(pool, wanted, settings(ALL, seed=index)).score.goodput_per_s
+        bound = exact_bound(pool, wanted, Peak(), known_per_s=got_per_s)
+        gaps.append(1.0 - got_per_s / bound)
     return {
         "pools_of_12_gpus": count,
         "worst_gap_12_gpus": max(gaps),
@@ -172,12 +222,17 @@ def small_pools(count: int) -> dict[str, float]:
 def large_pool(quick: bool) -> dict[str, float]:
     """Four times the cloud, four times the traffic."""
     pool, wanted = cloud(4), work("conversation", 4 * RATE_PER_S)
-    limits = Limits(time_limit_s=8.0 if quick else 50.0)
+    limits = Limits(time_limit_s=6.0 if quick else 50.0)
     found, took_s = timed(pool, wanted, settings(PAPER, limits=limits))
-    figures = {"schedule_128_cpu_s": took_s, "attainment_128": found.score.attainment}
+    figures = {
+        "schedule_128_cpu_s": took_s,
+        "attainment_128": found.score.attainment,
+        "converged_128": float(found.converged),
+    }
     if not quick:
-        bound = class_bound(pool, wanted, Peak(), PAPER)
-        figures["gap_128_gpus"] = 1.0 - found.score.attainment * wanted.rate_per_s / bound
+        got_per_s = found.score.attainment * wanted.rate_per_s
+        bound = class_bound(pool, wanted, Peak(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
+        figures["gap_128_gpus"] = 1.0 - got_per_s / bound
     return figures
 
 
@@ -193,43 +248,65 @@ def _count(takes: Takes, mine: Sequence[int]) -> int:
     return sum(count for place, count in takes if place in mine)
 
 
-def table_3(found: dict[str, Found]) -> dict[str, float]:
+def table_3(found: Mapping[str, Found], quick: bool) -> dict[str, float]:
     """Who prefills and who decodes: free, in groups of up to four as the paper's are, and with other figures."""
     figures: dict[str, float] = {}
-    small = {name: search(cloud(1), work(name), settings(PAPER, max_group_gpus=4)) for name in WORK}
-    # What comes out with tensor-core rates and fitted times stands beside it.
-    vendor = {name: search(cloud(1, "catalog"), work(name), settings(PAPER, Calibrated())) for name in WORK}
-    for label, plans in (("", found), ("of_4_", small), ("vendor_", vendor)):
-        for name, plan in plans.items():
+    limits = Limits(walks=8) if quick else Limits()
+    small = {
+        name: search(cloud(1), work(name), settings(PAPER, limits=limits, max_group_gpus=4)) for name in WORK
+    }
+    plans = {"": dict(found), "of_4_": small}
+    if not quick:
+        rich = cloud(1, "catalog")
+        plans["vendor_"] = {name: search(rich, work(name), settings(PAPER, Calibrated())) for name in WORK}
+    for label, mine in plans.items():
+        for name, plan in mine.items():
             figures[f"table_3_{label}{name}_prefill_share"] = share(plan, 0)
             for gpu in ("A40", "3090Ti"):
                 figures[f"table_3_{label}{name}_{gpu}_prefill_share"] = share(plan, 0, gpu)
-            groups = plan.state.groups
-            figures[f"table_3_{label}{name}_prefill_replicas"] = sum(g.phase == 0 for g in groups)
-            figures[f"table_3_{label}{name}_decode_replicas"] = sum(g.phase == 1 for g in groups)
-    leans = share(found["coding"], 0) > share(found["conversation"], 0)
-    figures["table_3_coding_leans_to_prefill"] = float(leans)
-    return figures
+            phases = [group.phase for group in plan.state.groups]
+            figures[f"table_3_{label}{name}_prefill_replicas"] = phases.count(0)
+            figures[f"table_3_{label}{name}_decode_replicas"] = phases.count(1)
+
+    def replicas(name: str) -> float:
+        return (
+            figures[f"table_3_of_4_{name}_prefill_replicas"] - figures[f"table_3_of_4_{name}_decode_replicas"]
+        )
+
+    for name in WORK:
+        apart = share(small[name], 0, "A40") > share(small[name], 0, "3090Ti")
+        figures[f"table_3_{name}_A40_prefills_3090Ti_decodes"] = float(apart)
+    return figures | {
+        "table_3_coding_leans_to_prefill": float(replicas("coding") > 0),
+        "table_3_conversation_leans_to_decode": float(replicas("conversation") < 0),
+    }
 
 
-def table_5() -> dict[str, float]:
+def table_5(label: str, timing: Timing, kind: str) -> dict[str, float]:
     """4 x A40 and 4 x 3090Ti, 1024 tokens in: fast links split by type, thin ones put both in both."""
     figures: dict[str, float] = {}
-    for gbps, label in ((40.0, "apart_at_40"), (5.0, "across_at_5")):
-        pool = pool_of([node("A40", 4), node("3090Ti", 4)], np.full((2, 2), gbps))
-        wanted = Workload(models.model("LLaMA-30B"), Slo(10.0, 0.2), 1024, 64, 100.0)
-        split = search(pool, wanted, settings(PAPER))
-        groups = {(group.phase, group.takes) for group in split.state.groups}
-        apart = groups == {(0, ((0, 4),)), (1, ((1, 4),))}
-        across = groups == {(0, ((0, 2), (1, 2))), (1, ((0, 2), (1, 2)))}
-        figures[f"table_5_{label}_gbps"] = float(apart if gbps > 20 else across)
-        figures[f"table_5_goodput_at_{gbps:.0f}_gbps"] = split.score.goodput_per_s
-        free = search(pool, wanted, settings(ALL))
-        figures[f"table_5_goodput_with_mixed_at_{gbps:.0f}_gbps"] = free.score.goodput_per_s
-    alone = search(pool, wanted, settings(("mixed",), max_group_gpus=4))
-    figures["table_5_goodput_mixed_only"] = alone.score.goodput_per_s
+    model = models.model("LLaMA-30B")
+    one = steps(decodes=np.ones(1), decode_context=np.full(1, 1024.0))
+    layer_s, rest_s = timing.parts(model, node("3090Ti", 4, kind), 4, one)
+    output = round(TABLE_5_DECODE_S / float(layer_s[0] * model.layer_count + rest_s[0]))
+    figures[f"table_5_{label}output_tokens"] = output
+    for gbps, what in ((40.0, "apart_at_40"), (5.0, "across_at_5")):
+        pool = pool_of([node("A40", 4, kind), node("3090Ti", 4, kind)], np.full((2, 2), gbps))
+        wanted = Workload(model, Slo(10.0, 0.2), 1024, output, 100.0)
+        split = search(pool, wanted, settings(PAPER, timing))
+        groups = [(group.phase, group.takes) for group in split.state.groups]
+        types = {(phase, node) for phase, takes in groups for node, _ in takes}
+        apart = types == {(0, 0), (1, 1)} and not split.state.idle
+        across = sorted(groups) == [(0, ((0, 2), (1, 2))), (1, ((0, 2), (1, 2)))]
+        figures[f"table_5_{label}{what}_gbps"] = float(apart if gbps > 20 else across)
+        figures[f"table_5_{label}replicas_at_{gbps:.0f}_gbps"] = len(groups)
+        figures[f"table_5_{label}goodput_at_{gbps:.0f}_gbps"] = split.score.goodput_per_s
+        free = search(pool, wanted, settings(ALL, timing))
+        figures[f"table_5_{label}goodput_with_mixed_at_{gbps:.0f}_gbps"] = free.score.goodput_per_s
+    alone = search(pool, wanted, settings(("mixed",), timing, max_group_gpus=4))
+    figures[f"table_5_{label}goodput_mixed_only"] = alone.score.goodput_per_s
     return figures
 
 
 if __name__ == "__main__":
-    sys.exit(run("search", measure, TARGETS, seeds=[SEED]))
+    sys.exit(run("search", measure, TARGETS, seeds=[*SEEDS, LONG_SEED]))

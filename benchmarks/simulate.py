@@ -23,7 +23,7 @@ from potluck.core.batch import FINISHED, Limits
 from potluck.core.plan import Confidence
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps
-from potluck.sim.replica import Replica, Work, replica_limits
+from potluck.sim.replica import Replica, replica_limits
 from potluck.sim.rounds import step_table
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
@@ -118,7 +118,7 @@ def ends_s(replica: Replica, arrivals_s: list[float], prompts: list[int], output
     while True:
         due_s = replica.next_s()
         if place < count and arrivals_s[place] < due_s:
-            replica.add(arrivals_s[place], Work(place, prompts[place], 0, outputs[place]))
+            replica.add(arrivals_s[place], place, prompts[place], 0, outputs[place])
             place += 1
         elif due_s < inf:
             for at_s, kind, key in replica.advance(due_s):

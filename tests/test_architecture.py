@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "perf": frozenset({"core"}),
     "plan": frozenset({"core", "perf"}),
     "sim": frozenset({"core", "perf"}),
+    "rehearse": frozenset({"core", "perf", "plan", "sim"}),
     "kv": frozenset({"core"}),
     "engine": frozenset({"core", "kv", "perf"}),
     "gateway": frozenset({"core"}),

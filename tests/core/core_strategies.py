@@ -252,6 +252,6 @@ def routes(draw: st.DrawFn) -> Route:
 
 
 anything = st.one_of(
-    gpus, node_types, regions, links, slos, traffics(), requests, models, layouts, templates, plans, routes()
+    gpus, node_types, regions, links, slos, traffics(), models, layouts, templates, plans, routes()
 )
 """Any value that has a JSON form."""

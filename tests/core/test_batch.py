@@ -268,19 +268,26 @@ def test_beside_others_some_blocks_stay_spare(spare: int, begins: bool) -> None:
         ([64], 32, True),
         ([64], 100, False),
         ([112], 1, False),
-        ([1], 1, False),
+        ([1], 1, True),
         ([9, 9], 1, False),
     ],
 )
 def test_a_beginning_is_foreseen_only_when_it_is_sure(prompts: list[int], steps: int, foreseen: bool) -> None:
-    """Not after steps that fill the memory; nor for what would not fit, be a decode, or not be alone."""
+    """Not after steps that fill the memory; nor for what would not fit, or not be alone."""
     batch = Batcher(Limits(10, token_budget=256, max_running=2, spare_blocks=1))
     batch.add(0, 33, 0, 100)
     batch.commit(batch.next_step())
-    assert batch.lone_chunk(steps) is None
+    assert batch.lone(steps) is None
     for key, prompt in enumerate(prompts, 1):
         batch.add(key, prompt, 0, 2)
-    assert batch.lone_chunk(steps) == ((1, prompts[0], 0) if foreseen else None)
+    new = prompts[0] if prompts[0] > 1 else 0
+    assert batch.lone(steps) == ((1, new, 0) if foreseen else None)
+    if foreseen:
+        for _ in range(steps):
+            assert not batch.commit(batch.next_step(admit=False))
+        step = batch.next_step()
+        assert step.chunks == ([(1, new, 0)] if new else [])
+        assert step.newcomers == (not new)
 
 
 def test_an_end_that_was_not_foreseen_frees_its_blocks() -> None:

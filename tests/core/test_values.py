@@ -92,10 +92,17 @@ CASES = [
 ]
 
 
+def changed(value: Any, **fields: object) -> object:
+    """A copy with other fields, made the way that checks them."""
+    if isinstance(value, Request):
+        return Request(**{**value._asdict(), **fields})
+    return dataclasses.replace(value, **fields)
+
+
 @pytest.mark.parametrize(("value", "name", "bad", "says"), CASES)
 def test_a_field_that_cannot_be_is_named(value: Any, name: str, bad: Any, says: str) -> None:
     with pytest.raises(InputError) as caught:
-        dataclasses.replace(value, **{name: bad})
+        changed(value, **{name: bad})
     assert caught.value.field == says
     assert caught.value.problem
     assert "\n" not in str(caught.value)
@@ -123,6 +130,17 @@ def test_values_are_frozen(value: Any, data: st.DataObject) -> None:
         setattr(value, name, None)
     assert not hasattr(value, "__dict__")
     hash(value)
+
+
+@given(build.requests, st.data())
+def test_requests_are_frozen_and_the_same_one_by_one_and_many_at_once(
+    request: Request, data: st.DataObject
+) -> None:
+    with pytest.raises(AttributeError):
+        setattr(request, data.draw(st.sampled_from(request._fields)), None)
+    assert not hasattr(request, "__dict__")
+    [again] = Request.many([tuple(request)])
+    assert (type(again), again, hash(again)) == (Request, request, hash(request))
 
 
 @given(build.traffics())

@@ -19,7 +19,9 @@ from potluck.engine.frames import closing, opening, parcel_frames
 from potluck.engine.handover import Manifest, token_hash
 
 TOKENS, OUTPUT = prompt(90), 10
-QUICK = FaceLimits(handover_s=2.0, lease_s=0.3, deadline_s=20.0, body_bytes=20_000, open_requests=6)
+QUICK = FaceLimits(
+    handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0, body_bytes=20_000, open_requests=6
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,9 @@ import pytest
 from loop_kit import KINDS, VOCAB, carry, desk, prompt
 
 from potluck.core.errors import CapacityError, InputError
+from potluck.engine.executor import Draw, WorkerLost
 from potluck.engine.requests import Job
+from potluck.engine.runner import Work
 from potluck.engine.sample import Sampling
 
 LENGTH, OUTPUT = 150, 12
@@ -161,6 +163,22 @@ def test_the_important_go_first() -> None:
     assert began[0] > began[1] > began[2]
 
 
+@pytest.mark.parametrize("kind", ["full-fancy", "latent"])
+def test_rows_that_lie_in_any_order_do_not_matter(kind: str) -> None:
+    # The long one takes the home of the last, whose block then lies before that of the one before it.
+    engine, plain = desk(kind, blocks=8, rows=4, max_running=2), desk(kind)
+    lengths = (70, 5, 6, 7)
+    rows = [engine.executor.open() for _ in lengths]
+    for row, length in zip(rows, lengths, strict=True):
+        engine.executor.grow(row, length + 1)
+        engine.executor.step([Work(row, 0, prompt(length, row), "none")], [])
+    last = list(zip(rows, lengths, strict=True))[2:]
+    works = [Work(row, length, [9]) for row, length in last]
+    found = engine.executor.step(works, [Draw(Sampling(), length + 1) for _, length in last])
+    for (row, length), choice in zip(last, found, strict=True):
+        assert plain.answer([*prompt(length, row), 9], 1) == [choice.token]
+
+
 def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
     chance = random.Random(8)
     engine = desk("hybrid", blocks=120, rows=8, max_running=5, chunk=30, prefix_bytes=100_000, lease_s=0.2)
@@ -208,8 +226,6 @@ def test_a_lease_ends() -> None:
 
 
 def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
-    from potluck.engine.executor import WorkerLost
-
     engine = desk("full")
     keys = [engine.submit(prompt(20, n), 10) for n in range(3)]
     engine.turn()

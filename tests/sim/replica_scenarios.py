@@ -9,7 +9,7 @@ from random import Random
 
 from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED, Limits
 from potluck.core.events import Status
-from potluck.sim.replica import Replica, Work
+from potluck.sim.replica import Replica
 from potluck.sim.rounds import Table
 
 Touch = tuple[float, int, str, tuple[float, ...]]
@@ -94,7 +94,7 @@ def _touch(
     key = int(figures[0]) if figures else -1
     if what == "add" or (what == "received" and key in reserved):
         reserved.discard(key)
-        replica.add(at_s, Work(*map(int, figures)))
+        replica.add(at_s, *map(int, figures))
     elif what == "reserve":
         life.reserved.append(replica.reserve(at_s, key, int(figures[1])))
         if life.reserved[-1]:

@@ -19,7 +19,8 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
     """Reference: most recent last; of one prompt, its beginning last."""
     told: set[int] = set()
     for chain, room in uses:
-        cache.keep(chain, room * 16)
+        cache.keep(chain)
+        cache.shrink(room * 16)
         order = [block for block in order if block not in chain] + list(reversed(chain))
         order = order[max(0, len(order) - room) :]
         assert {block for block in range(40) if block in cache} == set(order)
@@ -39,14 +40,17 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
 
 def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
     cache = PrefixCache(16, exact=True, state_tokens=8.0)
-    cache.keep((1, 2, 3), 1000)
+    cache.keep((1, 2, 3))
+    cache.shrink(1000)
     assert cache.match((1, 2, 3, 4)) == 3
     assert cache.match((1, 2)) == 0
-    cache.keep((1, 2), 1000)
+    cache.keep((1, 2))
+    cache.shrink(1000)
     assert cache.match((1, 2, 9)) == 2
     assert cache.held_tokens == 3 * 16 + 2 * 8
     assert cache.news() == [((1, 2, 3), (), (48,))]
-    cache.keep((1, 2, 3, 4), 1000)
+    cache.keep((1, 2, 3, 4))
+    cache.shrink(1000)
     assert cache.news() == [((4,), (), (32, 48, 64))]
     cache.shrink(0)
     assert (len(cache), cache.held_tokens) == (0, 0)
@@ -55,7 +59,8 @@ def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
 
 def test_what_came_and_went_unseen_is_told_as_gone() -> None:
     cache = PrefixCache(16)
-    cache.keep((1, 2), 16)
+    cache.keep((1, 2))
+    cache.shrink(16)
     assert cache.news() == [((1,), (2,), ())]
     assert not cache.changed
     assert cache.news() == []

@@ -17,7 +17,7 @@ import pytest
 from potluck.core.batch import FINISHED, Limits
 from potluck.core.plan import Confidence
 from potluck.perf.step import Floats, Steps
-from potluck.sim.replica import Replica, Work
+from potluck.sim.replica import Replica
 from potluck.sim.rounds import step_table
 
 
@@ -42,7 +42,7 @@ def ends_s(arrivals_s: list[float], outputs: list[int], slots: int, step_s: floa
     while True:
         due_s = replica.next_s()
         if place < count and arrivals_s[place] < due_s:
-            replica.add(arrivals_s[place], Work(place, 1, 0, outputs[place]))
+            replica.add(arrivals_s[place], place, 1, 0, outputs[place])
             place += 1
         elif due_s < inf:
             for at_s, kind, key in replica.advance(due_s):

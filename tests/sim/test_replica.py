@@ -20,7 +20,7 @@ from potluck.perf.pipeline import pipeline
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps
 from potluck.sim.gaps import EDGES_S
-from potluck.sim.replica import Replica, Work, replica_limits
+from potluck.sim.replica import Replica, replica_limits
 from potluck.sim.rounds import Table, step_table
 
 SCENARIOS = 1000
@@ -92,7 +92,7 @@ def test_jumping_and_stepping_give_the_same_life(name: str) -> None:
 def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
     timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xH100-SXM"), 1)
     replica = Replica(step_table(timer), Limits(10_000))
-    replica.add(1.0, Work(0, 1155, 0, 211))
+    replica.add(1.0, 0, 1155, 0, 211)
     found = {kind: at_s for at_s, kind, _ in replica.advance(100.0)}
     first_s = float(prefill_s(timer, 1155)[0])
     assert found[FIRST] == pytest.approx(1.0 + first_s, rel=1e-9)
@@ -105,11 +105,11 @@ def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:
 
 def test_an_arrival_waits_for_the_step_under_way() -> None:
     replica = Replica(step_table(Plain()), Limits(1000))
-    replica.add(0.0, Work(0, 100, 0, 50))
+    replica.add(0.0, 0, 100, 0, 50)
     [(first_s, kind, _)] = replica.advance(replica.next_s())
     assert kind == FIRST
     step_s = replica.table.row(1).step_s(100)
-    replica.add(first_s + 0.3 * step_s, Work(1, 10, 0, 1))
+    replica.add(first_s + 0.3 * step_s, 1, 10, 0, 1)
     assert replica.advance(first_s + step_s) == []
     beside_s = replica.table.step_s([(1, 10, 0)], 1, 101)
     found = replica.advance(replica.next_s())
@@ -120,7 +120,7 @@ def test_an_arrival_waits_for_the_step_under_way() -> None:
 def test_a_question_changes_nothing() -> None:
     asked, left_alone = (Replica(step_table(Plain()), Limits(1000)) for _ in range(2))
     for replica in (asked, left_alone):
-        replica.add(0.0, Work(0, 100, 0, 200))
+        replica.add(0.0, 0, 100, 0, 200)
     while asked.next_s() < inf:
         now_s = asked.next_s()
         for share in (0.2, 0.5, 0.9):
@@ -131,7 +131,7 @@ def test_a_question_changes_nothing() -> None:
 
 def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
     replica = Replica(step_table(Plain()), Limits(1000))
-    replica.add(0.0, Work(0, 100, 0, 11))
+    replica.add(0.0, 0, 100, 0, 11)
     first_s = replica.advance(replica.next_s())[0][0]
     row, context = replica.table.row(1), 100
     replica.set_speed(first_s + 0.5 * row.step_s(context), 3.0)
@@ -144,9 +144,9 @@ def test_a_slow_replica_is_slow_from_the_next_step_on() -> None:
 def test_gaps_count_every_token_but_the_first() -> None:
     replica = Replica(step_table(Plain()), replica_limits(step_table(Plain()), 1000))
     for key in range(5):
-        replica.add(0.01 * key, Work(key, 50, 0, 20))
+        replica.add(0.01 * key, key, 50, 0, 20)
     assert replica.reserve(0.06, 5, 64)
-    replica.add(0.07, Work(5, 0, 64, 20))
+    replica.add(0.07, 5, 0, 64, 20)
     last_s = replica.advance(100.0)[-1][0]
     counts = np.array(replica.gaps.counts)
     assert counts.sum() == 6 * 19
@@ -158,7 +158,7 @@ def test_a_preempted_request_has_one_long_gap() -> None:
     limits = Limits(20, token_budget=512, max_running=8, spare_blocks=0)
     replica = Replica(step_table(Plain()), limits)
     for key in range(2):
-        replica.add(0.0, Work(key, 100, 0, 100))
+        replica.add(0.0, key, 100, 0, 100)
     found = replica.advance(100.0)
     assert [kind for _, kind, key in found if key == 1] == [FIRST, PREEMPTED, FINISHED]
     counts = np.array(replica.gaps.counts)

@@ -32,7 +32,9 @@ def engine() -> None:
 @click.option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed", show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option(
-    "--threads", type=click.IntRange(1), help="Threads on a CPU; else 1 for a small model, else torch's choice."
+    "--threads",
+    type=click.IntRange(1),
+    help="Threads on a CPU; else 1 for a small model, else torch's choice.",
 )
 @click.option("--max-running", default=32, show_default=True, type=click.IntRange(1), help="At once.")
 @click.option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")

@@ -40,8 +40,9 @@ from potluck.core.batch_values import (
     Sequence,
     Step,
     head_of,
+    require_fit,
 )
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import InputError
 from potluck.core.lockstep import Lockstep
 
 __all__ = ["DONE", "FINISHED", "FIRST", "PREEMPTED", "RESUMED", "Batcher", "Happening", "Limits", "Step"]
@@ -51,7 +52,7 @@ class Batcher:
     """The sequences of one replica, and their only mutator."""
 
     __slots__ = (
-        "_blocked",
+        "_budget",
         "_by_key",
         "_chunk",
         "_most_tokens",
@@ -62,23 +63,26 @@ class Batcher:
         "_pending",
         "_prefills",
         "_queue",
-        "_reserved",
-        "_size",
+        "_slots",
         "_spare",
-        "_taken",
         "_total",
+        "blocked",
         "decoding",
         "limits",
         "queued",
+        "reserved",
+        "size",
         "todo_tokens",
     )
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._size = limits.block_tokens
+        self.size = limits.block_tokens
         self._total = limits.total_blocks
         self._most_tokens = limits.total_blocks * limits.block_tokens
         self._chunk = limits.token_budget if limits.chunk_tokens is None else limits.chunk_tokens
+        self._budget = limits.token_budget
+        self._slots = limits.max_running
         self._spare = limits.spare
         self.decoding = Lockstep(limits.block_tokens)
         """The sequences that decode. Others may read it: `keys` says who they are."""
@@ -89,16 +93,17 @@ class Batcher:
         self._other_blocks = 0
         """Blocks of all but the decodes."""
         self._order = 0
-        self._blocked = False
-        """The next in line has no slot or no room, and nothing was freed since that was found."""
+        self.blocked = False
+        """The next in line has no slot or no room, and nothing was freed since that was found: nobody begins
+        before something ends."""
         self._by_key: dict[int, Sequence] = {}
         self._queue: Queue = []
         self._own: Queue = []
         """Waiting sequences that have their blocks."""
         self._prefills: list[Sequence] = []
-        self._reserved: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+        """Blocks set aside for those to come. Others may read it."""
         self._pending: Step | None = None
-        self._taken: list[Sequence] = []
         self._newcomers: list[Sequence] = []
 
     def add(
@@ -112,18 +117,10 @@ class Batcher:
         """A sequence to run. `context_tokens` have their KV here already; no output tokens: a segment that
         hands its KV over, and keeps its blocks until `release`. At least one token is always computed."""
         whole = compute_tokens + context_tokens
-        if compute_tokens < 0 or context_tokens < 0 or output_tokens < 0 or not whole:
-            raise InputError(f"sequence {key}", "needs a prompt of at least one token")
-        # The last output token is not put in again, so it needs no room.
-        if (
-            whole + output_tokens > self._most_tokens
-            and whole + max(output_tokens - 1, 0) > self._most_tokens
-        ):
-            raise CapacityError(
-                f"sequence {key} of {whole} + {output_tokens} tokens can never fit in {self._most_tokens}"
-            )
         if key in self._by_key:
             raise InputError(f"sequence {key}", "is already here")
+        if compute_tokens < 1 or context_tokens < 0 or not 0 <= output_tokens <= self._most_tokens - whole:
+            require_fit(self._most_tokens, key, compute_tokens, context_tokens, output_tokens)
         todo = compute_tokens or 1
         order = self._order
         self._order = order + 1
@@ -132,20 +129,24 @@ class Batcher:
         self.queued += 1
         self.todo_tokens += todo
         queue = self._queue
-        if self._reserved and key in self._reserved and self._claim(sequence, -(-whole // self._size)):
+        if self.reserved and key in self.reserved and self._claim(sequence, -(-whole // self.size)):
             queue = self._own
         heappush(queue, (-priority, order, sequence))
-        if queue[0][2] is sequence:
-            self._blocked = False
+        if self.blocked and queue[0][2] is sequence:
+            self.blocked = False
 
     def reserve(self, key: int, tokens: int, after_steps: int = 0) -> bool:
         """Take blocks for a prompt whose KV is on its way, or say that there is no room (after so many steps)."""
-        blocks = -(-tokens // self._size)
-        free = self.free_after(after_steps) if after_steps else self.free_blocks
-        if blocks > free or key in self._reserved or key in self._by_key:
+        blocks = -(-tokens // self.size)
+        room = self._total - self._other_blocks - blocks
+        if self.decoding.blocks_at_most(after_steps + 1) > room:  # as a rule it fits by far
+            free = self.free_after(after_steps) if after_steps else self.free_blocks
+            if blocks > free:
+                return False
+        if key in self.reserved or key in self._by_key:
             return False
         self._other_blocks += blocks
-        self._reserved[key] = blocks
+        self.reserved[key] = blocks
         return True
 
     def release(self, key: int) -> None:
@@ -156,8 +157,8 @@ class Batcher:
 
     def cancel(self, key: int) -> None:
         """Forget a sequence in whatever state; an unknown one is none of ours any more."""
-        self._blocked = False
-        self._other_blocks -= self._reserved.pop(key, 0)
+        self.blocked = False
+        self._other_blocks -= self.reserved.pop(key, 0)
         sequence = self._by_key.get(key)
         if sequence is not None:
             self._drop(sequence)
@@ -170,20 +171,19 @@ class Batcher:
         false nobody begins (the step began before they came)."""
         if self._pending is not None:
             raise InputError("batch: next_step", "the last step is not committed yet")
-        decoding, prefills = self.decoding, self._prefills
+        decoding, size = self.decoding, self.size
+        count = decoding.count
+        chunks: list[tuple[int, int, int]] = []
         preempted: list[int] = []
         room = self._total - self._other_blocks
-        if decoding.blocks_at_most(1) > room and decoding.blocks(1) > room:
+        # Lockstep.blocks_at_most first: it nearly always settles the question.
+        if decoding.context_tokens // size + count > room and decoding.blocks(1) > room:
             preempted = self._make_room()
-        chunks: list[tuple[int, int, int]] = []
-        budget = self.limits.token_budget - decoding.count
-        for sequence in prefills:
-            tokens = min(sequence.todo, budget, self._chunk)
-            if tokens:
-                chunks.append((sequence.key, tokens, sequence.held))
-                self._taken.append(sequence)
-                budget -= tokens
-        if self.queued and not self._blocked and admit and not (preempted and (decoding.count or prefills)):
+            count = decoding.count
+        budget = self._budget - count
+        if self._prefills:
+            budget = self._go_on(budget, chunks)
+        if self.queued and not self.blocked and admit and not (preempted and (count or self._prefills)):
             self._admit(budget, chunks)
         step = Step(chunks, decoding.count, decoding.context_tokens, len(self._newcomers), preempted)
         self._pending = step
@@ -194,7 +194,7 @@ class Batcher:
         if step is not self._pending:
             raise InputError("batch: commit", "is not the step that was scheduled")
         self._pending = None
-        decoding = self.decoding
+        decoding, by_key = self.decoding, self._by_key
         clock = decoding.clock + 1
         decoding.clock = clock
         decoding.context_tokens += decoding.count
@@ -206,14 +206,18 @@ class Batcher:
                     sequence.todo = 0
                     found.append((FIRST, sequence.key))
             self._newcomers = []
-        if decoding.ends and decoding.ends[0][0] <= clock:
-            decoding.ended(found, self._by_key)
-            self._blocked = False
-        if step.chunks:
-            for sequence, chunk in zip(self._taken, step.chunks, strict=True):
-                if sequence.state == PREFILL:
-                    self._computed(sequence, chunk[1], found)
-            self._taken = []
+        ends = decoding.ends
+        if ends and ends[0][0] <= clock:
+            decoding.ended(found, by_key)
+            self.blocked = False
+        for key, tokens, _ in step.chunks:
+            prefill = by_key.get(key)
+            if prefill is not None and prefill.state == PREFILL:  # not cancelled meanwhile
+                self.todo_tokens -= tokens
+                prefill.held += tokens
+                prefill.todo -= tokens
+                if not prefill.todo:
+                    self._computed(prefill, found)
         return found
 
     # What only a simulator needs.
@@ -222,13 +226,13 @@ class Batcher:
         """How many further steps hold just the present decodes; the last may end some. 0: ask `next_step`."""
         decoding = self.decoding
         count = decoding.count
-        if not count or self._prefills or (self.queued and not self._blocked) or self._pending is not None:
+        if not count or self._prefills or (self.queued and not self.blocked) or self._pending is not None:
             return 0
         end, _, first = decoding.ends[0]
         steps = end - decoding.clock if first.state == DECODE else decoding.until_end()
         room = self._total - self._other_blocks
         # Lockstep.blocks_at_most, written out: this is asked before every run.
-        if (decoding.context_tokens + count * (steps + self._size - 1)) // self._size > room:
+        if (decoding.context_tokens + count * (steps + self.size - 1)) // self.size > room:
             return min(steps, decoding.until_full(room))
         return steps
 
@@ -241,24 +245,27 @@ class Batcher:
         found: list[Happening] = []
         if decoding.ends[0][0] <= clock:
             decoding.ended(found, self._by_key)
-            self._blocked = False
+            self.blocked = False
         return found
 
-    @property
-    def hopeful(self) -> bool:
-        """Whether somebody waits who may begin with the next step. If not, nobody will before something ends."""
-        return self.queued > 0 and not self._blocked
+    def lone(self, steps: int) -> tuple[int, int, int] | None:
+        """The only one that waits, if after so many steady steps it is sure to begin, and whole.
 
-    def lone_chunk(self, steps: int) -> tuple[int, int, int] | None:
-        """The chunk of the only one that waits, if after so many steady steps it is sure to begin, whole."""
+        As a chunk: (key, new tokens, context before them); no new tokens: it is a decode at once.
+        """
         decoding = self.decoding
-        if self.queued != 1 or self._prefills or self._own or decoding.count >= self.limits.max_running:
+        if self.queued != 1 or self._prefills or decoding.count >= self._slots:
             return None
-        head = head_of(self._queue)
-        if head is None or not 1 < head.todo <= min(self._chunk, self.limits.token_budget - decoding.count):
+        own = head_of(self._own) if self._own else None
+        head = own or head_of(self._queue)
+        if head is None or head.todo > min(self._chunk, self._budget - decoding.count):
             return None
-        room = self._total - self._other_blocks - self._spare - -(-(head.todo + head.held) // self._size)
-        return (head.key, head.todo, head.held) if decoding.blocks_at_most(steps + 1) <= room else None
+        room = self._total - self._other_blocks
+        if own is None:
+            room -= self._spare - (-(head.todo + head.held) // self.size)
+        if decoding.blocks_at_most(steps + 1) > room:
+            return None
+        return head.key, 0 if head.todo == 1 and head.left else head.todo, head.held
 
     @property
     def free_blocks(self) -> int:
@@ -288,68 +295,75 @@ class Batcher:
         sequence = self._by_key[key]
         return sequence.asked - sequence.left_at(self.decoding.clock)
 
+    def _go_on(self, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        """The next chunks of prompts that have begun; returns what they leave of the budget."""
+        for sequence in self._prefills:
+            tokens = min(sequence.todo, budget, self._chunk)
+            if tokens:
+                chunks.append((sequence.key, tokens, sequence.held))
+                budget -= tokens
+        return budget
+
     def _admit(self, budget: int, chunks: list[tuple[int, int, int]]) -> None:
         """Let waiting ones begin while there are tokens, slots and room."""
-        decoding, own, queue, size = self.decoding, self._own, self._queue, self._size
-        running, slots = decoding.count + len(self._prefills), self.limits.max_running
-        most = decoding.blocks_at_most(1)
-        while budget > 0:
-            held = bool(own) and head_of(own) is not None
-            line = own if held else queue
-            head = head_of(line)
-            if head is None:
+        decoding, own, queue, size = self.decoding, self._own, self._queue, self.size
+        running = decoding.count + len(self._prefills)
+        while budget > 0 and self.queued:
+            if running >= self._slots:
+                self.blocked = True
                 return
-            todo = head.todo
-            if not held:
-                blocks = -(-(todo + head.held) // size)
-                room = self._total - self._other_blocks - blocks - (self._spare if running else 0)
-            if running >= slots or (not held and most > room and decoding.blocks(1) > room):
-                self._blocked = True
-                return
-            heappop(line)
-            if not held:
+            head = head_of(own) if own else None
+            if head is not None:
+                heappop(own)
+            else:
+                while queue[0][2].state != WAITING:  # it left
+                    heappop(queue)
+                head = queue[0][2]
+                blocks = -(-(head.todo + head.held) // size)
+                room = self._total - self._other_blocks - blocks
+                if running:
+                    room -= self._spare
+                if decoding.context_tokens // size + decoding.count > room and decoding.blocks(1) > room:
+                    self.blocked = True
+                    return
+                heappop(queue)
                 self._other_blocks += blocks
                 head.blocks = blocks
             self.queued -= 1
             running += 1
-            if todo == 1 and head.left:
+            tokens = head.todo
+            if tokens == 1 and head.left:
                 self._newcomers.append(head)
                 self._other_blocks -= head.blocks
                 decoding.join(head)
-                most = decoding.blocks_at_most(1)
                 budget -= 1
-            else:
-                tokens = min(todo, budget, self._chunk)
-                chunks.append((head.key, tokens, head.held))
-                self._taken.append(head)
-                self._prefills.append(head)
-                head.state = PREFILL
-                budget -= tokens
+                continue
+            if tokens > budget or tokens > self._chunk:
+                tokens = min(budget, self._chunk)
+            chunks.append((head.key, tokens, head.held))
+            self._prefills.append(head)
+            head.state = PREFILL
+            budget -= tokens
 
-    def _computed(self, sequence: Sequence, tokens: int, found: list[Happening]) -> None:
-        """A chunk of a prompt is done, perhaps its last."""
-        self.todo_tokens -= tokens
-        sequence.held += tokens
-        if tokens < sequence.todo:
-            sequence.todo -= tokens
-            return
-        sequence.todo = 0
+    def _computed(self, sequence: Sequence, found: list[Happening]) -> None:
+        """The last chunk of a prompt is done."""
         self._prefills.remove(sequence)
         asked, left, key = sequence.asked, sequence.left, sequence.key
-        if asked:
-            found.append((FIRST if left == asked else RESUMED, key))
-            self._other_blocks -= sequence.blocks
-            if left > 1:
-                sequence.left = left - 1
-                self.decoding.join(sequence)
-                return
-            sequence.state = GONE
-            del self._by_key[key]
-            found.append((FINISHED, key))
-        else:
+        if not asked:
             sequence.state = KEPT
             found.append((DONE, key))
-        self._blocked = False
+            self.blocked = False
+            return
+        found.append((FIRST if left == asked else RESUMED, key))
+        self._other_blocks -= sequence.blocks
+        if left > 1:
+            sequence.left = left - 1
+            self.decoding.join(sequence)
+            return
+        sequence.state = GONE
+        del self._by_key[key]
+        found.append((FINISHED, key))
+        self.blocked = False
 
     def _drop(self, sequence: Sequence) -> None:
         self.todo_tokens -= sequence.todo
@@ -366,7 +380,7 @@ class Batcher:
 
     def _claim(self, sequence: Sequence, blocks: int) -> bool:
         """Turn a reservation into blocks. When even more are needed and not there, the KV is given up."""
-        reserved = self._reserved.pop(sequence.key)
+        reserved = self.reserved.pop(sequence.key)
         if blocks - reserved <= self.free_blocks:
             self._other_blocks += blocks - reserved
             sequence.blocks = blocks
@@ -388,7 +402,7 @@ class Batcher:
 
     def _preempt(self, victim: Sequence) -> None:
         """What it had is prompt again: its context, and the token that was to be put in next."""
-        self._blocked = False
+        self.blocked = False
         left = victim.left_at(self.decoding.clock)
         todo = victim.base + self.decoding.clock + 1 if victim.state == DECODE else victim.todo + victim.held
         self._drop(victim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop
 
-from potluck.core.errors import InputError
+from potluck.core.errors import CapacityError, InputError
 from potluck.core.facts import BLOCK_TOKENS
 
 FIRST, DONE, FINISHED, PREEMPTED, RESUMED = 0, 1, 2, 3, 4
@@ -128,3 +128,17 @@ def head_of(queue: Queue) -> Sequence | None:
             return queue[0][2]
         heappop(queue)
     return None
+
+
+def require_fit(
+    most_tokens: int, key: int, compute_tokens: int, context_tokens: int, output_tokens: int
+) -> None:
+    """A sequence must have a prompt, and room to end; nothing to compute is fine where there is context."""
+    whole = compute_tokens + context_tokens
+    if compute_tokens < 0 or context_tokens < 0 or output_tokens < 0 or not whole:
+        raise InputError(f"sequence {key}", "needs a prompt of at least one token")
+    # The last output token is not put in again, so it needs no room.
+    if whole + max(output_tokens - 1, 0) > most_tokens:
+        raise CapacityError(
+            f"sequence {key} of {whole} + {output_tokens} tokens can never fit in {most_tokens}"
+        )

@@ -90,6 +90,8 @@ class BlockIndex:
 
     def longest(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int) -> Found:
         """What there is of a prompt, at most `most_tokens`; the use counts as recent."""
+        if most_tokens < 1:
+            return NOTHING
         depth = 0
         while depth < len(hashes) and hashes[depth] in self._sizes:
             depth += 1

@@ -28,19 +28,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from potluck.core import events as told
-from potluck.core.actions import Abandon, Action, Drain, Flip, RefusalReason, Refuse, Run, Start, Stop
+from potluck.core.actions import Abandon, Action, Drain, Flip, RefusalReason, Refuse, Start, Stop
 from potluck.core.facts import Facts
 from potluck.core.fleet import Fleet, View
 from potluck.core.flight import RUNNING, WAITING, Flight
 from potluck.core.policy import Policy
-from potluck.core.recovery import Held, concerns, verdict
+from potluck.core.recovery import QUARANTINE_S, Held, concerns, verdict
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.prefix import PrefixIndex
-from potluck.core.routing.router import Answer, Router
+from potluck.core.routing.router import SENT, Answer, Router
 from potluck.core.routing.split import MOST_IN_LOW
 from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
-from potluck.core.routing.threshold import after_report, rebased
 from potluck.core.steward import Steward
 
 
@@ -56,8 +55,13 @@ class Brain:
         self._affinity = Affinity(facts, policy, self.fleet, self.table, self._index)
         self.router = Router(facts, policy, self.fleet, self.table, self._affinity)
         self.steward = Steward(facts, policy, self.fleet)
+        self._watches = self.steward.watches
         self.flights: dict[str, Flight] = {}
         self._held = Held()
+        self._crowded: set[str] = set()
+        """Models of which more are held than the replicas that came up lately could take."""
+        self._doubts: dict[str, float] = {}
+        """Replicas that may be gone, and until when to think so."""
         self._doubtful: list[str] = []
         """Held although a replica was ready, because that one had just failed them."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
@@ -93,11 +97,11 @@ class Brain:
             return [
                 self._refusal(at_s, flight, "unknown_model", f"no model {request.model!r} is served here")
             ]
-        if self.steward.watches:
+        if self._watches:
             cached_tokens = self._affinity.most_cached(flight) if request.blocks else 0
             self.steward.window.arrived(at_s, request, cached_tokens)
         if table is not None and flight.total_tokens > table.limit_tokens:
-            return [self._refusal(at_s, flight, "too_long", _too_long(flight, table))]
+            return [self._refusal(at_s, flight, "too_long", table.too_long(flight))]
         if request.deadline_s is not None and at_s >= request.deadline_s:
             return [
                 self._refusal(
@@ -105,18 +109,22 @@ class Brain:
                 )
             ]
         self.flights[request.id] = flight
-        return self._dispatch(at_s, flight)
+        return self._send(at_s, flight, table)
 
     def _dispatch(self, at_s: float, flight: Flight) -> list[Action]:
-        """Send a request, or hold it."""
+        """Send a request that was held or failed; a new plan may have taken those away that could hold it."""
         table = self.table.models.get(flight.request.model)
+        if table is not None and flight.total_tokens > table.limit_tokens:
+            return self._refuse(at_s, flight, "too_long", table.too_long(flight))
+        return self._send(at_s, flight, table)
+
+    def _send(self, at_s: float, flight: Flight, table: ModelTable | None) -> list[Action]:
+        """Send a request, or hold it."""
         if table is not None:
-            if flight.total_tokens > table.limit_tokens:  # only after a new plan
-                return self._refuse(at_s, flight, "too_long", _too_long(flight, table))
             answer = self.router.send(flight, table)
-            if answer is Answer.SENT:
+            if answer is SENT:
                 flight.held_s = -1.0
-                return [_run(flight)]
+                return [flight.run()]
             if answer is Answer.WAITS:
                 flight.held_s = -1.0
                 return []
@@ -165,7 +173,7 @@ class Brain:
         if flight is None or flight.state != RUNNING:
             return []
         del self.flights[event.request]
-        if self.steward.watches:
+        if self._watches:
             self.steward.finished(at_s, flight, event.output_tokens)
         return self._release(at_s, flight)
 
@@ -173,7 +181,10 @@ class Brain:
         flight = self.flights.get(event.request)
         if flight is None or not concerns(event, flight):
             return []
-        actions = self._abandon(flight, event.where if event.kind == "replica" else "")
+        gone = event.where if event.kind == "replica" else ""
+        actions = self._abandon(flight, gone)
+        if gone:
+            actions += self._doubt(at_s, gone)
         actions += self._release(at_s, flight)
         request = flight.request
         flight.streamed_tokens = max(flight.streamed_tokens, event.streamed_tokens)
@@ -204,10 +215,7 @@ class Brain:
 
     def _abandon(self, flight: Flight, lost: str = "") -> list[Action]:
         """Tell the replicas that still work on it, but for one that is gone."""
-        assert flight.last is not None
-        views = [view for view, _ in flight.earlier[flight.done :]] + [flight.last]
-        names = dict.fromkeys(view.member.id for view in views)
-        there = tuple(name for name in names if name != lost and name in self.fleet.views)
+        there = tuple(name for name in flight.workers() if name != lost and name in self.fleet.views)
         return [Abandon(flight.request.id, there)] if there else []
 
     def _release(self, at_s: float, flight: Flight) -> list[Action]:
@@ -217,7 +225,7 @@ class Brain:
                 for view, tokens in flight.earlier[flight.done :]:
                     self.fleet.close(view, tokens, 0)
                 flight.earlier, flight.done = (), 0
-            self.fleet.close(flight.last, flight.last_tokens, flight.context_tokens)
+            self.fleet.close(flight.last, flight.last_tokens, flight.total_tokens)
             flight.last = None
         if flight.charges:
             for target, load in flight.charges:
@@ -241,7 +249,7 @@ class Brain:
                 continue
             if pair.usable:
                 self.router.pair(pair, flight)
-                actions.append(_run(flight))
+                actions.append(flight.run())
             else:
                 flight.pair = None
                 self._release(at_s, flight)
@@ -253,7 +261,7 @@ class Brain:
         return [self._refusal(at_s, flight, reason, detail)]
 
     def _refusal(self, at_s: float, flight: Flight, reason: RefusalReason, detail: str) -> Refuse:
-        if self.steward.watches and reason != "unknown_model":
+        if self._watches and reason != "unknown_model":
             self.steward.window.refused(at_s, flight.request.model)
         return Refuse(flight.request.id, reason, detail)
 
@@ -263,17 +271,13 @@ class Brain:
         view = self.fleet.views.get(event.replica)
         if view is not None and view.status_at_s <= at_s:
             self.fleet.report(view, event.status, at_s)
+            if view.doubted:
+                return self._trust(at_s, view)
         return []
 
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:
         self.steward.window.linked(event)
-        link = f"{event.source}->{event.target}"
-        (self.router.dead_links.discard if event.gbps > 0 else self.router.dead_links.add)(link)
-        thresholds = self.router.thresholds
-        for model, threshold in thresholds.items():
-            flows = self.table.models[model].offers.flows
-            if any(flow.source == event.source and flow.target == event.target for flow in flows):
-                thresholds[model] = after_report(threshold, event)
+        self.router.linked(event)
         return []
 
     def _cached(self, at_s: float, event: told.Cached) -> list[Action]:
@@ -288,10 +292,11 @@ class Brain:
         if view is None or view.state != "starting":
             return []
         self.fleet.ready(event.replica)
-        return self._changed(at_s, view) + self._retry_held(at_s, [view.member.model])
+        return self._changed(at_s, view) + self._let_in(at_s, view)
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
         view = self.fleet.remove(event.replica)
+        self._index.forget(event.replica)
         return self._changed(at_s, view) if view is not None else []
 
     def _drained(self, at_s: float, event: told.Drained) -> list[Action]:
@@ -302,13 +307,7 @@ class Brain:
 
     def _planned(self, at_s: float, event: told.Planned) -> list[Action]:
         self.table.adopt(event.plan)
-        thresholds = {}
-        for model, table in self.table.models.items():
-            if table.threshold is not None:
-                old = self.router.thresholds.get(model)
-                base_tokens = table.threshold.base_tokens
-                thresholds[model] = rebased(old, base_tokens) if old is not None else table.threshold
-        self.router.thresholds = thresholds
+        self.router.adopt()
         actions = self._carry_out(at_s, self.steward.adopt(at_s, event.plan))
         for pair in list(self.table.groups.values()):
             actions += self._admit(at_s, pair)
@@ -324,6 +323,12 @@ class Brain:
             else:
                 waited = f"no replica was ready for {at_s - flight.held_s:g} s"
                 actions += self._refuse(at_s, flight, "no_capacity", waited)
+        for name in [name for name, until_s in self._doubts.items() if until_s <= at_s]:
+            view = self.fleet.views.get(name)
+            actions += self._trust(at_s, view) if view is not None else []
+            self._doubts.pop(name, None)
+        crowded, self._crowded = sorted(self._crowded), set()
+        actions += self._retry_held(at_s, crowded)
         doubtful, self._doubtful = self._doubtful, []
         for name in doubtful:
             again = self.flights.get(name)
@@ -333,9 +338,7 @@ class Brain:
                 actions += self._dispatch(at_s, again)
         steps, thresholds = self.steward.tick(at_s, self._held.counts())
         for decision in thresholds:
-            threshold = self.router.thresholds.get(decision.model)
-            if threshold is not None:
-                self.router.thresholds[decision.model] = rebased(threshold, decision.tokens)
+            self.router.rebase(decision.model, decision.tokens)
         return actions + self._carry_out(at_s, steps)
 
     def _carry_out(self, at_s: float, actions: Iterable[Action]) -> list[Action]:
@@ -367,21 +370,32 @@ class Brain:
         self.table.update(unit, view)
         return self._admit(at_s, group) if group is not None and group.waiting else []
 
-    def _retry_held(self, at_s: float, models: Iterable[str]) -> list[Action]:
-        actions: list[Action] = []
-        for model in models:
-            for name in self._held.take(model):
-                actions += self._dispatch(at_s, self.flights[name])
+    def _doubt(self, at_s: float, replica: str) -> list[Action]:
+        """It failed a request as if it were gone: nobody is sent there until it says something."""
+        view = self.fleet.views.get(replica)
+        if view is None or view.state != "ready":
+            return []
+        self._doubts[replica] = at_s + QUARANTINE_S
+        self.fleet.doubt(view, True)
+        return self._changed(at_s, view)
+
+    def _trust(self, at_s: float, view: View) -> list[Action]:
+        self._doubts.pop(view.member.id, None)
+        self.fleet.doubt(view, False)
+        return self._changed(at_s, view) + self._let_in(at_s, view)
+
+    def _let_in(self, at_s: float, view: View) -> list[Action]:
+        """Somebody can be sent to again: those held, but no more than it can take at once."""
+        model = view.member.model
+        facts = self.table.replica_facts(view)
+        actions = self._retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
+        if self._held.counts().get(model):
+            self._crowded.add(model)
         return actions
 
-
-def _run(flight: Flight) -> Run:
-    assert flight.route is not None
-    return Run(flight.request.id, flight.route, flight.attempt, flight.prompt_tokens, flight.streamed_tokens)
-
-
-def _too_long(flight: Flight, table: ModelTable) -> str:
-    return (
-        f"prompt and answer take up to {flight.total_tokens} tokens, "
-        f"the longest that a replica of {flight.request.model} holds is {table.limit_tokens}"
-    )
+    def _retry_held(self, at_s: float, models: Iterable[str], most: int | None = None) -> list[Action]:
+        actions: list[Action] = []
+        for model in models:
+            for name in self._held.take(model, most):
+                actions += self._dispatch(at_s, self.flights[name])
+        return actions

@@ -28,12 +28,6 @@ def blueprints(plan: Plan) -> dict[str, Blueprint]:
     return {t.name: Blueprint(t, rates_of(t, mixes[t.model])) for t in plan.templates}
 
 
-def complete(unit: Unit, known: Mapping[str, Blueprint]) -> bool:
-    """Whether a copy serves: all of its replicas are there, none was lost, and ready."""
-    blueprint = known.get(unit.template)
-    return unit.whole and (blueprint is None or len(unit.views) == len(blueprint.template.replicas))
-
-
 class Measure:
     """What copies serve, for comparing before and after.
 
@@ -57,7 +51,7 @@ class Measure:
             if name in ours:
                 parts.setdefault(ours[name].template.model, []).append(self._template(name).times(count))
         for unit in fleet.units.values():
-            if (unit.template, unit.region) not in wanted and complete(unit, known):
+            if (unit.template, unit.region) not in wanted and unit.whole:
                 parts.setdefault(unit.model, []).append(self.unit(unit))
         self.targets = {model: total(rates) for model, rates in parts.items()}
 

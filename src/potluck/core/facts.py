@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from potluck.core.types import Region
+from potluck.core.types import Region, Slo
 
 BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model's KV."""
+    """One model's KV, and what its users were promised."""
 
     kv_bytes_per_token: float
     """What crosses a link per token, before the codec."""
@@ -25,6 +25,8 @@ class ModelFacts:
     exact_prefix: bool = False
     """A prefix can only be resumed at lengths where state was kept: linear or window layers."""
     block_tokens: int = BLOCK_TOKENS
+    slo: Slo | None = None
+    """None: every answer counts as in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,13 @@ class View:
     """Prompt tokens sent here whose segment is not done, less what its cache was known to hold."""
     open_context_tokens: int = 0
     """Prompt and output tokens that requests decoding (or to decode) here hold at most."""
+    doubted: bool = False
+    """A request failed there as if it were gone, and nothing was heard of it since."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it may be sent requests."""
+        return self.state == "ready" and not self.doubted
 
     @property
     def idle(self) -> bool:
@@ -69,8 +76,10 @@ class Unit:
     model: str
     region: str
     views: list[View] = field(default_factory=list)
+    places: set[int] = field(default_factory=set)
+    """Which of the template's replicas were started for it, those since lost included."""
     whole: bool = False
-    """All of its replicas are ready. Written by `Fleet`."""
+    """All of its replicas are there and ready. Written by `Fleet`."""
 
 
 @dataclass(slots=True)
@@ -91,6 +100,7 @@ class Fleet:
             unit = Unit(member.unit, member.template, member.kind, member.model, member.region)
             self.units[member.unit] = unit
         unit.views.append(view)
+        unit.places.add(member.index)
         self._changed(unit)
         return view
 
@@ -115,6 +125,10 @@ class Fleet:
             del self.units[unit.id]
         self._changed(unit)
         return view
+
+    def doubt(self, view: View, doubted: bool) -> None:
+        """Whether it may be gone. That is no change of the fleet: nothing is to be started for it."""
+        view.doubted = doubted
 
     def report(self, view: View, status: Status, at_s: float) -> None:
         view.status = status
@@ -143,5 +157,5 @@ class Fleet:
             self._changed(self.units[view.member.unit])
 
     def _changed(self, unit: Unit) -> None:
-        unit.whole = bool(unit.views) and all(view.state == "ready" for view in unit.views)
+        unit.whole = len(unit.views) == len(unit.places) and all(view.state == "ready" for view in unit.views)
         self.version += 1

@@ -36,13 +36,12 @@ class Lockstep:
     def join(self, sequence: Sequence) -> None:
         """It decodes from now on, `left` tokens."""
         clock, held = self.clock, sequence.held
-        end = clock + sequence.left
         sequence.state = DECODE
-        sequence.base = held - clock
-        sequence.end = end
+        sequence.base = base = held - clock
+        sequence.end = end = clock + sequence.left
         self.count += 1
         self.context_tokens += held
-        self.fill[(clock - held) % self.size] += 1
+        self.fill[-base % self.size] += 1
         heappush(self.ends, (end, sequence.order, sequence))
 
     def leave(self, sequence: Sequence) -> None:
@@ -68,6 +67,8 @@ class Lockstep:
 
     def blocks(self, steps: int = 0) -> int:
         """Blocks of all of them, so many steps from now."""
+        if not self.count:
+            return 0
         size = self.size
         at = (self.clock + steps) % size
         unused: int = sum(map(mul, self.fill, self._to_edge[size - at : 2 * size - at]))
@@ -92,7 +93,10 @@ class Lockstep:
         while ends and ends[0][0] <= clock:
             sequence = heappop(ends)[2]
             if sequence.state == DECODE:
-                self.leave(sequence)
-                key = sequence.key
+                base, key = sequence.base, sequence.key  # `leave`, written out
+                self.count -= 1
+                self.context_tokens -= base + clock
+                self.fill[-base % self.size] -= 1
+                sequence.state = GONE
                 del by_key[key]
                 found.append((FINISHED, key))

@@ -36,7 +36,7 @@ from math import inf
 from typing import NamedTuple
 
 from potluck.core.actions import Action, Drain, Flip, Start, Stop
-from potluck.core.capacity import Blueprint, Key, Measure, Room, complete, room_in
+from potluck.core.capacity import Blueprint, Key, Measure, Room, room_in
 from potluck.core.fleet import Fleet, Member, Unit
 from potluck.core.plan import Plan, Template
 from potluck.core.rates import NOTHING, Rates
@@ -157,7 +157,7 @@ class _Work:
         self.whole: set[str] = set()
         for unit in fleet.units.values():
             leaving = any(view.state == "draining" for view in unit.views)
-            if complete(unit, known):
+            if unit.whole:
                 self.whole.add(unit.id)
                 self._serve(unit, 1)
             if (unit.template, unit.region) not in wanted:

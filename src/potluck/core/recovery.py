@@ -5,17 +5,23 @@ A request that lost its replica, link or transfer is sent again over prompt + st
 failed it, while it has retries left and somebody still waits for it. Requests that nobody can take are held,
 and refused once they waited `max_wait_s` or their deadline passed. Events are not numbered by attempt: one that
 names a replica or link which the present attempt does not use is late, and is ignored.
+
+A request that fails as if its replica were gone is news for the others as well: nobody is sent there until it
+reports again, or for QUARANTINE_S. When a replica comes up, it gets no more of those held than it can take at once,
+as others may come up beside it; at the next tick all that are left go to whoever is there.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from potluck.core.actions import RefusalReason
 from potluck.core.events import Failed
 from potluck.core.flight import HELD, RUNNING, Flight
 from potluck.core.policy import Policy
+
+QUARANTINE_S = 1.0
 
 
 def concerns(event: Failed, flight: Flight) -> bool:
@@ -77,9 +83,13 @@ class Held:
     def remove(self, flight: Flight) -> None:
         self._models.get(flight.request.model, {}).pop(flight.request.id, None)
 
-    def take(self, model: str) -> list[str]:
-        """All of a model, to be tried again."""
-        return list(self._models.pop(model, ()))
+    def take(self, model: str, most: int | None = None) -> list[str]:
+        """Those of a model that wait longest, or all, to be tried again."""
+        waiting = self._models.get(model, {})
+        taken = list(islice(waiting, most))
+        for name in taken:
+            del waiting[name]
+        return taken
 
     def models(self) -> list[str]:
         return [model for model, each in self._models.items() if each]

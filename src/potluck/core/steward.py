@@ -26,6 +26,7 @@ class Steward:
     """Wanted counts and the way there. Owned by the Brain, which tells it what happens."""
 
     def __init__(self, facts: Facts, policy: Policy, fleet: Fleet) -> None:
+        self._facts = facts
         self._policy = policy
         self._fleet = fleet
         self._available = available_nodes(facts.regions)
@@ -49,7 +50,8 @@ class Steward:
         self._known.update(blueprints(plan))
         if self.watches:
             for model in sorted({each.model for each in plan.templates}):
-                self.window.watch(at_s, model)
+                known = self._facts.models.get(model)
+                self.window.watch(at_s, model, known.slo if known is not None else None)
         return (*restored(self._fleet), *self.step(at_s))
 
     def drained(self, at_s: float, replica: str) -> tuple[Action, ...]:

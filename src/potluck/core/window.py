@@ -179,9 +179,11 @@ class Window:
         self._links: dict[tuple[str, str], LinkReported] = {}
         self._start_s: float | None = None
 
-    def watch(self, at_s: float, model: str) -> None:
+    def watch(self, at_s: float, model: str, slo: Slo | None = None) -> None:
         """Count from now on: that nothing arrives is news as well."""
-        self._at(at_s, model)
+        if slo is not None:
+            self._slos[model] = slo
+        self._at(at_s, model).slo = self._slos.get(model)
 
     def arrived(self, at_s: float, request: Request, cached_tokens: int = 0) -> None:
         watch = self._watches.get(request.model)

@@ -52,11 +52,6 @@ class PrefixCache:
     def enabled(self) -> bool:
         return self._index.capacity_bytes > 0
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._index = BlockIndex(self._index.capacity_bytes, exact=self._index.exact)
-        self._data.clear()
-
     def find(self, tokens: Sequence[int], most_tokens: int) -> tuple[int, list[Parcel]]:
         """The longest known prefix of at most so many tokens, and the parcels of [0, that)."""
         if not self.enabled or most_tokens < 1 or not self._data:

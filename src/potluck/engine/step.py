@@ -235,7 +235,9 @@ class _Maker:
             batch = found[-1][1] if found else []
             padded, present = (len(batch) + 1) * max(most, columns), used + columns
             fits = bool(batch) and own == cut and padded <= MOST_PADDING * present
-            if fits and (here < 0) == (base < 0) and (here < 0 or len(batch) == 1 or here - base == stride):
+            step = here - base
+            even = here < 0 or (step > 0 and (len(batch) == 1 or step == stride))
+            if fits and (here < 0) == (base < 0) and even:
                 batch.append(work)
                 used, most, stride, base = used + columns, max(most, columns), here - base, here
             else:

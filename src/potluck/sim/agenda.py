@@ -5,9 +5,9 @@ from __future__ import annotations
 from heapq import heappush
 from typing import Any
 
-REPLICA, PIPE, HANDED, TICK, COLLECT, DELIVER, READY, FAULT, SAMPLE, PLAN, CALL = range(11)
+REPLICA, PIPE, HANDED, TICK, COLLECT, DELIVER, READY, FAULT, SAMPLE, PLAN, CALL, END = range(12)
 """Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and
-delivered, a replica up, something from outside, a sample for plots, a plan, a plain call."""
+delivered, a replica up, something from outside, a sample for plots, a plan, a plain call, the end of the run."""
 
 Entry = tuple[float, int, int, Any]
 

@@ -11,6 +11,8 @@ Models with linear or window layers can resume only where their state was kept, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress, filterfalse, islice, repeat, takewhile
+from math import ceil
 
 
 class PrefixCache:
@@ -42,46 +44,53 @@ class PrefixCache:
 
     def match(self, blocks: Sequence[int]) -> int:
         """How many leading blocks of a prompt can be resumed from."""
-        held, usable = self._held, 0
-        for place, block in enumerate(blocks):
-            state = held.get(block)
-            if state is None:
-                break
-            if state or not self.exact:
-                usable = place + 1
-        return usable
+        held = self._held
+        depth = len(list(takewhile(held.__contains__, blocks)))
+        if self.exact:
+            while depth and not held[blocks[depth - 1]]:
+                depth -= 1
+        return depth
 
-    def keep(self, blocks: Sequence[int], room_tokens: float) -> None:
-        """A prompt with these blocks was computed or received: hold what fits."""
-        held, news = self._held, self._news
-        last = blocks[-1] if blocks else None
-        fresh = [block for block in blocks if block not in held] if self.exact else []
-        for block in reversed(blocks):
-            state = held.pop(block, None)
-            if state is None:
-                state = False
-                news[block] = True
-            if block == last and self.exact and not state:
-                state = True
-                self._states += 1
-            held[block] = state
-        if fresh:
+    def keep(self, blocks: Sequence[int]) -> None:
+        """A prompt with these blocks was computed or received; `shrink` must follow.
+
+        Prompts have many blocks, so each block is left to calls that go over all of them.
+        """
+        held = self._held
+        fresh = tuple(filterfalse(held.__contains__, blocks))
+        self._news.update(dict.fromkeys(reversed(fresh), True))
+        states = list(map(held.pop, reversed(blocks), repeat(False)))
+        if self.exact and blocks and not states[0]:
+            states[0] = True
+            self._states += 1
+        held.update(zip(reversed(blocks), states, strict=True))
+        if self.exact and fresh:
             size = self.block_tokens
             lengths = tuple((place + 1) * size for place, block in enumerate(blocks) if held[block])
-            self._chains.append((tuple(fresh), lengths))
-        self.shrink(room_tokens)
+            self._chains.append((fresh, lengths))
 
     def shrink(self, room_tokens: float) -> None:
         """Give up the least recently used blocks until what is left fits the room."""
-        held, news = self._held, self._news
+        held = self._held
         over_tokens = len(held) * self.block_tokens + self._states * self.state_tokens - room_tokens
-        while over_tokens > 0 and held:
-            block = next(iter(held))
-            over_tokens -= self.block_tokens
-            if held.pop(block):
-                self._states -= 1
-                over_tokens -= self.state_tokens
-            news[block] = False
+        if over_tokens <= 0:
+            return
+        if self._states:
+            victims = self._victims(over_tokens)
+        else:
+            victims = list(islice(held, ceil(over_tokens / self.block_tokens)))
+        self._states -= sum(map(held.pop, victims))
+        self._news.update(dict.fromkeys(victims, False))
+
+    def _victims(self, over_tokens: float) -> list[int]:
+        """The least recently used whose going frees so much, where some have a state."""
+        found = []
+        for block, state in self._held.items():
+            if over_tokens <= 0:
+                break
+            over_tokens -= self.block_tokens + (self.state_tokens if state else 0.0)
+            found.append(block)
+        return found
 
     @property
     def changed(self) -> bool:
@@ -93,11 +102,12 @@ class PrefixCache:
         What came and went in between is in neither. With exact caches each prompt has an entry of its own, since
         the lengths belong to it.
         """
-        added = [block for block, there in self._news.items() if there]
-        removed = tuple(block for block, there in self._news.items() if not there)
-        self._news.clear()
+        news = self._news
+        added = tuple(compress(news, news.values()))
+        removed = tuple(filterfalse(news.__getitem__, news))
+        news.clear()
         if not self.exact:
-            return [(tuple(added), removed, ())] if added or removed else []
+            return [(added, removed, ())] if added or removed else []
         wanted = set(added)
         found: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = (
             [((), removed, ())] if removed else []

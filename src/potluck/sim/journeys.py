@@ -19,10 +19,10 @@ from potluck.core.types import Request
 from potluck.sim import records
 from potluck.sim.agenda import REPLICA
 from potluck.sim.network import reachable
-from potluck.sim.replica import Work
 from potluck.sim.state import Flight, Handover, Site
 
 if TYPE_CHECKING:
+    from potluck.sim.cache import PrefixCache
     from potluck.sim.world import World
 
 
@@ -32,15 +32,19 @@ class Journeys:
     __slots__ = (
         "_agenda",
         "_attempts",
+        "_chatty",
         "_decode",
+        "_finish_s",
         "_first_s",
         "_handovers",
         "_kits",
         "_network",
+        "_outcome",
         "_prefill",
         "_reporting",
         "_reports",
         "_sites",
+        "_streamed",
         "_tell",
         "ended_s",
         "flights",
@@ -62,6 +66,10 @@ class Journeys:
         self._prefill = world.ledger.prefill_replica
         self._decode = world.ledger.decode_replica
         self._first_s = world.ledger.first_token_s
+        self._finish_s = world.ledger.finish_s
+        self._outcome = world.ledger.outcome
+        self._streamed = world.ledger.streamed_tokens
+        self._chatty = world.settings.first_tokens is not False
         self.requests: dict[int, Request] = {}
         self.flights: dict[int, Flight] = {}
         """Those of them that were sent somewhere."""
@@ -77,25 +85,28 @@ class Journeys:
             return
         if key in self.flights:
             self.drop(at_s, key)
-        segments = route.segments
         self._attempts[key] += 1
-        if len(segments) > 1 or attempt > 0 or request.blocks:
+        segments = route.segments
+        if attempt or len(segments) > 1 or request.blocks:
             self._run(at_s, action, key, request)
             return
-        replica = segments[0].replica
-        site = self._sites.get(replica)
+        where = segments[0].replica
+        site = self._sites.get(where)
         if site is None or not site.serves:
-            self._failed(at_s, key, "replica", replica, 0)
+            self._failed(at_s, key, "replica", where, 0)
             return
-        output_tokens = request.max_output_tokens
+        output_tokens, replica = request.max_output_tokens, site.replica
         if prompt_tokens + output_tokens > site.room_tokens:
-            self._failed(at_s, key, "memory", replica, 0)
+            self._failed(at_s, key, "memory", where, 0)
             return
         self._prefill[key] = self._decode[key] = site.index
         flight = Flight(key, request, prompt_tokens, before_tokens, segments, (site,))
         self.flights[key] = site.flights[key] = flight
-        site.replica.add(at_s, Work(key, prompt_tokens, 0, output_tokens, request.priority))
-        self.touch(at_s, site)
+        replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority)
+        if replica.wake_s < site.due_s:
+            self._look(replica.wake_s, site)
+        if self._reporting and not site.touched:
+            self._reports.touched(at_s, site)
 
     def _run(self, at_s: float, action: Run, key: int, request: Request) -> None:
         """The same for any route, attempt and prompt."""
@@ -146,26 +157,36 @@ class Journeys:
             stop = flight.prompt_tokens
             output = request.max_output_tokens - flight.before_tokens
         if request.blocks and site.cache is not None and start < stop:
-            hit = self._hit(site, request, stop)
+            hit = self._hit(at_s, site, request, stop)
             if hit > start:
                 cached = self.ledger.cached_tokens
                 cached[flight.key] = max(cached[flight.key], hit)
                 start = hit
-        site.replica.add(at_s, Work(flight.key, stop - start, start, output, request.priority))
+        site.replica.add(at_s, flight.key, stop - start, start, output, request.priority)
         self.touch(at_s, site)
+        if site.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV
+            self._handovers.room(at_s, site)
         if output == 0:
             self._expect(at_s, flight, stop)
 
-    def _hit(self, site: Site, request: Request, stop: int) -> int:
+    def _hit(self, at_s: float, site: Site, request: Request, stop: int) -> int:
         """Tokens of a prefix that a replica holds; the last token is always computed."""
         cache = site.cache
         if not cache:
             return 0
-        cache.shrink(self.room_tokens(site))
+        self._fit(at_s, site, cache)
         return min(cache.match(request.blocks) * cache.block_tokens, stop - 1)
 
-    def room_tokens(self, site: Site) -> float:
-        return (site.replica.total_blocks - site.replica.used_blocks) * BLOCK_TOKENS
+    def keep(self, at_s: float, site: Site, blocks: tuple[int, ...]) -> None:
+        """The KV of a prompt's blocks is at a replica: hold what fits beside running requests."""
+        cache = site.cache
+        if cache is not None:
+            cache.keep(blocks)
+            self._fit(at_s, site, cache)
+
+    def _fit(self, at_s: float, site: Site, cache: PrefixCache) -> None:
+        """Give up cached blocks whose room running requests need."""
+        cache.shrink(site.replica.free_blocks(at_s) * BLOCK_TOKENS)
 
     def _expect(self, at_s: float, flight: Flight, stop: int) -> None:
         """The KV of [0, stop) will go to the next segment's replica, less what that one holds."""
@@ -174,7 +195,7 @@ class Journeys:
             return
         request, model, have = flight.request, source.member.model, 0
         if request.blocks and target.cache is not None:
-            have = self._hit(target, request, stop + 1)
+            have = self._hit(at_s, target, request, stop + 1)
         codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
         size_bytes = self._kits.kv[model].wire_bytes(have, stop, codec)
         self.ledger.wire_bytes[flight.key] += size_bytes
@@ -184,14 +205,21 @@ class Journeys:
         if at_s != site.due_s or not site.serves:
             return  # an earlier look took its place, or nobody is there any more
         site.due_s = inf
-        if site.replica.next_s() <= at_s:
+        replica = site.replica
+        if replica.wake_s <= at_s:
             self.catch_up(at_s, site)
-        self.touch(at_s, site)
+        if replica.wake_s < site.due_s:
+            self._look(replica.wake_s, site)
 
     def catch_up(self, at_s: float, site: Site) -> None:
-        """Let a replica's happenings up to now happen."""
-        for when_s, kind, key in site.replica.advance(at_s):
-            flight = site.flights.get(key)
+        """Let a replica's happenings up to now happen. A step without any is no news."""
+        flights, happened = site.flights, site.replica.advance(at_s)
+        if not happened:
+            return
+        if self._reporting and not site.touched:
+            self._reports.touched(at_s, site)
+        for when_s, kind, key in happened:
+            flight = flights.get(key)
             if flight is None:
                 continue
             if kind == FIRST:
@@ -207,14 +235,17 @@ class Journeys:
 
     def touch(self, at_s: float, site: Site) -> None:
         """Something happened at a replica: note when its next happening is due, and that it has news."""
-        due_s = site.replica.next_s()
-        if due_s < site.due_s:
-            site.due_s = due_s
-            agenda = self._agenda  # `push`, written out: no line of the world runs more often
-            agenda.sequence += 1
-            heappush(agenda.heap, (due_s, agenda.sequence, REPLICA, site))
-        if not site.touched and self._reporting:
+        if site.replica.wake_s < site.due_s:
+            self._look(site.replica.wake_s, site)
+        if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
+
+    def _look(self, due_s: float, site: Site) -> None:
+        """Look at a replica then, unless an earlier look takes its place."""
+        site.due_s = due_s
+        agenda = self._agenda  # `push`, written out: no line of the world runs more often
+        agenda.sequence = sequence = agenda.sequence + 1
+        heappush(agenda.heap, (due_s, sequence, REPLICA, site))
 
     def _first(self, at_s: float, site: Site, flight: Flight) -> None:
         first_s, key = self._first_s, flight.key
@@ -222,19 +253,18 @@ class Journeys:
             first_s[key] = at_s
         request = flight.request
         # KV that came whole from elsewhere was kept when it arrived.
-        if request.blocks and site.cache is not None and flight.segments[-1].start < flight.prompt_tokens:
-            site.cache.keep(request.blocks, self.room_tokens(site))
-        self._tell(at_s, FirstToken(request.id))
+        if request.blocks and flight.segments[-1].start < flight.prompt_tokens:
+            self.keep(at_s, site, request.blocks)
+        if self._chatty:
+            self._tell(at_s, FirstToken(request.id))
 
     def _finished(self, at_s: float, site: Site, flight: Flight) -> None:
-        request, key, ledger = flight.request, flight.key, self.ledger
+        request, key = flight.request, flight.key
         tokens = request.max_output_tokens
-        del self.requests[key]
-        del self.flights[key]
-        del site.flights[key]
-        ledger.finish_s[key] = self.ended_s = at_s
-        ledger.outcome[key] = records.ANSWERED
-        ledger.streamed_tokens[key] = tokens
+        del self.requests[key], self.flights[key], site.flights[key]
+        self._finish_s[key] = self.ended_s = at_s
+        self._outcome[key] = records.ANSWERED
+        self._streamed[key] = tokens
         if site.state == "draining":
             self._left(at_s, site, key)
         self._tell(at_s, Finished(request.id, tokens))
@@ -242,8 +272,8 @@ class Journeys:
     def _computed(self, at_s: float, site: Site, flight: Flight) -> None:
         """A segment that hands over is computed."""
         blocks = flight.request.blocks
-        if blocks and site.cache is not None and flight.segments[flight.place].stop == flight.prompt_tokens:
-            site.cache.keep(blocks, self.room_tokens(site))
+        if blocks and flight.segments[flight.place].stop == flight.prompt_tokens:
+            self.keep(at_s, site, blocks)
         if flight.hand is not None:
             self._handovers.computed(at_s, flight)
         else:
@@ -254,7 +284,7 @@ class Journeys:
         if not self._handovers.handed(hand):
             return
         flight, source = hand.flight, hand.source
-        if source.replica.next_s() <= at_s:
+        if source.replica.wake_s <= at_s:
             self.catch_up(at_s, source)
         source.replica.release(at_s, flight.key)
         self._left(at_s, source, flight.key)
@@ -263,15 +293,15 @@ class Journeys:
             self._handovers.room(at_s, source)
         target = hand.target
         whole = flight.segments[flight.place].stop == flight.prompt_tokens
-        if whole and flight.request.blocks and target.cache is not None:
-            target.cache.keep(flight.request.blocks, self.room_tokens(target))
+        if whole and flight.request.blocks:
+            self.keep(at_s, target, flight.request.blocks)
         self._next_segment(at_s, flight)
 
     def _next_segment(self, at_s: float, flight: Flight) -> None:
         place = flight.place
         flight.place = place + 1
         target = flight.sites[place + 1]
-        if target.replica.next_s() <= at_s:
+        if target.replica.wake_s <= at_s:
             self.catch_up(at_s, target)
         if self.flights.get(flight.key) is not flight:
             return

@@ -23,29 +23,6 @@ TimedHappening = tuple[float, int, int]
 """When, what (FIRST, DONE, FINISHED, PREEMPTED of `core.batch`), to whom (key)."""
 
 
-class Work:
-    """One segment of a request, to be run here."""
-
-    __slots__ = ("compute_tokens", "context_tokens", "key", "output_tokens", "priority")
-
-    def __init__(
-        self,
-        key: int,
-        compute_tokens: int,
-        context_tokens: int = 0,
-        output_tokens: int = 0,
-        priority: int = 0,
-    ) -> None:
-        self.key = key
-        self.compute_tokens = compute_tokens
-        """Tokens still to compute, after prefix hits."""
-        self.context_tokens = context_tokens
-        """Tokens whose KV is there: received or cached."""
-        self.output_tokens = output_tokens
-        """Tokens to stream; 0 for a segment that hands over."""
-        self.priority = priority
-
-
 def replica_limits(
     table: Table, total_blocks: int, *, token_budget: int = CHUNK_TOKENS, max_running: int = MAX_BATCH
 ) -> Limits:
@@ -63,6 +40,7 @@ class Replica:
 
     __slots__ = (
         "_ahead",
+        "_asked",
         "_busy_s",
         "_context",
         "_end_s",
@@ -77,12 +55,12 @@ class Replica:
         "_step",
         "_step_s",
         "_steps",
-        "_wake_s",
         "batch",
         "computed_tokens",
         "decoded_tokens",
         "gaps",
         "table",
+        "wake_s",
     )
 
     def __init__(self, table: Table, limits: Limits, *, fast_forward: bool = True) -> None:
@@ -101,10 +79,12 @@ class Replica:
         self._since_s = 0.0
         self._start_s = 0.0
         self._end_s = inf
-        self._wake_s = inf
+        self.wake_s = inf
         """Nothing happens before; later than `_end_s` when a new step begins there and its end is foreseen."""
-        self._ahead: tuple[tuple[int, int, int], int, float] | None = None
-        """That step: its chunk, the contexts beside it, its seconds."""
+        self._ahead: tuple[int, int, int, float] | None = None
+        """That step: its chunks, decodes and their contexts, its seconds."""
+        self._asked = (-1.0, -1.0, 0, 0.0)
+        """The last question how far a run is: when, of the run begun when, and the answer of `Row.cut`."""
         self._step: Step | None = None
         self._step_s = 0.0
         self._steps = 0
@@ -115,29 +95,39 @@ class Replica:
         self._paused: dict[int, float] = {}
         """When preempted requests made their last token."""
 
-    def add(self, now_s: float, work: Work) -> None:
-        """Run a segment; it begins with the next step that has room for it."""
+    def add(
+        self,
+        now_s: float,
+        key: int,
+        compute_tokens: int,
+        context_tokens: int = 0,
+        output_tokens: int = 0,
+        priority: int = 0,
+    ) -> None:
+        """Run a segment of a request; it begins with the next step that has room for it.
+
+        `context_tokens` have their KV here, received or cached; no output tokens: a segment that hands over.
+        """
         if self._end_s < now_s:
             self._catch_up(now_s)
         batch = self.batch
-        batch.add(work.key, work.compute_tokens, work.context_tokens, work.output_tokens, work.priority)
+        if batch.reserved and (compute_tokens + context_tokens) > batch.reserved.get(key, inf) * batch.size:
+            self._settle(now_s)  # whether it gets the blocks it lacks depends on how far the run is
+        batch.add(key, compute_tokens, context_tokens, output_tokens, priority)
         if self._end_s == inf:
             self._wake(now_s)
-        elif self._step is None and batch.hopeful:
+        elif self._step is None and not batch.blocked:
             self._cut(now_s)
         if self._out:
-            self._wake_s = now_s
+            self.wake_s = now_s
 
     def next_s(self) -> float:
         """When to call `advance`: something is due then, or a new step begins. Infinite when idle."""
-        return self._wake_s
+        return self.wake_s
 
     def advance(self, to_s: float) -> list[TimedHappening]:
         """Everything up to a time, in order."""
-        out = self._out
-        end_s = self._end_s
-        if out or end_s <= to_s:
-            self._out = []
+        out, end_s = self._out, self._end_s
         while end_s <= to_s:
             for what, key in self._land(end_s):
                 if what == RESUMED:
@@ -146,10 +136,9 @@ class Replica:
                     out.append((end_s, what, key))
             self._launch(end_s)
             end_s = self._end_s
-            if self._out:
-                out += self._out
-                self._out = []
-        self._wake_s = end_s
+        self.wake_s = end_s
+        if out:
+            self._out = []
         return out
 
     def cancel(self, now_s: float, key: int) -> None:
@@ -162,7 +151,11 @@ class Replica:
 
     def reserve(self, now_s: float, key: int, tokens: int) -> bool:
         """Take room for a prompt of so many tokens whose KV is to come; false when there is none."""
-        done, batch = self._done(now_s), self.batch
+        batch = self.batch
+        lasting = self._step is None and self._ahead is None and now_s <= self._end_s < inf
+        if lasting and batch.reserve(key, tokens, self._steps + 1):
+            return True  # there is room even at the end of the run under way, as a rule
+        done = self._done(now_s)
         if done is None:
             return batch.reserve(key, tokens)
         taken = batch.reserve(key, tokens, done + 1)
@@ -239,37 +232,38 @@ class Replica:
         if steps:
             decoding = batch.decoding
             count = decoding.count
-            row = self._rows.get(count) or self.table.row(count)
-            context = decoding.context_tokens
+            self._row = row = self._rows.get(count) or self.table.row(count)
+            self._context = context = decoding.context_tokens
             self._step = None
             self._steps = steps
-            self._context = context
-            self._row = row
-            self._end_s = self._wake_s = at_s + self._speed * row.run_s(context, steps)
+            self._end_s = self.wake_s = at_s + self._speed * row.run_s(context, steps)
             return
         step = batch.next_step()
-        if step.preempted:
-            for key in step.preempted:
-                self._out.append((at_s, PREEMPTED, key))
-                self._paused.setdefault(key, at_s)
-        chunks, ahead = step.chunks, self._ahead
-        if chunks or step.decodes:
-            self._step = step
-            if ahead and len(chunks) == 1 and (chunks[0], step.context_tokens) == ahead[:2]:
-                seconds = ahead[2]
-            else:
-                seconds = self._speed * self.table.step_s(chunks, step.decodes, step.context_tokens)
-            self._step_s = seconds
-            self._end_s = at_s + seconds
+        for key in step.preempted:
+            self._out.append((at_s, PREEMPTED, key))
+            self._paused.setdefault(key, at_s)
+        chunks, decodes, ahead = step.chunks, step.decodes, self._ahead
+        if not chunks and not decodes:
+            self._rest(at_s, step)
+            return
+        context = step.context_tokens
+        if ahead is not None and ahead[:3] == (len(chunks), decodes, context):
+            seconds = ahead[3]
         else:
-            batch.commit(step)
-            self._busy_s += at_s - self._since_s
-            self._step = None
-            self._steps = 0
-            self._step_s = 0.0
-            self._end_s = inf
+            seconds = self._speed * self.table.step_s(chunks, decodes, context)
         self._ahead = None
-        self._wake_s = self._end_s
+        self._step = step
+        self._step_s = seconds
+        self._end_s = self.wake_s = at_s + seconds
+
+    def _rest(self, at_s: float, step: Step) -> None:
+        """There is nothing to do."""
+        self.batch.commit(step)
+        self._busy_s += at_s - self._since_s
+        self._ahead = self._step = None
+        self._steps = 0
+        self._step_s = 0.0
+        self._end_s = self.wake_s = inf
 
     def _land(self, end_s: float) -> list[Happening]:
         """What was under way is done: count it."""
@@ -285,34 +279,44 @@ class Replica:
         if tokens:
             gaps.add(self._step_s, tokens - step.newcomers)
             self.decoded_tokens += tokens
-        for _, tokens, _ in step.chunks:
-            self.computed_tokens += tokens
+        for chunk in step.chunks:
+            self.computed_tokens += chunk[1]
         return batch.commit(step)
 
     def _cut(self, now_s: float) -> None:
         """Somebody came and may begin: end the run with the step under way, and foresee the one after it."""
-        row, context, before = self._row, self._context, self._steps
-        assert row is not None
+        before = self._steps
         self._ahead = None
-        if before > 1:
+        if before == 1:
+            self.wake_s = self._end_s
+            return
+        row, context = self._row, self._context
+        assert row is not None
+        if self._asked[0] != now_s or self._asked[1] != self._start_s:
             steps, seconds = row.cut(context, (now_s - self._start_s) / self._speed, before)
-            end_s = self._start_s + self._speed * seconds
-            self._steps = steps
-            self._end_s = self._wake_s = end_s
-            chunk = self.batch.lone_chunk(steps) if steps < before else None
-            if chunk is not None:
-                context += steps * row.count
-                seconds = self._speed * self.table.step_s((chunk,), row.count, context)
-                self._ahead = (chunk, context, seconds)
-                self._wake_s = end_s + seconds
         else:
-            self._wake_s = self._end_s
+            _, _, steps, seconds = self._asked
+        end_s = self._start_s + self._speed * seconds
+        self._steps = steps
+        self._end_s = self.wake_s = end_s
+        lone = self.batch.lone(steps) if steps < before else None
+        if lone is not None:
+            decodes = row.count
+            context += steps * decodes
+            if lone[1]:
+                seconds = self._speed * self.table.step_s((lone,), decodes, context)
+                self._ahead = (1, decodes, context, seconds)
+            else:
+                decodes, context = decodes + 1, context + lone[2]
+                seconds = self._speed * self.table.row(decodes).step_s(context)
+                self._ahead = (0, decodes, context, seconds)
+            self.wake_s = end_s + seconds
 
     def _catch_up(self, now_s: float) -> None:
         """Steps that ended before now and nobody asked for: what happened is kept for the next `advance`."""
         self._out = self.advance(now_s)
         if self._out:
-            self._wake_s = now_s
+            self.wake_s = now_s
 
     def _done(self, now_s: float) -> int | None:
         """Steps of the run under way that are complete; None when there is no run."""
@@ -322,7 +326,11 @@ class Replica:
             return None
         row = self._row
         assert row is not None
-        return row.cut(self._context, (now_s - self._start_s) / self._speed, self._steps)[0] - 1
+        asked = self._asked
+        if asked[0] != now_s or asked[1] != self._start_s:
+            steps, seconds = row.cut(self._context, (now_s - self._start_s) / self._speed, self._steps)
+            self._asked = asked = (now_s, self._start_s, steps, seconds)
+        return asked[2] - 1
 
     def _settle(self, now_s: float) -> None:
         """Make the step under way one that the Batcher knows, so that it can be told what happens meanwhile."""
@@ -338,4 +346,4 @@ class Replica:
             self._step_s = self._speed * row.step_s(self._context)
             self._end_s = self._start_s + self._step_s
         self._ahead = None
-        self._wake_s = now_s if self._out else self._end_s
+        self.wake_s = now_s if self._out else self._end_s

@@ -79,8 +79,15 @@ def build(
             raise UnknownNameError("workload: model", name, problem.models)
     if not problem.plan.deployments:
         raise CapacityError("the plan deploys nothing, so there is nothing to simulate")
-    if settings.reports is None:
-        settings = replace(settings, reports=reads_reports(problem.plan, workload, policy))
+    if settings.reports is None or settings.first_tokens is None:
+        reads = reads_reports(problem.plan, workload, policy)
+        settings = replace(
+            settings,
+            reports=reads if settings.reports is None else settings.reports,
+            first_tokens=reads or log is not None or mind is not None
+            if settings.first_tokens is None
+            else settings.first_tokens,
+        )
     kits = Kits(problem, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens)
     kits.learn(problem.plan)
     thinks: Mind = Brain(kits.facts(), policy) if mind is None else mind(kits, policy)
@@ -90,7 +97,7 @@ def build(
 
 
 def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
-    """Whether any decision looks at what replicas, links and caches report.
+    """Whether any decision looks at what replicas, links and caches report, and at when first tokens come.
 
     Replicas that all do the whole work are chosen by what was sent to them. What runs in place, how a prompt is
     split, length thresholds, prefix affinity and scaling need reports.

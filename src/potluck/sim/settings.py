@@ -17,6 +17,8 @@ class Settings:
     """Send KV layer by layer while the prefill runs; otherwise in one piece after it."""
     reports: bool | None = None
     """Whether replicas and links report; None: when some rule of the policy reads what they say."""
+    first_tokens: bool | None = None
+    """Whether the Brain hears of first tokens; None: when some rule reads them, or a log is written."""
     report_period_s: float = 0.25
     report_delay_s: float = 0.05
     caches: bool = True

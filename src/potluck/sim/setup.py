@@ -166,7 +166,9 @@ class Kits:
         model = problem.model(template.model)
         if template.model not in self.kv:
             self.kv[template.model] = kv_of(model)
-            self._models[template.model] = _model_facts(model, self.block_tokens)
+            self._models[template.model] = _model_facts(
+                model, self.block_tokens, problem.slos.get(template.model)
+            )
         mean = problem.mean_tokens.get(template.model, MEAN_TOKENS)
         placed = places(template, problem.nodes)
         made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
@@ -257,11 +259,11 @@ def kv_of(model: Model) -> Kv:
     return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
 
 
-def _model_facts(model: Model, block_tokens: int) -> ModelFacts:
+def _model_facts(model: Model, block_tokens: int, slo: Slo | None) -> ModelFacts:
     kv = kv_of(model)
     exact = bool(kv.windows) or kv.state_bytes > 0
     fixed = kv.state_bytes + sum(window * rate for window, rate in kv.windows)
-    return ModelFacts(kv.growing_bytes, fixed, exact, block_tokens)
+    return ModelFacts(kv.growing_bytes, fixed, exact, block_tokens, slo)
 
 
 def _replica_facts(

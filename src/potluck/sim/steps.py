@@ -85,9 +85,9 @@ class Row:
         """The fewest steps, from 1 to `most`, that take at least so long (`most` if none do), and how long."""
         n = self.count
         cell = bisect_right(CONTEXTS, context // n) - 1
-        slope = self.slope[cell]
+        slope, start = self.slope[cell], self.start[cell]
         half = 0.5 * slope * n
-        linear = self.start[cell] + slope * context - half
+        linear = start + slope * context - half
         # j linear + half j^2 = seconds, as if the whole run lay in this cell
         inside = linear * linear + 4.0 * half * seconds
         found = ceil(2.0 * seconds / (linear + sqrt(inside))) if inside > 0.0 else most
@@ -95,12 +95,16 @@ class Row:
             found = 1
         elif found > most:
             found = most
-        # and now what it really is
-        found_s = self.run_s(context, found)
+        # and now what it really is: `run_s`, written out for the cell
+        if context + (found - 1) * n < self.edge[cell]:
+            found_s = found * (start + slope * (context + 0.5 * n * (found - 1)))
+            before_s = (found - 1) * (start + slope * (context + 0.5 * n * (found - 2)))
+        else:
+            found_s, before_s = self.run_s(context, found), self.run_s(context, found - 1)
         if found_s < seconds and found < most:
             found = self._search(context, seconds, found, most)
             return found, self.run_s(context, found)
-        if found > 1 and self.run_s(context, found - 1) >= seconds:
+        if found > 1 and before_s >= seconds:
             found = self._search(context, seconds, 0, found)
             return found, self.run_s(context, found)
         return found, found_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,12 @@ class Blocks:
 
     def of(self, i: int) -> tuple[int, ...]:
         return tuple(self.ids[self.starts[i] : self.starts[i + 1]].tolist())
+
+    def rows(self, first: int, last: int) -> list[tuple[int, ...]]:
+        """Those of requests [first, last), or as many as there are."""
+        starts = self.starts[first : last + 1].tolist()
+        ids = self.ids[starts[0] : starts[-1]].tolist()
+        return [tuple(ids[low - starts[0] : high - starts[0]]) for low, high in pairwise(starts)]
 
     def take(self, chosen: Ints) -> Blocks:
         """The blocks of the chosen requests, in that order."""

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heappop
-from math import inf
+from itertools import repeat
+from math import inf, nextafter
 from typing import Any, Protocol
 
 from potluck.core.actions import Abandon, Action, Drain, Flip, Move, Refuse, Replan, Run, Start, Stop
@@ -28,6 +29,7 @@ from potluck.sim.agenda import (
     CALL,
     COLLECT,
     DELIVER,
+    END,
     FAULT,
     HANDED,
     PIPE,
@@ -98,9 +100,10 @@ class World:
         self.yard = Yard(self, make)
         self.outside = Outside(self)
         self.sampler = Sampler(self)
-        self._next = 0
+        self.arrived = 0
+        """Requests that have come so far."""
         self._news: deque[tuple[float, Event]] = deque()
-        self._telling = False
+        self._acting = False
         self._handlers: dict[int, Callable[[float, Any], None]] = {
             PIPE: self.handovers.pipe_due,
             HANDED: self.journeys.handed,
@@ -141,98 +144,87 @@ class World:
         self.tell(0.0, Planned(self.kits.problem.plan))
         self.yard.warm = False
         self.agenda.push(self.settings.tick_s, TICK, None)
+        self.agenda.push(nextafter(self.settings.end_s, inf), END, None)
         self.sampler.plan()
         heap, handlers, requests = self.agenda.heap, self._handlers, self.journeys.requests
-        replica_due = self.journeys.replica_due
-        count, end_s = len(self.workload), self.settings.end_s
-        base, times = 0, self._feed(0)
-        arrival_s = times[0] if count else inf
+        replica_due, on, act = self.journeys.replica_due, self._on, self._act
+        feed = self._feed()
+        request = next(feed, None)
+        arrival_s = inf if request is None else request.arrival_s
         while True:
-            if heap and heap[0][0] <= arrival_s:
-                if arrival_s == inf and not requests:
-                    break
+            # The agenda is never empty: there is always a next tick.
+            if heap[0][0] <= arrival_s:
                 at_s, _, kind, what = heappop(heap)
-                if at_s > end_s:
-                    break
-                self.now_s = at_s
                 if kind == REPLICA:
+                    self.now_s = at_s
                     replica_due(at_s, what)
+                elif kind == END or (request is None and not requests):
+                    break
                 else:
+                    self.now_s = at_s
                     handlers[kind](at_s, what)
-            elif arrival_s == inf or arrival_s > end_s:
-                break
             else:
+                assert request is not None
                 self.now_s = arrival_s
-                self._arrive(arrival_s, base)
-                self._next += 1
-                if self._next == count:
-                    arrival_s = inf
-                else:
-                    if self._next == base + FEED:
-                        base = self._next
-                        times = self._feed(base)
-                    arrival_s = times[self._next - base]
-
-    @property
-    def arrived(self) -> int:
-        """Requests that have come so far."""
-        return self._next
+                requests[self.arrived] = request
+                self.arrived += 1
+                actions = on(arrival_s, Arrived(request))
+                if actions:
+                    act(arrival_s, actions)
+                request = next(feed, None)
+                arrival_s = inf if request is None else request.arrival_s
 
     def tell(self, at_s: float, event: Event) -> None:
         """Let the Brain know, and do what it asks. What happens on the way is told afterwards, in order."""
-        if self._telling:
+        if self._acting:
             self._news.append((at_s, event))
             return
-        self._telling = True
+        actions = self._on(at_s, event)
+        if actions:
+            self._act(at_s, actions)
+
+    def _act(self, at_s: float, actions: list[Action]) -> None:
+        self._acting = True
         doers, news = self._doers, self._news
-        for action in self._on(at_s, event):
+        for action in actions:
             doers[type(action)](at_s, action)
         while news:
             at_s, event = news.popleft()
             for action in self._on(at_s, event):
                 doers[type(action)](at_s, action)
-        self._telling = False
+        self._acting = False
 
     def catch_up(self, at_s: float, site: Site) -> None:
         """Let what is due at a replica happen before something is done to it."""
-        if site.replica.next_s() <= at_s:
+        if site.replica.wake_s <= at_s:
             self.journeys.catch_up(at_s, site)
 
-    def _feed(self, base: int) -> list[float]:
-        """The next requests' columns as plain numbers; returns their times."""
+    def _feed(self) -> Iterator[Request]:
+        """All requests, in order. Their columns are turned into plain numbers many at a time."""
         load = self.workload
-        rows = slice(base, base + FEED)
-        self._models: list[int] = load.model[rows].tolist()
-        self._prompts: list[int] = load.prompt_tokens[rows].tolist()
-        self._outputs: list[int] = load.output_tokens[rows].tolist()
-        self._priorities: list[int] = load.priority[rows].tolist()
-        gc.collect(1)
-        if self.progress is not None:
-            self.progress(base, len(load))
-        times: list[float] = load.arrival_s[rows].tolist()
-        return times
-
-    def _arrive(self, at_s: float, base: int) -> None:
-        key, load = self._next, self.workload
-        place = key - base
-        request = Request(
-            str(key),
-            load.models[self._models[place]],
-            at_s,
-            self._prompts[place],
-            self._outputs[place],
-            self._priorities[place],
-            None,
-            () if load.blocks is None else load.blocks.of(key),
-        )
-        self.journeys.requests[key] = request
-        self.tell(at_s, Arrived(request))
+        names, nothing = load.models, ((),) * FEED
+        for base in range(0, len(load), FEED):
+            rows = slice(base, base + FEED)
+            gc.collect(1)
+            if self.progress is not None:
+                self.progress(base, len(load))
+            columns = (
+                map(str, range(base, base + FEED)),
+                [names[place] for place in load.model[rows].tolist()],
+                load.arrival_s[rows].tolist(),
+                load.prompt_tokens[rows].tolist(),
+                load.output_tokens[rows].tolist(),
+                load.priority[rows].tolist(),
+                repeat(None),
+                nothing if load.blocks is None else load.blocks.rows(base, base + FEED),
+            )
+            yield from Request.many(zip(*columns, strict=False))
 
     def _tick(self, at_s: float, _: object) -> None:
         self.tell(at_s, Tick())
         self.agenda.push(at_s + self.settings.tick_s, TICK, None)
         journeys = self.journeys
-        if self._next == len(self.workload) and at_s > PATIENCE_S + max(
+        if self.arrived == len(self.workload) and at_s > PATIENCE_S + max(
             journeys.ended_s, self._last_arrival_s
         ):
             stuck = sorted(journeys.requests)[:3]
@@ -273,8 +265,8 @@ class World:
         blocks = action.blocks[:count]
 
         def there(when_s: float) -> None:
-            if target.there and target.cache is not None:
-                target.cache.keep(blocks, self.journeys.room_tokens(target))
+            if target.there:
+                self.journeys.keep(when_s, target, blocks)
                 self.journeys.touch(when_s, target)
 
         self.handovers.carry(at_s, pipe, size_bytes, there)

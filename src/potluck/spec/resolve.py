@@ -165,7 +165,8 @@ def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[Mo
         if model is None or traffic is None:
             continue
         slo = Slo(entry.slo.ttft_ms / 1000, entry.slo.tpot_ms / 1000, entry.slo.attainment)
-        models.append(ModelSpec(name, model, slo, traffic, lengths_from))
+        trace = None if entry.traffic.trace is None else folder / entry.traffic.trace
+        models.append(ModelSpec(name, model, slo, traffic, lengths_from, trace))
     return models
 
 

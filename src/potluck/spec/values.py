@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from potluck.core.errors import UnknownNameError
@@ -24,6 +25,8 @@ class ModelSpec:
     traffic: Traffic
     lengths_from: str = ""
     """Where the lengths came from, for display: a distribution in words or a trace."""
+    trace: Path | None = None
+    """The recorded requests, where the spec names some."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,11 @@ class Affinity:
         if depth == 0:
             return None
         first = _prefiller(default)
-        saved = {first.member.id: self._saved_s(first, flight)}
-        waits = {first.member.id: self._wait_s(first, flight)}
-        targets = {first.member.id: default}
-        for replica in tuple(index.holders(blocks[depth - 1])):
+        name = first.member.id
+        saved = {name: self._saved_s(first, flight)}
+        waits = {name: self._wait_s(first, flight)}
+        targets = {name: default}
+        for replica in index.holders(blocks[depth - 1]):
             target = self._holder(replica, chooser, flight)
             if target is None or replica in targets:
                 continue
@@ -46,7 +47,7 @@ class Affinity:
             targets[replica] = target
             saved[replica] = self._saved_s(view, flight)
             waits[replica] = self._wait_s(view, flight)
-        best = best_holder(saved, waits, first.member.id, self._policy.affinity)
+        best = best_holder(saved, waits, name, self._policy.affinity)
         return targets[best] if targets[best] is not default else None
 
     def prefiller(self, views: list[View], flight: Flight) -> View:
@@ -80,7 +81,7 @@ class Affinity:
 
         def elsewhere(replica: str) -> bool:
             view = self._fleet.views.get(replica)
-            if view is None or view.state != "ready" or view.member.model != flight.request.model:
+            if view is None or not view.serves or view.member.model != flight.request.model:
                 return False
             source, target = view.member.region, first.member.region
             linked = (source, target) in self._facts.links_gbps
@@ -97,7 +98,7 @@ class Affinity:
     def _holder(self, replica: str, chooser: Chooser, flight: Flight) -> Target | None:
         """The target of this lane that would prefill on a replica, if any."""
         view = self._fleet.views.get(replica)
-        if view is None or view.state != "ready" or replica in flight.avoid:
+        if view is None or not view.serves or replica in flight.avoid:
             return None
         single = self._table.singles.get(replica)
         if single is not None and single in chooser:

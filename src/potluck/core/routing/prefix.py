@@ -14,7 +14,9 @@ holders: its memory is bounded, and what it forgets costs a missed saving, never
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
 
 from potluck.core.events import Cached
 
@@ -29,43 +31,62 @@ Accepts = Callable[[str], bool]
 class PrefixIndex:
     """Block hash to holders. Changed by the Brain at `Cached` events."""
 
-    __slots__ = ("_blocks", "_most_blocks")
+    __slots__ = ("_blocks", "_held", "_most_blocks")
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
         self._blocks: dict[int, Holders] = {}
+        """Holders are never changed, only replaced, so that many blocks may share them."""
+        self._held: dict[str, set[int]] = {}
+        """The same the other way round."""
         self._most_blocks = most_blocks
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def update(self, event: Cached) -> None:
-        blocks = self._blocks
-        for block in event.removed:
-            holders = blocks.get(block)
-            if holders is not None and holders.pop(event.replica, None) is not None and not holders:
-                del blocks[block]
-        for block in event.added:
-            holders = blocks.pop(block, None)
-            if holders is None:
-                holders = {}
-            holders.pop(event.replica, None)
-            holders[event.replica] = event.exact
-            if len(holders) > MOST_HOLDERS:
-                del holders[next(iter(holders))]
-            blocks[block] = holders
+        blocks, replica = self._blocks, event.replica
+        held = self._held.setdefault(replica, set())
+        for block in held.intersection(event.removed):
+            self._without(block, replica)
+        held.difference_update(event.removed)
+        fresh = tuple(filterfalse(blocks.__contains__, event.added))
+        if len(fresh) < len(event.added):
+            for block in filter(blocks.__contains__, event.added):
+                holders = blocks.pop(block)
+                if replica in holders:
+                    del (holders := dict(holders))[replica]
+                elif len(holders) >= MOST_HOLDERS:
+                    oldest = next(iter(holders))
+                    self._held[oldest].discard(block)
+                    del (holders := dict(holders))[oldest]
+                blocks[block] = {**holders, replica: event.exact}
+        alone = {replica: event.exact}
+        blocks.update(dict.fromkeys(fresh, alone))
+        held.update(event.added)
         while len(blocks) > self._most_blocks:
-            del blocks[next(iter(blocks))]
+            block = next(iter(blocks))
+            for holder in blocks.pop(block):
+                self._held[holder].discard(block)
+
+    def forget(self, replica: str) -> None:
+        """It is gone, and all that it held."""
+        for block in self._held.pop(replica, ()):
+            self._without(block, replica)
+
+    def _without(self, block: int, replica: str) -> None:
+        holders = self._blocks[block]
+        if len(holders) == 1:
+            del self._blocks[block]
+        else:
+            self._blocks[block] = {each: exact for each, exact in holders.items() if each != replica}
 
     def deepest(self, blocks: Sequence[int], accepts: Accepts) -> int:
         """How many leading blocks some accepted replica holds."""
-        low, high = 0, len(blocks)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if any(accepts(replica) for replica in self._blocks.get(blocks[middle - 1], ())):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        known = self._blocks
+        high = _leading(blocks, known.__contains__)
+        if high and any(map(accepts, known[blocks[high - 1]])):  # as a rule
+            return high
+        return _leading(blocks[:high], lambda block: any(map(accepts, known.get(block, ()))))
 
     def holders(self, block: int) -> Holders:
         """Who holds a block, the latest last; asking keeps it from being forgotten."""
@@ -79,7 +100,8 @@ class PrefixIndex:
         self, blocks: Sequence[int], replica: str, block_tokens: int, prompt_tokens: int, exact: bool
     ) -> int:
         """Tokens of a prompt that a replica need not compute; the last one always is computed."""
-        depth = self.deepest(blocks, lambda each: each == replica)
+        mine = self._held.get(replica)
+        depth = _leading(blocks, mine.__contains__) if mine else 0
         if depth == 0:
             return 0
         held = min(depth * block_tokens, prompt_tokens - 1)
@@ -87,6 +109,11 @@ class PrefixIndex:
             return held
         lengths = self._blocks[blocks[depth - 1]][replica]
         return max((length for length in lengths if length <= held), default=0)
+
+
+def _leading(blocks: Sequence[int], there: Callable[[int], bool]) -> int:
+    """How many leading blocks are there, by bisection: none is without those before it."""
+    return len(blocks) - bisect_left(blocks[::-1], True, key=there)
 
 
 def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: str, affinity: float) -> str:

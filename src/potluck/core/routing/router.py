@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from enum import Enum
 
+from potluck.core.events import LinkReported
 from potluck.core.facts import BLOCK_TOKENS, Facts, SplitFacts
 from potluck.core.fleet import Fleet, View
 from potluck.core.flight import RUNNING, WAITING, Flight
@@ -30,7 +31,7 @@ from potluck.core.routing.split import (
 )
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
 from potluck.core.routing.targets import COMBO, PLAIN, Target
-from potluck.core.routing.threshold import Threshold, decide
+from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
 from potluck.core.routing.weighted import Turns
 
 TRIES = 4
@@ -43,6 +44,9 @@ class Answer(Enum):
     """For a place on a pair's low-end replica."""
     NOBODY = "nobody"
     """No replica is ready that it could go to."""
+
+
+SENT = Answer.SENT
 
 
 class Router:
@@ -60,26 +64,47 @@ class Router:
         self.dead_links: set[str] = set()
         """`source->target` of links that carry nothing at present."""
 
+    def adopt(self) -> None:
+        """The table has a new plan: its length thresholds, each moved as far as the one before it was."""
+        before, self.thresholds = self.thresholds, {}
+        for model, table in self._table.models.items():
+            if table.threshold is not None:
+                old, base_tokens = before.get(model), table.threshold.base_tokens
+                self.thresholds[model] = rebased(old, base_tokens) if old is not None else table.threshold
+
+    def rebase(self, model: str, tokens: float) -> None:
+        """A new long-term threshold."""
+        if model in self.thresholds:
+            self.thresholds[model] = rebased(self.thresholds[model], tokens)
+
+    def linked(self, event: LinkReported) -> None:
+        """A link said how full it is."""
+        link = f"{event.source}->{event.target}"
+        (self.dead_links.discard if event.gbps > 0 else self.dead_links.add)(link)
+        for model, threshold in self.thresholds.items():
+            flows = self._table.models[model].offers.flows
+            if any(flow.source == event.source and flow.target == event.target for flow in flows):
+                self.thresholds[model] = after_report(threshold, event)
+
     def send(self, flight: Flight, table: ModelTable) -> Answer:
         """Choose a route for a request that is not on its way."""
-        prompt = flight.prompt_tokens
-        lane = self._table.lane(table, bisect_left(table.longest_tokens, prompt), flight.total_tokens)
-        if lane.simple and not (self._by_load or flight.request.blocks or flight.avoid):
+        prompt, total = flight.prompt_tokens, flight.total_tokens
+        lane = self._table.lane(table, bisect_left(table.longest_tokens, prompt), total)
+        if lane.simple and not (self._by_load or flight.avoid or flight.request.blocks):
             # By far the most requests: written out, as each call would cost as much as the decision.
             target = lane.closed.prefills.pick()
-            if target is not None and target.view is not None:
+            if target is not None:
                 view = target.view
+                if view is None:
+                    return self._to(target, flight)
                 flight.route, flight.state, flight.last = target.route, RUNNING, view
                 flight.last_tokens = prompt
-                flight.context_tokens = flight.total_tokens
-                self._fleet.open(view, prompt, flight.total_tokens)
-                return Answer.SENT
-            if target is not None:
-                return self._to(target, flight)
+                self._fleet.open(view, prompt, total)
+                return SENT
         answer = self._through(lane, flight, table)
         if answer is Answer.NOBODY:
             for bucket in (CLOSED, ANY):
-                spare = self._table.lane(table, bucket, flight.total_tokens)
+                spare = self._table.lane(table, bucket, total)
                 target = self._target(spare.closed.prefills, flight)
                 if target is not None:
                     return self._to(target, flight)
@@ -131,7 +156,7 @@ class Router:
             self._charge_flow(flight, first, second)
         holder = self._affinity.lender(flight, first.view) if fetch else None
         self._hand_over(flight, first.view, second.view, flight.prompt_tokens, holder)
-        return Answer.SENT
+        return SENT
 
     def _target(self, chooser: Chooser, flight: Flight, prefers: bool = True) -> Target | None:
         """Whose turn it is, unless it failed the request before or another holds much of its prefix."""
@@ -164,12 +189,12 @@ class Router:
             if self._by_load:
                 self._charge(flight, target, [target.view], [target.view])
             self._in_place(flight, target.view, target.route)
-            return Answer.SENT
+            return SENT
         if target.kind == COMBO:
             if self._by_load:
                 self._charge(flight, target, target.prefills, target.decodes)
             self._combo(target, flight)
-            return Answer.SENT
+            return SENT
         return self.pair(target, flight)
 
     # Combos.
@@ -212,19 +237,19 @@ class Router:
                     waits = self._waits_s(splits, target, low, high, part)
                     if sooner_whole(splits, flight.prompt_tokens, part, decodes, context, *waits):
                         self._alone(flight, high)
-                        return Answer.SENT
+                        return SENT
                 flight.state, flight.pair = WAITING, target
                 target.waiting.append(flight.request.id)
                 return Answer.WAITS
         flight.pair = None
         if self._policy.low_decodes and self._stays_low(target, low, high, flight):
             self._alone(flight, low)
-            return Answer.SENT
+            return SENT
         if splits is not None:
             flight.pair = target
             target.in_low += 1
         self._hand_over(flight, low, high, part)
-        return Answer.SENT
+        return SENT
 
     def _waits_s(
         self, splits: SplitFacts, target: Target, low: View, high: View, part: int
@@ -268,8 +293,7 @@ class Router:
         flight.done = 0
         flight.last = view
         flight.last_tokens = self._to_compute(flight, view, 0, flight.prompt_tokens)
-        flight.context_tokens = flight.total_tokens
-        self._fleet.open(view, flight.last_tokens, flight.context_tokens)
+        self._fleet.open(view, flight.last_tokens, flight.total_tokens)
 
     def _hand_over(
         self, flight: Flight, first: View, second: View, part: int, lender: tuple[View, int] | None = None
@@ -286,10 +310,9 @@ class Router:
         flight.route, flight.earlier, flight.done = route, earlier, 0
         flight.state = RUNNING
         flight.last, flight.last_tokens = second, prompt - part
-        flight.context_tokens = flight.total_tokens
         for view, tokens in earlier:
             self._fleet.open(view, tokens, 0)
-        self._fleet.open(second, flight.last_tokens, flight.context_tokens)
+        self._fleet.open(second, flight.last_tokens, flight.total_tokens)
 
     def _to_compute(self, flight: Flight, view: View, start: int, stop: int) -> int:
         """Tokens of [start, stop) that a replica is not known to hold; the last one is always computed."""

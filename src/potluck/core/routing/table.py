@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from potluck.core.facts import Facts, ReplicaFacts
 from potluck.core.fleet import Fleet, Unit, View
+from potluck.core.flight import Flight
 from potluck.core.plan import Plan, Template
 from potluck.core.policy import Policy
 from potluck.core.routing.balance import Chooser, Least, kv_tokens
@@ -50,6 +51,13 @@ class ModelTable:
     def __post_init__(self) -> None:
         self.longest_tokens = self.offers.longest_tokens
         self.limit_tokens = self.limits_tokens[-1] if self.limits_tokens else 0
+
+    def too_long(self, flight: Flight) -> str:
+        """Why a request fits nobody."""
+        return (
+            f"prompt and answer take up to {flight.total_tokens} tokens, "
+            f"the longest that a replica of {flight.request.model} holds is {self.limit_tokens}"
+        )
 
 
 class Table:
@@ -86,9 +94,9 @@ class Table:
             target.indexes.clear()
 
     def update(self, unit_id: str, changed: View) -> None:
-        """A replica became ready, left, or changed its role."""
+        """A replica became ready, left, changed its role, or is doubted or trusted again."""
         unit = self._fleet.units.get(unit_id)
-        ready = changed.state == "ready" and changed.member.id in self._fleet.views
+        ready = changed.serves and changed.member.id in self._fleet.views
         single = self.singles.get(changed.member.id)
         if ready and single is None:
             single = self.singles[changed.member.id] = Target(PLAIN, unit_id, changed)

@@ -33,7 +33,7 @@ def kind_of(template: Template) -> int:
 
 
 class Target:
-    """One of them. Its lists hold ready replicas only, by their present role."""
+    """One of them. Its lists hold replicas that serve, by their present role."""
 
     __slots__ = (
         "busy",
@@ -82,7 +82,7 @@ class Target:
 
     def refresh(self, unit: Unit | None) -> None:
         """Look again which replicas of a group are ready."""
-        ready = [view for view in unit.views if view.state == "ready"] if unit is not None else []
+        ready = [view for view in unit.views if view.serves] if unit is not None else []
         self.prefills = [view for view in ready if view.role == "prefill"]
         self.decodes = [view for view in ready if view.role != "prefill"]
 

@@ -17,6 +17,7 @@ Beyond the paper, each for a failure seen in other scalers:
   taken away, and more is added only if those on their way will not do.
 - A template whose capacity is not known is never scaled, and `why` says so. The last copy of a model stays.
 - If nodes suffice for a part of the deficit only, that part is started.
+- Where the plan sends some lengths here and others there, each deployment is scaled by its own part (`parts`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from potluck.core.scale.base import (
     used_nodes,
 )
 from potluck.core.scale.cover import Option, cheapest_cover, largest_within
+from potluck.core.scale.parts import busy_copies, missing_copies, served_by
 from potluck.core.types import Region
 from potluck.core.window import ModelObserved, Observed
 
@@ -58,8 +60,12 @@ class _Standing:
     """What one copy serves; keys without are not known."""
     moving: int
     """Copies that start or leave."""
+    busy: dict[Key, float] | None = None
+    """Where copies take different requests: how many of each one request a second keeps busy (`parts`)."""
 
     def serves(self, counts: Mapping[Key, int]) -> Rates:
+        if self.busy is not None:
+            return served_by(self.busy, counts)
         return total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
 
 
@@ -124,7 +130,8 @@ class Cauchy:
         counts = {key: min(n, self._wanted.get(key, n)) for key, n in there.items()}
         keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
         known = {key: rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
-        return _Standing(counts, {key: rates for key, rates in known.items() if rates.known}, moving)
+        rates = {key: rates for key, rates in known.items() if rates.known}
+        return _Standing(counts, rates, moving, busy_copies(plan, model, mix))
 
     def _resizes(
         self, seen: ModelObserved, standing: _Standing, fleet: Fleet, templates: Mapping[str, Template]
@@ -172,7 +179,11 @@ class Cauchy:
         rates = standing.serves(standing.counts)
         more: dict[Key, int] = {}
         partly = False
-        for phase in self._phases(standing):
+        if standing.busy is not None:
+            needs = {option.key: option.needs for option in options}
+            rate_per_s = demand / self._policy.headroom
+            more, partly = missing_copies(standing.busy, standing.counts, rate_per_s, needs, free)
+        for phase in () if standing.busy is not None else self._phases(standing):
             offers = [
                 Option(o.key, getattr(standing.rates[o.key], phase), o.cost_usd_per_h, o.needs)
                 for o in options

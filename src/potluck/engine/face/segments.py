@@ -178,10 +178,8 @@ async def _receive(service: Service, job: Job, channel: Channel, request: str, s
                     about = frame.manifest
                 elif isinstance(frame, Parcel) and about is not None:
                     if not taken:
-                        await service.hub.ask(lambda loop, _: loop.want(job.key))
-                        await channel.room
-                        await service.hub.ask(lambda loop, _, about=about: loop.expect(job.key, about))
-                    await service.hub.ask(lambda loop, _, parcel=frame: loop.accept(job.key, parcel))
+                        await _begin(service, channel, about)
+                    await _accept(service, channel, frame)
                     taken += 1
                 elif isinstance(frame, Closing):
                     said = frame.parcels
@@ -193,6 +191,16 @@ async def _receive(service: Service, job: Job, channel: Channel, request: str, s
     if said != taken:
         raise FormatError("hand-over", f"{taken} parcels came, {said} were sent")
     await service.hub.ask(lambda loop, _: loop.arrived(job.key))
+
+
+async def _begin(service: Service, channel: Channel, about: Manifest) -> None:
+    await service.hub.ask(lambda loop, _: loop.want(channel.key))
+    await channel.room
+    await service.hub.ask(lambda loop, _: loop.expect(channel.key, about))
+
+
+async def _accept(service: Service, channel: Channel, parcel: Parcel) -> None:
+    await service.hub.ask(lambda loop, _: loop.accept(channel.key, parcel))
 
 
 async def _message(reply: ClientResponse) -> str:

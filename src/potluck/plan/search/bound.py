@@ -3,92 +3,184 @@
 Columns j are groups with a phase and their deduced configuration, at rate r_j; h is the planned utilisation:
 
 Maximise    sum_{j prefill} D_j x_j + sum_{j mixed} D_j x_j
-Rows        time_j     x_j <= h r_j n_j                          prefill and mixed
-            decode     sum_{j prefill} x_j <= sum_{j decode} h r_j n_j
-            offered    sum_j x_j <= R
-            gpus_v     sum_j U_jv n_j <= G_v                     v: nodes, or classes of like nodes
+Rows        time_j     x_j <= h r_j n_j
+            decode     sum_{j prefill} x_j <= sum_{j decode} x_j
+            offered    sum_{j not decode} x_j <= R
+            gpus_v     sum_j U_jv n_j <= G_v
             n_j        whole and not negative
 
 and, between nodes a and b of the pool, with s_ja the layers that j keeps on a and F_ab layers of KV a second:
 
             out_a      sum_{j prefill} s_ja x_j = sum_b F_ab
-            in_b       sum_{j decode} s_jb z_j = sum_a F_ab      z_j <= h r_j n_j: what j decodes
+            in_b       sum_{j decode} s_jb x_j = sum_a F_ab
             F_ab       <= bandwidth_ab / bytes of a layer, a != b
 
 D_j is the attainment with KV that takes no time, and which prefill feeds which decode is free, so no state of
-the search is worth more. `exact_bound` has a column for every group of the pool's own nodes; it is for small
-pools, where it is a whole program. `class_bound` is for large ones: all links are the pool's best and without
-limit, like nodes are one class of GPUs that groups draw from, and n may be fractional. Both know groups of up
-to `MAX_NODES` nodes, as the search does.
+the search is worth more. Both bounds know groups of up to `MAX_NODES` nodes, as the search does.
+
+`exact_bound` has a column for every group of the pool's own nodes (17,695 groups on 32 GPUs). `class_bound` is for
+pools beyond that: inside groups all links are the pool's best, and like nodes are one class that groups draw parts
+from; a and b above are then classes, with all bandwidth between their nodes, and
+
+            into_ab    F_ab <= most bandwidth from a to one node of b x parts of decoders in b;  out_ab likewise
+
+KV within a class is free, since it may stay in a node. That the parts of whole groups must fit into the class's N
+nodes of C GPUs each gives rows
+
+            fit_k      sum_j n_j sum_{parts p of j} u_k(p) <= N,     k = 1 ... C/2
+            u_k(p)     1 if p > C - k,  p/C if k <= p <= C - k,  else 0
+
+whose first one is gpus; each holds since no node has room for parts whose u_k add up to more than 1 (Martello and
+Toth's bound for bin packing). `bound_program` solves both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations_with_replacement, product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 
 from potluck.core.types import Role
-from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
+from potluck.plan.search.bound_program import Column, Links, best_value
 from potluck.plan.search.costs import Timing
 from potluck.plan.search.deduce import PHASES, Deduced, Deducer, Takes, deducer
-from potluck.plan.search.deduce_kernel import DECODE, PREFILL, Floats, Ints, attained
-from potluck.plan.search.moves import MAX_NODES
+from potluck.plan.search.deduce_kernel import DECODE, PREFILL, Floats, attained
+from potluck.plan.search.moves import MAX_NODES, kinds_of
 from potluck.plan.search.pool import Pool, Workload, uniform_pool
 
-Column = tuple[tuple[float, ...], int, Deduced]
-"""GPUs of each row, phase, configuration."""
+ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
 
 def exact_bound(
     pool: Pool,
     work: Workload,
     timing: Timing,
-    phases: Sequence[Role] = ("prefill", "decode", "mixed"),
+    phases: Sequence[Role] = ROLES,
     *,
+    known_per_s: float = 0.0,
     time_limit_s: float = 60.0,
 ) -> float:
-    """At most so many requests a second within the objective, of those offered."""
+    """At most so many requests a second within the objective, of those offered.
+
+    `known_per_s` is what some state attains: columns that cannot be part of anything better are left out.
+    """
     source = deducer(pool, work, timing)
     columns: list[Column] = []
-    for counts in product(*(range(node.gpus + 1) for node in pool.nodes)):
-        takes = tuple((node, count) for node, count in enumerate(counts) if count)
-        if 0 < len(takes) <= MAX_NODES:
-            columns += _columns(source, takes, tuple(map(float, counts)), phases)
-    gpus = [float(node.gpus) for node in pool.nodes]
-    return _bound(columns, gpus, work, source, time_limit_s=time_limit_s, relax=False)
+    for takes in groups_of(pool):
+        uses = np.zeros(len(pool.nodes))
+        for node, count in takes:
+            uses[node] = count
+        columns += _columns(dict.fromkeys(range(3), source), takes, uses, phases, range(len(uses)))
+    gpus = np.array([float(node.gpus) for node in pool.nodes])
+    return best_value(
+        columns,
+        gpus,
+        work.rate_per_s,
+        _links(source, None),
+        known_per_s=known_per_s,
+        time_limit_s=time_limit_s,
+    )
 
 
 def class_bound(
     pool: Pool,
     work: Workload,
     timing: Timing,
-    phases: Sequence[Role] = ("prefill", "decode", "mixed"),
+    phases: Sequence[Role] = ROLES,
     *,
+    known_per_s: float = 0.0,
     time_limit_s: float = 60.0,
 ) -> float:
     """The same for pools of any size, looser."""
     rich, members = _classes(pool)
     source = deducer(rich, work, timing)
+    # On better links another prefill configuration may be chosen: the one best without KV bounds them all.
+    free = deducer(rich, work, timing)
+    free.tables = free.tables._replace(ttft_s=work.slo.ttft_s)
+    sources = {PREFILL: free, DECODE: source, 2: source}
+    sizes = [rich.nodes[nodes[0]].gpus for nodes in members]
+    most = [float(len(nodes)) for nodes, size in zip(members, sizes, strict=True) for _ in _thresholds(size)]
+    owner = {node: row for row, nodes in enumerate(members) for node in nodes}
     columns: list[Column] = []
     for takes in _multisets(rich, members):
-        uses = [0.0] * len(members)
-        for node, count in takes:
-            uses[next(row for row, nodes in enumerate(members) if node in nodes)] += count
-        columns += _columns(source, takes, tuple(uses), phases)
-    gpus = [float(sum(rich.nodes[node].gpus for node in nodes)) for nodes in members]
-    return _bound(columns, gpus, work, time_limit_s=time_limit_s, relax=True)
+        fits = [
+            sum(_fit(count, sizes[row], k) for node, count in takes if owner[node] == row)
+            for row in range(len(members))
+            for k in _thresholds(sizes[row])
+        ]
+        columns += _columns(sources, takes, np.array(fits), phases, owner)
+    links = _links(deducer(pool, work, timing), members)
+    return best_value(
+        columns, np.array(most), work.rate_per_s, links, known_per_s=known_per_s, time_limit_s=time_limit_s
+    )
+
+
+def groups_of(pool: Pool) -> Iterator[Takes]:
+    """Every group of up to MAX_NODES nodes of the pool."""
+    having = [(i, node.gpus) for i, node in enumerate(pool.nodes) if node.gpus]
+    for size in range(1, min(MAX_NODES, len(having)) + 1):
+        for nodes in combinations(having, size):
+            for counts in product(*(range(1, gpus + 1) for _, gpus in nodes)):
+                yield tuple((node, count) for (node, _), count in zip(nodes, counts, strict=True))
+
+
+def kv_free_share(work: Workload, phase: int, found: Deduced) -> float:
+    """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
+    if phase == PREFILL:
+        return float(attained(work.headroom, found.service_s, work.slo.ttft_s - found.latency_s))
+    return 0.0 if phase == DECODE else found.attained
 
 
 def _columns(
-    source: Deducer, takes: Takes, uses: tuple[float, ...], phases: Sequence[Role]
+    sources: Mapping[int, Deducer],
+    takes: Takes,
+    uses: Floats,
+    phases: Sequence[Role],
+    owner: Mapping[int, int] | Sequence[int],
 ) -> Iterator[Column]:
     for role in phases:
-        found = source.best(takes, PHASES[role])
+        phase = PHASES[role]
+        source = sources[phase]
+        found = source.best(takes, phase)
         if found is not None:
-            yield uses, PHASES[role], found
+            rate = source.work.headroom * found.rate_per_s
+            layers = tuple((owner[stage.node], stage.layers) for stage in found.stages)
+            parts = tuple(owner[node] for node, _ in takes)
+            yield Column(phase, rate, kv_free_share(source.work, phase, found), uses, layers, parts)
+
+
+def _links(source: Deducer, members: list[list[int]] | None) -> Links | None:
+    """Layers of KV a second that links carry, between nodes or classes; None when KV has no size."""
+    each = source.work.kv_bytes_per_layer
+    if each <= 0:
+        return None
+    size = len(source.pool.nodes)
+    most = np.full((size, size), np.inf)
+    apart = ~np.eye(size, dtype=bool)
+    most[apart] = 1.0 / (source.wires.kv_s_per_byte[apart] * each)
+    if members is None:
+        return Links(most, np.full_like(most, np.inf), np.full_like(most, np.inf))
+    tables = [np.full((len(members),) * 2, np.inf) for _ in range(3)]
+    for a, first in enumerate(members):
+        for b, second in enumerate(members):
+            if a != b:
+                between = most[np.ix_(first, second)]
+                tables[0][a, b] = between.sum()
+                tables[1][a, b] = between.sum(axis=0).max()
+                tables[2][a, b] = between.sum(axis=1).max()
+    return Links(*tables)
+
+
+def _thresholds(size: int) -> range:
+    return range(1, max(size // 2, 1) + 1)
+
+
+def _fit(part: int, size: int, k: int) -> float:
+    """u_k(p)"""
+    if part > size - k:
+        return 1.0
+    return part / size if part >= k else 0.0
 
 
 def _classes(pool: Pool) -> tuple[Pool, list[list[int]]]:
@@ -97,11 +189,7 @@ def _classes(pool: Pool) -> tuple[Pool, list[list[int]]]:
     pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
     gbps = max((pool.gbps[a][b] for a, b in pairs), default=1.0)
     rtt_s = min((pool.rtt_s[a][b] for a, b in pairs), default=0.0)
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for index, node in enumerate(pool.nodes):
-        if node.gpus:
-            kinds.setdefault((node.type.gpu, node.type.interconnect, node.gpus), []).append(index)
-    return uniform_pool(pool.nodes, gbps, rtt_s), list(kinds.values())
+    return uniform_pool(pool.nodes, gbps, rtt_s), kinds_of(pool)
 
 
 def _multisets(pool: Pool, members: list[list[int]]) -> Iterator[Takes]:
@@ -114,122 +202,3 @@ def _multisets(pool: Pool, members: list[list[int]]) -> Iterator[Takes]:
             free = [list(nodes) for nodes in members]
             if all(sum(row == r for row, _ in chosen) <= len(nodes) for r, nodes in enumerate(members)):
                 yield tuple(sorted((free[row].pop(0), count) for row, count in chosen))
-
-
-def _bound(
-    columns: list[Column],
-    gpus: list[float],
-    work: Workload,
-    source: Deducer | None = None,
-    *,
-    time_limit_s: float,
-    relax: bool,
-) -> float:
-    """Solve it; links count when `source` says what they are."""
-    if not columns:
-        return 0.0
-    count, h = len(columns), work.headroom
-    phases = np.array([phase for _, phase, _ in columns])
-    rate = np.array([h * found.rate_per_s for _, _, found in columns])
-    weight = np.array([kv_free_share(work, phase, found) for _, phase, found in columns])
-    uses = np.array([row for row, _, _ in columns])
-    size = 2 * count  # n, then x or z
-    j = np.arange(count)
-    rows = Rows(size)
-    rows.add(
-        j, np.concatenate([j, count + j]), np.concatenate([j, j]), np.concatenate([-rate, np.ones(count)])
-    )
-    prefills, decodes = np.flatnonzero(phases == PREFILL), np.flatnonzero(phases == DECODE)
-    both = np.concatenate([prefills, decodes])
-    signs = np.concatenate([np.ones(len(prefills)), -np.ones(len(decodes))])
-    rows.add_one(count + both, signs, 0.0)
-    giving = np.flatnonzero(phases != DECODE)
-    rows.add_one(count + giving, np.ones(len(giving)), work.rate_per_s)
-    for v, most in enumerate(gpus):
-        mine = np.flatnonzero(uses[:, v])
-        rows.add_one(mine, uses[mine, v], most)
-    if source is not None:
-        _add_links(rows, columns, source, count)
-    cost = np.zeros(rows.size)
-    cost[count : 2 * count] = -weight
-    answer = solve_milp(
-        Milp(
-            cost,
-            np.zeros(rows.size),
-            np.concatenate([np.full(size, INFINITY), *rows.uppers]),
-            np.arange(rows.size) < count,
-            np.concatenate(rows.lower),
-            np.concatenate(rows.upper),
-            np.concatenate(rows.row).astype(np.int64),
-            np.concatenate(rows.column).astype(np.int64),
-            np.concatenate(rows.value).astype(np.float64),
-        ),
-        time_limit_s=time_limit_s,
-        relax=relax,
-        gap_rel=1e-4,
-    )
-    return min(work.rate_per_s, -answer.bound)
-
-
-def kv_free_share(work: Workload, phase: int, found: Deduced) -> float:
-    """D_j: the share within TTFT if KV took no time; 0 for a decoder, whose requests others count."""
-    if phase == PREFILL:
-        return float(attained(work.headroom, found.service_s, work.slo.ttft_s - found.latency_s))
-    return 0.0 if phase == DECODE else found.attained
-
-
-def _add_links(rows: Rows, columns: list[Column], source: Deducer, count: int) -> None:
-    """out_a and in_b, with F_ab as further columns."""
-    nodes, each = len(source.pool.nodes), source.work.kv_bytes_per_layer
-    most = np.full((nodes, nodes), INFINITY)
-    beta = source.wires.kv_s_per_byte
-    if each > 0:
-        apart = ~np.eye(nodes, dtype=bool)
-        most[apart] = 1.0 / (beta[apart] * each)
-    first = rows.size
-    rows.size += nodes * nodes
-    rows.uppers.append(most.ravel())
-    for phase, axis in ((PREFILL, 0), (DECODE, 1)):
-        for node in range(nodes):
-            mine, held = [], []
-            for j, (_, its, found) in enumerate(columns):
-                layers = sum(stage.layers for stage in found.stages if stage.node == node)
-                if its == phase and layers:
-                    mine.append(count + j)
-                    held.append(float(layers))
-            links = first + np.arange(nodes * nodes).reshape(nodes, nodes).take(node, axis=axis)
-            column = np.concatenate([np.array(mine, np.int64), links])
-            rows.add_one(column, np.concatenate([held, -np.ones(nodes)]), 0.0, equal=True)
-
-
-@dataclass(slots=True)
-class Rows:
-    """Rows in the making: sum of value x column, at most a limit or equal to it."""
-
-    size: int
-    """Columns."""
-    row: list[Ints] = field(default_factory=list)
-    column: list[Ints] = field(default_factory=list)
-    value: list[Floats] = field(default_factory=list)
-    lower: list[Floats] = field(default_factory=list)
-    upper: list[Floats] = field(default_factory=list)
-    uppers: list[Floats] = field(default_factory=list)
-    """Limits of columns beyond the first."""
-    count: int = 0
-
-    def add(self, which: Ints, column: Ints, row: Ints, value: Floats) -> None:
-        """Rows that must not exceed 0; `row` counts from the first of them."""
-        self.row.append(row + self.count)
-        self.column.append(column)
-        self.value.append(value)
-        self.lower.append(np.full(len(which), -INFINITY))
-        self.upper.append(np.zeros(len(which)))
-        self.count += len(which)
-
-    def add_one(self, column: Ints, value: Floats, limit: float, *, equal: bool = False) -> None:
-        self.row.append(np.full(len(column), self.count))
-        self.column.append(column)
-        self.value.append(value)
-        self.lower.append(np.array([limit if equal else -INFINITY]))
-        self.upper.append(np.array([limit]))
-        self.count += 1

@@ -25,9 +25,9 @@ M/D/1 is spread exponentially: P(W > t) = h exp(-2 (1 - h) t / I), which has P(W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,12 +48,15 @@ from potluck.plan.search.deduce_kernel import (
     Scratch,
     Tables,
     best_candidate,
-    best_path,
     best_split,
 )
+from potluck.plan.search.listing_kernel import Cuts, Desk, Listing, best_path, list_candidates
 from potluck.plan.search.pool import Pool, Wires, Workload, wires_of
 
 MAX_STAGES = 8
+FIRST_ROWS = 64
+ORDERS = 1 << 15
+"""Places in the memory of stage orders."""
 PHASES: dict[Role, int] = {"prefill": PREFILL, "decode": DECODE, "mixed": MIXED}
 NAMES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 
@@ -91,17 +94,6 @@ class Deduced:
         return self.rate_per_s * self.attained
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Listed:
-    """The candidates of a group, each in its best order."""
-
-    placed: list[tuple[tuple[int, int], ...]]
-    """(node, tp) of every stage."""
-    kinds: Ints
-    counts: Ints
-    paths: Floats
-
-
 @dataclass(slots=True)
 class Deducer:
     """Deduces configurations for one pool and workload; remembers every group it has seen."""
@@ -111,15 +103,21 @@ class Deducer:
     costs: Costs
     wires: Wires
     tables: Tables
+    cuts: Cuts
     seen: dict[tuple[Takes, int], Deduced | None] = field(default_factory=dict)
-    _paths: dict[Takes, tuple[tuple[int, ...], tuple[float, float, float]]] = field(default_factory=dict)
-    _cuts: dict[tuple[int, int], tuple[tuple[tuple[int, int], ...], ...]] = field(default_factory=dict)
-    _listed: dict[Takes, Listed] = field(default_factory=dict)
+    _listing: Listing = field(default_factory=lambda: _listing(FIRST_ROWS))
+    _listed: tuple[Takes, int] = ((), 0)
+    """The group that is in the listing, and its number of candidates: phases ask for the same one in turn."""
+    _desk: Desk = field(default_factory=lambda: _desk())
+    _ways: list[list[int]] = field(init=False)
     _scratch: Scratch = field(default_factory=lambda: _scratch())
     _result: tuple[Floats, Ints] = field(
         default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64))
     )
     _tried: tuple[Floats, Ints] = field(default_factory=lambda: (np.zeros(6), np.zeros(MAX_STAGES, np.int64)))
+
+    def __post_init__(self) -> None:
+        self._ways = self.cuts.ways.tolist()
 
     def best(self, takes: Takes, phase: int) -> Deduced | None:
         """The best configuration; None when the group cannot do this phase."""
@@ -127,30 +125,6 @@ class Deducer:
         if key not in self.seen:
             self.seen[key] = self._search(takes, phase)
         return self.seen[key]
-
-    def candidates(self, takes: Takes) -> Iterator[tuple[tuple[int, int], ...]]:
-        """Every list of stages (node, tp), in no order yet."""
-        most = min(MAX_STAGES, self.work.model.layer_count)
-        for chosen in product(*(self.cuts(node, count) for node, count in takes)):
-            if sum(map(len, chosen)) <= most:
-                yield tuple(chain.from_iterable(chosen))
-
-    def cuts(self, node: int, count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The ways to cut so many GPUs of a node into stages."""
-        key = (node, count)
-        if key not in self._cuts:
-            ways = even_cuts(count, self.costs.degrees[node])
-            self._cuts[key] = tuple(tuple((node, tp) for tp in way) for way in ways)
-        return self._cuts[key]
-
-    def path(self, per_node: Takes) -> tuple[tuple[int, ...], tuple[float, float, float]]:
-        """The order of nodes for so many stages on each, and its hops: see `deduce_kernel.walk`."""
-        if per_node not in self._paths:
-            alpha, beta = self.wires.hop_alpha_s, self.wires.hop_s_per_byte
-            sent = self.tables.token_bytes * self.work.input_tokens
-            order = best_order(per_node, alpha + sent * beta, alpha)
-            self._paths[per_node] = order, self._hops(order)
-        return self._paths[per_node]
 
     def fixed(self, stages: tuple[StageTake, ...], phase: int) -> Deduced | None:
         """What a configuration that is loaded already does in a phase: only its batch is free."""
@@ -163,34 +137,34 @@ class Deducer:
         return self._deduced(placed) if result[RATE] > 0 else None
 
     def _search(self, takes: Takes, phase: int) -> Deduced | None:
-        if takes not in self._listed:
-            self._listed[takes] = self._list(takes)
-        listed = self._listed[takes]
-        if not listed.placed:
+        if takes != self._listed[0]:
+            self._listed = takes, self._list(takes)
+        count = self._listed[1]
+        if not count:
             return None
-        best = best_candidate(
-            phase,
-            listed.kinds,
-            listed.counts,
-            listed.paths,
-            self.tables,
-            self._scratch,
-            self._tried,
-            *self._result,
-        )
-        return self._deduced(listed.placed[best]) if best >= 0 else None
+        listing = self._listing
+        tables, scratch = self.tables, self._scratch
+        lists = listing.kind, listing.stages, listing.path
+        best = best_candidate(phase, count, *lists, tables, scratch, self._tried, *self._result)
+        if best < 0:
+            return None
+        size = int(listing.stages[best])
+        placed = zip(listing.node[best, :size].tolist(), listing.tp[best, :size].tolist(), strict=True)
+        return self._deduced(list(placed))
 
-    def _list(self, takes: Takes) -> Listed:
-        placed, paths = [], []
-        for stages in self.candidates(takes):
-            order, path = self.path(_per_node(stages))
-            placed.append(_placed(stages, order))
-            paths.append(path)
-        kinds = np.zeros((len(placed), MAX_STAGES), np.int64)
-        for row, mine in zip(kinds, placed, strict=True):
-            row[: len(mine)] = [self.costs.kinds[stage] for stage in mine]
-        counts = np.array([len(mine) for mine in placed], np.int64)
-        return Listed(placed, kinds, counts, np.array(paths, np.float64))
+    def _list(self, takes: Takes) -> int:
+        if len(takes) > MAX_STAGES:
+            return 0
+        rows = 1
+        for node, count in takes:
+            rows *= self._ways[node][count]
+        if not rows:
+            return 0
+        if rows > len(self._listing.stages):
+            self._listing = _listing(2 * rows)
+        nodes, gpus = np.array([node for node, _ in takes]), np.array([count for _, count in takes])
+        stages = min(MAX_STAGES, self.work.model.layer_count)
+        return list_candidates(nodes, gpus, stages, self.cuts, self._desk, self._listing)
 
     def _deduced(self, placed: Sequence[tuple[int, int]]) -> Deduced:
         result, layers = self._result
@@ -237,7 +211,51 @@ def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
         work.slo.tpot_s,
         work.headroom,
     )
-    return Deducer(pool, work, costs, wires_of(pool), tables)
+    wires = wires_of(pool)
+    return Deducer(pool, work, costs, wires, tables, _cuts(pool, costs, wires, work))
+
+
+def _cuts(pool: Pool, costs: Costs, wires: Wires, work: Workload) -> Cuts:
+    """Every node's cuts by how many of its GPUs a group takes; those of too many stages are left out."""
+    nodes, most = len(pool.nodes), max(node.gpus for node in pool.nodes)
+    widest = max((tp for _, tp in costs.kinds), default=1)
+    ways = np.zeros((nodes, most + 1), np.int64)
+    stages = np.zeros((nodes, most + 1, widest), np.int64)
+    tp = np.zeros((nodes, most + 1, widest, MAX_STAGES), np.int64)
+    kind = np.zeros((nodes, widest + 1), np.int64)
+    for (node, degree), row in costs.kinds.items():
+        kind[node, degree] = row
+    for node, degrees in enumerate(costs.degrees):
+        for count in range(1, pool.nodes[node].gpus + 1):
+            mine = [way for way in even_cuts(count, degrees) if len(way) <= MAX_STAGES]
+            ways[node, count] = len(mine)
+            for w, way in enumerate(mine):
+                stages[node, count, w] = len(way)
+                tp[node, count, w, : len(way)] = way
+    sent = work.model.hidden * 2.0 * work.input_tokens
+    alpha, beta = wires.hop_alpha_s, wires.hop_s_per_byte
+    return Cuts(ways, stages, tp, kind, alpha + sent * beta, alpha, beta)
+
+
+def _listing(rows: int) -> Listing:
+    node, tp, kind = (np.zeros((rows, MAX_STAGES), np.int64) for _ in range(3))
+    return Listing(node, tp, kind, np.zeros(rows, np.int64), np.zeros((rows, 3)))
+
+
+def _desk() -> Desk:
+    k, size = MAX_STAGES, 2**MAX_STAGES  # the most that the product of (stages of a node + 1) can be
+    return Desk(
+        np.zeros(k, np.int64),
+        np.zeros(k, np.int64),
+        np.zeros(k, np.int64),
+        np.zeros((ORDERS, 2), np.int64),
+        np.zeros((ORDERS, MAX_STAGES), np.int64),
+        np.zeros(1, np.int64),
+        np.zeros((k, k)),
+        np.zeros((k, k)),
+        np.zeros((size, k)),
+        np.zeros((size, k), np.int64),
+    )
 
 
 def even_cuts(count: int, degrees: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -264,18 +282,3 @@ def best_order(per_node: Takes, hop_s: Floats, back_s: Floats) -> tuple[int, ...
     scratch = np.zeros((size, len(nodes))), np.zeros((size, len(nodes)), np.int64)
     best_path(counts, hop_s[mine], back_s[mine], *scratch, path)
     return tuple(nodes[i] for i in path.tolist())
-
-
-def _per_node(stages: tuple[tuple[int, int], ...]) -> Takes:
-    counts: dict[int, int] = {}
-    for node, _ in stages:
-        counts[node] = counts.get(node, 0) + 1
-    return tuple(sorted(counts.items()))
-
-
-def _placed(stages: tuple[tuple[int, int], ...], order: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """The stages in an order of nodes; those of one node as they come."""
-    waiting: dict[int, list[tuple[int, int]]] = {}
-    for stage in stages:
-        waiting.setdefault(stage[0], []).append(stage)
-    return tuple(waiting[node].pop(0) for node in order)

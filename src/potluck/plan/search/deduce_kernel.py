@@ -260,6 +260,7 @@ def best_split(
 @compiled
 def best_candidate(
     phase: int,
+    count: int,
     kinds: Ints,
     counts: Ints,
     paths: Floats,
@@ -269,10 +270,10 @@ def best_candidate(
     result: Floats,
     layers: Ints,
 ) -> int:
-    """Which list of stages, a row of `kinds` each, is best; -1 when none can do the phase."""
+    """Which list of stages, of the first `count` rows of `kinds`, is best; -1 when none can do the phase."""
     best = -1
     result[0] = 0.0
-    for c in range(len(counts)):
+    for c in range(count):
         path = (paths[c, 0], paths[c, 1], paths[c, 2])
         best_split(phase, kinds[c], counts[c], path, tables, scratch, False, result[0], tried[0], tried[1])
         if tried[0][1] > 0.0:
@@ -281,46 +282,4 @@ def best_candidate(
                 result[i] = tried[0][i]
             for s in range(counts[c]):
                 layers[s] = tried[1][s]
-    return best
-
-
-@compiled
-def best_path(counts: Ints, hop_s: Floats, back_s: Floats, time_s: Floats, turn: Ints, path: Ints) -> float:
-    """The order of stages, so many of each of k nodes, whose hops and way back take least; see `deduce`.
-
-    time_s[left, last] is the least time to visit what is left after `last`, turn[left, last] the next node;
-    `left` counts the stages of each node in mixed radix, so smaller numbers are known before larger ones.
-    """
-    k = len(counts)
-    total, all_left = 0, 1
-    for i in range(k):
-        total += counts[i]
-        all_left *= counts[i] + 1
-    best = np.inf
-    for first in range(k):
-        for left in range(all_left):
-            for last in range(k):
-                time_s[left, last] = np.inf if left else back_s[last, first]
-                radix, rest = 1, left
-                for i in range(k):
-                    if rest % (counts[i] + 1):
-                        way_s = hop_s[last, i] + time_s[left - radix, i]
-                        if way_s < time_s[left, last]:
-                            time_s[left, last], turn[left, last] = way_s, i
-                    rest //= counts[i] + 1
-                    radix *= counts[i] + 1
-        radix = 1
-        for i in range(first):
-            radix *= counts[i] + 1
-        left, last = all_left - 1 - radix, first
-        if time_s[left, last] < best:
-            best = time_s[left, last]
-            path[0] = first
-            for step in range(1, total):
-                last = turn[left, last]
-                path[step] = last
-                radix = 1
-                for i in range(last):
-                    radix *= counts[i] + 1
-                left -= radix
     return best

@@ -7,7 +7,7 @@ smaller pair, so that a node falls into even parts. Clusters that never can hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
 from potluck.perf.capacity import USABLE_SHARE
@@ -16,6 +16,7 @@ from potluck.plan.search.deduce import Takes
 from potluck.plan.search.evaluate import Evaluator, Group, State
 from potluck.plan.search.pool import Pool
 
+MOST_DEALT = 12
 MARGIN = 1.15
 """How much more memory than the weights a first group gets, for KV."""
 
@@ -43,6 +44,39 @@ def starting_state(
             groups.append(Group(cluster, rng.choice(able)))
         else:
             idle.append(cluster)
+    return make_state(groups, joined(idle))
+
+
+def dealt_state(
+    evaluator: Evaluator, phases: tuple[int, ...], rng: Random, kinds: Sequence[Sequence[int]], most_gpus: int
+) -> State:
+    """A random number of groups that are dealt even shares of every kind of node, and random phases.
+
+    Clusters keep like nodes together; groups of unlike ones that mirror each other are as often good.
+    """
+    pool = evaluator.deducer.pool
+    count = rng.randint(2, max(2, min(MOST_DEALT, pool.gpus // 3)))
+    hands: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    turn = 0
+    for nodes in rng.sample(kinds, len(kinds)):
+        pieces = -(-count // len(nodes))
+        for node in nodes:
+            gpus = pool.nodes[node].gpus
+            for piece in range(pieces):
+                size = gpus * (piece + 1) // pieces - gpus * piece // pieces
+                if size:
+                    hands[turn % count].append((node, size))
+                    turn += 1
+    groups, idle = [], []
+    for hand in hands:
+        takes = joined([tuple(hand)])
+        if not takes:
+            continue
+        able = [p for p in phases if size_of(takes) <= most_gpus and evaluator.number(Group(takes, p)) >= 0]
+        if able:
+            groups.append(Group(takes, rng.choice(able)))
+        else:
+            idle.append(takes)
     return make_state(groups, joined(idle))
 
 

@@ -1,23 +1,28 @@
 """THUNDERSERVE's four ways from a state to a neighbour: flip a phase, split a group, merge two, move GPUs.
 
-GPUs in no group can be moved into one, or made into one, and the other way round. A neighbour one of whose new
-groups has less memory than the weights need is dropped before anything else is asked about it.
+A fifth, `swap`, exchanges two nodes that differ only in their links, everywhere at once: which groups there are
+and where they lie are two questions, and to move one group's GPUs at a time passes through bad states between
+two good answers to the second. GPUs in no group can be moved into one, or made into one, and the other way
+round. A neighbour one of whose new groups has less memory than the weights need is dropped before anything else
+is asked about it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import combinations, permutations
 from random import Random
 
 from potluck.perf.memory import weight_bytes
 from potluck.plan.search.deduce import MAX_STAGES, Takes
 from potluck.plan.search.evaluate import Group, State
-from potluck.plan.search.groups import joined, make_state, size_of, usable_bytes
+from potluck.plan.search.groups import joined, make_state, usable_bytes
 from potluck.plan.search.pool import Pool, Workload
 
 MAX_NODES = 4
 """Nodes that one group may span."""
+MOST_PARTS = min(MAX_NODES, MAX_STAGES)
 EXCHANGE_SHARE = 0.5
 
 
@@ -30,7 +35,11 @@ class Moves:
     model_bytes: float
     most_gpus: int
     """In one group."""
+    gpu_bytes: tuple[float, ...]
+    """Usable memory of a GPU of each node."""
     kinds: tuple[Callable[[Moves, State, Random], State | None], ...]
+    alike: tuple[tuple[int, int], ...] = ()
+    """Pairs of nodes that differ only in their links."""
 
     def neighbour(self, state: State, rng: Random) -> State | None:
         """One neighbour; None when the drawn move cannot be done."""
@@ -38,20 +47,29 @@ class Moves:
 
     def possible(self, takes: Takes) -> bool:
         """Whether a group may be worth a look."""
-        if len(takes) > min(MAX_NODES, MAX_STAGES) or size_of(takes) > self.most_gpus:
+        if len(takes) > MOST_PARTS:
             return False
-        return usable_bytes(self.pool, takes) > self.model_bytes
+        gpus, room = 0, 0.0
+        for node, count in takes:
+            gpus += count
+            room += count * self.gpu_bytes[node]
+        return gpus <= self.most_gpus and room > self.model_bytes
 
 
 def all_moves(pool: Pool, work: Workload, phases: tuple[int, ...], most_gpus: int) -> Moves:
-    """All four; moving and splitting, which have the most outcomes, are drawn more often."""
-    kinds = (flip, split, split, merge, move, move, move)
-    return Moves(pool, phases, weight_bytes(work.model), most_gpus, kinds)
+    """All of them; moving and splitting, which have the most outcomes, are drawn more often."""
+    alike = tuple(pair for nodes in kinds_of(pool) for pair in combinations(nodes, 2))
+    kinds = (flip, split, split, merge, move, move, move, *((swap,) if alike else ()))
+    return Moves(pool, phases, weight_bytes(work.model), most_gpus, _gpu_bytes(pool), kinds, alike)
 
 
 def flips_only(pool: Pool, work: Workload, phases: tuple[int, ...]) -> Moves:
     """What lightweight rescheduling may do."""
-    return Moves(pool, phases, weight_bytes(work.model), pool.gpus, (flip,))
+    return Moves(pool, phases, weight_bytes(work.model), pool.gpus, _gpu_bytes(pool), (flip,))
+
+
+def _gpu_bytes(pool: Pool) -> tuple[float, ...]:
+    return tuple(usable_bytes(pool, ((place, 1),)) for place in range(len(pool.nodes)))
 
 
 def flip(moves: Moves, state: State, rng: Random) -> State | None:
@@ -114,17 +132,87 @@ def move(moves: Moves, state: State, rng: Random) -> State | None:
     if back and back[0][0] == part[0][0]:
         return None
     after = (joined((without(first, part), back)), joined((without(second, back), part)))
+    return _between(moves, state, (i, j), after)
+
+
+def _between(moves: Moves, state: State, places: tuple[int, int], after: tuple[Takes, Takes]) -> State | None:
+    """The state in which two groups, or one and the idle GPUs, have these GPUs."""
     idle = state.idle
     groups = []
-    for place, left in zip((i, j), after, strict=True):
+    for place, left in zip(places, after, strict=True):
         if place == len(state.groups):
             idle = left
         elif left:
             if not moves.possible(left):
                 return None
             groups.append(Group(left, state.groups[place].phase))
-    gone = tuple(place for place in (i, j) if place < len(state.groups))
+    gone = tuple(place for place in places if place < len(state.groups))
     return _replaced(state, gone, groups, idle)
+
+
+def all_near(moves: Moves, state: State, rng: Random) -> Iterator[State]:
+    """Every neighbour by one flip, one swap, GPUs of one node moved, or as many of two nodes exchanged.
+
+    In random order of the groups and nodes concerned, and made one by one: whoever looks for a better one may
+    find it soon.
+    """
+    sides = [*(group.takes for group in state.groups), state.idle]
+    tasks: list[tuple[Callable[[Moves, State, int, int], Iterator[State]], int, int]] = []
+    tasks += [(_flips, place, place) for place in range(len(state.groups))]
+    tasks += [(_swaps, a, b) for a, b in moves.alike]
+    tasks += [(_exchanges, i, j) for i, j in permutations(range(len(sides)), 2)]
+    rng.shuffle(tasks)
+    for make, i, j in tasks:
+        yield from make(moves, state, i, j)
+
+
+def _flips(moves: Moves, state: State, place: int, _: int) -> Iterator[State]:
+    takes, now = state.groups[place]
+    for phase in moves.phases:
+        if phase != now:
+            yield _replaced(state, (place,), [Group(takes, phase)], state.idle)
+
+
+def _swaps(_: Moves, state: State, a: int, b: int) -> Iterator[State]:
+    yield _swapped(state, a, b)
+
+
+def _exchanges(moves: Moves, state: State, i: int, j: int) -> Iterator[State]:
+    """GPUs of a node from i to j; for i < j also as many of another node in return."""
+    first, second = (state.groups[p].takes if p < len(state.groups) else state.idle for p in (i, j))
+    for node, most in first:
+        for count in range(1, most + 1):
+            part = ((node, count),)
+            backs = [((other, count),) for other, has in second if i < j and other != node and has >= count]
+            for back in [(), *backs]:
+                after = joined((without(first, part), back)), joined((without(second, back), part))
+                near = _between(moves, state, (i, j), after)
+                if near is not None:
+                    yield near
+
+
+def swap(moves: Moves, state: State, rng: Random) -> State | None:
+    """Two like nodes in each other's place."""
+    return _swapped(state, *rng.choice(moves.alike))
+
+
+def _swapped(state: State, a: int, b: int) -> State:
+    groups = [Group(_renamed(group.takes, a, b), group.phase) for group in state.groups]
+    return make_state(groups, _renamed(state.idle, a, b))
+
+
+def _renamed(takes: Takes, a: int, b: int) -> Takes:
+    other = {a: b, b: a}
+    return tuple(sorted((other.get(node, node), count) for node, count in takes))
+
+
+def kinds_of(pool: Pool) -> list[list[int]]:
+    """Nodes of the same GPUs, as many of them, linked alike inside."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, node in enumerate(pool.nodes):
+        if node.gpus:
+            kinds.setdefault((node.type.gpu, node.type.interconnect, node.gpus), []).append(index)
+    return list(kinds.values())
 
 
 def _some(takes: Takes, rng: Random) -> Takes:

@@ -32,6 +32,8 @@ from potluck.plan.search.moves import MAX_NODES, Moves, without
 MOST_COLUMNS = 150
 MOST_LOOKED_AT = 2000
 GAP = 0.01
+LENIENCY = 1.05
+"""How much more than it got a decoder may be counted for."""
 SAFETY_LIMIT_S = 20.0
 """Such programs take a fraction of a second; a limit that is reached would make the answer depend on the clock."""
 
@@ -61,8 +63,14 @@ def look_around(evaluator: Evaluator, moves: Moves, rng: Random) -> None:
                         evaluator.number(Group(takes, phase))
 
 
-def recombined(evaluator: Evaluator, moves: Moves, best_per_s: float) -> State | None:
-    """The best state of groups seen so far, links aside; None when it promises no more than `best_per_s`."""
+def recombined(
+    evaluator: Evaluator, moves: Moves, best_per_s: float, learnt: dict[Group, float]
+) -> State | None:
+    """The best state of groups seen so far, links aside; None when it promises no more than `best_per_s`.
+
+    Where the routing of that state gives a decoder less than it was counted for, since the links to it are too
+    thin, `learnt` takes down what it got: the next call knows, and mixes something else.
+    """
     groups = [
         group
         for group, number in evaluator.numbers.items()
@@ -70,6 +78,29 @@ def recombined(evaluator: Evaluator, moves: Moves, best_per_s: float) -> State |
     ]
     if not groups:
         return None
+    worth = np.array([min(_worth(evaluator, group), learnt.get(group, INFINITY)) for group in groups])
+    state = _mixture(evaluator, groups, worth, best_per_s)
+    if state is not None:
+        _learn(evaluator, state, learnt)
+    return state
+
+
+def _learn(evaluator: Evaluator, state: State, learnt: dict[Group, float]) -> None:
+    """What decoders get where it is less than their fair part of what prefill replicas hand over."""
+    got = [0.0] * len(state.groups)
+    for each in evaluator.orchestrated(state.groups).pairings:
+        got[each.target] += each.rate_per_s
+    worth = [min(_worth(evaluator, group), learnt.get(group, INFINITY)) for group in state.groups]
+    sums = [
+        sum(w for w, group in zip(worth, state.groups, strict=True) if group.phase == phase)
+        for phase in (PREFILL, DECODE)
+    ]
+    for group, mine, real in zip(state.groups, worth, got, strict=True):
+        if group.phase == DECODE and real * LENIENCY < mine * min(1.0, sums[0] / sums[1]):
+            learnt[group] = real * LENIENCY
+
+
+def _mixture(evaluator: Evaluator, groups: list[Group], worth: Floats, best_per_s: float) -> State | None:
     pool, offered = evaluator.deducer.pool, evaluator.deducer.work.rate_per_s
     gpus = np.array([float(node.gpus) for node in pool.nodes])
     uses = np.zeros((len(groups), len(gpus)))
@@ -77,7 +108,6 @@ def recombined(evaluator: Evaluator, moves: Moves, best_per_s: float) -> State |
         for node, count in group.takes:
             uses[j, node] = count
     phases = np.array([group.phase for group in groups])
-    worth = np.array([_worth(evaluator, group) for group in groups])
     relaxed = _solve(worth, phases, uses, gpus, offered, relax=True)
     if relaxed.row_dual is None or -relaxed.objective <= best_per_s * (1.0 + GAP):
         return None

@@ -1,16 +1,16 @@
-"""Tabu search over groups and phases (THUNDERSERVE's algorithm 1), with restarts.
+"""Tabu search over groups and phases (THUNDERSERVE's algorithm 1), with restarts and a climb after each walk.
 
-From a start by clustering, every step looks at some random neighbours and goes to the best that is not tabu,
-better or not. A walk that has not improved on its own best for `patience` steps ends; the next one starts from
-clusters of another size, from the best state found, shaken, or from the best mixture of the groups seen so far
-(`recombine`). The search has converged when `walks` walks in a row have brought nothing. The random numbers
-come from a seed, so the same limits in steps give the same answer; the clock can only cut it short.
+From a start, every step looks at some random neighbours and goes to the best that is not tabu, better or not. A
+walk that has not improved on its own best for `patience` steps ends; from that best on, all single moves are tried
+until none betters it (`_climb`): a walk sees too few neighbours to find the last ones. The next walk starts from
+clusters, from even shares of every kind of node, from the best state found, shaken, or from the best mixture of
+the groups seen so far (`recombine`). The search has converged when `walks` walks in a row have brought nothing. The
+random numbers come from a seed, so the same limits in steps give the same answer; the clock can only cut it short.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -19,17 +19,19 @@ from potluck.core.errors import CapacityError
 from potluck.core.types import Role
 from potluck.plan.search.costs import Calibrated, Timing
 from potluck.plan.search.deduce import PHASES, Deduced, deducer
-from potluck.plan.search.evaluate import Evaluator, Score, State
-from potluck.plan.search.groups import starting_state
-from potluck.plan.search.moves import Moves, all_moves
+from potluck.plan.search.evaluate import Evaluator, Group, Score, State
+from potluck.plan.search.groups import dealt_state, starting_state
+from potluck.plan.search.moves import Moves, all_moves, all_near, kinds_of
 from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.pool import Pool, Workload
 from potluck.plan.search.recombine import look_around, recombined
 
 SCALES = (1.0, 1.6, 2.4)
 """How many times over the groups of a start hold the model."""
-ROUND = 5
-"""Walks from one mixture of seen groups to the next."""
+DEALT_SHARE = 0.6
+"""Of the new states, those that are even shares of every kind of node; the others are clusters."""
+ROUND = 8
+"""Of so many walks the first starts from a mixture, every second from a new state, the others from the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,9 @@ class Limits:
     """N_neigh: states looked at in a step."""
     memory: int = 40
     """N_mem: states that are tabu."""
-    patience: int = 40
+    patience: int = 10
     """Steps without a better state of its own after which a walk ends."""
-    walks: int = 10
+    walks: int = 20
     """Walks without a better state at all after which the search ends."""
     steps: int = 1_000_000
     time_limit_s: float = 60.0
@@ -93,13 +95,22 @@ def search_with(evaluator: Evaluator, settings: Settings | None = None) -> Found
     most = chosen.max_group_gpus or pool.gpus
     hunt = Hunt(evaluator, all_moves(pool, work, phases, most), chosen)
 
+    learnt: dict[Group, float] = {}
+
     def mixture(attainment: float) -> State | None:
         if not hunt.looked_around:
             look_around(evaluator, hunt.moves, hunt.rng)
             hunt.looked_around = True
-        return recombined(evaluator, hunt.moves, attainment * work.rate_per_s)
+        return recombined(evaluator, hunt.moves, attainment * work.rate_per_s, learnt)
 
-    hunt.run(lambda scale: starting_state(evaluator, phases, hunt.rng, scale, most), mixture)
+    kinds = kinds_of(pool)
+
+    def start(scale: float) -> State:
+        if hunt.rng.random() < DEALT_SHARE:
+            return dealt_state(evaluator, phases, hunt.rng, kinds, most)
+        return starting_state(evaluator, phases, hunt.rng, scale, most)
+
+    hunt.run(start, mixture)
     return hunt.found()
 
 
@@ -146,7 +157,7 @@ class Hunt:
             mixed = mix(self.best_score.attainment)
             if mixed is not None and self.evaluator.score(mixed.groups).value >= 0:
                 return mixed
-        if self.best is None or turn < 0 or turn % ROUND == ROUND - 1:
+        if self.best is None or turn < 0 or turn % 2 == 1:
             return start(SCALES[number % len(SCALES)])
         return self._shaken(self.best, self.rng.randint(2, 6))
 
@@ -162,8 +173,8 @@ class Hunt:
 
     def _walk(self, state: State) -> None:
         limits = self.settings.limits
-        tabu: deque[State] = deque([state], maxlen=limits.memory)
-        own, stale = self._offer(state), 0
+        tabu = {state: None}  # a set that knows its oldest
+        own, stale, summit = self._offer(state), 0, state
         while stale < limits.patience and not self._over():
             chosen: State | None = None
             value = -2.0
@@ -179,10 +190,29 @@ class Hunt:
             if chosen is None:
                 continue
             state = chosen
-            tabu.append(state)
+            tabu[state] = None
+            if len(tabu) > limits.memory:
+                del tabu[next(iter(tabu))]
             if value > own + 1e-12:
-                own, stale = value, 0
+                own, stale, summit = value, 0, state
                 self._offer(state)
+        self._climb(summit, own)
+
+    def _climb(self, state: State, value: float) -> None:
+        """On to a state that no single move betters: a walk sees few of the neighbours of its best one."""
+        better = True
+        while better:
+            better = False
+            for tried, each in enumerate(all_near(self.moves, state, self.rng)):
+                if tried % self.settings.limits.neighbours == 0:
+                    self.steps += 1
+                    if self._over():
+                        return
+                worth = self.evaluator.score(each.groups).value
+                if worth > value + 1e-12:
+                    state, value, better = each, worth, True
+                    self._offer(state)
+                    break
 
     def _offer(self, state: State) -> float:
         score = self.evaluator.score(state.groups)

@@ -1,0 +1,195 @@
+"""What rehearsal is worth: random specs with bursty arrivals, planned on averages and planned with rehearsal.
+
+Each spec has one or two models, random lengths, objectives and rates, a random choice of GPUs, and arrivals that are
+gamma-distributed (coefficient of variation 2 to 4) or switch between busy and quiet. Both plans then serve the same
+requests, drawn from seeds that neither planning nor rehearsal has seen; a model misses when the share of its requests
+within the objective, over all those runs, is below what was promised. Specs are drawn until there are enough whose
+fleet can serve them at all on averages; nothing else is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from common import run
+from potluck.catalog import models, nodes, prices
+from potluck.core.lengths import Binned
+from potluck.core.policy import Policy
+from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.problem import Problem, ask
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.rehearse.evidence import Evidence, Trial, evidence_of
+from potluck.rehearse.loop import Rehearsal, Rules, rehearse
+from potluck.rehearse.sources import FRESH, Source, enough, made_up
+from potluck.sim import arrivals
+from potluck.sim.lengths import draw
+from potluck.sim.settings import Settings as Running
+from potluck.sim.setup import SimProblem
+from potluck.sim.workload import Workload, merge, workload
+
+MODELS = {
+    "Llama-3.1-8B": (1.0, 0.05),
+    "Phi-4": (1.2, 0.06),
+    "GPT-OSS-20B": (0.9, 0.03),
+    "Qwen3-32B": (1.6, 0.1),
+}
+"""Model to the tightest objective it gets: TTFT and TPOT in s, about what CORAL asks of them."""
+NODES = ("1xL4", "1xA10G", "1xL40S", "2xL40S", "1xA100-80GB", "1xH100")
+AVAILABLE = 60
+SPECS, QUICK_SPECS = 10, 3
+RULES, TEST_RUNS = Rules(), 10
+QUICK_RULES, QUICK_TEST_RUNS = Rules(runs=3, verdict_runs=6), 6
+TEST = 2 * FRESH
+"""Numbers of the runs that decide here."""
+SWITCH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A spec, as the planner and the simulator see it."""
+
+    seed: int
+    problem: Problem
+    traffic: tuple[Traffic, ...]
+    source: Source
+    bursts: str
+
+
+def case(seed: int, quick: bool = False) -> Case:
+    """A random spec; its runs are half as long when it must be quick."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.choice(sorted(MODELS), size=int(rng.integers(1, 3)), replace=False)
+    traffic, asks = [], []
+    for name in (str(each) for each in chosen):
+        ttft_s, tpot_s = MODELS[name]
+        loose = float(rng.uniform(1.0, 2.5))
+        slo = Slo(ttft_s * loose, tpot_s * float(rng.uniform(1.0, 2.0)), float(rng.choice([0.9, 0.95, 0.99])))
+        size = 0.3 if name == "Qwen3-32B" else 1.0
+        one = Traffic(name, float(rng.uniform(3.0, 15.0)) * size, _lengths(rng))
+        traffic.append(one)
+        asks.append(ask(name, models.model(name), slo, one))
+    types = [nodes.node_type(str(each)) for each in rng.choice(NODES, size=4, replace=False)]
+    offers = tuple(
+        Offer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
+    )
+    problem = Problem(tuple(asks), (Region("here", offers),), tuple(types))
+    count = enough(traffic) // (2 if quick else 1)
+    if seed % 2:
+        cv = float(rng.uniform(2.0, 4.0))
+        return Case(seed, problem, tuple(traffic), made_up(traffic, cv, count), f"gamma, CV {cv:.2g}")
+    peak = float(rng.uniform(1.5, 2.5))
+    source = switching(tuple(traffic), peak, count)
+    return Case(seed, problem, tuple(traffic), source, f"on/off, {peak:.2g}x when on")
+
+
+def _lengths(rng: np.random.Generator) -> tuple[LengthBin, ...]:
+    """A lognormal of prompts in 12 equal bins, each with its own mean answer."""
+    prompts = np.sort(rng.lognormal(rng.uniform(5.5, 7.3), rng.uniform(0.4, 1.0), size=12))
+    answers = rng.lognormal(np.log(rng.uniform(60, 300)), 0.5, size=12)
+    pairs = zip(np.clip(prompts, 16, 12_000), np.clip(answers, 8, 1_500), strict=True)
+    return tuple(LengthBin(float(p), float(a), 1 / 12) for p, a in pairs)
+
+
+def switching(traffic: tuple[Traffic, ...], peak: float, count: int) -> Source:
+    """Busy and quiet times of random length, `peak` times the mean rate and the rest; the mean is kept."""
+    span = count / sum(each.rate_per_s for each in traffic)
+
+    def source(number: int) -> Workload:
+        parts = []
+        for place, one in enumerate(traffic):
+            rng = np.random.default_rng([number, place])
+            rates: list[float] = []
+            on = bool(rng.random() < 0.5)
+            while len(rates) < span:
+                rates += [peak if on else max(0.0, 2.0 - peak)] * max(1, round(rng.exponential(SWITCH_S)))
+                on = not on
+            shape = np.array(rates[: max(1, int(span))])
+            when = arrivals.curve(rng, list(shape / shape.mean() * one.rate_per_s), 1.0)
+            prompts, answers = draw(rng, Binned(one.lengths), len(when))
+            parts.append(workload(one.model, when, prompts, answers))
+        return merge(parts)
+
+    return source
+
+
+Tried = tuple[Rehearsal, tuple[Evidence, ...], tuple[Evidence, ...]]
+
+
+def tried(each: Case, settings: Settings, rules: Rules, test_runs: int) -> Tried | None:
+    """The rehearsal, and what the plans without and with it do with requests that nobody has seen."""
+    workshop = Workshop(each.problem)
+    first = STRATEGIES["auto"](workshop, settings)
+    if first.plan.fraction < 1:
+        return None
+    world = SimProblem(
+        first.plan,
+        {one.name: one.model for one in each.problem.asks},
+        each.problem.by_name,
+        each.problem.regions,
+        (),
+        {one.name: one.slo for one in each.problem.asks},
+        {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
+    )
+    trial = Trial(world, each.source, Policy(), Running())
+    found = rehearse(workshop, STRATEGIES["auto"], settings, trial, rules)
+    runs = range(TEST, TEST + test_runs)
+    return found, evidence_of(trial, first.plan, runs), evidence_of(trial, found.best.plan, runs)
+
+
+def _missed(evidence: tuple[Evidence, ...]) -> bool:
+    return any(one.mean < one.promised for one in evidence)
+
+
+def _told(each: Case, found: Rehearsal, before: tuple[Evidence, ...], after: tuple[Evidence, ...]) -> str:
+    words = []
+    for old, new in zip(before, after, strict=True):
+        words.append(f"{old.model} {old.promised:.0%}: {old.mean:.1%} -> {new.mean:.1%}")
+    cost = f"{found.first.cost_usd_per_h:.2f} -> {found.best.cost_usd_per_h:.2f} USD/h"
+    state = "" if found.chosen else f"; no plan held: {found.reason}"
+    return f"  spec {each.seed} ({each.bursts}): {cost}; {'; '.join(words)}; {len(found.steps)} rounds{state}"
+
+
+def measure(quick: bool) -> dict[str, float]:
+    settings = Settings(time_limit_s=10.0)
+    wanted, seed, left_out = (QUICK_SPECS if quick else SPECS), 0, 0
+    rules, test_runs = (QUICK_RULES, QUICK_TEST_RUNS) if quick else (RULES, TEST_RUNS)
+    start_s = time.process_time()
+    results: list[Tried] = []
+    while len(results) < wanted:
+        seed += 1
+        each = case(seed, quick)
+        result = tried(each, settings, rules, test_runs)
+        if result is None:
+            left_out += 1
+            continue
+        print(_told(each, *result), file=sys.stderr, flush=True)
+        results.append(result)
+    first = sum(found.first.cost_usd_per_h for found, _, _ in results)
+    best = sum(found.best.cost_usd_per_h for found, _, _ in results)
+    ratios = [found.best.cost_usd_per_h / found.first.cost_usd_per_h for found, _, _ in results]
+    return {
+        "specs": wanted,
+        "specs_left_out_as_out_of_reach": left_out,
+        "missed_without_rehearsal": sum(_missed(before) for _, before, _ in results),
+        "missed_with_rehearsal": sum(_missed(after) for _, _, after in results),
+        "no_plan_held": sum(found.chosen is None for found, _, _ in results),
+        "single_runs_missed_with_rehearsal": sum(
+            len(one.attained) - one.runs_kept for _, _, after in results for one in after
+        ),
+        "single_runs": sum(len(one.attained) for _, _, after in results for one in after),
+        "cost_ratio_all": best / first,
+        "cost_ratio_least": min(ratios),
+        "cost_ratio_most": max(ratios),
+        "specs_cheaper_with_rehearsal": sum(ratio < 1 - 1e-9 for ratio in ratios),
+        "rounds_mean": sum(len(found.steps) for found, _, _ in results) / wanted,
+        "cpu_s_per_spec": (time.process_time() - start_s) / wanted,
+    }
+
+
+if __name__ == "__main__":
+    targets = {"missed_without_rehearsal": (">=", 1), "missed_with_rehearsal": ("==", 0)}
+    sys.exit(run("rehearse", measure, targets, seeds=range(1, SPECS + 1)))

@@ -1,0 +1,125 @@
+"""What simulated runs say of a model's promise, and how sure that is.
+
+Runs with different seeds are independent; requests within a run are not, since a burst hurts many at once. So the
+bound comes from the spread between runs, a_1 ... a_n being the share of requests within the objective in each:
+
+    lower = mean(a) - t sd(a) / sqrt(n)            t: one-sided 95 % of Student's t with n - 1 degrees
+
+and never above Wilson's bound for as many independent requests as were judged, or a few lucky runs that all met
+everything would prove anything. A promise holds when `lower` reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from potluck.core.plan import Plan
+from potluck.core.policy import Policy
+from potluck.sim.metrics import summarise
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings
+from potluck.sim.setup import SimProblem
+from potluck.sim.workload import Workload
+
+Z = 1.6449
+"""One-sided 95 % of the normal law."""
+# fmt: off
+_T = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
+# fmt: on
+"""One-sided 95 % of Student's t for 1, 2, ... degrees of freedom."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One model over several runs."""
+
+    model: str
+    promised: float
+    """Share of requests that the objective must hold for."""
+    attained: tuple[float, ...]
+    """Share in each run."""
+    requests: int
+    """Judged, over all runs."""
+
+    @property
+    def mean(self) -> float:
+        return sum(self.attained) / len(self.attained) if self.attained else 0.0
+
+    @property
+    def lower(self) -> float:
+        """What the share is at least, with 95 % confidence; 0 where nothing was seen."""
+        count = len(self.attained)
+        if count < 2:
+            return 0.0 if not count else wilson(self.mean, self.requests)
+        spread = sqrt(sum((each - self.mean) ** 2 for each in self.attained) / (count - 1))
+        return min(self.mean - student_t(count - 1) * spread / sqrt(count), wilson(self.mean, self.requests))
+
+    @property
+    def holds(self) -> bool:
+        return self.lower >= self.promised
+
+    @property
+    def runs_kept(self) -> int:
+        """Runs that kept the promise by themselves."""
+        return sum(each >= self.promised for each in self.attained)
+
+    @property
+    def margin(self) -> float:
+        """How far the bound is above the promise, in units of what the promise leaves open; negative below."""
+        return (self.lower - self.promised) / max(1.0 - self.promised, 1e-3)
+
+
+def student_t(degrees: int) -> float:
+    """One-sided 95 %; beyond the table its usual expansion in 1 / degrees."""
+    if degrees <= len(_T):
+        return _T[degrees - 1]
+    return Z + (Z**3 + Z) / (4 * degrees) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * degrees**2)
+
+
+def wilson(share: float, count: int) -> float:
+    """Wilson's lower bound of a share seen in so many independent requests."""
+    if count == 0:
+        return 0.0
+    middle = share + Z * Z / (2 * count)
+    return (middle - Z * sqrt(share * (1 - share) / count + (Z / (2 * count)) ** 2)) / (1 + Z * Z / count)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How plans are tried: everything but the plan."""
+
+    world: SimProblem
+    """Its plan is replaced by the one on trial."""
+    source: Callable[[int], Workload]
+    """The requests of a run by its number; the same number, the same requests."""
+    policy: Policy
+    settings: Settings
+    warm_up_share: float = 0.2
+    """Of each run's arrivals, by time, that are not judged: the first meet empty replicas."""
+
+
+def evidence_of(
+    trial: Trial, plan: Plan, runs: Sequence[int], said: Callable[[str], None] = lambda _: None
+) -> tuple[Evidence, ...]:
+    """Run a plan and judge every model that was promised something and asked for something."""
+    attained: dict[str, list[float]] = {}
+    requests: dict[str, int] = {}
+    world = replace(trial.world, plan=plan)
+    for place, run in enumerate(runs):
+        said(f"run {place + 1} of {len(runs)}")
+        load = trial.source(run)
+        result = simulate(world, load, trial.policy, seed=run, settings=trial.settings)
+        warm_up_s = float(load.arrival_s[0]) + trial.warm_up_share * load.span_s
+        for model in summarise(result, warm_up_s).models:
+            if model.attainment is None or model.slo is None:
+                continue
+            attained.setdefault(model.model, []).append(model.attainment)
+            judged = model.requests - model.outcomes.cancelled
+            requests[model.model] = requests.get(model.model, 0) + judged
+    promised: Mapping[str, float] = {name: slo.attainment for name, slo in trial.world.slos.items()}
+    return tuple(
+        Evidence(name, promised[name], tuple(shares), requests[name])
+        for name, shares in sorted(attained.items())
+    )

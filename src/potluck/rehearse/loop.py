@@ -1,0 +1,269 @@
+"""The rehearsal: plan, simulate, give each model more or less headroom, plan again, until the cheapest plan holds.
+
+    factors 1 ─▶ plan for factor x demand, evened ─▶ the same plan at real demand ─▶ runs ─▶ evidence per model
+        ▲                                                                                        │
+        └──────────────── per model: misses: more; holds: less; both seen: between ◀─────────────┘
+
+All models are searched at once, one plan and one set of runs per round; templates are made once. Every round sees
+the same requests, so that plans differ and luck does not. When every model's factor has settled, the plan made of
+each model's best must hold as a whole, and then hold again in runs that no round has seen; if it does not, the
+models that missed get a little more and the search goes on, and the next proof has fresh runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from potluck.core.errors import CapacityError
+from potluck.core.plan import Plan
+from potluck.plan.even import evened
+from potluck.plan.problem import Problem
+from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.verify import verify
+from potluck.rehearse.bracket import SAME_COST, Bracket, refuted, told
+from potluck.rehearse.evidence import Evidence, Trial, evidence_of
+from potluck.rehearse.factors import assembled, cost_by_model, reached, restored, scaled
+from potluck.rehearse.sources import FRESH
+
+Planner = Callable[[Workshop, Settings], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How far the search goes."""
+
+    runs: int = 5
+    """Per round, and as many fresh ones in the end."""
+    most_rounds: int = 30
+    tolerance: float = 0.05
+    """Factors closer than this are not told apart."""
+    most_factor: float = 16.0
+    verdict_runs: int = 10
+    """Fresh runs for the final word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One plan that was tried."""
+
+    number: int
+    factors: dict[str, float]
+    """What each model's demand was multiplied by, as far as the fleet goes."""
+    cost_usd_per_h: float
+    evidence: tuple[Evidence, ...]
+    plan: Plan
+    """For the real demand."""
+    outcome: Outcome
+    """As the planner gave it, for the multiplied demand."""
+    fresh: bool = False
+    """Whether its runs were seen by no round before."""
+    short: bool = False
+    """Whether the fleet could not give what was asked for."""
+
+    @property
+    def holds(self) -> bool:
+        return all(each.holds for each in self.evidence)
+
+    @property
+    def margin(self) -> float:
+        """Of the model that is worst off."""
+        return min((each.margin for each in self.evidence), default=0.0)
+
+    def margin_of(self, model: str) -> float:
+        return next((each.margin for each in self.evidence if each.model == model), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """How it went. `chosen` is the cheapest step that held, in fresh runs too; None when none did."""
+
+    steps: tuple[Step, ...]
+    chosen: Step | None
+    reason: str
+    problem: Problem
+    """With the demand that the best plan was made for."""
+
+    @property
+    def best(self) -> Step:
+        """The chosen step, or the one that came closest."""
+        return self.chosen or max(self.steps, key=lambda step: (step.margin, -step.cost_usd_per_h))
+
+    @property
+    def first(self) -> Step:
+        """The plan on averages alone."""
+        return self.steps[0]
+
+
+@dataclass(slots=True)
+class _Search:
+    """The state of a rehearsal; its methods are its mutators."""
+
+    workshop: Workshop
+    planner: Planner
+    settings: Settings
+    trial: Trial
+    rules: Rules
+    said: Callable[[str], None]
+    brackets: dict[str, Bracket] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    held_in: dict[str, Step] = field(default_factory=dict)
+    """Where the best factor of each model was tried."""
+    seen: dict[object, Evidence] = field(default_factory=dict)
+    """What each model's part of a plan has shown; a part that fresh runs refuted keeps their evidence."""
+    verdicts: int = 0
+
+    def run(self) -> tuple[Step | None, str]:
+        problem = self.workshop.problem
+        for ask in problem.asks:
+            if ask.rate_per_s > 0:
+                self.brackets[ask.name] = Bracket(problem.headroom, self.rules.most_factor)
+        while len(self.steps) < self.rules.most_rounds:
+            settled = all(bracket.done for bracket in self.brackets.values())
+            step = (self._best() if settled else None) or self._attempt()
+            if step.short and not step.holds and self._stuck(step):
+                return None, "the fleet has no more nodes that would help"
+            if settled and step.holds:
+                verdict = self._verdict(step)
+                if verdict.holds:
+                    return verdict, "holds in runs that the search did not see"
+                step = verdict
+            if settled and not self._refute(step):
+                return None, f"{self.rules.most_factor:g} times the demand is not enough for some model"
+            if not settled:
+                self._learn(step)
+        return None, f"no plan was settled on in {self.rules.most_rounds} rounds"
+
+    def _best(self) -> Step | None:
+        """Every model's part of the plan that it held in, as one plan; None where nodes or links are too few."""
+        problem, held = self.workshop.problem, self.held_in
+        if len(held) < len(self.brackets):
+            return None
+        if len({step.number for step in held.values()}) == 1:
+            return next(iter(held.values()))
+        factors = {model: step.factors[model] for model, step in held.items()}
+        # A part that was planned for more than there was serves what it reached, and that is what counts here.
+        plan = assembled({model: step.outcome.plan for model, step in held.items()}, problem)
+        if verify(scaled(problem, factors), plan):
+            return None
+        last = max(held.values(), key=lambda step: step.number)
+        return self._try(replace(last.outcome, plan=plan), factors)
+
+    def _attempt(self) -> Step:
+        """Plan for the present factors and try that."""
+        factors = {model: bracket.factor for model, bracket in self.brackets.items()}
+        self.said(f"round {len(self.steps) + 1}: planning")
+        shop = replace(self.workshop, problem=scaled(self.workshop.problem, factors))
+        outcome = self.planner(shop, self.settings)
+        self.workshop.searched = shop.searched
+        if not outcome.plan.deployments:
+            raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
+        even = evened(shop.problem, outcome.plan, self.settings)
+        return self._try(replace(outcome, plan=even), factors)
+
+    def _try(self, outcome: Outcome, factors: dict[str, float]) -> Step:
+        """Run a plan, unless the very same was run before."""
+        number, plan = len(self.steps) + 1, restored(outcome.plan, self.workshop.problem, factors)
+        parts = _parts(plan, self.brackets)
+        if not all(key in self.seen for key in parts.values()):
+            runs = range(self.rules.runs)
+            shown = evidence_of(self.trial, plan, runs, lambda what: self.said(f"round {number}: {what}"))
+            for each in shown:
+                self.seen.setdefault(parts[each.model], each)
+        evidence = tuple(
+            self.seen[key] for _, key in sorted(parts.items(), key=lambda part: part[0]) if key in self.seen
+        )
+        got, short = reached(outcome.plan, factors), outcome.plan.fraction < 1
+        step = Step(number, got, plan.cost_usd_per_h, evidence, plan, outcome, short=short)
+        self.steps.append(step)
+        return step
+
+    def _verdict(self, step: Step) -> Step:
+        """The same plan in runs that nobody has seen."""
+        start = FRESH + self.verdicts * self.rules.verdict_runs
+        self.verdicts += 1
+        runs = range(start, start + self.rules.verdict_runs)
+        evidence = evidence_of(self.trial, step.plan, runs, lambda what: self.said(f"fresh {what}"))
+        verdict = replace(step, number=len(self.steps) + 1, evidence=evidence, fresh=True)
+        self.steps.append(verdict)
+        parts = _parts(step.plan, self.brackets)
+        # Tried again with ever new runs, anything passes some day: what was refuted stays so.
+        self.seen.update({parts[each.model]: each for each in evidence if not each.holds})
+        return verdict
+
+    def _learn(self, step: Step) -> None:
+        cost = cost_by_model(step.plan, self.workshop.problem)
+        verdicts = {each.model: each.holds for each in step.evidence}
+        for model, bracket in self.brackets.items():
+            holds = verdicts.get(model, True)
+            if step.short and not holds:
+                continue  # it asked for more than there is; it asks again when others have given some up
+            at = step.factors[model]
+            self.brackets[model] = told(bracket, at, cost[model], holds, self.rules.tolerance)
+            if holds and self.brackets[model].held == at and self._better(model, step):
+                self.held_in[model] = step
+
+    def _better(self, model: str, step: Step) -> bool:
+        """Cheaper for a model than where it held before, or as cheap and farther from missing."""
+        best = self.held_in.get(model)
+        if best is None:
+            return True
+        problem = self.workshop.problem
+        new, old = cost_by_model(step.plan, problem)[model], cost_by_model(best.plan, problem)[model]
+        return new < old * (1 - SAME_COST) or (
+            new <= old * (1 + SAME_COST) and step.margin_of(model) > best.margin_of(model)
+        )
+
+    def _refute(self, step: Step) -> bool:
+        """Settled factors did not hold together: whether there is more to try."""
+        cost = cost_by_model(step.plan, self.workshop.problem)
+        for each in step.evidence:
+            if each.holds:
+                continue
+            bracket = refuted(self.brackets[each.model], step.factors[each.model], cost[each.model])
+            self.brackets[each.model] = bracket
+            self.held_in.pop(each.model, None)
+            if bracket.done:
+                return False
+        return True
+
+    def _stuck(self, step: Step) -> bool:
+        """Whether models that miss for want of nodes are all that is left: nobody else can give any up."""
+        missing = {each.model for each in step.evidence if not each.holds}
+        return all(bracket.done for model, bracket in self.brackets.items() if model not in missing)
+
+
+def rehearse(
+    workshop: Workshop,
+    planner: Planner,
+    settings: Settings,
+    trial: Trial,
+    rules: Rules | None = None,
+    said: Callable[[str], None] = lambda _: None,
+) -> Rehearsal:
+    """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation."""
+    search = _Search(workshop, planner, settings, trial, rules or Rules(), said)
+    chosen, reason = search.run()
+    found = Rehearsal(tuple(search.steps), chosen, reason, workshop.problem)
+    asked = {name: factor / found.best.outcome.plan.fraction for name, factor in found.best.factors.items()}
+    return replace(found, problem=scaled(workshop.problem, asked))
+
+
+def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:
+    """Per model a key that is equal for plans which deploy it and route its requests alike.
+
+    Models share no replica, only links: where KV crosses one, what a model attains depends on the whole plan.
+    """
+    model_of = {template.name: template.model for template in plan.templates}
+    deployed: dict[str, set[object]] = {model: set() for model in models}
+    for deployment in plan.deployments:
+        deployed.setdefault(model_of[deployment.template], set()).add(deployment)
+    for share in plan.shares:
+        key = (share.template, share.region, share.bucket, share.phase, f"{share.rate_per_s:.6g}")
+        deployed.setdefault(model_of[share.template], set()).add(key)
+    for flow in plan.flows:
+        ends = (flow.bucket, flow.prefill_region, flow.decode_region, f"{flow.rate_per_s:.6g}")
+        deployed.setdefault(flow.model, set()).add(ends)
+    crosses = any(flow.prefill_region != flow.decode_region for flow in plan.flows)
+    whole = frozenset().union(*deployed.values()) if crosses else None
+    return {model: (model, frozenset(deployed[model]), whole) for model in models}

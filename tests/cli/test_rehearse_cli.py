@@ -1,0 +1,114 @@
+"""`potluck plan --rehearse`, as a person and as a script would call it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from potluck.cli.main import run
+from potluck.core.plan import plan_from_json
+
+SPEC = """\
+models:
+- model: Llama-3.1-8B
+  name: chat
+  slo: {ttft_ms: 1000, tpot_ms: 60}
+  traffic: {%s}
+fleet:
+  regions:
+  - name: home
+    nodes:
+    - {node: 1xL40S, available: %d, price_usd_per_h: 1.9}
+    - {node: 1xA10G, available: %d, price_usd_per_h: 1.0}
+"""
+TRAFFIC = "rate_per_s: 8, input: 600, output: 80"
+QUICK = ["--rehearse", "--no-explain", "--strategy", "melange", "--runs", "3", "--requests", "300"]
+
+
+def a_spec(folder: Path, traffic: str = TRAFFIC, available: int = 12) -> Path:
+    path = folder / "potluck.yaml"
+    path.write_text(SPEC % (traffic, available, available))
+    return path
+
+
+def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    path = a_spec(tmp_path)
+    assert run(["plan", str(path), *QUICK, "--cv", "4", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "Rehearsal",
+        "6 fresh",
+        "chat: headroom",
+        "the plan on averages, which missed",
+        "What to expect",
+    ):
+        assert words in text
+    plan = plan_from_json(out.read_text())
+    assert sum(share.rate_per_s for share in plan.shares) == pytest.approx(8.0)
+
+
+def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "4", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    told = body["rehearsal"]
+    assert told["holds"]
+    last = told["steps"][-1]
+    assert last["fresh"]
+    assert last["cost_usd_per_h"] == body["plan"]["cost_usd_per_h"]
+    assert last["models"][0]["at_least"] >= last["models"][0]["promised"]
+    assert not told["steps"][0]["holds"]
+    assert last["cost_usd_per_h"] > told["steps"][0]["cost_usd_per_h"]
+
+
+def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_spec(tmp_path, available=1)
+    assert run(["plan", str(path), *QUICK, "--cv", "6"]) == 0
+    text = capsys.readouterr().out
+    assert "No plan held in simulation: the fleet has no more nodes that would help" in text
+    assert "What to expect" in text
+
+
+def test_the_specs_own_trace_is_what_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All requests come in bursts, which no made-up arrivals of this rate have: more is needed than on averages."""
+    rng = np.random.default_rng(1)
+    start = np.repeat(np.arange(24) * 30.0, 180)
+    when = np.sort(start + rng.uniform(0, 2.0, len(start)))
+    rows = [f"2024-01-01 00:{int(t // 60):02d}:{t % 60:09.6f},600,80" for t in when]
+    (tmp_path / "bursts.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    path = a_spec(tmp_path, "trace: bursts.csv")
+    short = [each for each in QUICK if each not in ("--requests", "300")]
+    assert run(["plan", str(path), *short, "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["rehearsal"]["steps"]
+    assert run(["plan", str(path), *QUICK, "--cv", "1", "--json"]) == 0
+    smooth = json.loads(capsys.readouterr().out)["rehearsal"]["steps"]
+    assert steps[-1]["factors"]["chat"] > 1.5 * smooth[-1]["factors"]["chat"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--cv", "2"], "--cv: is for a rehearsal; add --rehearse"),
+        (["--requests", "500"], "--requests: is for a rehearsal"),
+        (["--rehearse", "--cv", "-1"], "--cv: must not be negative"),
+        (["--rehearse", "--runs", "1"], "--runs"),
+    ],
+)
+def test_bad_options_get_one_line(
+    tmp_path: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(a_spec(tmp_path)), "--strategy", "melange", *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_nothing_asked_is_nothing_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_spec(tmp_path, "rate_per_s: 0, input: 600, output: 80")
+    assert run(["plan", str(path), *QUICK]) == 0
+    assert "Rehearsal" not in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""The bounds: against all states of tiny pools, against each other, and against the allocation program."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from search_pools import catalog_node, random_pool, workload
+
+from potluck.core.types import Slo
+from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, ModelColumns
+from potluck.plan.allocate.solve import solve
+from potluck.plan.search import bound_program
+from potluck.plan.search.bound import _fit, _thresholds, class_bound, exact_bound, groups_of
+from potluck.plan.search.costs import Peak
+from potluck.plan.search.deduce import deducer
+from potluck.plan.search.deduce_kernel import DECODE, MIXED, PREFILL
+from potluck.plan.search.pool import Pool, Workload, uniform_pool
+from potluck.plan.search.tabu import Limits, Settings, search
+
+KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
+LOOSE = Slo(1e4, 0.06)
+"""Nobody misses the first token, so attained and served are the same."""
+
+
+def small(rate_per_s: float, slo: Slo | None = None) -> Workload:
+    return workload("Llama-3.1-8B", (1155, 211), rate_per_s, slo or Slo(1.0, 0.06))
+
+
+def allocated_per_s(pool: Pool, work: Workload) -> float:
+    """The most that the allocation program serves: GPUs of each node as nodes to rent, groups as templates."""
+    source = deducer(pool, work, Peak())
+    uses, rates = [], []
+    for takes in groups_of(pool):
+        for phase in (PREFILL, DECODE, MIXED):
+            found = source.best(takes, phase)
+            if found is not None:
+                row = np.zeros(len(pool.nodes), np.uint8)
+                for node, count in takes:
+                    row[node] = count
+                uses.append(row)
+                rates.append([found.rate_per_s if phase == each else 0.0 for each in range(3)])
+    table = np.array(rates)
+    fleet = Fleet(
+        ("pool",),
+        tuple(node.name for node in pool.nodes),
+        np.ones((1, len(pool.nodes))),
+        np.array([[node.gpus for node in pool.nodes]]),
+    )
+    bucket = Bucket("all", work.rate_per_s, 0.0)
+    sides = (table[:, [phase]] for phase in (PREFILL, DECODE, MIXED))
+    model = ModelColumns("model", (bucket,), np.array(uses), *sides)
+    answer = solve(FlowProgram(fleet, (model,), headroom=work.headroom), time_limit_s=600.0)
+    assert answer.shortfall is not None
+    assert answer.shortfall.fraction_bound == pytest.approx(answer.shortfall.fraction, rel=1e-3)
+    return answer.shortfall.fraction * work.rate_per_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_allocation_program_finds_the_same_optimum(seed: int) -> None:
+    """Two programs, written apart, for one question: the pool's most where links and TTFT do not bind."""
+    rng = np.random.default_rng(seed)
+    sizes = (2, 1, int(rng.integers(1, 4)))
+    members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), size) for i, size in enumerate(sizes)]
+    pool = uniform_pool(members, 1e4)
+    bound = exact_bound(pool, small(1e3, LOOSE), Peak(), time_limit_s=600.0)
+    assert allocated_per_s(pool, small(2 * bound, LOOSE)) == pytest.approx(bound, rel=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_is_reached_where_links_do_not_bind(seed: int) -> None:
+    rng = np.random.default_rng(20 + seed)
+    members = [catalog_node(f"n{i}", str(rng.choice(KINDS)), 2) for i in range(3)]
+    pool = uniform_pool(members, 1e4)
+    work = small(1e3, LOOSE)
+    found = search(pool, work, Settings(seed=seed, timing=Peak(), limits=Limits(walks=8)))
+    assert found.score.goodput_per_s == pytest.approx(exact_bound(pool, work, Peak()), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_known_and_fewer_columns_leave_a_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(40 + seed)
+    pool, work = random_pool(rng, 7, KINDS, largest=3), small(500.0)
+    plain = exact_bound(pool, work, Peak(), time_limit_s=600.0)
+    known = exact_bound(pool, work, Peak(), known_per_s=0.9 * plain, time_limit_s=600.0)
+    assert known == pytest.approx(plain, rel=1e-3)
+    assert exact_bound(pool, work, Peak(), known_per_s=2 * plain) <= 2 * plain
+    assert class_bound(pool, work, Peak(), time_limit_s=600.0) >= plain * (1 - 1e-3)
+    monkeypatch.setattr(bound_program, "MOST_COLUMNS", 10)
+    assert exact_bound(pool, work, Peak(), time_limit_s=600.0) >= plain * (1 - 1e-3)
+
+
+@given(st.integers(1, 9), st.data())
+def test_no_node_has_room_for_parts_that_fit_rows_forbid(size: int, data: st.DataObject) -> None:
+    parts, left = [], size
+    while left:
+        part = data.draw(st.integers(1, left))
+        parts.append(part)
+        left -= part
+    for k in _thresholds(size):
+        assert sum(_fit(part, size, k) for part in parts) <= 1.0 + 1e-12

@@ -1,0 +1,87 @@
+"""Moves and starts: what they reach is a state of the same pool, and a climb ends where none is better."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from search_pools import paper_pool, random_pool, workload
+
+from potluck.core.types import Slo
+from potluck.plan.search import deduce
+from potluck.plan.search.costs import Peak
+from potluck.plan.search.deduce import deducer
+from potluck.plan.search.evaluate import Evaluator, State
+from potluck.plan.search.groups import dealt_state, joined, size_of
+from potluck.plan.search.moves import Moves, all_moves, all_near, kinds_of, swap
+from potluck.plan.search.pool import Pool, Workload
+from potluck.plan.search.tabu import Hunt, Limits, Settings
+
+KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
+PHASES = (0, 1, 2)
+
+
+def setting(seed: int) -> tuple[Pool, Workload, Evaluator, Moves]:
+    pool = random_pool(np.random.default_rng(seed), 10, KINDS)
+    work = workload("Llama-3.1-8B", (1155, 211), 40.0, Slo(1.0, 0.06))
+    return pool, work, Evaluator(deducer(pool, work, Peak())), all_moves(pool, work, PHASES, 6)
+
+
+def everything(pool: Pool) -> tuple[tuple[int, int], ...]:
+    return tuple((i, node.gpus) for i, node in enumerate(pool.nodes) if node.gpus)
+
+
+def gpus_of(state: State) -> tuple[tuple[int, int], ...]:
+    return joined([*(group.takes for group in state.groups), state.idle])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_neighbours_keep_the_gpus_and_the_limits(seed: int) -> None:
+    pool, _, evaluator, moves = setting(seed)
+    rng = Random(seed)
+    state = dealt_state(evaluator, PHASES, rng, kinds_of(pool), 6)
+    assert gpus_of(state) == everything(pool)
+    for each in all_near(moves, state, rng):
+        assert gpus_of(each) == everything(pool)
+        assert all(size_of(group.takes) <= 6 and moves.possible(group.takes) for group in each.groups)
+        assert each.groups == tuple(sorted(each.groups))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_climb_ends_where_no_single_move_is_better(seed: int) -> None:
+    pool, _, evaluator, moves = setting(seed)
+    hunt = Hunt(evaluator, moves, Settings(seed=seed, timing=Peak(), limits=Limits()))
+    start = dealt_state(evaluator, PHASES, hunt.rng, kinds_of(pool), 6)
+    hunt._climb(start, evaluator.score(start.groups).value)
+    top = hunt.best or start
+    value = evaluator.score(top.groups).value
+    best = max(evaluator.score(each.groups).value for each in all_near(moves, top, Random(0)))
+    assert best <= value + 1e-12
+
+
+def test_swapping_like_nodes_twice_changes_nothing() -> None:
+    pool, work = paper_pool(), workload()
+    moves = all_moves(pool, work, PHASES, pool.gpus)
+    assert moves.alike == ((0, 1), (2, 3), (5, 6))
+    evaluator = Evaluator(deducer(pool, work, Peak()))
+    state = dealt_state(evaluator, PHASES, Random(4), kinds_of(pool), pool.gpus)
+    for seed in range(10):
+        once = swap(moves, state, Random(seed))
+        assert once is not None
+        assert swap(moves, once, Random(seed)) == state
+        # All links of this pool are alike, so like nodes are worth the same.
+        assert evaluator.score(once.groups).value == pytest.approx(evaluator.score(state.groups).value)
+
+
+def test_a_full_memory_of_orders_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, work, evaluator, _ = setting(3)
+    monkeypatch.setattr(deduce, "ORDERS", 4)
+    forgetful = deducer(pool, work, Peak())
+    rng = Random(1)
+    for _ in range(60):
+        counts = [rng.randint(0, node.gpus) for node in pool.nodes]
+        takes = tuple((i, count) for i, count in enumerate(counts) if count)
+        if takes:
+            for phase in PHASES:
+                assert forgetful.best(takes, phase) == evaluator.deducer.best(takes, phase)
