@@ -12,9 +12,9 @@ from potluck.core.types import Slo
 from potluck.plan.search import deduce
 from potluck.plan.search.costs import Peak
 from potluck.plan.search.deduce import deducer
-from potluck.plan.search.evaluate import Evaluator, State
-from potluck.plan.search.groups import dealt_state, joined, size_of
-from potluck.plan.search.moves import Moves, all_moves, all_near, kinds_of, swap
+from potluck.plan.search.evaluate import Evaluator, Group, State
+from potluck.plan.search.groups import dealt_state, joined, make_state, size_of
+from potluck.plan.search.moves import Moves, all_moves, all_near, flips_only, kinds_of, swap
 from potluck.plan.search.pool import Pool, Workload
 from potluck.plan.search.tabu import Hunt, Limits, Settings
 
@@ -85,3 +85,14 @@ def test_a_full_memory_of_orders_changes_nothing(monkeypatch: pytest.MonkeyPatch
         if takes:
             for phase in PHASES:
                 assert forgetful.best(takes, phase) == evaluator.deducer.best(takes, phase)
+
+
+def test_where_only_flips_are_allowed_every_neighbour_has_the_same_groups() -> None:
+    """Light rescheduling names groups by places that may lie beyond the nodes: looking one up would break."""
+    pool, work = paper_pool(), workload()
+    moves = flips_only(pool, work, (0, 1, 2))
+    places = len(pool.nodes) + 3
+    state = make_state([Group(((place, 1),), place % 3) for place in range(places)], ())
+    near = list(all_near(moves, state, Random(0)))
+    assert len(near) == 2 * places
+    assert all({g.takes for g in each.groups} == {g.takes for g in state.groups} for each in near)

@@ -53,7 +53,8 @@ def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Tou
             put(now_s, "add", key, prompt, 0, 0, priority)
         else:
             here = rng.choice([0, 0, rng.randint(0, prompt)])
-            put(now_s, "reserve", key, prompt)
+            # As for a prompt of which the rest is computed here: that takes more than was set aside.
+            put(now_s, "reserve", key, rng.choice([prompt, max(1, prompt - here)]))
             put(
                 now_s + rng.uniform(0.1, 5.0) * step_s, "received", key, here, prompt - here, output, priority
             )

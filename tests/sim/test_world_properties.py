@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_fleets import (
@@ -149,6 +150,29 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
     assert not (records.outcome == OPEN).any()
     assert ((records.outcome == ANSWERED) <= (records.streamed_tokens == records.output_tokens)).all()
     assert ((records.outcome == REFUSED) == (records.reason > 0)).all()
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory(data: st.DataObject) -> None:
+    work = load(
+        30,
+        data.draw(st.sampled_from([5.0, 20.0, 60.0])),
+        data.draw(st.integers(0, 1000)),
+        blocks=data.draw(st.integers(2, 5)),
+    )
+    plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
+    blocks, overlap = data.draw(st.sampled_from([400, 700, 1200])), data.draw(st.booleans())
+    ours, theirs = (
+        result_of(
+            run(plan, work, Faults(), Policy(), Settings(fast_forward=on, overlap=overlap), blocks), 0
+        ).records
+        for on in (True, False)
+    )
+    for name in ("outcome", "cached_tokens", "preemptions", "decode_replica", "attempts"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist()
+    for name in ("first_token_s", "finish_s"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9, nan_ok=True)
 
 
 @settings(max_examples=15)

@@ -51,29 +51,13 @@ __all__ = ["DONE", "FINISHED", "FIRST", "PREEMPTED", "RESUMED", "Batcher", "Happ
 class Batcher:
     """The sequences of one replica, and their only mutator."""
 
+    # fmt: off
     __slots__ = (
-        "_budget",
-        "_by_key",
-        "_chunk",
-        "_most_tokens",
-        "_newcomers",
-        "_order",
-        "_other_blocks",
-        "_own",
-        "_pending",
-        "_prefills",
-        "_queue",
-        "_slots",
-        "_spare",
-        "_total",
-        "blocked",
-        "decoding",
-        "limits",
-        "queued",
-        "reserved",
-        "size",
-        "todo_tokens",
+        "_budget", "_by_key", "_chunk", "_most_tokens", "_newcomers", "_order", "_other_blocks", "_own",
+        "_pending", "_prefills", "_queue", "_slots", "_spare", "_total", "blocked", "decoding", "limits",
+        "queued", "reserved", "size", "todo_tokens",
     )
+    # fmt: on
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

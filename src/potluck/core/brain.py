@@ -103,11 +103,8 @@ class Brain:
         if table is not None and flight.total_tokens > table.limit_tokens:
             return [self._refusal(at_s, flight, "too_long", table.too_long(flight))]
         if request.deadline_s is not None and at_s >= request.deadline_s:
-            return [
-                self._refusal(
-                    at_s, flight, "deadline", f"came after its deadline at {request.deadline_s:g} s"
-                )
-            ]
+            late = f"came after its deadline at {request.deadline_s:g} s"
+            return [self._refusal(at_s, flight, "deadline", late)]
         self.flights[request.id] = flight
         return self._send(at_s, flight, table)
 

@@ -12,6 +12,9 @@ computation ended, r the share at that time. For one transfer alone this is `per
 exactly. With others it is an approximation: a transfer may use its share a little before its bytes are made, never
 more in all than the pipe carries. A segment is taken to begin when it is at the head of those waiting at its
 replica. Without overlap the whole leaves at e, and arrives at f + alpha.
+
+Replicas that hand over to each other can each hold KV that waits for the other's room. Whoever has waited for
+STUCK_S at a replica that does nothing gives its KV up: it fails for want of memory, and is sent again or refused.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
 
 from potluck.sim.agenda import HANDED, PIPE
 
+STUCK_S = 10.0
+
 
 class Handovers:
     """All KV on the move, and the only one who moves it."""
 
-    __slots__ = ("_agenda", "_next_key", "_open", "network", "overlap", "waited")
+    __slots__ = ("_agenda", "_next_key", "_open", "_waiting", "network", "overlap", "waited")
 
     def __init__(self, agenda: Agenda, network: Network, overlap: bool = True) -> None:
         self._agenda = agenda
@@ -42,6 +47,8 @@ class Handovers:
         self.waited = 0
         """Hand-overs that found no room at first."""
         self._open: dict[int, Handover | Callable[[float], None]] = {}
+        self._waiting: list[Handover] = []
+        """For room, oldest first; may hold some that wait no more."""
         self._next_key = 0
 
     def __len__(self) -> int:
@@ -84,6 +91,15 @@ class Handovers:
             waiting.popleft()
             hand.reserved = True
             self._start(now_s, hand)
+
+    def stuck(self, now_s: float) -> list[Handover]:
+        """The longest waiting at each replica that has no room for it and nothing to do that would make some."""
+        self._waiting = [hand for hand in self._waiting if not hand.over and not hand.reserved]
+        found: dict[int, Handover] = {}
+        for hand in self._waiting:
+            if now_s - hand.waits_s >= STUCK_S and hand.target.replica.idle:
+                found.setdefault(hand.target.index, hand)
+        return list(found.values())
 
     def pipe_due(self, now_s: float, pipe: Pipe) -> None:
         """The agenda says that a pipe has something to tell."""
@@ -167,6 +183,8 @@ class Handovers:
         tokens = flight.segments[flight.place].stop or 0
         if target.waiting or not target.replica.reserve(now_s, flight.key, tokens):
             target.waiting.append(hand)
+            hand.waits_s = now_s
+            self._waiting.append(hand)
             self.waited += 1
             return
         hand.reserved = True

@@ -164,6 +164,7 @@ class Handover:
         "source",
         "started_s",
         "target",
+        "waits_s",
     )
 
     def __init__(self, key: int, flight: Flight, source: Site, target: Site, size_bytes: float) -> None:
@@ -180,5 +181,7 @@ class Handover:
         """When its first byte could leave."""
         self.piped_s = inf
         """When the pipe had given it its bytes."""
+        self.waits_s = inf
+        """Since when it has waited for room."""
         self.reserved = False
         self.over = False

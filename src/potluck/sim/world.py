@@ -221,6 +221,8 @@ class World:
             yield from Request.many(zip(*columns, strict=False))
 
     def _tick(self, at_s: float, _: object) -> None:
+        for hand in self.handovers.stuck(at_s):
+            self.journeys.fail(at_s, hand.flight.key, "memory", hand.target.id)
         self.tell(at_s, Tick())
         self.agenda.push(at_s + self.settings.tick_s, TICK, None)
         journeys = self.journeys

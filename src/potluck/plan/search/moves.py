@@ -153,6 +153,7 @@ def _between(moves: Moves, state: State, places: tuple[int, int], after: tuple[T
 def all_near(moves: Moves, state: State, rng: Random) -> Iterator[State]:
     """Every neighbour by one flip, one swap, GPUs of one node moved, or as many of two nodes exchanged.
 
+    Where only flips are allowed, every neighbour by one flip: groups are then named by places, not by nodes.
     In random order of the groups and nodes concerned, and made one by one: whoever looks for a better one may
     find it soon.
     """
@@ -160,7 +161,8 @@ def all_near(moves: Moves, state: State, rng: Random) -> Iterator[State]:
     tasks: list[tuple[Callable[[Moves, State, int, int], Iterator[State]], int, int]] = []
     tasks += [(_flips, place, place) for place in range(len(state.groups))]
     tasks += [(_swaps, a, b) for a, b in moves.alike]
-    tasks += [(_exchanges, i, j) for i, j in permutations(range(len(sides)), 2)]
+    if move in moves.kinds:
+        tasks += [(_exchanges, i, j) for i, j in permutations(range(len(sides)), 2)]
     rng.shuffle(tasks)
     for make, i, j in tasks:
         yield from make(moves, state, i, j)

@@ -128,6 +128,8 @@ class Hunt:
     steps: int = 0
     converged: bool = False
     looked_around: bool = False
+    peaks: set[State] = field(default_factory=set)
+    """States that no single move betters."""
     _begun: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,7 +203,7 @@ class Hunt:
     def _climb(self, state: State, value: float) -> None:
         """On to a state that no single move betters: a walk sees few of the neighbours of its best one."""
         better = True
-        while better:
+        while better and state not in self.peaks:
             better = False
             for tried, each in enumerate(all_near(self.moves, state, self.rng)):
                 if tried % self.settings.limits.neighbours == 0:
@@ -213,6 +215,7 @@ class Hunt:
                     state, value, better = each, worth, True
                     self._offer(state)
                     break
+        self.peaks.add(state)
 
     def _offer(self, state: State) -> float:
         score = self.evaluator.score(state.groups)

@@ -1,0 +1,115 @@
+"""What the Brain makes of doubtful replicas, of crowds that waited, of promises kept, and of copies in part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import brain_builders as build
+import pytest
+
+from potluck.core.actions import Run
+from potluck.core.events import Reported, Status, Tick
+from potluck.core.fleet import Fleet, Member
+from potluck.core.policy import Policy
+from potluck.core.recovery import QUARANTINE_S
+from potluck.core.types import Slo
+
+ONE = build.template("one", closed=(1.0,))
+THREE = build.plan((ONE,), {("one", "near"): 3}, {("one", "near", "closed"): (1.5,)}, longest=(200_000,))
+COMBO = build.template("combo", ("prefill", "decode", "decode"), kind="combo", closed=(1.0,))
+COMBOS = build.plan(
+    (COMBO,), {("combo", "near"): 2}, {("combo", "near", "closed"): (1.0,)}, longest=(200_000,)
+)
+IDLE = Status(0, 0, 0, 0, 100, 100, 0.0)
+
+
+def sent(world: build.World, prefix: str, count: int = 12) -> set[str]:
+    """Who works on the next requests."""
+    found: set[str] = set()
+    for number in range(count):
+        for action in world.arrive(build.request(f"{prefix}{number}")):
+            assert isinstance(action, Run)
+            found |= {segment.replica for segment in action.route.segments}
+    return found
+
+
+@pytest.mark.parametrize("heals", ["report", "time"])
+@pytest.mark.parametrize("plan", [THREE, COMBOS], ids=["plain", "combos"])
+def test_a_replica_that_may_be_gone_gets_nobody_until_it_is_heard_of(plan: build.Plan, heals: str) -> None:
+    world = build.world(plan, Policy(opportunistic=False))
+    (run,) = world.arrive(build.request("a"))
+    assert isinstance(run, Run)
+    doubted = run.route.decoder
+    again = world.fail("a", "replica", doubted)[-1]
+    assert isinstance(again, Run)
+    assert doubted not in sent(world, "b")
+    world.now_s = 0.5 * QUARANTINE_S
+    world.tell(Tick())
+    world.tell(Reported(again.route.decoder, IDLE))
+    assert doubted not in sent(world, "c")
+    if heals == "report":
+        world.tell(Reported(doubted, IDLE))
+    else:
+        world.now_s = QUARANTINE_S
+        world.tell(Tick())
+    assert doubted in sent(world, "d")
+
+
+def test_other_failures_are_no_reason_to_doubt_a_replica() -> None:
+    world = build.world(THREE)
+    (run,) = world.arrive(build.request("a"))
+    assert isinstance(run, Run)
+    world.fail("a", "timeout", run.route.decoder)
+    assert run.route.decoder in sent(world, "b")
+
+
+def test_a_crowd_that_waited_is_spread_over_those_that_come_up() -> None:
+    batch = 8
+    world = build.world(THREE, known=build.facts((ONE,), batch=batch), ready=False)
+    for number in range(40):
+        assert world.arrive(build.request(f"{number:02}")) == []
+    first = [run for run in world.make_ready("one@near#0/0") if isinstance(run, Run)]
+    assert [run.request for run in first] == [f"{number:02}" for number in range(batch)]
+    assert len(world.make_ready("one@near#1/0")) == batch
+    world.now_s = 1.0
+    rest = [run for run in world.tell(Tick()) if isinstance(run, Run)]
+    assert [run.request for run in rest] == [f"{number:02}" for number in range(2 * batch, 40)]
+    loads = [world.brain.fleet.views[f"one@near#{copy}/0"].open_requests for copy in (0, 1)]
+    assert sum(loads) == 40
+    assert max(loads) <= 40 - 2 * batch
+    world.now_s = 2.0
+    assert world.tell(Tick()) == []
+
+
+@pytest.mark.parametrize(("slo", "attained"), [(Slo(1.0, 0.05), 1), (Slo(0.5, 0.05), 0), (None, 2)])
+def test_answers_that_came_too_late_do_not_count_as_attained(slo: Slo | None, attained: int) -> None:
+    known = build.facts((ONE,))
+    known = replace(known, models={"m": replace(known.models["m"], slo=slo)})
+    world = build.world(THREE, Policy(scaling="cauchy"), known)
+    for name in ("fast", "slow"):
+        world.arrive(build.request(name, output=11))
+    world.now_s = 0.8
+    world.advance("fast")
+    world.advance("slow")
+    world.now_s = 1.2  # ten tokens later: 40 ms each
+    world.advance("fast")
+    world.now_s = 2.8
+    world.advance("slow")
+    (seen,) = world.brain.steward.window.observed(3.0).models
+    assert (seen.finished, seen.attained) == (2, attained)
+
+
+def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None:
+    fleet = Fleet()
+    members = [Member(f"u/{i}", "u", "t", i, "combo", "m", "mixed", "near") for i in range(2)]
+    for member in members:
+        fleet.add(member)
+        fleet.ready(member.id)
+    unit = fleet.units["u"]
+    assert unit.whole
+    fleet.remove("u/1")
+    assert not unit.whole
+    fleet.add(members[1])
+    assert not unit.whole
+    fleet.ready("u/1")
+    assert unit.whole
