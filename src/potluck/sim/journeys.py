@@ -69,7 +69,7 @@ class Journeys:
         self._finish_s = world.ledger.finish_s
         self._outcome = world.ledger.outcome
         self._streamed = world.ledger.streamed_tokens
-        self._chatty = world.settings.first_tokens is not False
+        self._chatty = world.settings.first_tokens is not False or world.workload.blocks is not None
         self.requests: dict[int, Request] = {}
         self.flights: dict[int, Flight] = {}
         """Those of them that were sent somewhere."""
@@ -83,11 +83,9 @@ class Journeys:
         request = self.requests.get(key)
         if request is None:
             return
-        if key in self.flights:
-            self.drop(at_s, key)
         self._attempts[key] += 1
         segments = route.segments
-        if attempt or len(segments) > 1 or request.blocks:
+        if attempt or len(segments) > 1 or request.blocks or key in self.flights:
             self._run(at_s, action, key, request)
             return
         where = segments[0].replica
@@ -110,6 +108,8 @@ class Journeys:
 
     def _run(self, at_s: float, action: Run, key: int, request: Request) -> None:
         """The same for any route, attempt and prompt."""
+        if key in self.flights:
+            self.drop(at_s, key)
         segments, ledger, streamed = action.route.segments, self.ledger, action.streamed_tokens
         sites = []
         for segment in segments:
@@ -208,22 +208,30 @@ class Journeys:
         replica = site.replica
         if replica.wake_s <= at_s:
             self.catch_up(at_s, site)
-        if replica.wake_s < site.due_s:
-            self._look(replica.wake_s, site)
+        due_s = replica.wake_s
+        if due_s < site.due_s:  # `_look`, written out: no line of the world runs more often
+            site.due_s = due_s
+            agenda = self._agenda
+            agenda.sequence = sequence = agenda.sequence + 1
+            heappush(agenda.heap, (due_s, sequence, REPLICA, site))
 
     def catch_up(self, at_s: float, site: Site) -> None:
         """Let a replica's happenings up to now happen. A step without any is no news."""
-        flights, happened = site.flights, site.replica.advance(at_s)
+        happened = site.replica.advance(at_s)
         if not happened:
             return
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
+        flights, first_s = site.flights, self._first_s
         for when_s, kind, key in happened:
             flight = flights.get(key)
             if flight is None:
                 continue
             if kind == FIRST:
-                self._first(when_s, site, flight)
+                if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
+                    first_s[key] = when_s
+                if self._chatty:
+                    self._first(when_s, site, flight)
             elif kind == FINISHED:
                 self._finished(when_s, site, flight)
             elif kind == DONE:
@@ -243,20 +251,14 @@ class Journeys:
     def _look(self, due_s: float, site: Site) -> None:
         """Look at a replica then, unless an earlier look takes its place."""
         site.due_s = due_s
-        agenda = self._agenda  # `push`, written out: no line of the world runs more often
-        agenda.sequence = sequence = agenda.sequence + 1
-        heappush(agenda.heap, (due_s, sequence, REPLICA, site))
+        self._agenda.push(due_s, REPLICA, site)
 
     def _first(self, at_s: float, site: Site, flight: Flight) -> None:
-        first_s, key = self._first_s, flight.key
-        if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
-            first_s[key] = at_s
         request = flight.request
         # KV that came whole from elsewhere was kept when it arrived.
         if request.blocks and flight.segments[-1].start < flight.prompt_tokens:
             self.keep(at_s, site, request.blocks)
-        if self._chatty:
-            self._tell(at_s, FirstToken(request.id))
+        self._tell(at_s, FirstToken(request.id))
 
     def _finished(self, at_s: float, site: Site, flight: Flight) -> None:
         request, key = flight.request, flight.key

@@ -126,16 +126,38 @@ class Replica:
         return self.wake_s
 
     def advance(self, to_s: float) -> list[TimedHappening]:
-        """Everything up to a time, in order."""
+        """Everything up to a time, in order: count what was under way and begin what is next, again and again."""
         out, end_s = self._out, self._end_s
+        batch, gaps = self.batch, self.gaps
         while end_s <= to_s:
-            for what, key in self._land(end_s):
+            step = self._step
+            if step is None:
+                steps = self._steps
+                tokens = steps * batch.decoding.count
+                gaps.gaps_s.append((end_s - self._start_s) / steps)
+                gaps.tokens.append(tokens)
+                self.decoded_tokens += tokens
+                found = batch.advance(steps)
+            else:
+                found = self._committed(step)
+            for what, key in found:
                 if what == RESUMED:
-                    self.gaps.add(end_s - self._paused.pop(key), 1)
+                    gaps.add(end_s - self._paused.pop(key), 1)
                 else:
                     out.append((end_s, what, key))
-            self._launch(end_s)
-            end_s = self._end_s
+            steps = batch.steady() if self._fast else 0
+            if steps:
+                decoding = batch.decoding
+                count, context = decoding.count, decoding.context_tokens
+                self._row = row = self._rows.get(count) or self.table.row(count)
+                self._context = context
+                self._step = None
+                self._steps = steps
+                self._start_s = end_s
+                self._end_s = end_s = end_s + self._speed * row.run_s(context, steps)
+            else:
+                self._begin(end_s)
+                end_s = self._end_s
         self.wake_s = end_s
         if out:
             self._out = []
@@ -220,25 +242,13 @@ class Replica:
         return self.batch.limits.total_blocks
 
     def _wake(self, now_s: float) -> None:
-        """Begin after having been idle."""
+        """Begin after having been idle. Nobody decodes, so it is with a step, not with a run."""
         self._since_s = now_s
-        self._launch(now_s)
+        self._begin(now_s)
 
-    def _launch(self, at_s: float) -> None:
-        """Begin the next step or run."""
-        batch = self.batch
-        self._start_s = at_s
-        steps = batch.steady() if self._fast else 0
-        if steps:
-            decoding = batch.decoding
-            count = decoding.count
-            self._row = row = self._rows.get(count) or self.table.row(count)
-            self._context = context = decoding.context_tokens
-            self._step = None
-            self._steps = steps
-            self._end_s = self.wake_s = at_s + self._speed * row.run_s(context, steps)
-            return
-        step = batch.next_step()
+    def _begin(self, at_s: float) -> None:
+        """Begin a step by itself."""
+        step = self.batch.next_step()
         for key in step.preempted:
             self._out.append((at_s, PREEMPTED, key))
             self._paused.setdefault(key, at_s)
@@ -254,6 +264,7 @@ class Replica:
         self._ahead = None
         self._step = step
         self._step_s = seconds
+        self._start_s = at_s
         self._end_s = self.wake_s = at_s + seconds
 
     def _rest(self, at_s: float, step: Step) -> None:
@@ -265,23 +276,15 @@ class Replica:
         self._step_s = 0.0
         self._end_s = self.wake_s = inf
 
-    def _land(self, end_s: float) -> list[Happening]:
-        """What was under way is done: count it."""
-        step, batch, gaps = self._step, self.batch, self.gaps
-        if step is None:
-            steps = self._steps
-            tokens = steps * batch.decoding.count
-            gaps.gaps_s.append((end_s - self._start_s) / steps)
-            gaps.tokens.append(tokens)
-            self.decoded_tokens += tokens
-            return batch.advance(steps)
-        tokens = step.decodes
-        if tokens:
-            gaps.add(self._step_s, tokens - step.newcomers)
-            self.decoded_tokens += tokens
+    def _committed(self, step: Step) -> list[Happening]:
+        """A step is done: count it."""
+        decodes = step.decodes
+        if decodes:
+            self.gaps.add(self._step_s, decodes - step.newcomers)
+            self.decoded_tokens += decodes
         for chunk in step.chunks:
             self.computed_tokens += chunk[1]
-        return batch.commit(step)
+        return self.batch.commit(step)
 
     def _cut(self, now_s: float) -> None:
         """Somebody came and may begin: end the run with the step under way, and foresee the one after it."""
@@ -337,10 +340,11 @@ class Replica:
         done, row = self._done(now_s), self._row
         if done is not None and row is not None:
             if done:
-                self._steps = done
-                done_s = self._start_s + self._speed * row.run_s(self._context, done)
-                self._land(done_s)
-                self._start_s = done_s
+                done_s = self._speed * row.run_s(self._context, done)
+                self.gaps.add(done_s / done, done * row.count)
+                self.decoded_tokens += done * row.count
+                self.batch.advance(done)
+                self._start_s += done_s
                 self._context += done * row.count
             self._step = self.batch.next_step(admit=False)
             self._step_s = self._speed * row.step_s(self._context)

@@ -89,7 +89,10 @@ class Router:
     def send(self, flight: Flight, table: ModelTable) -> Answer:
         """Choose a route for a request that is not on its way."""
         prompt, total = flight.prompt_tokens, flight.total_tokens
-        lane = self._table.lane(table, bisect_left(table.longest_tokens, prompt), total)
+        bucket = bisect_left(table.longest_tokens, prompt)
+        lane = table.lanes.get((bucket, 0)) if total <= table.limits_tokens[0] else None
+        if lane is None:
+            lane = self._table.lane(table, bucket, total)
         if lane.simple and not (self._by_load or flight.avoid or flight.request.blocks):
             # By far the most requests: written out, as each call would cost as much as the decision.
             target = lane.closed.prefills.pick()
