@@ -6,8 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
+# setuptools would put what it finds of an earlier build into the next one.
+BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/python -m pip
+BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
+
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format docs bench lock clean
+.PHONY: help up test lint format docs bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -18,6 +22,9 @@ up: $(VENV)/.base ## install, then plan and explain the bundled example fleet
 
 test: lint ## install, lint, type-check, run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+testcompiled: compiled ## the tests of decisions and simulator, with the hot code compiled
+	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist worksteal tests/core tests/sim tests/rehearse
 
 lint: $(VENV)/.dev ## ruff and mypy only
 	$(BIN)/ruff check
@@ -30,6 +37,11 @@ format: $(VENV)/.dev ## let ruff put the code in order
 
 docs: $(VENV)/.dev ## regenerate docs/accuracy.md from the measured data
 	$(BIN)/potluck accuracy --write docs/accuracy.md
+
+compiled: build/compiled/.made ## compile the hot code into build/compiled, beside the source (needs a C compiler)
+
+wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C compiler)
+	$(BUILD) wheel $(BUILD_OPTIONS) --wheel-dir dist .
 
 bench: $(VENV)/.dev ## run every benchmark in its quick form
 	@set -e; for file in benchmarks/*.py; do \
@@ -65,3 +77,8 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e ".[dev]"
 	@touch $(VENV)/.base $@
+
+build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
+	rm -rf build/compiled
+	$(BUILD) install $(BUILD_OPTIONS) --target build/compiled .
+	@touch $@

@@ -36,14 +36,14 @@ from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.factors import scaled
-from potluck.sim import arrivals
-from potluck.sim.lengths import draw
-from potluck.sim.metrics import Summary, summarise
-from potluck.sim.records import SimResult
+from potluck.sim.load import arrivals
+from potluck.sim.load.lengths import draw
+from potluck.sim.load.workload import Workload, workload
+from potluck.sim.results.metrics import Summary, summarise
+from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings as Running
 from potluck.sim.setup import SimProblem
-from potluck.sim.workload import Workload, workload
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 SOURCE, DAY = "m-large", 0

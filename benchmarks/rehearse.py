@@ -25,11 +25,11 @@ from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of
 from potluck.rehearse.loop import Rehearsal, Rules, rehearse
 from potluck.rehearse.sources import FRESH, Source, enough, made_up
-from potluck.sim import arrivals
-from potluck.sim.lengths import draw
+from potluck.sim.load import arrivals
+from potluck.sim.load.lengths import draw
+from potluck.sim.load.workload import Workload, merge, workload
 from potluck.sim.settings import Settings as Running
 from potluck.sim.setup import SimProblem
-from potluck.sim.workload import Workload, merge, workload
 
 MODELS = {
     "Llama-3.1-8B": (1.0, 0.05),

@@ -5,11 +5,16 @@ fleet sustains; per-request records are kept. For scale, in the same run: a bare
 closed form and does nothing else (no blocks, no chunks, no routing, no records). Queueing theory is checked here on
 long runs, too; the tests do it on short ones. Disaggregated runs share prefixes (0.3 of the prompt tokens) in blocks
 of 512 tokens, as Mooncake's traces do, and for comparison of 16.
+
+Where a compiled copy lies in build/compiled (`make compiled`), all figures are of that one, and the speed of the
+interpreted source is beside them as `interpreted_...`.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import os
 import subprocess
 import sys
 from heapq import heappop, heappush
@@ -23,13 +28,15 @@ from potluck.core.batch import FINISHED, Limits
 from potluck.core.plan import Confidence
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps
-from potluck.sim.replica import Replica, replica_limits
-from potluck.sim.rounds import step_table
+from potluck.sim.replicas import steps
+from potluck.sim.replicas.replica import Replica, replica_limits
+from potluck.sim.replicas.rounds import step_table
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
 from potluck.sim.setup import SimProblem
 
 SEED = 5
+COMPILED = ROOT / "build" / "compiled"
 TARGETS = {
     "aggregated_requests_per_cpu_s": (">=", 30_000.0),
     "eight_replicas_requests_per_cpu_s": (">=", 30_000.0),
@@ -52,15 +59,45 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Everything; quick runs are shorter, so that flatness and memory are seen over a smaller range."""
-    figures: dict[str, float] = {}
+    """Both, where there are both."""
+    interpreted = steps.__file__.endswith(".py")
+    if not interpreted or not compiled_copy():
+        return {"compiled": float(not interpreted)} | everything(quick)
+    print("interpreted ...", file=sys.stderr)
+    ours = speeds(quick)
+    print("compiled ...", file=sys.stderr)
+    command = [sys.executable, __file__, "--json", *(["--quick"] if quick else [])]
+    environment = os.environ | {"PYTHONPATH": str(COMPILED)}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    figures: dict[str, float] = json.loads(done.stdout)["figures"]
+    return figures | {f"interpreted_{name}": value for name, value in ours.items()}
+
+
+def compiled_copy() -> bool:
+    """Whether there is one, and of the present source."""
+    made = COMPILED / ".made"
+    files = [file for folder in ("core", "sim") for file in (ROOT / "src" / "potluck" / folder).rglob("*.py")]
+    return made.exists() and made.stat().st_mtime >= max(file.stat().st_mtime for file in files)
+
+
+def speeds(quick: bool) -> dict[str, float]:
+    """Requests per CPU-second, and of a bare loop for scale."""
     count, repeats = (10_000, 2) if quick else (50_000, 5)
     one, eight, combos = fleets.aggregated(1), fleets.aggregated(8), fleets.combos(4)
-    figures["bare_loop_requests_per_cpu_s"] = count / cpu_s(lambda: bare_loop(count), repeats)
-    figures["replica_alone_requests_per_cpu_s"] = count / replica_alone_s(count, repeats)
-    figures["aggregated_requests_per_cpu_s"] = count / run_s(one, count, repeats)
-    figures["eight_replicas_requests_per_cpu_s"] = count / run_s(eight, count, repeats)
-    figures["disaggregated_requests_per_cpu_s"] = count / run_s(combos, count, repeats, 512)
+    return {
+        "bare_loop_requests_per_cpu_s": count / cpu_s(lambda: bare_loop(count), repeats),
+        "replica_alone_requests_per_cpu_s": count / replica_alone_s(count, repeats),
+        "aggregated_requests_per_cpu_s": count / run_s(one, count, repeats),
+        "eight_replicas_requests_per_cpu_s": count / run_s(eight, count, repeats),
+        "disaggregated_requests_per_cpu_s": count / run_s(combos, count, repeats, 512),
+    }
+
+
+def everything(quick: bool) -> dict[str, float]:
+    """Quick runs are shorter, so that flatness and memory are seen over a smaller range."""
+    count, repeats = (10_000, 2) if quick else (50_000, 5)
+    one, eight, combos = fleets.aggregated(1), fleets.aggregated(8), fleets.combos(4)
+    figures = speeds(quick)
     few = count // 5
     figures["disaggregated_small_blocks_requests_per_cpu_s"] = few / run_s(combos, few, 1, 16)
     figures["stepping_over_jumping"] = stepping_over_jumping(2_000)

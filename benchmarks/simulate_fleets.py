@@ -22,8 +22,8 @@ from potluck.core.plan import (
 from potluck.core.types import Offer, Region, Role, Slo
 from potluck.perf.roofline import roofline
 from potluck.perf.throughput import best_operating
+from potluck.sim.load.workload import Workload, synthetic, with_prefixes
 from potluck.sim.setup import SimProblem
-from potluck.sim.workload import Workload, synthetic, with_prefixes
 
 MODEL = "chat"
 LLAMA = models.model("Llama-3.1-8B")

@@ -13,7 +13,7 @@ from potluck.cli.catalog import catalog
 from potluck.core.errors import UnknownNameError
 from potluck.core.lengths import Fixed, LogNormal
 from potluck.core.types import Traffic
-from potluck.sim.lengths import draw
+from potluck.sim.load.lengths import draw
 from potluck.spec.named import length_bins
 
 PUBLISHED = {

@@ -22,8 +22,8 @@ from potluck.core.events import (
     SegmentDone,
 )
 from potluck.core.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.fleet import Member
 from potluck.core.layout import single
+from potluck.core.member import Member
 from potluck.core.plan import (
     Bucket,
     BucketCapacity,

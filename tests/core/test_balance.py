@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from potluck.core.actions import Run
 from potluck.core.facts import ReplicaFacts
-from potluck.core.fleet import Member, View
+from potluck.core.fleet import View
+from potluck.core.member import Member
 from potluck.core.policy import Policy
 from potluck.core.routing.balance import Least, decode_seconds, prefill_seconds, request_seconds
 from potluck.core.routing.targets import PLAIN, Target

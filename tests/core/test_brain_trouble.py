@@ -9,7 +9,8 @@ import pytest
 
 from potluck.core.actions import Run
 from potluck.core.events import Reported, Status, Tick
-from potluck.core.fleet import Fleet, Member
+from potluck.core.fleet import Fleet
+from potluck.core.member import Member
 from potluck.core.policy import Policy
 from potluck.core.recovery import QUARANTINE_S
 from potluck.core.types import Slo

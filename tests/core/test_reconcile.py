@@ -14,8 +14,8 @@ from scale_builders import World, plan_of, served, target_per_s, template
 from potluck.core.actions import Drain, Flip, Start, Stop
 from potluck.core.capacity import Key, blueprints
 from potluck.core.events import Status
-from potluck.core.fleet import Member
 from potluck.core.layout import Layout, Stage, StageNode
+from potluck.core.member import Member
 from potluck.core.plan import Replica
 from potluck.core.reconcile import restored, wanted_counts
 

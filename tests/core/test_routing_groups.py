@@ -11,7 +11,8 @@ import pytest
 from potluck.core.actions import Run
 from potluck.core.events import Cancelled, Reported, SegmentDone, Status
 from potluck.core.facts import ReplicaFacts
-from potluck.core.fleet import Member, View
+from potluck.core.fleet import View
+from potluck.core.member import Member
 from potluck.core.policy import Policy
 from potluck.core.route import aggregated, handed_over
 from potluck.core.routing.opportunistic import busier, in_place, step_seconds

@@ -16,7 +16,8 @@ from scale_builders import World, fleet_of, observed, plan_of, template, traffic
 
 from potluck.core.capacity import blueprints
 from potluck.core.events import Status
-from potluck.core.fleet import Fleet, Member
+from potluck.core.fleet import Fleet
+from potluck.core.member import Member
 from potluck.core.plan import Bucket, BucketCapacity, Plan
 from potluck.core.policy import Policy
 from potluck.core.rates import Rates, rates_of

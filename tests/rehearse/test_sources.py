@@ -8,7 +8,7 @@ from rehearse_builders import a_traffic
 
 from potluck.core.errors import InputError
 from potluck.rehearse.sources import FRESH, LEAST_REQUESTS, MOST_REQUESTS, enough, made_up, recorded
-from potluck.sim.workload import Workload, workload
+from potluck.sim.load.workload import Workload, workload
 
 
 def a_trace(count: int = 4000, rate_per_s: float = 8.0) -> Workload:

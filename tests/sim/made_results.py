@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from potluck.core.types import Slo
-from potluck.sim.records import (
+from potluck.sim.results.records import (
     ANSWERED,
     REFUSED,
     FaultRecord,

@@ -9,8 +9,8 @@ from random import Random
 
 from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED, Limits
 from potluck.core.events import Status
-from potluck.sim.replica import Replica
-from potluck.sim.rounds import Table
+from potluck.sim.replicas.replica import Replica
+from potluck.sim.replicas.rounds import Table
 
 Touch = tuple[float, int, str, tuple[float, ...]]
 

@@ -22,8 +22,8 @@ from potluck.core.plan import (
     TemplateKind,
 )
 from potluck.core.types import Codec, Link, Offer, Region, Role, Slo
+from potluck.sim.load.workload import Blocks, Workload, workload
 from potluck.sim.setup import SimProblem
-from potluck.sim.workload import Blocks, Workload, workload
 
 MODEL = "chat"
 LLAMA = models.model("Llama-3.1-8B")

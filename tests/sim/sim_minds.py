@@ -8,16 +8,26 @@ import numpy as np
 from sim_fleets import MODEL
 
 from potluck.core.actions import Action, Run, Start
+from potluck.core.brain import Brain
 from potluck.core.events import Arrived, Event, Planned, Tick
-from potluck.core.fleet import Member
-from potluck.sim.records import SimResult
-from potluck.sim.workload import Blocks, Workload, workload
+from potluck.core.facts import Facts
+from potluck.core.member import Member
+from potluck.core.policy import Policy
+from potluck.sim.load.workload import Blocks, Workload, workload
+from potluck.sim.results.records import SimResult
 
 
 def requests(*rows: tuple[float, int, int], blocks: Blocks | None = None) -> Workload:
     """(arrival, prompt, output) each."""
     times, prompts, outputs = (np.array(column) for column in zip(*rows, strict=True))
     return workload(MODEL, times.astype(float), prompts, outputs, blocks=blocks)
+
+
+class Around:
+    """The Brain and a say around it. It cannot be inherited from where it is compiled."""
+
+    def __init__(self, facts: Facts, policy: Policy) -> None:
+        self.brain = Brain(facts, policy)
 
 
 class Fixed:

@@ -6,6 +6,7 @@ import io
 
 import pytest
 from sim_fleets import SLOW, closed_plan, combo, load, mixed, problem
+from sim_minds import Around
 
 from potluck.core.actions import Action, Replan, Run
 from potluck.core.brain import Brain
@@ -13,9 +14,9 @@ from potluck.core.errors import FormatError
 from potluck.core.events import Arrived, Event, Planned, Tick
 from potluck.core.facts import Facts
 from potluck.core.policy import Policy
-from potluck.sim import eventlog
-from potluck.sim.faults import Faults, Rates
+from potluck.sim.results import eventlog
 from potluck.sim.run import simulate
+from potluck.sim.world.faults import Faults, Rates
 
 
 def a_log(**more: object) -> list[str]:
@@ -43,9 +44,9 @@ def test_a_log_replays_and_reads_back() -> None:
 
 
 def test_another_brain_is_found_out() -> None:
-    class Forgetful(Brain):
+    class Forgetful(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
-            actions = super().on(at_s, event)
+            actions = self.brain.on(at_s, event)
             return [] if isinstance(event, Arrived) and event.request.id == "7" else actions
 
     replayed = eventlog.replay(a_log(), Forgetful)
@@ -58,10 +59,10 @@ def test_another_brain_is_found_out() -> None:
 def test_templates_of_a_later_plan_replay_too() -> None:
     later = closed_plan((mixed(), "west", 1), (mixed(SLOW), "east", 2))
 
-    class Asking(Brain):
+    class Asking(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
             more: list[Action] = [Replan((), "test")] if isinstance(event, Tick) and at_s == 2.0 else []
-            return super().on(at_s, event) + more
+            return self.brain.on(at_s, event) + more
 
     def mind(kits: object, policy: Policy) -> Asking:
         return Asking(kits.facts(), policy)  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from potluck.core.errors import InputError
-from potluck.sim.faults import Fault, Faults, Rates, parse_faults, random_faults
+from potluck.sim.world.faults import Fault, Faults, Rates, parse_faults, random_faults
 
 WHOLE = """
 faults:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.sim.link import Pipe
+from potluck.sim.links.link import Pipe
 
 Op = tuple[str, float, float]
 OPS = st.lists(

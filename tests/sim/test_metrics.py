@@ -14,8 +14,8 @@ from made_results import MODELS, SLOS, made_result
 
 from potluck.core.errors import FormatError
 from potluck.core.types import Slo
-from potluck.sim.metrics import Summary, cost_between, gap_spread, judge, merge_gaps, summarise
-from potluck.sim.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, SimResult
+from potluck.sim.results.metrics import Summary, cost_between, gap_spread, judge, merge_gaps, summarise
+from potluck.sim.results.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, SimResult
 
 NAN = float("nan")
 Row = tuple[float, int, int, float, float, int]

@@ -17,8 +17,8 @@ import pytest
 from potluck.core.batch import FINISHED, Limits
 from potluck.core.plan import Confidence
 from potluck.perf.step import Floats, Steps
-from potluck.sim.replica import Replica
-from potluck.sim.rounds import step_table
+from potluck.sim.replicas.replica import Replica
+from potluck.sim.replicas.rounds import step_table
 
 
 class Steady:

@@ -19,9 +19,9 @@ from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.pipeline import pipeline
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps
-from potluck.sim.gaps import EDGES_S
-from potluck.sim.replica import Replica, replica_limits
-from potluck.sim.rounds import Table, step_table
+from potluck.sim.replicas.gaps import EDGES_S
+from potluck.sim.replicas.replica import Replica, replica_limits
+from potluck.sim.replicas.rounds import Table, step_table
 
 SCENARIOS = 1000
 

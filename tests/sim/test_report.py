@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_results import MODELS, made_replica, made_result
 
-from potluck.sim.metrics import summarise
-from potluck.sim.records import OPEN, SimResult
-from potluck.sim.report import html
-from potluck.sim.report.plots import (
+from potluck.sim.results.metrics import summarise
+from potluck.sim.results.records import OPEN, SimResult
+from potluck.sim.results.report import html
+from potluck.sim.results.report.plots import (
     attribute,
     clipped,
     digits,
@@ -28,7 +28,7 @@ from potluck.sim.report.plots import (
     stairs,
     time_ticks,
 )
-from potluck.sim.series import BINS, ROWS, curve, lanes, series
+from potluck.sim.results.series import BINS, ROWS, curve, lanes, series
 
 VOID = {"meta", "br", "path", "rect"}
 

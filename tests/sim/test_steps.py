@@ -16,8 +16,8 @@ from potluck.core.plan import Confidence
 from potluck.perf.pipeline import PipelineTimer, pipeline
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, StepTimer, steps
-from potluck.sim.rounds import RoundTable, step_table
-from potluck.sim.steps import CONTEXTS, Row, StepTable
+from potluck.sim.replicas.rounds import RoundTable, step_table
+from potluck.sim.replicas.steps import CONTEXTS, Row, StepTable
 
 CASES = [
     ("Llama-3.1-8B", "H100-SXM", 1),

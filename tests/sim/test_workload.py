@@ -22,9 +22,9 @@ from potluck.core.lengths import (
     lognormal_from_quantiles,
 )
 from potluck.core.types import LengthBin, Traffic
-from potluck.sim import arrivals
-from potluck.sim.lengths import draw, draw_law, draw_pairs
-from potluck.sim.workload import (
+from potluck.sim.load import arrivals
+from potluck.sim.load.lengths import draw, draw_law, draw_pairs
+from potluck.sim.load.workload import (
     Blocks,
     Workload,
     at_rate,

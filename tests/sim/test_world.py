@@ -22,10 +22,9 @@ from sim_fleets import (
     prefill_only,
     problem,
 )
-from sim_minds import Fixed, requests, ttft
+from sim_minds import Around, Fixed, requests, ttft
 
 from potluck.core.actions import Action, Drain, Move, Replan, Stop
-from potluck.core.brain import Brain
 from potluck.core.events import (
     Cached,
     Drained,
@@ -44,12 +43,12 @@ from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import roofline
 from potluck.perf.startup import startup_s
 from potluck.perf.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
-from potluck.sim.checks import check
-from potluck.sim.faults import Fault, Faults
-from potluck.sim.records import ANSWERED, HANDED_OVER, OPEN, SPLIT, SimResult
+from potluck.sim.load.workload import Blocks, Workload
+from potluck.sim.results.records import ANSWERED, HANDED_OVER, OPEN, SPLIT, SimResult
 from potluck.sim.run import build, reads_reports, result_of, simulate
 from potluck.sim.settings import Settings
-from potluck.sim.workload import Blocks, Workload
+from potluck.sim.world.checks import check
+from potluck.sim.world.faults import Fault, Faults
 
 TIMER = roofline(LLAMA, next(node for node in NODES.values() if "H100" in node.name), 1)
 FIRST = "chat: mixed 1xH100@east#0/0"
@@ -205,12 +204,12 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
         asked.append(at_s)
         return bigger
 
-    class Asking(Brain):
+    class Asking(Around):
         def on(self, at_s: float, event: Event) -> list[Action]:
             more: list[Action] = (
                 [Replan(((MODEL, 9.0),), "test")] if isinstance(event, Tick) and at_s == 3.0 else []
             )
-            return super().on(at_s, event) + more
+            return self.brain.on(at_s, event) + more
 
     result = simulate(
         problem(plan),

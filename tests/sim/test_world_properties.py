@@ -27,14 +27,14 @@ from potluck.core.brain import Brain
 from potluck.core.events import Event
 from potluck.core.plan import Plan
 from potluck.core.policy import Policy
-from potluck.sim import eventlog
-from potluck.sim.checks import check, midway
-from potluck.sim.faults import Fault, Faults, PriceChange, Rates, SupplyChange
-from potluck.sim.records import ANSWERED, OPEN, REFUSED
+from potluck.sim.load.workload import Workload
+from potluck.sim.results import eventlog
+from potluck.sim.results.records import ANSWERED, OPEN, REFUSED
 from potluck.sim.run import build, result_of
 from potluck.sim.settings import Settings
-from potluck.sim.workload import Workload
-from potluck.sim.world import Mind, World
+from potluck.sim.world.checks import check, midway
+from potluck.sim.world.faults import Fault, Faults, PriceChange, Rates, SupplyChange
+from potluck.sim.world.world import Mind, World
 
 PLANS = {
     "one": closed_plan((mixed(), "east", 1)),

@@ -13,12 +13,12 @@ from potluck.core.errors import UnknownNameError
 from potluck.core.events import Arrived, Event, Failed
 from potluck.core.policy import Policy
 from potluck.core.route import aggregated, handed_over
-from potluck.sim.checks import check
-from potluck.sim.faults import Fault, Faults, PriceChange, SupplyChange
-from potluck.sim.handover import STUCK_S
-from potluck.sim.records import ANSWERED, REFUSED
+from potluck.sim.links.handover import STUCK_S
+from potluck.sim.results.records import ANSWERED, REFUSED
 from potluck.sim.run import build, result_of, simulate
 from potluck.sim.settings import Settings
+from potluck.sim.world.checks import check
+from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
 
 MIXED = "chat: mixed 1xH100@east"
 

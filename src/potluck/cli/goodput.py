@@ -18,8 +18,8 @@ from potluck.core.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from potluck.sim.metrics import Summary
-    from potluck.sim.workload import Workload
+    from potluck.sim.load.workload import Workload
+    from potluck.sim.results.metrics import Summary
 
 MOST_DOUBLINGS = 12
 
@@ -66,7 +66,7 @@ def goodput(
       potluck goodput plan.json potluck.yaml
       potluck goodput plan.json potluck.yaml --workload sharegpt --requests 20000
     """
-    from potluck.sim.metrics import summarise
+    from potluck.sim.results.metrics import summarise
     from potluck.sim.run import simulate
     from potluck.sim.settings import Settings
 

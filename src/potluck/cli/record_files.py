@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.sim.records import OUTCOMES, REASONS, ROUTES, SimResult
+from potluck.sim.results.records import OUTCOMES, REASONS, ROUTES, SimResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

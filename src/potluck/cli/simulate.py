@@ -17,9 +17,9 @@ from potluck.cli.simulation import planner_of, policy_of, read_faults, read_inpu
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
-    from potluck.sim.faults import Faults
-    from potluck.sim.metrics import Summary
-    from potluck.sim.records import SimResult
+    from potluck.sim.results.metrics import Summary
+    from potluck.sim.results.records import SimResult
+    from potluck.sim.world.faults import Faults
 
 Command = TypeVar("Command", bound=Callable[..., object])
 SAMPLES = 200
@@ -101,7 +101,7 @@ def simulate(
       potluck simulate plan.json potluck.yaml --faults faults.yaml --policy scaling=replan
     """
     from potluck.cli.record_files import require_kind
-    from potluck.sim.metrics import summarise
+    from potluck.sim.results.metrics import summarise
     from potluck.sim.run import simulate as run
     from potluck.sim.settings import Settings
 
@@ -145,7 +145,7 @@ def _write(summary: Summary, result: SimResult, report: Path | None, records: Pa
 
         write_records(records, result)
     if report is not None:
-        from potluck.sim.report import html
+        from potluck.sim.results.report import html
 
         report.write_text(html(summary, result), encoding="utf-8")
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from potluck.cli.render import bytes_, count, percent, seconds, short, table, usd
 
 if TYPE_CHECKING:
-    from potluck.sim.metrics import ModelSummary, Spread, Summary
-    from potluck.sim.records import SimResult
+    from potluck.sim.results.metrics import ModelSummary, Spread, Summary
+    from potluck.sim.results.records import SimResult
 
 MOST_ROWS = 12
 

@@ -17,10 +17,10 @@ from potluck.core.policy import Policy
 
 if TYPE_CHECKING:
     from potluck.plan.problem import Problem
-    from potluck.sim.faults import Faults
+    from potluck.sim.load.workload import Workload
     from potluck.sim.setup import SimProblem
-    from potluck.sim.workload import Workload
-    from potluck.sim.world import Planner
+    from potluck.sim.world.faults import Faults
+    from potluck.sim.world.world import Planner
     from potluck.spec.values import Spec
 
 
@@ -94,7 +94,7 @@ def requests(
     cv: float | None,
 ) -> Workload:
     """The spec's own traffic, or for each model what `--workload` names: `NAME` or `MODEL=NAME`."""
-    from potluck.sim.workload import merge, of_traffic
+    from potluck.sim.load.workload import merge, of_traffic
 
     if not workloads:
         traffic = [model.traffic for model in spec.models]
@@ -169,7 +169,7 @@ def planner_of(problem: Problem, policy: Policy, time_limit_s: float) -> Planner
 
 
 def read_faults(path: Path | None) -> Faults | None:
-    from potluck.sim.faults import parse_faults
+    from potluck.sim.world.faults import parse_faults
 
     return None if path is None else parse_faults(_text(path), path.name)
 

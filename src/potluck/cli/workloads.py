@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.sim import arrivals
-from potluck.sim.workload import Blocks, Scaling, Workload, at_rate, first, synthetic, with_prefixes, workload
+from potluck.sim.load import arrivals
+from potluck.sim.load.workload import (
+    Blocks,
+    Scaling,
+    Workload,
+    at_rate,
+    first,
+    synthetic,
+    with_prefixes,
+    workload,
+)
 
 if TYPE_CHECKING:
     from potluck.spec.traces import Trace

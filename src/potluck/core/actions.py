@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from potluck.core.fleet import Member
+from potluck.core.member import Member
 from potluck.core.route import Route
 from potluck.core.types import Role
 

@@ -147,8 +147,9 @@ class Batcher:
         if sequence is not None:
             self._drop(sequence)
 
-    finish = cancel
-    """The end of a sequence before its last token (it said so itself) leaves as little behind."""
+    def finish(self, key: int) -> None:
+        """The end of a sequence before its last token (it said so itself) leaves as little behind."""
+        self.cancel(key)
 
     def next_step(self, *, admit: bool = True) -> Step:
         """Schedule a step: who computes what. Blocks are taken now, progress counts at `commit`. With `admit`

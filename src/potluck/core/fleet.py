@@ -12,26 +12,11 @@ from typing import Literal
 
 from potluck.core.errors import InputError
 from potluck.core.events import Status
+from potluck.core.member import Member
 from potluck.core.plan import TemplateKind
 from potluck.core.types import Role
 
 State = Literal["starting", "ready", "draining"]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One replica of one copy of a template."""
-
-    id: str
-    unit: str
-    """The copy it belongs to: its replicas were planned to work together."""
-    template: str
-    index: int
-    """Which of the template's replicas it is."""
-    kind: TemplateKind
-    model: str
-    role: Role
-    region: str
 
 
 @dataclass(slots=True, eq=False)

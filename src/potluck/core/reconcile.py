@@ -37,7 +37,8 @@ from typing import NamedTuple
 
 from potluck.core.actions import Action, Drain, Flip, Start, Stop
 from potluck.core.capacity import Blueprint, Key, Measure, Room, room_in
-from potluck.core.fleet import Fleet, Member, Unit
+from potluck.core.fleet import Fleet, Unit
+from potluck.core.member import Member
 from potluck.core.plan import Plan, Template
 from potluck.core.rates import NOTHING, Rates
 

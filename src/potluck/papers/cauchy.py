@@ -30,10 +30,10 @@ from potluck.core.policy import Balance, Policy
 from potluck.core.types import NodeType, Role, Slo
 from potluck.papers import fleets
 from potluck.papers.cronus import FITTED_HOST_S
-from potluck.sim.metrics import Summary, summarise
+from potluck.sim.load.workload import Workload, synthetic
+from potluck.sim.results.metrics import Summary, summarise
 from potluck.sim.run import simulate
 from potluck.sim.setup import Engine, SimProblem
-from potluck.sim.workload import Workload, synthetic
 
 MODEL, NETWORK_GBPS, SLOTS = "Llama-3.1-8B", 25.0, 256
 ATTAINMENT = 0.9

@@ -35,14 +35,14 @@ from potluck.core.policy import Policy
 from potluck.core.types import NodeType
 from potluck.papers import fleets
 from potluck.papers.cronus_dispatch import QueueLimited
-from potluck.sim.lengths import draw
-from potluck.sim.metrics import summarise
-from potluck.sim.records import ANSWERED, SimResult
+from potluck.sim.load.lengths import draw
+from potluck.sim.load.workload import workload
+from potluck.sim.results.metrics import summarise
+from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
 from potluck.sim.setup import Engine, Kits, SimProblem
-from potluck.sim.workload import workload
-from potluck.sim.world import Mind
+from potluck.sim.world.world import Mind
 
 HIGH, NETWORK_GBPS = "A100-80", 100.0
 TRACE = "azure_llm_2023_conv.csv.gz"

@@ -17,11 +17,11 @@ from math import sqrt
 
 from potluck.core.plan import Plan
 from potluck.core.policy import Policy
-from potluck.sim.metrics import summarise
+from potluck.sim.load.workload import Workload
+from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
 from potluck.sim.setup import SimProblem
-from potluck.sim.workload import Workload
 
 Z = 1.6449
 """One-sided 95 % of the normal law."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.types import Traffic
-from potluck.sim.workload import Workload, at_rate, merge, of_traffic
+from potluck.sim.load.workload import Workload, at_rate, merge, of_traffic
 
 FRESH = 1_000_000
 """Runs numbered from here on are fresh: no search run has such a number."""

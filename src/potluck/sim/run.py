@@ -12,21 +12,21 @@ from potluck.core.facts import BLOCK_TOKENS
 from potluck.core.plan import Plan
 from potluck.core.policy import Policy
 from potluck.core.types import Role
-from potluck.sim import eventlog
-from potluck.sim.checks import check
-from potluck.sim.faults import Faults
-from potluck.sim.gaps import BINS_PER_DOUBLING, LEAST_S
-from potluck.sim.link import Pipe
-from potluck.sim.records import LinkRecord, ReplicaRecord, SimResult
-from potluck.sim.replica import Replica, replica_limits
-from potluck.sim.rounds import Table, step_table
+from potluck.sim.links.link import Pipe
+from potluck.sim.load.workload import Workload
+from potluck.sim.replicas.gaps import BINS_PER_DOUBLING, LEAST_S
+from potluck.sim.replicas.replica import Replica, replica_limits
+from potluck.sim.replicas.rounds import Table, step_table
+from potluck.sim.replicas.steps import StepTable
+from potluck.sim.results import eventlog
+from potluck.sim.results.records import LinkRecord, ReplicaRecord, SimResult
 from potluck.sim.settings import Settings
 from potluck.sim.setup import Kit, Kits, SimProblem
-from potluck.sim.state import Site
-from potluck.sim.steps import StepTable
-from potluck.sim.workload import Workload
-from potluck.sim.world import Mind, Planner, World
-from potluck.sim.yard import Make
+from potluck.sim.world.checks import check
+from potluck.sim.world.faults import Faults
+from potluck.sim.world.state import Site
+from potluck.sim.world.world import Mind, Planner, World
+from potluck.sim.world.yard import Make
 
 MINDS = Callable[[Kits, Policy], Mind]
 

@@ -23,14 +23,14 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
-from potluck.sim.link import Pipe
-from potluck.sim.network import Network
-from potluck.sim.state import Flight, Handover, Site
+from potluck.sim.links.link import Pipe
+from potluck.sim.links.network import Network
+from potluck.sim.world.state import Flight, Handover, Site
 
 if TYPE_CHECKING:
-    from potluck.sim.agenda import Agenda
+    from potluck.sim.world.agenda import Agenda
 
-from potluck.sim.agenda import HANDED, PIPE
+from potluck.sim.world.agenda import HANDED, PIPE
 
 STUCK_S = 10.0
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.types import Slo
-from potluck.sim.metrics import cost_between, judge, tpot
-from potluck.sim.records import ANSWERED, REFUSED, Records, ReplicaRecord, Samples, SimResult
+from potluck.sim.results.metrics import cost_between, judge, tpot
+from potluck.sim.results.records import ANSWERED, REFUSED, Records, ReplicaRecord, Samples, SimResult
 
 BINS = 200
 ROWS = 64

@@ -7,14 +7,14 @@ from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from potluck.core.facts import BLOCK_TOKENS
-from potluck.core.fleet import Member
+from potluck.core.member import Member
 from potluck.core.route import Segment
 from potluck.core.types import Request, Role
 
 if TYPE_CHECKING:
-    from potluck.sim.cache import PrefixCache
-    from potluck.sim.link import Pipe
-    from potluck.sim.replica import Replica
+    from potluck.sim.links.link import Pipe
+    from potluck.sim.replicas.cache import PrefixCache
+    from potluck.sim.replicas.replica import Replica
     from potluck.sim.setup import Kit
 
 SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost"]

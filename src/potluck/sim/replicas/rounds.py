@@ -21,7 +21,7 @@ import numpy as np
 from potluck.core.plan import Confidence
 from potluck.perf.pipeline import PipelineTimer
 from potluck.perf.step import Floats, Steps, StepTimer, steps
-from potluck.sim.steps import CONTEXTS, ROWS, Chunks, Row, StepTable
+from potluck.sim.replicas.steps import CONTEXTS, ROWS, Chunks, Row, StepTable
 
 
 class Table(Protocol):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from potluck.sim.records import ANSWERED, OPEN
-from potluck.sim.state import Handover
+from potluck.sim.results.records import ANSWERED, OPEN
+from potluck.sim.world.state import Handover
 
 if TYPE_CHECKING:
-    from potluck.sim.world import World
+    from potluck.sim.world.world import World
 
 RELATIVE = 1e-6
 

@@ -16,14 +16,14 @@ from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED
 from potluck.core.events import Cancelled, Drained, Failed, FailureKind, Finished, FirstToken, SegmentDone
 from potluck.core.facts import BLOCK_TOKENS
 from potluck.core.types import Request
-from potluck.sim import records
-from potluck.sim.agenda import REPLICA
-from potluck.sim.network import reachable
-from potluck.sim.state import Flight, Handover, Site
+from potluck.sim.links.network import reachable
+from potluck.sim.results import records
+from potluck.sim.world.agenda import REPLICA
+from potluck.sim.world.state import Flight, Handover, Site
 
 if TYPE_CHECKING:
-    from potluck.sim.cache import PrefixCache
-    from potluck.sim.world import World
+    from potluck.sim.replicas.cache import PrefixCache
+    from potluck.sim.world.world import World
 
 
 class Journeys:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from potluck.sim.metrics import ModelSummary, Spread, Summary
-from potluck.sim.records import SimResult
-from potluck.sim.report import charts
-from potluck.sim.report.plots import digits, duration, moment
-from potluck.sim.series import Series, series
+from potluck.sim.results.metrics import ModelSummary, Spread, Summary
+from potluck.sim.results.records import SimResult
+from potluck.sim.results.report import charts
+from potluck.sim.results.report.plots import digits, duration, moment
+from potluck.sim.results.series import Series, series
 
 PARTS = ("mean", "p50", "p90", "p99")
 
@@ -34,7 +34,7 @@ def page(summary: Summary, over_time: Series, title: str = "Potluck simulation")
 
 
 def _data(name: str) -> str:
-    return resources.files("potluck.sim.report").joinpath("data", name).read_text(encoding="utf-8")
+    return resources.files("potluck.sim.results.report").joinpath("data", name).read_text(encoding="utf-8")
 
 
 def _header(summary: Summary, title: str) -> str:

@@ -9,16 +9,16 @@ from potluck.core.actions import Drain, Flip, Start, Stop
 from potluck.core.errors import InputError
 from potluck.core.events import Drained, ReplicaLost, ReplicaReady
 from potluck.core.types import Role
-from potluck.sim.agenda import CALL, READY
-from potluck.sim.cache import PrefixCache
-from potluck.sim.network import machine_name
-from potluck.sim.state import Machine, Site
+from potluck.sim.links.network import machine_name
+from potluck.sim.replicas.cache import PrefixCache
+from potluck.sim.world.agenda import CALL, READY
+from potluck.sim.world.state import Machine, Site
 
 if TYPE_CHECKING:
-    from potluck.sim.link import Pipe
-    from potluck.sim.replica import Replica
+    from potluck.sim.links.link import Pipe
+    from potluck.sim.replicas.replica import Replica
     from potluck.sim.setup import Kit
-    from potluck.sim.world import World
+    from potluck.sim.world.world import World
 
 Make = Callable[["Kit", Role], "Replica"]
 

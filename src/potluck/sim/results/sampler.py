@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from potluck.sim.agenda import SAMPLE
-from potluck.sim.records import Samples
+from potluck.sim.results.records import Samples
+from potluck.sim.world.agenda import SAMPLE
 
 if TYPE_CHECKING:
-    from potluck.sim.world import World
+    from potluck.sim.world.world import World
 
 MOST_LOOKS = 40_000
 """Looks at single replicas, so that plots of a large fleet do not cost more than its run."""

@@ -8,8 +8,8 @@ from math import nan
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.sim.records import Records
-from potluck.sim.workload import Workload
+from potluck.sim.load.workload import Workload
+from potluck.sim.results.records import Records
 
 
 class Ledger:

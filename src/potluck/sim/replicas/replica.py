@@ -15,9 +15,9 @@ from potluck.core.errors import InputError
 from potluck.core.events import Status
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.throughput import MAX_BATCH
-from potluck.sim.gaps import Gaps
-from potluck.sim.rounds import Table
-from potluck.sim.steps import Row
+from potluck.sim.replicas.gaps import Gaps
+from potluck.sim.replicas.rounds import Table
+from potluck.sim.replicas.steps import Row
 
 TimedHappening = tuple[float, int, int]
 """When, what (FIRST, DONE, FINISHED, PREEMPTED of `core.batch`), to whom (key)."""

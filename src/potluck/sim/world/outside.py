@@ -7,13 +7,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from potluck.core.errors import UnknownNameError
-from potluck.sim.agenda import CALL, FAULT
-from potluck.sim.faults import Fault, Faults, PriceChange, SupplyChange
-from potluck.sim.records import FaultRecord
-from potluck.sim.state import Machine, Site
+from potluck.sim.results.records import FaultRecord
+from potluck.sim.world.agenda import CALL, FAULT
+from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
+from potluck.sim.world.state import Machine, Site
 
 if TYPE_CHECKING:
-    from potluck.sim.world import World
+    from potluck.sim.world.world import World
 
 
 class Outside:

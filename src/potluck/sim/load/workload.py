@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError
 from potluck.core.lengths import Binned, Lengths
 from potluck.core.types import Traffic
-from potluck.sim import arrivals
-from potluck.sim.lengths import draw
+from potluck.sim.load import arrivals
+from potluck.sim.load.lengths import draw
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -10,10 +10,10 @@ from __future__ import annotations
 from math import floor
 
 from potluck.core.events import Cached, Event, LinkReported, Reported
-from potluck.sim.agenda import COLLECT, DELIVER, Agenda
-from potluck.sim.network import Network
+from potluck.sim.links.network import Network
 from potluck.sim.settings import Settings
-from potluck.sim.state import Site
+from potluck.sim.world.agenda import COLLECT, DELIVER, Agenda
+from potluck.sim.world.state import Site
 
 
 class Reports:

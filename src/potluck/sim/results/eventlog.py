@@ -19,12 +19,12 @@ from potluck.core.codec import decode, encode
 from potluck.core.errors import FormatError
 from potluck.core.events import Event
 from potluck.core.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.fleet import Member
+from potluck.core.member import Member
 from potluck.core.plan import Plan
 from potluck.core.policy import Policy
 from potluck.core.route import Route, Segment
 from potluck.core.types import Region, Request
-from potluck.sim.world import Mind
+from potluck.sim.world.world import Mind
 
 FORMAT, VERSION = "potluck.log", 1
 _EVENTS: dict[str, type[Any]] = {

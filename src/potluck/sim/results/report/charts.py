@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from math import log2
 
-from potluck.sim.report.plots import (
+from potluck.sim.results.report.plots import (
     FULL_WIDTH,
     HALF_WIDTH,
     THIRD_WIDTH,
@@ -26,7 +26,7 @@ from potluck.sim.report.plots import (
     svg,
     time_ticks,
 )
-from potluck.sim.series import Curve, HeatMap, Lane, Line
+from potluck.sim.results.series import Curve, HeatMap, Lane, Line
 
 GUTTER = 204.0
 LEVELS = 10

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from potluck.core.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
-from potluck.sim.link import Pipe
+from potluck.sim.links.link import Pipe
 from potluck.sim.setup import SimProblem
-from potluck.sim.state import Machine, Site
+from potluck.sim.world.state import Machine, Site
 
 ROUND_TRIP_S = 1e-4
 """Between two machines of one region."""

@@ -138,7 +138,7 @@ class Pipe:
     def queued_bytes(self, now_s: float) -> float:
         """Bytes that still have to pass for the transfers under way."""
         self._advance(now_s)
-        return sum(max(0.0, end - self._virtual) for end, _ in self._open.values())
+        return sum((max(0.0, end - self._virtual) for end, _ in self._open.values()), start=0.0)
 
     def open_bytes(self, now_s: float) -> float:
         """Bytes that the transfers under way have already got."""

@@ -26,7 +26,16 @@ from numpy.typing import NDArray
 
 from potluck.core import codec
 from potluck.core.types import Slo
-from potluck.sim.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, ReplicaRecord, SimResult
+from potluck.sim.results.records import (
+    ANSWERED,
+    CANCELLED,
+    OPEN,
+    REASONS,
+    REFUSED,
+    Records,
+    ReplicaRecord,
+    SimResult,
+)
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -25,7 +25,14 @@ from potluck.core.errors import CapacityError
 from potluck.core.events import Arrived, Event, Planned, Tick
 from potluck.core.plan import Plan
 from potluck.core.types import Request
-from potluck.sim.agenda import (
+from potluck.sim.links.handover import Handovers
+from potluck.sim.links.network import Network
+from potluck.sim.load.workload import Workload
+from potluck.sim.results.ledger import Ledger, Purse
+from potluck.sim.results.sampler import Sampler
+from potluck.sim.settings import Settings
+from potluck.sim.setup import Kits
+from potluck.sim.world.agenda import (
     CALL,
     COLLECT,
     DELIVER,
@@ -40,18 +47,11 @@ from potluck.sim.agenda import (
     TICK,
     Agenda,
 )
-from potluck.sim.handover import Handovers
-from potluck.sim.journeys import Journeys
-from potluck.sim.ledger import Ledger, Purse
-from potluck.sim.network import Network
-from potluck.sim.outside import Outside
-from potluck.sim.reports import Reports
-from potluck.sim.sampler import Sampler
-from potluck.sim.settings import Settings
-from potluck.sim.setup import Kits
-from potluck.sim.state import Site
-from potluck.sim.workload import Workload
-from potluck.sim.yard import Make, Yard
+from potluck.sim.world.journeys import Journeys
+from potluck.sim.world.outside import Outside
+from potluck.sim.world.reports import Reports
+from potluck.sim.world.state import Site
+from potluck.sim.world.yard import Make, Yard
 
 Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
 """(rates per model, time) to a plan; None when there is none better."""

@@ -1,0 +1,1 @@
+"""Requests to come: arrivals, lengths, shared prefixes."""

@@ -1,0 +1,1 @@
+"""What a run leaves: records, metrics, series, an event log, a report."""
