@@ -64,7 +64,7 @@ def measure(quick: bool) -> dict[str, float]:
     if not interpreted or not compiled_copy():
         return {"compiled": float(not interpreted)} | everything(quick)
     print("interpreted ...", file=sys.stderr)
-    ours = speeds(quick)
+    ours = speeds(quick) | {"cost_growth_with_replicas": growth_with_replicas(quick)}
     print("compiled ...", file=sys.stderr)
     command = [sys.executable, __file__, "--json", *(["--quick"] if quick else [])]
     environment = os.environ | {"PYTHONPATH": str(COMPILED)}
@@ -95,10 +95,9 @@ def speeds(quick: bool) -> dict[str, float]:
 
 def everything(quick: bool) -> dict[str, float]:
     """Quick runs are shorter, so that flatness and memory are seen over a smaller range."""
-    count, repeats = (10_000, 2) if quick else (50_000, 5)
-    one, eight, combos = fleets.aggregated(1), fleets.aggregated(8), fleets.combos(4)
+    eight, combos = fleets.aggregated(8), fleets.combos(4)
     figures = speeds(quick)
-    few = count // 5
+    few = 2_000 if quick else 10_000
     figures["disaggregated_small_blocks_requests_per_cpu_s"] = few / run_s(combos, few, 1, 16)
     figures["stepping_over_jumping"] = stepping_over_jumping(2_000)
     figures["bare_loop_over_aggregated"] = (
@@ -107,13 +106,17 @@ def everything(quick: bool) -> dict[str, float]:
     small, large = (5_000, 40_000) if quick else (10_000, 1_000_000)
     each_s = {size: run_s(eight, size, 3 if size == small else 1) / size for size in (small, large)}
     figures["cost_growth_with_requests"] = each_s[large] / each_s[small]
-    most = 100 if quick else 1000
-    figures["cost_growth_with_replicas"] = run_s(fleets.aggregated(most), count, repeats) / run_s(
-        one, count, repeats
-    )
+    figures["cost_growth_with_replicas"] = growth_with_replicas(quick)
     figures["million_requests_gb"] = million_gb(quick)
     figures |= queueing(200_000 if quick else 2_000_000)
     return figures
+
+
+def growth_with_replicas(quick: bool) -> float:
+    """Cost per request with very many replicas, over that with one."""
+    count, repeats, most = (10_000, 2, 100) if quick else (50_000, 5, 1000)
+    many_s = run_s(fleets.aggregated(most), count, repeats)
+    return many_s / run_s(fleets.aggregated(1), count, repeats)
 
 
 def run_s(problem: SimProblem, count: int, repeats: int, block_tokens: int = 0) -> float:

@@ -231,6 +231,19 @@ def test_those_with_their_kv_pass_one_that_waits_for_room() -> None:
     assert (step.chunks, step.decodes) == ([], 1)
 
 
+def test_blocks_set_aside_that_do_not_suffice_are_free_for_the_next_in_line() -> None:
+    batch = Batcher(Limits(10, token_budget=256, max_running=4, spare_blocks=0))
+    assert batch.reserve(9, 48)
+    batch.add(0, 60, 0, 5)
+    batch.add(1, 64, 0, 5)
+    step = batch.next_step()
+    assert [key for key, _, _ in step.chunks] == [0]
+    batch.commit(step)
+    assert batch.blocked
+    batch.add(9, 100, 48, 5)
+    assert [key for key, _, _ in batch.next_step().chunks] == [1]
+
+
 def test_the_lowest_and_latest_is_preempted_and_resumes_with_its_progress() -> None:
     batch = Batcher(Limits(8, token_budget=64, max_running=4, spare_blocks=0))
     for key, priority in ((0, 0), (1, 1), (2, 0)):

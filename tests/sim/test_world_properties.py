@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_fleets import (
     FAST,
@@ -153,19 +153,23 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
 
 
 @settings(max_examples=30)
-@given(st.data())
-def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory(data: st.DataObject) -> None:
-    work = load(
-        30,
-        data.draw(st.sampled_from([5.0, 20.0, 60.0])),
-        data.draw(st.integers(0, 1000)),
-        blocks=data.draw(st.integers(2, 5)),
-    )
-    plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
-    blocks, overlap = data.draw(st.sampled_from([400, 700, 1200])), data.draw(st.booleans())
+@given(
+    rate=st.sampled_from([5.0, 20.0, 60.0]),
+    seed=st.integers(0, 1000),
+    shared=st.integers(2, 5),
+    plan=st.sampled_from(sorted(PLANS)),
+    blocks=st.sampled_from([400, 700, 1200]),
+    overlap=st.booleans(),
+)
+# Room set aside for KV to come ends a run early, which nobody had put on the agenda.
+@example(rate=20.0, seed=892, shared=3, plan="remote prefill", blocks=1200, overlap=False)
+def test_jumping_and_stepping_give_the_same_records_with_caches_in_little_memory(
+    rate: float, seed: int, shared: int, plan: str, blocks: int, overlap: bool
+) -> None:
+    work = load(30, rate, seed, blocks=shared)
     ours, theirs = (
         result_of(
-            run(plan, work, Faults(), Policy(), Settings(fast_forward=on, overlap=overlap), blocks), 0
+            run(PLANS[plan], work, Faults(), Policy(), Settings(fast_forward=on, overlap=overlap), blocks), 0
         ).records
         for on in (True, False)
     )

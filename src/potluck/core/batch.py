@@ -371,6 +371,7 @@ class Batcher:
             sequence.blocks = blocks
             return True
         self._other_blocks -= reserved
+        self.blocked = False
         self.todo_tokens += sequence.held
         sequence.todo += sequence.held
         sequence.held = 0

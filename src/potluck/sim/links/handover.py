@@ -84,12 +84,9 @@ class Handovers:
             if hand.over:
                 waiting.popleft()
                 continue
-            if not site.replica.reserve(
-                now_s, hand.flight.key, hand.flight.segments[hand.flight.place].stop or 0
-            ):
+            if not self._reserved(now_s, hand):
                 return
             waiting.popleft()
-            hand.reserved = True
             self._start(now_s, hand)
 
     def stuck(self, now_s: float) -> list[Handover]:
@@ -177,18 +174,23 @@ class Handovers:
 
     def _ask(self, now_s: float, hand: Handover) -> None:
         """Set blocks aside at the receiver, in turn."""
-        target, flight = hand.target, hand.flight
+        target = hand.target
         if hand.reserved or hand in target.waiting:
             return
-        tokens = flight.segments[flight.place].stop or 0
-        if target.waiting or not target.replica.reserve(now_s, flight.key, tokens):
+        if target.waiting or not self._reserved(now_s, hand):
             target.waiting.append(hand)
             hand.waits_s = now_s
             self._waiting.append(hand)
             self.waited += 1
             return
-        hand.reserved = True
         self._start(now_s, hand)
+
+    def _reserved(self, now_s: float, hand: Handover) -> bool:
+        """Whether there is room for it; then what the receiver does next may be due earlier."""
+        flight, target = hand.flight, hand.target
+        hand.reserved = target.replica.reserve(now_s, flight.key, flight.segments[flight.place].stop or 0)
+        self._agenda.look(target)
+        return hand.reserved
 
     def _start(self, now_s: float, hand: Handover) -> None:
         hand.started_s = now_s

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from heapq import heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from potluck.sim.world.state import Site
 
 REPLICA, PIPE, HANDED, TICK, COLLECT, DELIVER, READY, FAULT, SAMPLE, PLAN, CALL, END = range(12)
 """Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and
@@ -24,3 +27,10 @@ class Agenda:
     def push(self, at_s: float, kind: int, what: Any) -> None:
         self.sequence += 1
         heappush(self.heap, (at_s, self.sequence, kind, what))
+
+    def look(self, site: Site) -> None:
+        """Look at a replica when its next happening is due, unless an earlier look is there already."""
+        due_s = site.replica.wake_s
+        if due_s < site.due_s:
+            site.due_s = due_s
+            self.push(due_s, REPLICA, site)

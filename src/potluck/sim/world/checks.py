@@ -31,8 +31,6 @@ def midway(world: World) -> list[str]:
         told = pipe.sent_bytes + pipe.open_bytes(world.now_s)
         if abs(told - pipe.served_bytes) > RELATIVE * max(told, 1.0):
             found.append(f"{pipe.name} carried {pipe.served_bytes:.0f} bytes for {told:.0f} asked")
-    if len(world.journeys.flights) > len(world.journeys.requests):
-        found.append("more requests under way than open")
     return found
 
 
@@ -41,8 +39,8 @@ def _requests(world: World) -> list[str]:
     records = ledger.records(load)
     found = []
     still = int((records.outcome[: world.arrived] == OPEN).sum())
-    if still != len(world.journeys.requests):
-        found.append(f"{still} requests without an outcome, {len(world.journeys.requests)} open")
+    if still != len(world.journeys.open):
+        found.append(f"{still} requests without an outcome, {len(world.journeys.open)} open")
     answered = records.outcome == ANSWERED
     short = answered & (records.streamed_tokens != records.output_tokens)
     if short.any():
@@ -70,7 +68,7 @@ def _requests(world: World) -> list[str]:
 
 def _idle(world: World) -> list[str]:
     """With no request open, nothing may be left anywhere."""
-    if world.journeys.requests:
+    if world.journeys.open:
         return []
     found = []
     for site in world.yard.all_sites:
@@ -84,6 +82,4 @@ def _idle(world: World) -> list[str]:
         for pipe in world.network.pipes
         if any(isinstance(world.handovers.what(key), Handover) for key in pipe.keys)
     ]
-    if world.journeys.flights:
-        found.append(f"{len(world.journeys.flights)} requests are still under way")
     return found

@@ -47,9 +47,8 @@ class Journeys:
         "_streamed",
         "_tell",
         "ended_s",
-        "flights",
         "ledger",
-        "requests",
+        "open",
     )
 
     def __init__(self, world: World) -> None:
@@ -70,9 +69,8 @@ class Journeys:
         self._outcome = world.ledger.outcome
         self._streamed = world.ledger.streamed_tokens
         self._chatty = world.settings.first_tokens is not False or world.workload.blocks is not None
-        self.requests: dict[int, Request] = {}
-        self.flights: dict[int, Flight] = {}
-        """Those of them that were sent somewhere."""
+        self.open: dict[int, Request | Flight] = {}
+        """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its flight."""
         self.ended_s = 0.0
         """When the last one ended so far."""
 
@@ -80,12 +78,15 @@ class Journeys:
         """Send a request along a route; the plain case of one segment is most of all work here."""
         name, route, attempt, prompt_tokens, before_tokens = action
         key = int(name)
-        request = self.requests.get(key)
+        request = self.open.get(key)
         if request is None:
             return
         self._attempts[key] += 1
         segments = route.segments
-        if attempt or len(segments) > 1 or request.blocks or key in self.flights:
+        if isinstance(request, Flight):
+            self.drop(at_s, key)
+            request = request.request
+        if attempt or len(segments) > 1 or request.blocks:
             self._run(at_s, action, key, request)
             return
         where = segments[0].replica
@@ -99,17 +100,14 @@ class Journeys:
             return
         self._prefill[key] = self._decode[key] = site.index
         flight = Flight(key, request, prompt_tokens, before_tokens, segments, (site,))
-        self.flights[key] = site.flights[key] = flight
+        self.open[key] = site.flights[key] = flight
         replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority)
-        if replica.wake_s < site.due_s:
-            self._look(replica.wake_s, site)
+        self._agenda.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
 
     def _run(self, at_s: float, action: Run, key: int, request: Request) -> None:
         """The same for any route, attempt and prompt."""
-        if key in self.flights:
-            self.drop(at_s, key)
         segments, ledger, streamed = action.route.segments, self.ledger, action.streamed_tokens
         sites = []
         for segment in segments:
@@ -129,7 +127,7 @@ class Journeys:
         ledger.prefill_replica[key] = sites[0].index
         ledger.decode_replica[key] = sites[-1].index
         ledger.cached_tokens[key] = 0
-        self.flights[key] = flight
+        self.open[key] = flight
         for site in sites:
             site.flights[key] = flight
         self._begin(at_s, flight)
@@ -209,7 +207,7 @@ class Journeys:
         if replica.wake_s <= at_s:
             self.catch_up(at_s, site)
         due_s = replica.wake_s
-        if due_s < site.due_s:  # `_look`, written out: no line of the world runs more often
+        if due_s < site.due_s:  # `Agenda.look`, written out: no line of the world runs more often
             site.due_s = due_s
             agenda = self._agenda
             agenda.sequence = sequence = agenda.sequence + 1
@@ -243,15 +241,9 @@ class Journeys:
 
     def touch(self, at_s: float, site: Site) -> None:
         """Something happened at a replica: note when its next happening is due, and that it has news."""
-        if site.replica.wake_s < site.due_s:
-            self._look(site.replica.wake_s, site)
+        self._agenda.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
-
-    def _look(self, due_s: float, site: Site) -> None:
-        """Look at a replica then, unless an earlier look takes its place."""
-        site.due_s = due_s
-        self._agenda.push(due_s, REPLICA, site)
 
     def _first(self, at_s: float, site: Site, flight: Flight) -> None:
         request = flight.request
@@ -263,7 +255,7 @@ class Journeys:
     def _finished(self, at_s: float, site: Site, flight: Flight) -> None:
         request, key = flight.request, flight.key
         tokens = request.max_output_tokens
-        del self.requests[key], self.flights[key], site.flights[key]
+        del self.open[key], site.flights[key]
         self._finish_s[key] = self.ended_s = at_s
         self._outcome[key] = records.ANSWERED
         self._streamed[key] = tokens
@@ -305,7 +297,7 @@ class Journeys:
         target = flight.sites[place + 1]
         if target.replica.wake_s <= at_s:
             self.catch_up(at_s, target)
-        if self.flights.get(flight.key) is not flight:
+        if self.open.get(flight.key) is not flight:
             return
         self._begin(at_s, flight)
         self._tell(at_s, SegmentDone(flight.request.id, place))
@@ -318,9 +310,10 @@ class Journeys:
 
     def drop(self, at_s: float, key: int) -> int:
         """Take a flight off all its replicas and pipes; how many tokens it had streamed to the user."""
-        flight = self.flights.pop(key, None)
-        if flight is None:
+        flight = self.open.get(key)
+        if not isinstance(flight, Flight):
             return self.ledger.streamed_tokens[key]
+        self.open[key] = flight.request
         self._handovers.drop(at_s, flight)
         streamed = flight.before_tokens
         for place, site in enumerate(flight.sites):
@@ -345,7 +338,7 @@ class Journeys:
 
     def cancel(self, at_s: float, key: int) -> None:
         """The user goes away; too late or too early is nothing."""
-        if key not in self.requests:
+        if key not in self.open:
             return
         self._tell(at_s, Cancelled(str(key)))
         self.drop(at_s, key)
@@ -353,19 +346,19 @@ class Journeys:
 
     def refuse(self, at_s: float, action: Refuse) -> None:
         key = int(action.request)
-        if key in self.requests:
+        if key in self.open:
             self.drop(at_s, key)
             self.ledger.reason[key] = records.REASONS.index(action.reason)
             self._end(at_s, key, records.REFUSED)
 
     def abandon(self, at_s: float, action: Abandon) -> None:
         key = int(action.request)
-        flight = self.flights.get(key)
-        if flight is not None and any(site.id in action.replicas for site in flight.sites):
+        flight = self.open.get(key)
+        if isinstance(flight, Flight) and any(site.id in action.replicas for site in flight.sites):
             self.drop(at_s, key)
 
     def _end(self, at_s: float, key: int, outcome: int) -> None:
-        if self.requests.pop(key, None) is None:
+        if self.open.pop(key, None) is None:
             raise AssertionError(f"request {key} ended twice")
         self.ledger.finish_s[key] = at_s
         self.ledger.outcome[key] = outcome

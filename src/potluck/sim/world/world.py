@@ -57,6 +57,8 @@ Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
 """(rates per model, time) to a plan; None when there is none better."""
 FEED = 4096
 """Requests whose columns are turned into plain numbers at once."""
+SWEEP = 16 * FEED
+"""Requests after which cycles are looked for, if there are any at all."""
 PATIENCE_S = 86400.0
 """When no request has ended for so long although some are open, something is stuck."""
 
@@ -146,7 +148,7 @@ class World:
         self.agenda.push(self.settings.tick_s, TICK, None)
         self.agenda.push(nextafter(self.settings.end_s, inf), END, None)
         self.sampler.plan()
-        heap, handlers, requests = self.agenda.heap, self._handlers, self.journeys.requests
+        heap, handlers, requests = self.agenda.heap, self._handlers, self.journeys.open
         replica_due, on, act = self.journeys.replica_due, self._on, self._act
         feed = self._feed()
         request = next(feed, None)
@@ -205,7 +207,8 @@ class World:
         names, nothing = load.models, ((),) * FEED
         for base in range(0, len(load), FEED):
             rows = slice(base, base + FEED)
-            gc.collect(1)
+            if base % SWEEP == 0:
+                gc.collect(1)
             if self.progress is not None:
                 self.progress(base, len(load))
             columns = (
@@ -229,8 +232,8 @@ class World:
         if self.arrived == len(self.workload) and at_s > PATIENCE_S + max(
             journeys.ended_s, self._last_arrival_s
         ):
-            stuck = sorted(journeys.requests)[:3]
-            raise CapacityError(f"{len(journeys.requests)} requests never end, such as {stuck}")
+            stuck = sorted(journeys.open)[:3]
+            raise CapacityError(f"{len(journeys.open)} requests never end, such as {stuck}")
 
     @property
     def _last_arrival_s(self) -> float:
