@@ -75,8 +75,9 @@ def goodput(
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
     rules = policy_of(policy)
     with progress(20) as said:
-        inputs = read_inputs(paths, time_limit_s, said)
-        load = requests(inputs.spec, workload, rate_per_s, count, seed, cv)
+        inputs, load = read_inputs(
+            paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
+        )
         problem, planner = sim_problem(inputs), planner_of(inputs.problem, rules, time_limit_s)
         how = Settings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0

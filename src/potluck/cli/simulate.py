@@ -111,8 +111,9 @@ def simulate(
     rules = policy_of(policy)
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
-        inputs = read_inputs(paths, time_limit_s, said)
-        load = requests(inputs.spec, workload, rate_per_s, count, seed, cv)
+        inputs, load = read_inputs(
+            paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
+        )
         settings = Settings(
             fast_forward=not stepwise,
             overlap=not bulk,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from potluck.cli.plan import load_problem, read_spec
 from potluck.cli.workloads import DEFAULT_REQUESTS, Asked, load
@@ -33,20 +33,29 @@ class Inputs:
     plan: Plan
 
 
-def read_inputs(paths: tuple[Path, ...], time_limit_s: float, said: Callable[[str], None]) -> Inputs:
-    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example."""
+Made = TypeVar("Made")
+
+
+def read_inputs(
+    paths: tuple[Path, ...], time_limit_s: float, said: Callable[[str], None], make: Callable[[Spec], Made]
+) -> tuple[Inputs, Made]:
+    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
+
+    `make` is called with the spec before anything long is done, so that what is wrong is said at once.
+    """
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
         plan = plan_from_json(_text(paths[0]))
         spec = read_spec(paths[1])
-        return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan)
+        return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), make(spec)
     if paths and _text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
         raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
     spec = read_spec(paths[0] if paths else None)
+    made = make(spec)
     problem = load_problem(spec, 0.8, None, (), 0.0)
     said("planning")
-    return Inputs(spec, problem, planned(problem, time_limit_s))
+    return Inputs(spec, problem, planned(problem, time_limit_s)), made
 
 
 def planned(problem: Problem, time_limit_s: float) -> Plan:
