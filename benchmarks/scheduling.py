@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from common import ROOT, cpu_s, run
-from potluck.papers import cauchy, cauchy_rows, cronus, cronus_rows
+from potluck.papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows
 
 SEED = 0
 OFF = 0.25
@@ -37,6 +38,7 @@ def requests() -> tuple[cronus.Requests, bool]:
 def measure(quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
     figures["cronus_cpu_s"] = cpu_s(lambda: figures.update(of_cronus(quick)))
+    figures |= beyond_cronus(cronus.SETTINGS[:3:2])
     figures["cauchy_cpu_s"] = cpu_s(lambda: figures.update(of_cauchy(quick)))
     return figures
 
@@ -68,6 +70,25 @@ def of_cronus(quick: bool) -> dict[str, float]:
     return figures
 
 
+def beyond_cronus(settings: Sequence[cronus.Setting]) -> dict[str, float]:
+    """What our two rules change in an overload, against the paper's."""
+    figures: dict[str, float] = {}
+    for setting in settings:
+        for overload in cronus_beyond.OVERLOADS:
+            found = {
+                name: cronus_beyond.run(setting, overload, policy, SEED)
+                for name, policy in cronus_beyond.policies().items()
+            }
+            for name, outcome in found.items():
+                label = f"beyond_{setting.low.lower()}_{overload}_{name}"
+                figures[f"{label}_per_s"] = outcome.per_s
+                figures[f"{label}_ttft_p90_s"] = outcome.ttft_p90_s
+                figures[f"{label}_alone"] = outcome.kept
+            gain = found["both"].per_s / found["paper"].per_s
+            figures[f"beyond_{setting.low.lower()}_{overload}_gain"] = gain
+    return figures
+
+
 def of_cauchy(quick: bool) -> dict[str, float]:
     found = cauchy_rows.measure(cauchy.QUICK if quick else cauchy.Effort())
     figures: dict[str, float] = {}
@@ -89,6 +110,11 @@ if __name__ == "__main__":
         **{
             f"{metric}_p99_below_{KEYS[other]}{'_' + low.lower() if low else ''}": (">", 0)
             for metric, other, low, _ in cronus_rows.CLAIMS
+        },
+        **{
+            f"beyond_{low}_{load}_gain": (">", 1)
+            for low in ("a10", "a30")
+            for load in cronus_beyond.OVERLOADS
         },
         **{f"opportunistic_goodput_1p{decodes}d": (">", 0) for decodes in cauchy.DECODES},
         **{f"goodput_weighted_e2e_{load.name}": ("<", 0) for load in cauchy.LOADS},

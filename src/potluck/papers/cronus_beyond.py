@@ -1,0 +1,71 @@
+"""Beyond CRONUS: a pair whose low-end GPU may keep decodes, and whose high-end GPU may take prompts whole.
+
+The paper names the limit in its section 6: once decoding on the high-end GPU is the bottleneck, splitting prompts
+cannot help. The Brain's two answers (`core/routing/split.py`) are switched on and off under two overloads: *prompts*,
+with the lengths of Azure's conversation trace, and *answers*, with those of LongWriter. Both engines run chunks, KV
+leaves layer by layer, and the host takes as long as today's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from potluck.catalog import workloads
+from potluck.core.policy import Policy
+from potluck.papers import cronus, fleets
+from potluck.perf.roofline import HOST_S
+from potluck.sim.load.lengths import draw
+from potluck.sim.load.workload import workload
+from potluck.sim.results.metrics import summarise
+from potluck.sim.run import simulate
+from potluck.sim.setup import Engine
+
+REQUESTS = 3000
+OVERLOADS = {"prompts": ("azure-conv", 9.0), "answers": ("longwriter", 4.5)}
+"""Lengths, and requests per second: more than the pair can serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    per_s: float
+    """Requests over the time until the last is answered."""
+    ttft_p90_s: float
+    kept: int
+    """Requests that ran on one GPU alone."""
+
+
+def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -> Outcome:
+    name, rate_per_s = OVERLOADS[overload]
+    rng = np.random.default_rng(seed)
+    prompts, outputs = draw(rng, workloads.workload(name).lengths, REQUESTS)
+    when_s = np.cumsum(rng.exponential(1.0 / rate_per_s, REQUESTS))
+    high, low = (fleets.node(gpu, cronus.NETWORK_GBPS) for gpu in (cronus.HIGH, setting.low))
+    on_high, on_low = (fleets.alone(node, setting.model) for node in (high, low))
+    pair = fleets.template("pair", "pair", [("prefill", on_low), ("mixed", on_high)])
+    engines = {
+        ("pair", 0): Engine(cronus.LOW_CHUNK_TOKENS, cronus.SLOTS, HOST_S),
+        ("pair", 1): Engine(cronus.CHUNK_TOKENS, cronus.SLOTS, HOST_S),
+    }
+    means = float(prompts.mean()), float(outputs.mean())
+    problem = fleets.problem(setting.model, (high, low), [(pair, 1)], engines, means)
+    result = simulate(problem, workload(fleets.MODEL, when_s, prompts, outputs), policy)
+    total = summarise(result).total
+    assert total.ttft_s is not None
+    records = result.records
+    kept = int((records.prefill_replica == records.decode_replica).sum())
+    return Outcome(REQUESTS / result.end_s, total.ttft_s.p90, kept)
+
+
+def policies() -> dict[str, Policy]:
+    """The paper's rule, with each of ours, and with both."""
+    return {
+        name: Policy(opportunistic=False, split_overflow=overflow, low_decodes=keeps)
+        for name, overflow, keeps in (
+            ("paper", False, False),
+            ("overflow", True, False),
+            ("low_decodes", False, True),
+            ("both", True, True),
+        )
+    }
