@@ -6,7 +6,8 @@ sleepers late now and then, which the next step makes up for. The spread of sing
 
 Then a pipeline of two emulated GPUs, each a process. Two groups of requests under way at once take as long as one of
 them alone if the stages overlap fully (1), or twice as long if not at all (2). A prompt of 2048 tokens in two
-micro-batches against one: 0.75 if time went with tokens and stages overlapped fully.
+micro-batches against one: 0.75 if time went with tokens and stages overlapped fully. Last the engine's loop over that
+pipeline, with two lanes against one: they win as far as a step of half the requests is shorter.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ import time
 from common import run
 from potluck.catalog import models, nodes
 from potluck.cli.emulate import emulation
+from potluck.core.batch import Limits
 from potluck.core.model import DenseFfn, FullAttention, Layer, Model
 from potluck.engine.checkpoint import Seeded
 from potluck.engine.config import Config
 from potluck.engine.executor import Draw, Executor, LocalExecutor
+from potluck.engine.loop import Loop
 from potluck.engine.paced import Paced, steps_of
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.pipeline.run import Run
+from potluck.engine.requests import Job, Token
 from potluck.engine.runner import Runner, Size, Work
 from potluck.engine.sample import Sampling
+from potluck.perf.phases import decode_step_s
 from potluck.perf.roofline import roofline
 from potluck.perf.step import StepTimer
 
@@ -72,7 +77,8 @@ def measure(quick: bool) -> dict[str, float]:
     figures["single_step_error_median"] = statistics.median(singles)
     figures["single_step_error_p90"] = singles[len(singles) * 9 // 10]
     figures["late_steps"] = float(late)
-    return figures | overlap(10 if quick else 30)
+    shape = (64, 500, 2.0) if quick else (128, 1000, 1.0)
+    return figures | overlap(10 if quick else 30) | lanes(*shape)
 
 
 def step_errors(
@@ -151,6 +157,47 @@ def overlap(rounds: int) -> dict[str, float]:
         "decode_two_lanes_over_one": both_s / alone_s,
         "prompt_two_micro_batches_over_one": prompt_s[2] / prompt_s[1],
     }
+
+
+def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
+    """The same pipeline behind the engine's loop, with a batch for each stage against one for both: output tokens per
+    second while all requests decode, over what `perf` says it should be."""
+    like = emulation("A10,A10:llama-3.1-8b", speed_up)
+    size = Size(requests + 4, requests * (context // 16 + 8), context + 100, 2048)
+    executor = launch(SMALL, like.stages(parse_stages("1,1")), size, seed=1, threads=1)
+    speeds = {}
+    for count in (1, 2):
+        executor.lanes = count
+        speeds[count] = decode_speed(executor, requests, context)
+    executor.shutdown()
+    stage = roofline(like.model, like.nodes[0][0], 1, layers=range(like.model.layer_count // 2), host_s=0.0)
+    alone, halved = (float(decode_step_s(stage, n, context)[0]) for n in (requests, requests // 2))
+    return {"loop_lanes_speed_up": speeds[2] / speeds[1], "loop_lanes_speed_up_predicted": alone / halved}
+
+
+def decode_speed(executor: Executor, requests: int, context: int) -> float:
+    """Tokens per second from when all have begun to decode."""
+    firsts: set[int] = set()
+    loop = Loop(
+        executor,
+        Limits(executor.size.blocks, 2048, requests),
+        lambda said: firsts.update(key for key, event in said if isinstance(event, Token)),
+    )
+    for key in range(requests):
+        prompt = tuple((key * 31 + place * 7) % 256 for place in range(context))
+        loop.submit(Job(key, prompt, output_tokens=90), 0.0)
+    while len(firsts) < requests:
+        loop.turn(0.0)
+    before, began = loop.counters.output_tokens, time.monotonic()
+    for _ in range(40 * len(loop.lanes.all)):
+        loop.turn(0.0)
+    speed = (loop.counters.output_tokens - before) / (time.monotonic() - began)
+    for key in range(requests):
+        loop.cancel(key, 0.0)
+    while loop.turn(0.0):
+        pass
+    loop.check()
+    return speed
 
 
 if __name__ == "__main__":

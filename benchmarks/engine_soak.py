@@ -14,7 +14,6 @@ import secrets
 import sys
 import time
 from collections import Counter
-from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
@@ -23,6 +22,7 @@ TARGETS = {
     "soak_wrongly_answered": ("==", 0.0),
     "soak_blocks_leaked": ("==", 0.0),
     "soak_requests_left": ("==", 0.0),
+    "soak_idle_checks": (">=", 1.0),
 }
 AT_ONCE = 48
 WORDS = (
@@ -146,23 +146,54 @@ class Soak:
         return _judged(status, text, output)
 
     async def _wrong(self, chance: random.Random) -> str:
-        bodies: list[Any] = [
-            {"model": "nobody", "prompt": "x"},
-            {"model": self._model, "prompt": [self._vocab]},
-            {"model": self._model, "prompt": "x" * 100_000},
-            {"model": self._model},
-            [],
+        """What must be refused with a 4xx and one line."""
+        source = {"url": self._url, "handle": secrets.token_urlsafe(32)}
+        asks: list[tuple[str, object]] = [
+            ("/v1/completions", {"model": "nobody", "prompt": "x"}),
+            ("/v1/completions", {"model": self._model, "prompt": [self._vocab]}),
+            ("/v1/completions", {"model": self._model, "prompt": "x" * 100_000}),
+            ("/v1/completions", {"model": self._model}),
+            ("/v1/completions", []),
+            ("/v1/chat/completions", {"model": self._model, "messages": [{"role": "king", "content": "x"}]}),
+            ("/segments", self._part("wrong", [1, 2, 3], stop=9)),
+            ("/segments", self._part("wrong", self._tokens(chance, 9), start=5, source=source, max_tokens=3)),
+            ("/kv", {"handle": "short"}),
+            ("/role", {"role": "king"}),
+            ("", b'{"model": "words", "prompt": "Once'),
+            ("", b"\xff\xfe"),
         ]
-        status, text = await self._post("/v1/completions", chance.choice(bodies))
-        return "refused" if status in (400, 404) and "error" in json.loads(text) else f"wrong: {status}"
+        path, body = chance.choice(asks)
+        if isinstance(body, bytes):
+            async with self._session.post(self._url + "/v1/completions", data=body) as reply:
+                status, text = reply.status, await reply.text()
+        else:
+            status, text = await self._post(path, body)
+        right = 400 <= status < 500 and "\n" not in json.loads(text)["error"]["message"]
+        return "refused" if right else f"wrong: {status} {text[-120:]}"
 
     async def _leave(self, chance: random.Random) -> str:
-        """A client that goes away: before the answer, or while it streams."""
+        """A client that goes away: before the answer, while it streams, or while a cache is on its way to it."""
+        if chance.random() < 0.2:
+            return await self._leave_hand_over(chance)
         body = {**self._body(chance), "prompt": self._text(chance), "max_tokens": 200, "ignore_eos": True}
         post = asyncio.create_task(self._read(body, chance.randrange(4)))
         await asyncio.wait([post], timeout=chance.random() * 0.3)
         post.cancel()
         await asyncio.gather(post, return_exceptions=True)
+        return "given up"
+
+    async def _leave_hand_over(self, chance: random.Random) -> str:
+        tokens, name, handle = self._tokens(chance, 3), secrets.token_hex(8), secrets.token_urlsafe(32)
+        cut, source = chance.randrange(1, len(tokens)), {"url": self._url, "handle": handle}
+        parts = [
+            self._part(name, tokens, stop=cut, handle=handle),
+            self._part(name, tokens, start=cut, source=source, max_tokens=100, ignore_eos=True),
+        ]
+        posts = [asyncio.create_task(self._post("/segments", part)) for part in parts]
+        await asyncio.wait(posts, timeout=chance.random() * 0.2)
+        for post in posts:
+            post.cancel()
+        await asyncio.gather(*posts, return_exceptions=True)
         return "given up"
 
     async def _read(self, body: dict[str, object], lines: int) -> None:
@@ -202,6 +233,7 @@ async def _run(url: str, model: str, count: int, seed: int) -> dict[str, float]:
                 break
             await asyncio.sleep(0.1)
         # The engine checks its blocks whenever it has been idle for a moment, and fails for good if one is lost.
+        before = status["checks"]
         await asyncio.sleep(2.5)
         async with session.get(url + "/status") as reply:
             status = await reply.json()
@@ -221,6 +253,7 @@ async def _run(url: str, model: str, count: int, seed: int) -> dict[str, float]:
         "soak_wrongly_answered": wrong + (status["state"] != "ready"),
         "soak_blocks_leaked": status["total_blocks"] - status["free_blocks"],
         "soak_requests_left": status["running"] + status["waiting"],
+        "soak_idle_checks": status["checks"] - before,
         "soak_preemptions": status["preemptions"],
         "soak_prefix_hit_share": status["prefix_hit_share"],
     }

@@ -1,16 +1,24 @@
-"""The prefix index against a plain model of it: what is found is kept, whole, and the least recent goes first."""
+"""The block pool against a plain list by recency that does the same by brute force."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from potluck.core.blocks import BlockIndex, Checkpoint, block_hashes
+from potluck.core.blocks import BlockPool, Checkpoint, Name, Placed, block_hashes
 from potluck.core.errors import InputError
 
 SIZE = 4
-PROMPTS = st.lists(st.integers(0, 1), max_size=30)
+PROMPTS = st.builds(
+    lambda blocks, rest: [token for block in blocks for token in [block] * SIZE] + rest,
+    st.lists(st.integers(0, 1), max_size=6),
+    st.lists(st.integers(0, 1), max_size=SIZE - 1),
+)
+"""Prompts that have much in common: of each block there are two."""
 
 
 def hashes(tokens: list[int]) -> tuple[int, ...]:
@@ -28,77 +36,298 @@ def test_blocks_share_a_name_exactly_when_all_up_to_them_is_the_same(one: list[i
     assert not set(a) & set(block_hashes(one, "another", SIZE))
 
 
-@settings(max_examples=200)
-@given(st.lists(st.tuples(st.booleans(), PROMPTS), max_size=40), st.integers(0, 8))
-def test_blocks_are_kept_as_a_list_by_recency_would(uses: list[tuple[bool, list[int]]], room: int) -> None:
-    index = BlockIndex(room * 10, block_tokens=SIZE)
-    recent: list[int] = []  # the model: names, most recent first
-    for keeps, tokens in uses:
-        names = list(hashes(tokens))
-        held = 0
-        while held < len(names) and names[held] in recent:
-            held += 1
-        if keeps:
-            new, gone = index.keep(names, 10)
-            names = names[:room]
-            assert [names[place] for place in new] == [name for name in names if name not in recent]
-            recent = names + [name for name in recent if name not in names]
-            assert set(gone) == set(recent[room:])
-            recent = recent[:room]
-        else:
-            most = len(tokens) - 1
-            found = index.longest(tokens, names, most)
-            assert found.blocks == min(held, max(most, 0) // SIZE)
-            assert found.tokens == found.blocks * SIZE
-            used = names[: found.blocks]
-            recent = used + [name for name in recent if name not in used]
-        assert len(index) == len(recent)
-        assert all(name in index for name in recent)
-        assert index.used_bytes == 10 * len(recent) <= room * 10
+class Plain:
+    """What the pool should do: entries by recency, most recent first; every use touches a whole chain."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.entries: list[Name] = []
+        self.before: dict[Name, Name | None] = {}
+        self.sizes: dict[Name, int] = {}
+        self.pins: dict[Name, int] = {}
+        self.transfers: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        used = sum(self.sizes[name] for name in self.entries)
+        return self.blocks - used - sum(self.transfers.values())
+
+    def use(self, chain: list[Name]) -> None:
+        self.entries = [*chain, *(name for name in self.entries if name not in chain)]
+
+    def evict(self, blocks: int, guard: Name | None) -> list[Name]:
+        gone: list[Name] = []
+        while self.free < blocks:
+            inner = {self.before[name] for name in self.entries}
+            able = [n for n in self.entries if n not in inner and not self.pins.get(n) and n != guard]
+            if not able:
+                break
+            gone.append(able[-1])
+            self.entries.remove(able[-1])
+        return gone
+
+    def lose(self, name: Name) -> set[Name]:
+        lost = {name}
+        while more := {n for n in self.entries if self.before[n] in lost} - lost:
+            lost |= more
+        self.entries = [n for n in self.entries if n not in lost]
+        for each in lost:
+            self.pins.pop(each, None)
+        return lost
 
 
-@settings(max_examples=200)
-@given(st.lists(st.tuples(st.booleans(), PROMPTS), max_size=40), st.integers(0, 60))
-def test_checkpoints_are_found_at_exact_lengths_only(uses: list[tuple[bool, list[int]]], room: int) -> None:
-    index = BlockIndex(room * 10, exact=True, block_tokens=SIZE)
-    kept: set[tuple[int, ...]] = set()
-    for keeps, tokens in uses:
-        names = hashes(tokens)
-        whole = len(names) * SIZE
-        if keeps and tokens:
-            index.keep(names, 10)
-            checkpoint, _ = index.keep_checkpoint(names, tokens[whole:], 25)
-            if checkpoint is not None:
-                assert checkpoint in index
-                kept.add(tuple(tokens))
-        else:
-            found = index.longest(tokens, names, len(tokens) - 1)
-            if found.tokens:
-                assert tuple(tokens[: found.tokens]) in kept
-                assert found.checkpoint in index
-                assert found.checkpoint == Checkpoint(
-                    names[found.blocks - 1] if found.blocks else 0,
-                    tuple(tokens[found.blocks * SIZE : found.tokens]),
-                )
-                assert all(name in index for name in names[: found.blocks])
-            longer = [
-                length for length in range(found.tokens + 1, len(tokens)) if tuple(tokens[:length]) in kept
-            ]
-            alive = [
+class PoolMachine(RuleBasedStateMachine):
+    """Both pools live through the same; `exact` and the size come from the subclasses."""
+
+    exact = False
+    size = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.size, exact=self.exact, block_tokens=SIZE)
+        self.plain = Plain(self.size)
+        self.heard: set[int] = set()
+        self.marked: set[int] = set()
+        self.places: dict[Name, tuple[int, ...]] = {}
+
+    def held(self, names: tuple[int, ...]) -> int:
+        count = 0
+        while count < len(names) and names[count] in self.plain.entries:
+            count += 1
+        return count
+
+    def went(self, gone: list[Placed], expected: Any) -> None:
+        assert [one.name for one in gone] == list(expected)
+        for one in gone:
+            assert self.places.pop(one.name) == one.places
+
+    @rule(tokens=PROMPTS, less=st.integers(0, 5))
+    def look(self, tokens: list[int], less: int) -> None:
+        names, most = hashes(tokens), len(tokens) - less
+        found = self.pool.longest(tokens, names, most)
+        depth = self.held(names)
+        if not self.exact:
+            blocks = min(depth, max(most, 0) // SIZE)
+            assert (found.tokens, found.blocks) == (blocks * SIZE, blocks)
+            self.plain.use(list(names[:blocks]))
+            return
+        lengths = (
+            [
                 length
-                for length in longer
-                if Checkpoint(
-                    names[length // SIZE - 1] if length >= SIZE else 0,
-                    tuple(tokens[length // SIZE * SIZE : length]),
-                )
-                in index
+                for length in range(max(most, -1) + 1)
+                for whole in range(length // SIZE + 1)
+                if whole <= depth
+                and Checkpoint(names[whole - 1] if whole else 0, tuple(tokens[whole * SIZE : length]))
+                in self.plain.entries
             ]
-            assert not alive
-        assert index.used_bytes <= room * 10
+            if most > 0
+            else []
+        )
+        assert found.tokens == max(lengths, default=0)
+        if most > 0:
+            assert found.shared_blocks == depth
+        if found.checkpoint is not None:
+            after = names[found.blocks - 1] if found.blocks else 0
+            assert found.checkpoint == Checkpoint(after, tuple(tokens[found.blocks * SIZE : found.tokens]))
+            self.plain.use([*names[: found.blocks], found.checkpoint])
+
+    @rule(tokens=PROMPTS)
+    def keep(self, tokens: list[int]) -> None:
+        names = hashes(tokens)
+        depth = self.held(names)
+        self.plain.use(list(names[:depth]))
+        gone = self.plain.evict(len(names) - depth, names[depth - 1] if depth else None)
+        fitting = names[: depth + self.plain.free]
+        new, went = self.pool.keep(names)
+        self.went(went, gone)
+        assert [one.name for one in new] == list(fitting[depth:])
+        self.places.update({one.name: one.places for one in new})
+        for place, name in enumerate(fitting):
+            self.plain.before[name] = fitting[place - 1] if place else None
+            self.plain.sizes[name] = 1
+        self.plain.use(list(fitting))
+
+    @precondition(lambda self: self.exact)
+    @rule(tokens=PROMPTS, blocks=st.integers(1, 3), split=st.booleans())
+    def keep_checkpoint(self, tokens: list[int], blocks: int, split: bool) -> None:
+        names = hashes(tokens)
+        rest = tokens[len(names) * SIZE :] if split else []
+        name = Checkpoint(names[-1] if names else 0, tuple(rest))
+        placed, gone = self.pool.keep_checkpoint(names, rest, blocks)
+        if self.held(names) < len(names) or len(names) + blocks > self.size:
+            assert (placed, gone) == (None, [])
+            return
+        if name in self.plain.entries:
+            assert (placed, gone) == (None, [])
+            self.plain.use([*names, name])
+            return
+        expected = self.plain.evict(blocks, names[-1] if names else None)
+        self.went(gone, expected)
+        if self.plain.free < blocks:
+            assert placed is None
+            return
+        assert placed is not None
+        assert placed.name == name
+        assert len(placed.places) == blocks
+        self.places[name] = placed.places
+        self.plain.before[name], self.plain.sizes[name] = (names[-1] if names else None), blocks
+        self.plain.use([*names, name])
+
+    @precondition(lambda self: self.plain.entries)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.plain.entries))
+        self.pool.pin(name)
+        self.plain.pins[name] = self.plain.pins.get(name, 0) + 1
+
+    @precondition(lambda self: any(self.plain.pins.values()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from([name for name, pins in self.plain.pins.items() if pins]))
+        self.pool.unpin(name)
+        self.plain.pins[name] -= 1
+
+    @rule(key=st.integers(0, 2), blocks=st.integers(1, 4))
+    def transfer(self, key: int, blocks: int) -> None:
+        if key in self.plain.transfers:
+            with pytest.raises(InputError):
+                self.pool.transfer(key, blocks)
+            return
+        expected = self.plain.evict(blocks, None)
+        places, gone = self.pool.transfer(key, blocks)
+        self.went(gone, expected)
+        if self.plain.free < blocks:
+            assert places is None
+        else:
+            assert places is not None
+            assert len(places) == blocks
+            self.plain.transfers[key] = blocks
+
+    @rule(key=st.integers(0, 2))
+    def finish(self, key: int) -> None:
+        self.pool.finish(key)
+        self.plain.transfers.pop(key, None)
+
+    @rule(key=st.integers(0, 2), tokens=PROMPTS)
+    def adopt(self, key: int, tokens: list[int]) -> None:
+        names = hashes(tokens)
+        if len(names) > self.plain.transfers.get(key, 0) or key not in self.plain.transfers:
+            if names:
+                with pytest.raises(InputError):
+                    self.pool.adopt(key, names)
+            return
+        depth = self.held(names)
+        new = self.pool.adopt(key, names)
+        assert [one.name for one in new] == list(names[depth:])
+        self.places.update({one.name: one.places for one in new})
+        del self.plain.transfers[key]
+        for place, name in enumerate(names):
+            self.plain.before[name], self.plain.sizes[name] = (names[place - 1] if place else None), 1
+        self.plain.use(list(names))
+
+    @precondition(lambda self: self.plain.entries)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.plain.entries))
+        gone = self.pool.drop(name)
+        assert {one.name for one in gone} == self.plain.lose(name)
+        for one in gone:
+            del self.places[one.name]
+
+    @rule(whole=st.booleans())
+    def hear(self, whole: bool) -> None:
+        """The world keeps up, by changes or by a snapshot."""
+        if whole:
+            found = self.pool.everything()
+            self.heard, self.marked = set(), set()
+            assert not self.pool.changes()
+        else:
+            found = self.pool.changes()
+            assert not set(found.added) & self.heard
+            assert set(found.removed) <= self.heard
+        self.heard = (self.heard | set(found.added)) - set(found.removed)
+        self.marked = (self.marked | set(found.marked)) - set(found.unmarked)
+        assert self.heard == {name for name in self.plain.entries if isinstance(name, int)}
+        assert self.marked == {
+            n.after for n in self.plain.entries if isinstance(n, Checkpoint) and n.after and not n.rest
+        }
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check()
+        assert set(self.pool.names()) == set(self.plain.entries)
+        assert self.pool.free_blocks == self.plain.free >= 0
+        assert self.pool.transfer_blocks == sum(self.plain.transfers.values())
+        assert all(self.pool.places(name) == places for name, places in self.places.items())
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+class ExactMachine(PoolMachine):
+    exact = True
+    size = 9
+
+
+COURSE = settings(max_examples=50, stateful_step_count=50, deadline=None)
+TestPool = PoolMachine.TestCase
+TestPool.settings = COURSE
+TestExactPool = ExactMachine.TestCase
+TestExactPool.settings = COURSE
+
+
+def test_a_hybrid_model_resumes_at_exact_lengths_only() -> None:
+    """Twelve shared tokens are there, but the state was put aside after eight: eight can be resumed."""
+    tokens = list(range(20))
+    names = block_hashes(tokens, "m", SIZE)
+    full, hybrid = BlockPool(8, block_tokens=SIZE), BlockPool(8, exact=True, block_tokens=SIZE)
+    for pool in (full, hybrid):
+        pool.keep(names[:3])
+    hybrid.keep_checkpoint(names[:2], (), 2)
+    assert full.longest(tokens, names, 19).tokens == 12
+    found = hybrid.longest(tokens, names, 19)
+    assert (found.tokens, found.blocks, found.shared_blocks) == (8, 2, 3)
+    assert hybrid.longest(tokens, names, 7).tokens == 0
+
+
+def test_a_block_is_as_recent_as_what_was_behind_it() -> None:
+    pool = BlockPool(3, block_tokens=SIZE)
+    pool.keep((1, 2))
+    pool.keep((3,))
+    pool.pin(3)
+    pool.longest((), (1, 2), 2 * SIZE)
+    assert [one.name for one in pool.keep((4,))[1]] == [2]
+    pool.unpin(3)
+    assert [one.name for one in pool.keep((5,))[1]] == [3], "1 was used later, as part of (1, 2)"
+
+
+def test_to_keep_a_checkpoint_again_is_a_use() -> None:
+    pool = BlockPool(3, exact=True, block_tokens=SIZE)
+    for token in (1, 2, 3):
+        pool.keep_checkpoint((), (token,), 1)
+    assert pool.keep_checkpoint((), (1,), 1) == (None, [])
+    assert [one.name for one in pool.keep_checkpoint((), (4,), 1)[1]] == [Checkpoint(0, (2,))]
+
+
+def test_a_corrupted_count_is_noticed() -> None:
+    pool = BlockPool(4, block_tokens=SIZE)
+    pool.keep(block_hashes(list(range(12)), "m", SIZE))
+    pool.check()
+    pool._free.append(pool._free[-1])
+    with pytest.raises(AssertionError, match="4 blocks"):
+        pool.check()
+
+
+def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(InputError):
-        BlockIndex(-1)
-    assert BlockIndex(0).keep((1, 2), 10) == ([], [])
-    assert BlockIndex(5).keep_checkpoint((), (1,), 10) == (None, [])
+        BlockPool(-1)
+    pool = BlockPool(0)
+    assert pool.keep((1, 2)) == ([], [])
+    assert BlockPool(5).keep_checkpoint((), (1,), 6) == (None, [])
+    pool = BlockPool(5)
+    pool.keep((1, 2))
+    for names in ((7, 8, 1), (4, 4)):
+        with pytest.raises(InputError, match="chained"):
+            pool.keep(names)
+    with pytest.raises(InputError, match="not kept"):
+        pool.pin(9)
+    with pytest.raises(InputError, match="unpinned"):
+        pool.unpin(1)
+    pool.check()

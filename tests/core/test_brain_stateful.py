@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from potluck.core.actions import Recount
 from potluck.core.brain import Brain
 from potluck.core.events import (
     Arrived,
@@ -86,6 +87,8 @@ class Everything(RuleBasedStateMachine):
         self.policy = POLICIES[place]
         self.world = build.World(Brain(FACTS, self.policy))
         self.number = 0
+        self.caches: dict[str, tuple[frozenset[int], int]] = {}
+        """Replica to (blocks held, reports made). A replica that comes back under its name goes on counting."""
         if first:
             self.world.plan(PLANS[first])
 
@@ -178,11 +181,27 @@ class Everything(RuleBasedStateMachine):
         self.world.tell(LinkReported("far", "near", use, queued, gbps))
 
     @precondition(lambda self: self.world.members)
-    @rule(data=st.data(), chain=st.integers(1, 3), depth=st.integers(1, 20), gone=st.booleans())
-    def cached(self, data: st.DataObject, chain: int, depth: int, gone: bool) -> None:
+    @rule(
+        data=st.data(),
+        chain=st.integers(1, 3),
+        depth=st.integers(1, 20),
+        gone=st.booleans(),
+        lost=st.sampled_from([False, False, False, True]),
+    )
+    def cached(self, data: st.DataObject, chain: int, depth: int, gone: bool, lost: bool) -> None:
+        """A cache reports, or its report is lost; whoever is asked for all it holds says so at once."""
         blocks = tuple(chain * 100 + place for place in range(depth))
         replica = self.any_of(data, self.world.members)
-        self.world.tell(Cached(replica, () if gone else blocks, blocks if gone else ()))
+        held, sequence = self.caches.get(replica, (frozenset(), 0))
+        held = held - set(blocks) if gone else held | set(blocks)
+        self.caches[replica] = held, sequence + 1
+        if lost:
+            return
+        event = Cached(replica, sequence + 1, () if gone else blocks, blocks if gone else ())
+        for action in self.world.tell(event):
+            if isinstance(action, Recount):
+                assert action.replica == replica
+                assert not self.world.tell(Cached(replica, sequence + 1, tuple(sorted(held)), whole=True))
 
     @rule(
         name=st.sampled_from(["q1", "q2", "nobody"]), replica=st.sampled_from(["nowhere", "plain@near#0/0"])

@@ -111,8 +111,8 @@ def test_cached_tokens_do_not_count_as_long() -> None:
     world = build.world(LENGTHS)
     blocks = tuple(range(1, 3000 // 16))
     assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]
-    world.tell(Cached("p@near#2/0", blocks, ()))
-    world.tell(Cached("p@near#1/0", blocks, ()))  # one of the two is there, whatever its number
+    world.tell(Cached("p@near#2/0", 1, blocks))
+    world.tell(Cached("p@near#1/0", 1, blocks))  # one of the two is there, whatever its number
     assert regions(world, sent(world, 3000, blocks)) == ["near", "near"]
 
 
@@ -121,7 +121,7 @@ def test_with_bandwidth_to_spare_a_far_prefix_is_fetched() -> None:
     far = next(name for name, member in world.members.items() if member.region == "far")
     near = next(name for name, m in world.members.items() if m.region == "near" and m.template == "p")
     blocks = tuple(range(1, 1 + 2880 // 16))
-    world.tell(Cached(far, blocks, ()))
+    world.tell(Cached(far, 1, blocks))
     assert regions(world, sent(world, 3000, blocks)) == ["far", "near"]  # scarce: far has it, and it is long
     world.tell(CLEAR)
     run = sent(world, 3000, blocks)
@@ -144,20 +144,20 @@ def test_requests_follow_their_prefix_until_waiting_costs_more() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
     warm = "mix@near#2/0"
-    world.tell(Cached(warm, blocks, ()))
+    world.tell(Cached(warm, 1, blocks))
     # Each saves 0.16 s of prefill there and adds 0.01 s for the next; beyond its batch of 8 they would wait longer.
     assert {sent(world, 1700, blocks).route.decoder for _ in range(8)} == {warm}
-    world.tell(Cached(warm, (), blocks))
+    world.tell(Cached(warm, 2, (), blocks))
     assert sent(world, 1700, tuple(-b for b in blocks)).route.decoder != warm  # nothing of it is cached there
     cold = build.world(AGGREGATED, Policy(affinity=0.0))
-    cold.tell(Cached(warm, blocks, ()))
+    cold.tell(Cached(warm, 1, blocks))
     assert len({sent(cold, 1700, blocks).route.decoder for _ in range(4)}) == 4
 
 
 def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
     world = build.world(AGGREGATED)
     blocks = tuple(range(1, 1 + 1600 // 16))
-    world.tell(Cached("mix@near#2/0", blocks, ()))
+    world.tell(Cached("mix@near#2/0", 1, blocks))
     counts = Counter(sent(world, 1700, blocks).route.decoder for _ in range(40))
     assert len(counts) == 4
     assert max(counts.values()) <= 16
@@ -165,7 +165,7 @@ def test_a_hot_prefix_does_not_pile_up_on_one_replica() -> None:
 
 def test_what_has_no_blocks_never_asks_the_index() -> None:
     world = build.world(AGGREGATED)
-    world.tell(Cached("mix@near#2/0", tuple(range(100)), ()))
+    world.tell(Cached("mix@near#2/0", 1, tuple(range(100))))
     assert len({sent(world, 1700).route.decoder for _ in range(4)}) == 4
 
 

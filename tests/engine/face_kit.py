@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, ClientTimeout
 from aiohttp.test_utils import TestServer
 from engine_models import KINDS, VOCAB
 from tokenizers import Tokenizer
@@ -89,7 +89,7 @@ class Client:
 async def face(service: Service, key: str | None = None) -> AsyncIterator[Client]:
     server = TestServer(build(service, key))
     await server.start_server()
-    async with ClientSession() as session:
+    async with ClientSession(timeout=ClientTimeout(total=60)) as session:
         client = Client(service, session, str(server.make_url("")).rstrip("/"), key)
         try:
             yield client

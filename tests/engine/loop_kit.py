@@ -9,7 +9,7 @@ from engine_models import KINDS, VOCAB, prompt
 from potluck.core.batch import Limits
 from potluck.engine.checkpoint import Seeded
 from potluck.engine.config import Config
-from potluck.engine.executor import LocalExecutor
+from potluck.engine.executor import Executor, LocalExecutor
 from potluck.engine.handover import Manifest, Parcel
 from potluck.engine.loop import Loop
 from potluck.engine.prefix import PrefixCache
@@ -34,9 +34,10 @@ class Desk:
         chunk: int | None = None,
         prefix_bytes: int = 0,
         lease_s: float = 60.0,
+        executor: Executor | None = None,
     ) -> None:
         size = Size(rows, blocks, max_tokens, 512)
-        self.executor = LocalExecutor(Runner(config, Seeded(7), size), size)
+        self.executor = executor or LocalExecutor(Runner(config, Seeded(7), size), size)
         limits = Limits(blocks, max(budget, max_running), max_running, chunk)
         self.prefixes = PrefixCache(config, prefix_bytes, self.executor.fingerprint)
         self.said: dict[int, list[Event]] = {}

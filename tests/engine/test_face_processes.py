@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import subprocess
@@ -30,12 +31,13 @@ TOKENS, OUTPUT = prompt(90), 10
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An engine in a process of its own, with the same made-up weights as ours."""
+    """An engine in a process of its own, with the same made-up weights as ours, and other chunks."""
     folder = tmp_path_factory.mktemp("engine") / NAME
     folder.mkdir()
     write_config(folder, KINDS["hybrid"])
     letters()._tokenizer.save(str(folder / "tokenizer.json"))
     options = ["--random-weights", "7", "--port", "0", "--max-tokens", "512", "--threads", "1", "--json"]
+    options += ["--chunk-tokens", "7", "--prefix-cache-mb", "0"]
     command = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--model", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -49,14 +51,11 @@ def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None
     expected = desk("hybrid").answer(TOKENS, OUTPUT)
 
     async def scene() -> None:
-        async with face(make_service()) as here, ClientSession() as session:
+        async with face(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
             there = Client(here.service, session, address, None)
-            for sender, receiver, cut in (
-                (here, there, 41),
-                (there, here, 64),
-                (here, there, 90),
-                (there, here, 1),
-            ):
+            ways = [(here, there), (there, here)]
+            cuts = (1, 2, 15, 16, 17, 31, 41, 64, 89, 90)
+            for (sender, receiver), cut in itertools.product(ways, cuts):
                 handle = new_handle()
                 source = {"url": sender.url, "handle": handle}
                 (a, sent), (b, got) = await asyncio.gather(
@@ -65,16 +64,22 @@ def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None
                 )
                 assert (a, b) == (200, 200), (sent, got)
                 assert tokens_in(got) == expected
-            # One process cuts, the other goes on, the first ends.
-            one, two = new_handle(), new_handle()
-            replies = await asyncio.gather(
-                here.segment(TOKENS, stop=20, handle=one),
-                there.segment(TOKENS, start=20, stop=70, source={"url": here.url, "handle": one}, handle=two),
-                here.segment(TOKENS, start=70, max_tokens=OUTPUT, source={"url": there.url, "handle": two}),
-            )
-            assert tokens_in(replies[2][1]) == expected
+            # One process cuts, the other goes on, the first ends; with others beside them.
+            for first, second in ((20, 70), (16, 17), (3, 89)):
+                one, two = new_handle(), new_handle()
+                from_one, from_two = {"url": here.url, "handle": one}, {"url": there.url, "handle": two}
+                *_, (status, lines) = await asyncio.gather(
+                    *(here.segment(prompt(30, place), max_tokens=9) for place in range(4)),
+                    *(there.segment(prompt(50, place), max_tokens=9) for place in range(4)),
+                    here.segment(TOKENS, stop=first, handle=one),
+                    there.segment(TOKENS, start=first, stop=second, source=from_one, handle=two),
+                    here.segment(TOKENS, start=second, max_tokens=OUTPUT, source=from_two),
+                )
+                assert status == 200, lines
+                assert tokens_in(lines) == expected
             _, status = await there.get("/status")
             assert (status["running"], status["waiting"]) == (0, 0)
+            assert status["free_blocks"] == status["total_blocks"]
 
     played(scene)
 

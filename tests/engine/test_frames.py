@@ -98,14 +98,30 @@ def test_stop_strings_are_found_across_any_cut(text: str, stops: list[str], cuts
         shown += scanner.feed(text[start:stop])
         # Shown text is final: it is never taken back.
         assert text.startswith(shown)
-    first = min((text.index(stop) for stop in stops if stop in text), default=None)
-    if first is None:
-        assert scanner.found is None
+    found = first_complete(text, stops)
+    assert scanner.found == found[1]
+    if found[1] is None:
         assert shown + scanner.rest() == text
     else:
-        assert shown == text[:first]
-        assert text.startswith(scanner.found or "?", first)
+        assert shown == text[: found[0]]
         assert scanner.feed("more") == scanner.rest() == ""
+
+
+def first_complete(text: str, stops: list[str]) -> tuple[int, str | None]:
+    """Where the stop string begins that is complete first, the longest of those; by trying every character."""
+    for end in range(len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return end - len(longest), longest
+    return len(text), None
+
+
+def test_a_stop_that_is_complete_ends_it_whatever_began_before() -> None:
+    for pieces in (["aba"], ["ab", "a"], ["a", "b", "a"]):
+        scanner = StopScanner(["aba", "b"])
+        assert "".join(map(scanner.feed, pieces)) == "a"
+        assert scanner.found == "b"
 
 
 def test_nothing_is_held_back_without_need() -> None:

@@ -22,14 +22,9 @@ def expected() -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("chunk", [7, 64])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_chunks_do_not_matter(kind: str, chunk: int, expected: dict[str, list[int]]) -> None:
     assert desk(kind, chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected[kind]
-
-
-@pytest.mark.parametrize("chunk", [1, 512])
-def test_neither_do_the_extremes(chunk: int, expected: dict[str, list[int]]) -> None:
-    assert desk("hybrid", chunk=chunk).answer(prompt(LENGTH), OUTPUT) == expected["hybrid"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,7 +43,7 @@ def test_neighbours_do_not_matter(kind: str, expected: dict[str, list[int]]) -> 
     assert all(engine.end(key).reason == "length" for key in keys)
 
 
-@pytest.mark.parametrize("kind", ["full-fancy", "hybrid"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_preemption_does_not_matter(kind: str) -> None:
     # The important one grows into what the other has.
     engine = desk(kind, blocks=22)
@@ -242,6 +237,43 @@ def test_a_worker_that_is_lost_fails_its_own_requests_only() -> None:
     assert [engine.end(key).reason for key in keys] == ["length", "error", "length"]
     assert engine.end(keys[1]).problem == "worker 1 is gone"
     assert engine.tokens(keys[2]) == desk("full").answer(prompt(20, 2), 10)
+
+
+def test_a_prefix_that_cannot_be_read_out_is_not_kept_and_harms_nobody() -> None:
+    engine = desk("full", prefix_bytes=1_000_000)
+
+    def gone(*_: object) -> object:
+        raise WorkerLost([], "worker 1 is gone")
+
+    engine.executor.export = gone  # type: ignore[method-assign, assignment]
+    assert engine.answer(prompt(LENGTH), OUTPUT) == desk("full").answer(prompt(LENGTH), OUTPUT)
+    assert engine.prefixes.used_bytes == 0
+    # A cache that was to be fetched from there ends in an error that says so.
+    key = engine.submit(prompt(40), stop=40)
+    engine.run()
+    engine.loop.attach(key, 0, engine.now_s)
+    end = engine.end(key)
+    assert (end.reason, end.problem, end.again) == ("error", "worker 1 is gone", True)
+    engine.loop.check()
+
+
+def test_no_worker_for_a_cache_that_comes_in_ends_that_request_only() -> None:
+    engine = desk("full")
+    begun, key = engine.submit(prompt(20), 10), engine.submit(prompt(40), 4, start=30)
+    engine.turn()
+    opened = engine.executor.open
+
+    def none() -> int:
+        raise CapacityError("no worker is left")
+
+    engine.executor.open = none  # type: ignore[method-assign]
+    engine.loop.want(key)
+    engine.turn()
+    assert engine.end(key).again
+    engine.executor.open = opened  # type: ignore[method-assign]
+    engine.run()
+    assert engine.end(begun).reason == "length"
+    engine.loop.check()
 
 
 def test_what_can_never_run_is_refused() -> None:

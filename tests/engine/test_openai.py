@@ -287,3 +287,19 @@ def test_a_models_own_template_is_used_and_cannot_reach_out() -> None:
     ):
         with pytest.raises(InputError, match="messages"):
             Text(base._tokenizer, bad).chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // 0 }}", "{{ messages[9].role.x }}", "{% nonsense %}", "{{ raise_exception('no') }}"]
+)
+def test_what_a_template_cannot_do_with_messages_is_one_line(template: str) -> None:
+    with pytest.raises(InputError, match="messages"):
+        Text(letters()._tokenizer, template).chat([{"role": "user", "content": "Hello"}])
+
+
+def test_templates_may_leave_their_loops() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    said = [{"role": "user", "content": word} for word in ("one", "two")]
+    assert Text(letters()._tokenizer, template).chat(said) == "one"

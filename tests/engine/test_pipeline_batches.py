@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.engine.pipeline.batches import LEAST_TOKENS, cut
+from potluck.engine.pipeline.launch import lanes_of, parse_stages
 from potluck.engine.step import Work
 
 SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=1, max_size=24)
@@ -54,3 +56,10 @@ def test_decodes_are_shared_out_and_one_alone_is_not() -> None:
 def test_a_long_chunk_is_spread_over_the_stages() -> None:
     found = cut([Work(0, 10, [0] * 400)], [(0,)], 4, 100)
     assert [len(batch[0].part.tokens) for batch in found] == [100] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "lanes"), [("4", 1), ("3,3", 2), ("2,4", 1), ("2,2,2", 3), ("1,3x2,1,1", 2), ("1,1,1,1", 4)]
+)
+def test_no_more_batches_go_round_than_the_slowest_stage_has_time_for(text: str, lanes: int) -> None:
+    assert lanes_of(parse_stages(text)) == lanes

@@ -78,7 +78,9 @@ def test_a_worker_that_dies_between_steps_loses_its_own_requests(
         keep_stepping(loop)
     assert sorted(caught.value.rows) == sorted(has)
     assert 0 < len(has) < len(loop.rows)
-    assert victim.name in processes.health()
+    assert processes.health() == ""
+    assert "1 of 4 workers are lost" in processes.degraded()
+    assert victim.name in processes.degraded()
     assert processes.notes()["pipeline_workers_lost"] == 1
     go_on_without(loop, caught.value.rows, expected)
     processes.check()
@@ -116,6 +118,8 @@ def test_a_worker_that_hangs_is_given_up_and_without_workers_nothing_begins(
     loop.close()
     with pytest.raises(CapacityError, match="no worker is left: stage 1 worker"):
         processes.open()
+    assert processes.health().startswith("stage 1 has no worker left")
+    assert processes.degraded() == ""
     processes.check()
 
 

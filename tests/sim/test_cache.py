@@ -5,9 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.core.block_values import Changes
 from potluck.sim.replicas.cache import PrefixCache
 
 CHAINS = [tuple(range(10 * group, 10 * group + length)) for group in range(4) for length in (1, 2, 4, 7)]
+
+
+def _place(block: int) -> int:
+    return block % 10 + 1
+
+
+def _up_to(block: int) -> tuple[int, ...]:
+    """The prompt that ends with a block."""
+    return tuple(range(block - block % 10, block + 1))
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHAINS), st.integers(0, 25)), max_size=40), st.booleans())
@@ -18,6 +28,7 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
     order: list[int] = []
     """Reference: most recent last; of one prompt, its beginning last."""
     told: set[int] = set()
+    marked: set[int] = set()
     for chain, room in uses:
         cache.keep(chain)
         cache.shrink(room * 16)
@@ -33,9 +44,18 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
             else:
                 assert cache.match(each) == depth
         if len(order) % 2:
-            for added, removed, _ in cache.news():
-                told = (told - set(removed)) | set(added)
+            changes = cache.changes()
+            told = (told - set(changes.removed)) | set(changes.added)
+            marked = (marked - set(changes.unmarked)) | set(changes.marked)
             assert told == set(order)
+            assert marked == {
+                block for block in order if exact and cache.match(_up_to(block)) == _place(block)
+            }
+        if len(order) % 5 == 0:
+            everything = cache.everything()
+            told, marked = set(everything.added), set(everything.marked)
+            assert told == set(order)
+            assert not cache.changed
 
 
 def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
@@ -48,19 +68,20 @@ def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
     cache.shrink(1000)
     assert cache.match((1, 2, 9)) == 2
     assert cache.held_tokens == 3 * 16 + 2 * 8
-    assert cache.news() == [((1, 2, 3), (), (48,))]
+    assert cache.changes() == Changes((1, 2, 3), (), (3, 2), ())
     cache.keep((1, 2, 3, 4))
     cache.shrink(1000)
-    assert cache.news() == [((4,), (), (32, 48, 64))]
+    assert cache.changes() == Changes((4,), (), (4,), ())
+    assert cache.everything() == Changes((1, 2, 3, 4), (), (4, 3, 2), ())
     cache.shrink(0)
     assert (len(cache), cache.held_tokens) == (0, 0)
-    assert cache.news() == [((), (4, 3, 2, 1), ())]
+    assert cache.changes() == Changes((), (4, 3, 2, 1), (), (4, 3, 2))
 
 
 def test_what_came_and_went_unseen_is_told_as_gone() -> None:
     cache = PrefixCache(16)
     cache.keep((1, 2))
     cache.shrink(16)
-    assert cache.news() == [((1,), (2,), ())]
+    assert cache.changes() == Changes((1,), (2,))
     assert not cache.changed
-    assert cache.news() == []
+    assert not cache.changes()

@@ -12,6 +12,7 @@ from potluck.cli.emulate import executor_maker
 from potluck.core.errors import InputError
 from potluck.core.model import Model
 
+MB = 1_000_000
 KEY_VARIABLE = "POTLUCK_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -45,6 +46,10 @@ def engine() -> None:
 @click.option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
 @click.option("--prefix-cache-mb", default=64, show_default=True, type=click.IntRange(0), help="0: none.")
 @click.option(
+    "--prefix-cache-dir", type=click.Path(path_type=Path), help="Further prefixes go to files here."
+)
+@click.option("--prefix-cache-disk-mb", default=1000, show_default=True, type=click.IntRange(1))
+@click.option(
     "--deadline-s", default=600.0, show_default=True, type=click.FloatRange(1), help="Of a request."
 )
 @click.option("--lease-s", default=60.0, show_default=True, type=click.FloatRange(0.1), help="Of a handle.")
@@ -63,6 +68,7 @@ def serve(
     as_json: bool,
     api_key_file: Path | None,
     prefix_cache_mb: int,
+    prefix_cache_disk_mb: int,
     deadline_s: float,
     lease_s: float,
     stages: str | None,
@@ -102,7 +108,11 @@ def serve(
         threads=layout["threads"],  # type: ignore[arg-type]
         kv_blocks=layout["kv_blocks"],  # type: ignore[arg-type]
     )
-    settings = Settings(prefix_cache_bytes=prefix_cache_mb * 1_000_000, **layout)  # type: ignore[arg-type]
+    layout |= {
+        "prefix_cache_bytes": prefix_cache_mb * MB,
+        "prefix_cache_disk_bytes": prefix_cache_disk_mb * MB,
+    }
+    settings = Settings(**layout)  # type: ignore[arg-type]
     service = assemble(
         directory,
         described(directory),

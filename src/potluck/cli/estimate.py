@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,21 @@ import click
 
 from potluck.cli.render import bytes_, count, emit_json, percent, seconds, table, usd
 from potluck.core.errors import InputError
-from potluck.core.types import Role, Slo
+from potluck.core.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
     from potluck.core.model import Model
     from potluck.perf.estimate import Estimate
+    from potluck.perf.profile import Profile
+
+
+profile_option = click.option(
+    "--profile",
+    "profile_paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Step times that `potluck profile` measured; may be repeated.",
+)
 
 
 @click.command()
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--role", type=click.Choice(["mixed", "prefill", "decode"]), default="mixed", show_default=True)
 @click.option("--price", "price_usd_per_h", type=float, help="USD per hour of the node; else the catalog's.")
 @click.option("--region", help="Take the catalog's price of this region, such as aws/us-east-1.")
+@profile_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def estimate(
     model_name: str,
@@ -39,6 +51,7 @@ def estimate(
     role: Role,
     price_usd_per_h: float | None,
     region: str | None,
+    profile_paths: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """How fast a node serves a model, how much fits, and what a million tokens cost.
@@ -53,10 +66,10 @@ def estimate(
     from potluck.catalog import nodes
     from potluck.perf.estimate import estimate as estimate_node
 
-    node = nodes.node_type(node_name)
+    node, model = nodes.node_type(node_name), find_model(model_name)
     price, price_from = _price(node.name, price_usd_per_h, region)
     found = estimate_node(
-        find_model(model_name),
+        model,
         node,
         input_tokens=input_tokens,
         output_tokens=output_tokens,
@@ -64,11 +77,32 @@ def estimate(
         slo=_slo(ttft_ms, tpot_ms),
         price_usd_per_h=price,
         role=role,
+        profiles=read_profiles(profile_paths, [model], [node]),
     )
     if as_json:
         emit_json(_as_json(found, input_tokens, output_tokens, price_from))
     else:
         _show(found, input_tokens, output_tokens, price_from)
+
+
+def read_profiles(
+    paths: Sequence[Path], models: Sequence[Model], nodes: Sequence[NodeType]
+) -> tuple[Profile, ...]:
+    """The profiles in some files; one that is of no model or GPU in question is an error, not ignored."""
+    from potluck.perf.profile import profile_for, profile_from_json
+
+    found = []
+    for path in paths:
+        try:
+            profile = profile_from_json(path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("--profile", f"{path} cannot be read") from error
+        if not any(profile_for([profile], model, node, profile.tp) for model in models for node in nodes):
+            raise InputError(
+                "--profile", f"{path} is of {profile.model} on {profile.gpu}, which is not asked about"
+            )
+        found.append(profile)
+    return tuple(found)
 
 
 def find_model(name: str) -> Model:

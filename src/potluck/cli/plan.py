@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from potluck.cli.estimate import profile_option, read_profiles
 from potluck.cli.plan_show import Compared, show_compared, show_plan, show_reasons
 from potluck.cli.progress import progress
 from potluck.cli.rehearse import rehearsal_json, rehearsal_options, rehearsed, show_rehearsal
@@ -66,6 +67,7 @@ def _options(command: Command) -> Command:
 @click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
 @click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@profile_option
 @rehearsal_options
 @click.option(
     "--trace",
@@ -82,6 +84,7 @@ def plan(
     pinned: tuple[str, ...],
     init_penalty: float,
     explained: bool,
+    profile_paths: tuple[Path, ...],
     trace_path: Path | None,
     seed: int,
     time_limit_s: float,
@@ -111,6 +114,7 @@ def plan(
         require_kind(trace_path)
     spec = read_spec(spec_path)
     problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
+    problem = _measured(problem, profile_paths)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
@@ -263,6 +267,12 @@ def load_problem(
             raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
         problem = without_nodes(problem, region, node, int(match["count"]))
     return problem
+
+
+def _measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
+    """With the step times in profiles, where they apply."""
+    found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
+    return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
 
 
 def node_name(problem: Problem, name: str, field: str) -> str:

@@ -66,6 +66,12 @@ class Replan(NamedTuple):
     reason: str
 
 
+class Recount(NamedTuple):
+    """Ask a replica for all that its prefix cache holds: a report was lost. `Cached` with `whole` answers."""
+
+    replica: str
+
+
 class Move(NamedTuple):
     """Copy a hot prefix to another replica (the cache-rebalancing of PrfaaS 3.2)."""
 
@@ -74,4 +80,4 @@ class Move(NamedTuple):
     target: str
 
 
-Action = Run | Refuse | Abandon | Start | Drain | Stop | Flip | Replan | Move
+Action = Run | Refuse | Abandon | Start | Drain | Stop | Flip | Replan | Recount | Move

@@ -29,13 +29,13 @@ from typing import Any
 
 from potluck.core import events as told
 from potluck.core.actions import Abandon, Action, Drain, Flip, RefusalReason, Refuse, Start, Stop
+from potluck.core.caches import Caches
 from potluck.core.facts import Facts
 from potluck.core.fleet import Fleet, View
 from potluck.core.flight import RUNNING, WAITING, Flight
 from potluck.core.policy import Policy
 from potluck.core.recovery import QUARANTINE_S, Held, concerns, verdict
 from potluck.core.routing.affinity import Affinity
-from potluck.core.routing.prefix import PrefixIndex
 from potluck.core.routing.router import SENT, Answer, Router
 from potluck.core.routing.split import MOST_IN_LOW
 from potluck.core.routing.table import ModelTable, Table
@@ -51,8 +51,8 @@ class Brain:
         self._policy = policy
         self.fleet = Fleet()
         self.table = Table(facts, policy, self.fleet)
-        self._index = PrefixIndex()
-        self._affinity = Affinity(facts, policy, self.fleet, self.table, self._index)
+        self.caches = Caches(facts, policy, self.fleet, self.table)
+        self._affinity = Affinity(facts, policy, self.fleet, self.table, self.caches.index)
         self.router = Router(facts, policy, self.fleet, self.table, self._affinity)
         self.steward = Steward(facts, policy, self.fleet)
         self._watches = self.steward.watches
@@ -73,7 +73,7 @@ class Brain:
             told.Cancelled: self._cancelled,
             told.Reported: self._reported,
             told.LinkReported: self._link_reported,
-            told.Cached: self._cached,
+            told.Cached: self.caches.reported,
             told.ReplicaReady: self._ready,
             told.ReplicaLost: self._lost,
             told.Drained: self._drained,
@@ -97,6 +97,8 @@ class Brain:
             return [
                 self._refusal(at_s, flight, "unknown_model", f"no model {request.model!r} is served here")
             ]
+        if request.blocks:
+            self.caches.asked_for(at_s, request)
         if self._watches:
             cached_tokens = self._affinity.most_cached(flight) if request.blocks else 0
             self.steward.window.arrived(at_s, request, cached_tokens)
@@ -275,11 +277,7 @@ class Brain:
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:
         self.steward.window.linked(event)
         self.router.linked(event)
-        return []
-
-    def _cached(self, at_s: float, event: told.Cached) -> list[Action]:
-        if event.replica in self.fleet.views and self._policy.affinity > 0:
-            self._index.update(event)
+        self.caches.linked(event)
         return []
 
     # The fleet.
@@ -293,7 +291,7 @@ class Brain:
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
         view = self.fleet.remove(event.replica)
-        self._index.forget(event.replica)
+        self.caches.forget(event.replica)
         return self._changed(at_s, view) if view is not None else []
 
     def _drained(self, at_s: float, event: told.Drained) -> list[Action]:
@@ -336,7 +334,7 @@ class Brain:
         steps, thresholds = self.steward.tick(at_s, self._held.counts())
         for decision in thresholds:
             self.router.rebase(decision.model, decision.tokens)
-        return actions + self._carry_out(at_s, steps)
+        return actions + self._carry_out(at_s, steps) + self.caches.tick(at_s)
 
     def _carry_out(self, at_s: float, actions: Iterable[Action]) -> list[Action]:
         """Do to our own picture of the fleet what is being asked of the real one."""
@@ -352,6 +350,7 @@ class Brain:
                     self.fleet.drain(replica)
                 case Stop(replica):
                     view = self.fleet.remove(replica)
+                    self.caches.forget(replica)
                 case Flip(replica, role):
                     view = self.fleet.views.get(replica)
                     self.fleet.flip(replica, role)

@@ -88,16 +88,22 @@ class LinkReported(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """A replica now holds (or no longer holds) the KV of these prefix blocks.
+    """What changed in a replica's prefix cache, or with `whole` all that it holds, as of `sequence`.
 
-    `exact` are prefix lengths in tokens at which linear or window state is held too; such layers can only be
-    resumed there.
+    Blocks have the chained names of `core.block_values`. Marked are blocks at whose end the state of linear and
+    window layers is held too; models that have such can only be resumed there.
     """
 
     replica: str
+    sequence: int
+    """1 for an epoch's first report; all there is has that of the last report before it."""
     added: tuple[int, ...]
-    removed: tuple[int, ...]
-    exact: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
+    unmarked: tuple[int, ...] = ()
+    epoch: int = 0
+    """Higher each time the replica starts."""
+    whole: bool = False
 
 
 class ReplicaReady(NamedTuple):

@@ -29,6 +29,8 @@ class Policy:
     """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
     affinity: float = 1.0
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
+    rebalance: bool = False
+    """Copy prefixes that many ask for to replicas with less to do, while links have room (PrfaaS 3.2)."""
     split_overflow: bool = True
     """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner.
 

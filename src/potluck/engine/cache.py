@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.core.facts import BLOCK_TOKENS
 from potluck.core.model import FullAttention, LatentAttention, LinearAttention, Model
+from potluck.engine.exact import LANE
 from potluck.engine.tables import Group, Tables
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What one layer keeps per token: `entries` is [blocks x 16, parts x heads x dim]."""
+    """What one layer keeps per token: `entries` is [blocks x 16, parts x heads x dim].
+
+    With `keys` [blocks, heads, dim, 16], as kernels/attention.py wants them, `entries` has the values only.
+    """
 
     group: int
     parts: int
@@ -27,6 +32,26 @@ class Pages:
     heads: int
     dim: int
     entries: Tensor
+    keys: Tensor | None = None
+
+    def read(self, slots: Tensor) -> Tensor:
+        """[slots, parts x heads x dim]"""
+        if self.keys is None:
+            return self.entries.index_select(0, slots)
+        from potluck.engine.kernels.attention import collect
+
+        size = self.heads * self.dim
+        out = torch.empty(len(slots), 2 * size)
+        collect(slots.numpy(), size, self.keys.data_ptr(), self.entries.data_ptr(), out.data_ptr())
+        return out
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        if self.keys is not None:
+            size = self.heads * self.dim
+            keys = rows[:, :size].view(-1, self.heads, self.dim)
+            self.keys[slots // BLOCK_TOKENS, :, :, slots % BLOCK_TOKENS] = keys
+            rows = rows[:, size:]
+        self.entries.index_copy_(0, slots, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +100,11 @@ def groups_of(
     return tuple(found)
 
 
+def _zeros(*shape: int) -> Tensor:
+    """numpy asks the system for large pages, which are faster to read here and there; torch does not."""
+    return torch.from_numpy(np.zeros(shape, np.float32))
+
+
 class Cache:
     """The storage of layers [first, last). Layers write to it; nobody else but hand-overs does."""
 
@@ -100,8 +130,17 @@ class Cache:
                 parts, heads, dim, window = 2, part.kv_heads, part.head_dim, part.window
             group = windows.index(window)
             slots = (tables.groups[group].blocks + 1) * BLOCK_TOKENS
-            entries = torch.zeros(slots, parts * heads * dim, device=device, dtype=dtype)
-            self.layers.append(Pages(group, parts, heads, dim, entries))
+            keys = None
+            if parts == 2 and device.type == "cpu" and dtype == torch.float32 and dim % LANE == 0:
+                keys = _zeros(slots // BLOCK_TOKENS, heads, dim, BLOCK_TOKENS)
+            width = (parts if keys is None else 1) * heads * dim
+            entries = _zeros(slots, width).to(device, dtype)
+            self.layers.append(Pages(group, parts, heads, dim, entries, keys))
+        self.pieces = tuple(
+            any(isinstance(kept, Pages) and kept.keys is None and kept.group == group for kept in self.layers)
+            for group in range(len(tables.groups))
+        )
+        """Groups whose steps must be cut into pieces."""
         self.states = [kept for kept in self.layers if isinstance(kept, States)]
 
     def layer(self, index: int) -> Kept:

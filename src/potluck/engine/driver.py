@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from potluck.core.errors import CapacityError
+from potluck.core.errors import PotluckError
 from potluck.engine.loop import Loop
 
 T = TypeVar("T")
@@ -26,6 +26,10 @@ CHECK_EVERY_S = 1.0
 log = logging.getLogger(__name__)
 
 
+class Stopped(PotluckError):
+    """The loop takes nothing any more: it was told to stop, or has failed."""
+
+
 class Driver:
     """Runs a loop in a thread of its own until `stop`."""
 
@@ -34,6 +38,8 @@ class Driver:
         self._clock = clock
         self._asked: deque[tuple[Ask[Any], Future[Any]]] = deque()
         self._wake = threading.Event()
+        self._door = threading.Lock()
+        """Held to change `_stopping` and to ask, so that nothing is asked after the last answer."""
         self._stopping = False
         self._checked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="potluck-engine", daemon=True)
@@ -46,21 +52,29 @@ class Driver:
     def ask(self, what: Ask[T]) -> Future[T]:
         """Have something done between two turns. The future holds the result or the exception."""
         future: Future[T] = Future()
-        if self._stopping:
-            future.set_exception(CapacityError("the engine is stopping"))
-            return future
-        self._asked.append((what, future))
+        with self._door:
+            if self._stopping:
+                future.set_exception(Stopped(self._why))
+                return future
+            self._asked.append((what, future))
         self._wake.set()
         return future
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; what was asked and not done is refused."""
-        self._stopping = True
+        with self._door:
+            self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        self._refuse("the engine is stopping")
+        self._refuse()
+        if not self._thread.is_alive():
+            self._loop.prefixes.flush()
         self._loop.executor.shutdown()
+
+    @property
+    def _why(self) -> str:
+        return f"the engine has failed ({self.problem})" if self.problem else "the engine is stopping"
 
     def _run(self) -> None:
         try:
@@ -72,8 +86,9 @@ class Driver:
         except Exception as error:  # the thread must never end in silence
             self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             log.exception("the engine's loop has failed")
-            self._stopping = True
-            self._refuse(f"the engine has failed ({self.problem})")
+            with self._door:
+                self._stopping = True
+            self._refuse()
 
     def _serve(self) -> None:
         while self._asked:
@@ -95,8 +110,8 @@ class Driver:
         sleep_s = LONGEST_SLEEP_S if expiry_s is None else max(0.0, min(LONGEST_SLEEP_S, expiry_s - now_s))
         self._wake.wait(sleep_s)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self) -> None:
         while self._asked:
             _, future = self._asked.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_exception(CapacityError(why))
+                future.set_exception(Stopped(self._why))

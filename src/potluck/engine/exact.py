@@ -2,22 +2,29 @@
 
 A prompt may be computed whole, in chunks of any size, on two machines, beside any neighbours; its greedy tokens
 must be the same each time. It is not enough that the results are nearly the same, since two logits may be nearly
-the same too. So on a CPU every row of a step is made bit for bit independent of the rows beside it:
+the same too. So on a CPU every row of a step is made bit for bit independent of the rows beside it.
+
+Most of it by loops of our own (kernels/), in which every row, and every query of attention, is computed by itself in
+one fixed order: norms, gates, full and window attention, the delta rule, and products with weights of 16 bits where
+the processor has matrix tiles. What is left to a library takes more care:
 
 - Matrix products. A library picks its algorithm by shape, and another algorithm adds up in another order. Measured
   with MKL in float32: rows of a product differ in the last bits between 1, 8 and 64 rows. In its strict mode
   (`MKL_CBWR=AUTO,STRICT`, set in `__init__.py`) they do not, at the same speed from 16 rows up and about half the
   speed for one row. `rows_are_independent` tries it, so that an engine can say whether it holds here.
-- Sums over the context, in attention. Keys beyond a query's own position are masked, that is, added as zeros.
-  Zeros change nothing as long as the sum is cut into the same parts. Measured: torch's attention goes through keys
-  512 at a time; a product over at most 384 terms is one sum; one over 512 is two halves. So the last part of a call
-  has at most 384 columns or all 512 (`padded_columns`), and queries that end between 256 and 384 within a part, which
-  the second half would cut, go in calls of their own (`cut_of`). Short windows are always one sum (`step.py`).
+- Sums over the context, in attention of latent layers. Keys beyond a query's own position are masked, that is, added
+  as zeros. Zeros change nothing as long as the sum is cut into the same parts. Measured: torch's attention goes
+  through keys 512 at a time; a product over at most 384 terms is one sum; one over 512 is two halves. So the last
+  part of a call has at most 384 columns or all 512 (`padded_columns`), and queries that end between 256 and 384
+  within a part, which the second half would cut, go in calls of their own (`cut_of`). Short windows are always
+  one sum (`step.py`).
 - Functions. torch's sigmoid, silu and complex product take another path for the last few elements of a tensor, with
   another rounding; exp, and any single addition or product, does not. So `sigmoid` is made of exp here, and positions
   are turned in real numbers.
 - Products of one row per head (`per_head`) take another path than those of many rows, so there are always many.
 - Linear attention is computed token by token, never in a chunked form that would round differently.
+
+Machines with and without matrix tiles differ in the last bits, as do those with different vector instructions.
 
 On a GPU nothing of this is promised: there the results are equal up to rounding.
 """
@@ -70,17 +77,19 @@ def softplus(x: Tensor) -> Tensor:
     return wide.clamp(min=0).add_(torch.exp(wide.abs().neg_()).add_(1).log_()).to(x.dtype)
 
 
-def across(weight: Tensor) -> Tensor:
-    """A matrix as `product` wants it: [in, out]. A CPU is a tenth faster when it also lies in memory like that."""
-    return weight.T.contiguous() if weight.device.type == "cpu" else weight.T
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+def in_lanes(x: Tensor, width: int) -> bool:
+    """Whether rows of `x` of so many numbers are for the compiled kernels."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and width % LANE == 0 and x.stride(-1) == 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension, with half the calls of torch's own."""
+    if x.dim() == 2 and in_lanes(x, x.shape[1]):
+        from potluck.engine.kernels.rows import norm
+
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        norm(*x.shape, x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), eps, out.data_ptr())
+        return out
     if x.dtype != torch.float32:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -101,7 +110,7 @@ def rows_are_independent(device: torch.device, dtype: torch.dtype) -> bool:
     for columns, width in ((256, 256), (256, 704)):
         weight = torch.randn(width, columns, generator=generator).to(device, dtype)
         rows = torch.randn(64, width, generator=generator).to(device, dtype)
-        whole = product(rows, weight)
-        if any(not torch.equal(product(rows[:count], weight), whole[:count]) for count in (1, 2, 7, 16, 33)):
+        whole = torch.mm(rows, weight)
+        if any(not torch.equal(torch.mm(rows[:count], weight), whole[:count]) for count in (1, 2, 7, 16, 33)):
             return False
     return True

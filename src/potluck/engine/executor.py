@@ -83,6 +83,10 @@ class Executor(Protocol):
     def fingerprint(self) -> str:
         """Of the model with its weights; caches of different ones never mix."""
 
+    @property
+    def lanes(self) -> int:
+        """Steps that may be under way at once, of different rows, with something to gain."""
+
     def open(self) -> int: ...
 
     def close(self, row: int) -> None: ...
@@ -103,6 +107,16 @@ class Executor(Protocol):
         """Compute all works and draw a token for each that asks for its last logits, in the order of the works.
         What `exports` names is delivered layer by layer, each as soon as it can be."""
 
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        """`step` in two halves: what is returned waits for its end. Until then its rows must not be touched;
+        other rows may, and deliveries may be made meanwhile, whatever is called."""
+
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
         """What a layer has of a row that is not being stepped."""
 
@@ -112,7 +126,10 @@ class Executor(Protocol):
         """Raise AssertionError when a block is leaked; called when idle."""
 
     def health(self) -> str:
-        """Why it cannot go on, in one line; empty when it can."""
+        """Why it cannot go on, in one line; empty when it can. Any thread may ask, as for the two below."""
+
+    def degraded(self) -> str:
+        """What is missing though it goes on, in one line; empty when nothing is."""
 
     def notes(self) -> Mapping[str, float]:
         """Figures of its own for /status, such as steps that an emulation could not keep up with."""
@@ -122,6 +139,8 @@ class Executor(Protocol):
 
 class LocalExecutor:
     """A whole model in this process."""
+
+    lanes = 1
 
     def __init__(self, runner: Runner, size: Size) -> None:
         self._runner = runner
@@ -167,6 +186,16 @@ class LocalExecutor:
             return []
         return sample(logits, [draw.way for draw in draws], [draw.position for draw in draws])
 
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        found = self.step(works, draws, exports, deliver)
+        return lambda: found
+
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
         return pack(self._runner, row, layer, start, stop)
 
@@ -177,6 +206,9 @@ class LocalExecutor:
         self._runner.tables.check()
 
     def health(self) -> str:
+        return ""
+
+    def degraded(self) -> str:
         return ""
 
     def notes(self) -> Mapping[str, float]:

@@ -9,20 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from potluck.engine.exact import across, product
+from potluck.engine import threads
+from potluck.engine.exact import in_lanes
 from potluck.engine.loading import Loader
+from potluck.engine.matrix import TILED, Matrix, Norm, Tiled, across, add_product, feed_forward, product
 
 
-def negated(gate: Tensor, up: Tensor) -> Tensor:
-    """Both side by side, as `gated` wants them; matrices as [in, out]."""
-    both = torch.cat([gate, up]).neg_()
-    return across(both) if both.dim() == 2 else both
+def negated(gate: Tensor, up: Tensor) -> Matrix:
+    """Both side by side, as `gated` wants them."""
+    return across(torch.cat([gate, up]).neg_())
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gated(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """silu(gate x) * up x, from the negated weights."""
     packed = product(x, weight, bias)
     half = packed.shape[1] // 2
+    if in_lanes(packed, half):
+        from potluck.engine.kernels.rows import gate as compiled_gate
+
+        out = torch.empty(packed.shape[0], half)
+        compiled_gate(*out.shape, packed.data_ptr(), 4 * packed.stride(0), out.data_ptr())
+        return out
     gate = packed[:, :half]
     return (gate * packed[:, half:]).div_(torch.exp(gate).add_(1))
 
@@ -31,10 +38,21 @@ class DenseLayer:
     def __init__(self, hidden: int, width: int, load: Loader, bias: bool = False) -> None:
         names = ("gate_proj", "up_proj")
         self._weight = negated(*(load.take(f"{name}.weight", width, hidden) for name in names))
-        self._bias = negated(*(load.take(f"{name}.bias", width) for name in names)) if bias else None
+        self._bias = torch.cat([load.take(f"{name}.bias", width) for name in names]).neg_() if bias else None
         self._down = across(load.take("down_proj.weight", hidden, width))
+        self._fits = not bias and hidden % TILED == 0 and width % TILED == 0
         self._down_bias = load.take("down_proj.bias", hidden) if bias else None
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        out = torch.addmm(residual, gated(x, self._weight, self._bias), self._down)
+    def __call__(self, norm: Norm, x: Tensor) -> Tensor:
+        """x + the feed-forward part of norm(x)."""
+        up, down = self._weight, self._down
+        if isinstance(up, Tiled) and isinstance(down, Tiled) and self._fits:
+            # On several threads the two products are cut by themselves, to the same effect.
+            alone = threads.parts(x.shape[0] * up.depth * up.padded) == 1
+            if alone:
+                return feed_forward(x, norm, up, down)
+        return self.add(x, norm(x))
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        out = add_product(residual, gated(x, self._weight, self._bias), self._down)
         return out if self._down_bias is None else out.add_(self._down_bias)

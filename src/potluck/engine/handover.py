@@ -119,7 +119,7 @@ def _read(runner: Runner, row: int, layer: int, expected: _Expected, stop: int) 
     kept = runner.cache.layer(layer)
     if isinstance(kept, States):
         return (kept.conv if expected.part == "conv" else kept.memory)[row].clone()
-    return kept.entries.index_select(0, _slots(runner, row, kept, expected.first, stop)).view(expected.shape)
+    return kept.read(_slots(runner, row, kept, expected.first, stop)).view(expected.shape)
 
 
 class Arrival:
@@ -180,7 +180,7 @@ class Arrival:
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:
             slots = _slots(self._runner, row, kept, expected.first, self._about.stop)
-            kept.entries.index_copy_(0, slots, tensor.view(len(slots), -1))
+            kept.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
         """All parcels are there: the row holds [0, stop)."""

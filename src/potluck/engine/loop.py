@@ -15,14 +15,15 @@ receive, half for the others: receivers wait for senders, perhaps in a ring of e
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from potluck.core.batch import DONE, FINISHED, Batcher, Limits, Step
+from potluck.core.batch import DONE, FINISHED, Limits, Step
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.engine.executor import Draw, Executor, Export, WorkerLost
+from potluck.engine.executor import Draw, Executor, Export, Incoming, WorkerLost
+from potluck.engine.gates import Gate
 from potluck.engine.handover import Manifest, Parcel, token_hash
+from potluck.engine.lanes import Flight, Lane, Lanes
 from potluck.engine.prefix import PrefixCache
 from potluck.engine.requests import Computed, Ended, Event, Job, Room, Sent, Token
 from potluck.engine.rows import Rows, Run
@@ -33,29 +34,6 @@ from potluck.engine.status import Counters
 Tell = Callable[[list[tuple[int, Event]]], None]
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
 """What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
-
-
-class _Gate:
-    """Hand-overs of one kind: who waits for a row or for blocks, and who has a row set apart."""
-
-    def __init__(self, places: int) -> None:
-        self._places = places
-        self.lobby: deque[int] = deque()
-        self.inside: set[int] = set()
-
-    def next(self) -> list[int]:
-        """Those that may enter, in order."""
-        free = self._places - len(self.inside)
-        return [self.lobby[place] for place in range(min(free, len(self.lobby)))]
-
-    def enter(self, key: int) -> None:
-        self.lobby.remove(key)
-        self.inside.add(key)
-
-    def leave(self, key: int) -> None:
-        self.inside.discard(key)
-        if key in self.lobby:
-            self.lobby.remove(key)
 
 
 class Loop:
@@ -75,15 +53,16 @@ class Loop:
             raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
         self.executor = executor
         self.counters = Counters()
-        self._chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
-        self._batcher = Batcher(replace(limits, chunk_tokens=self._chunk))
+        chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
+        longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
+        self.lanes = Lanes(replace(limits, chunk_tokens=chunk), executor.lanes, longest)
         self._tell = tell
-        self._prefixes = prefixes or PrefixCache(executor.config, 0)
-        self._rows = Rows(executor, self._prefixes, self._chunk, self.counters)
+        self.prefixes = prefixes or PrefixCache(executor.config, 0)
+        self._rows = Rows(executor, self.prefixes, chunk, self.counters)
         self._lease_s = lease_s
         self._runs: dict[int, Run] = {}
-        self._senders = _Gate(spare - spare // 2)
-        self._receivers = _Gate(spare // 2)
+        self._senders = Gate(spare - spare // 2)
+        self._receivers = Gate(spare // 2)
         self._said: list[tuple[int, Event]] = []
         self._now_s = 0.0
 
@@ -92,13 +71,7 @@ class Loop:
     def submit(self, job: Job, now_s: float) -> None:
         """Take a job, or raise why not; from then on it ends in exactly one `Ended`."""
         self._now_s = now_s
-        vocab = self.executor.config.model.vocab
-        if min(job.prompt) < 0 or max(job.prompt) >= vocab:
-            wrong = next(token for token in job.prompt if not 0 <= token < vocab)
-            raise InputError("prompt", f"token {wrong} is not in the vocabulary of {vocab}")
-        most, tokens = self.most_tokens, job.whole + max(job.output_tokens - 1, 0)
-        if tokens > most:
-            raise CapacityError(f"{job.whole} + {job.output_tokens} tokens are more than the {most} that fit")
+        job.must_fit(self.executor.config.model.vocab, self.most_tokens)
         if job.key in self._runs:
             raise InputError("request", f"{job.key} is already here")
         self._runs[job.key] = Run(job, now_s)
@@ -108,7 +81,7 @@ class Loop:
         if job.hands_on:
             self._senders.lobby.append(job.key)
         else:
-            self._batcher.add(job.key, job.whole, 0, job.output_tokens, job.priority)
+            self.lanes.add(job.key, job.whole, 0, job.output_tokens, job.priority)
 
     def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
         """End a request, in whatever state; an unknown one has ended already."""
@@ -128,7 +101,9 @@ class Loop:
         run.fetched_from = have
         if run.computed:
             self._send_kept(run)
-        return self._manifest(run, have, run.job.whole)
+        return Manifest(
+            self.executor.fingerprint, have, run.job.whole, token_hash(run.job.prompt[: run.job.whole])
+        )
 
     def look_up(self, key: int) -> int:
         """Tokens of a cache that is to come which are here already. They are put aside until it comes."""
@@ -147,26 +122,20 @@ class Loop:
         run = self._here(key)
         if run.row is None or run.incoming is not None or about.stop != run.job.received:
             raise InputError(
-                "hand-over", f"is of {about.stop} tokens, expected {run.job.received}, or unasked for"
+                "hand-over", f"is of {about.stop}, not {run.job.received}, tokens, or unasked for"
             )
         run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
 
     def accept(self, key: int, parcel: Parcel) -> None:
-        run = self._here(key)
-        if run.incoming is None:
-            raise InputError("hand-over", "nothing is expected")
-        run.incoming.accept(parcel)
+        self._incoming(key).accept(parcel)
         self.counters.received_bytes += len(parcel.data)
 
     def arrived(self, key: int) -> None:
         """All parcels are there: the request may run."""
+        self._incoming(key).finish()
         run = self._here(key)
-        if run.incoming is None:
-            raise InputError("hand-over", "nothing is expected")
-        run.incoming.finish()
-        run.incoming = None
-        job = run.job
-        self._batcher.add(key, job.whole - job.received, job.received, job.output_tokens, job.priority)
+        run.incoming, job = None, run.job
+        self.lanes.add(key, job.whole - job.received, job.received, job.output_tokens, job.priority)
 
     def _here(self, key: int) -> Run:
         run = self._runs.get(key)
@@ -174,38 +143,36 @@ class Loop:
             raise InputError("hand-over", "the request has ended")
         return run
 
+    def _incoming(self, key: int) -> Incoming:
+        incoming = self._here(key).incoming
+        if incoming is None:
+            raise InputError("hand-over", "nothing is expected")
+        return incoming
+
     # A turn.
 
     def turn(self, now_s: float, clock: Callable[[], float] | None = None) -> bool:
-        """Compute a step; false when there was nothing to compute."""
+        """A step of the next lane that has something to do; false when none has."""
         self._now_s = now_s
         self._expire()
         self._let_in()
-        step = self._batcher.next_step()
+        busy = any(self._advance(self.lanes.next(), clock) for _ in self.lanes.all)
+        self.flush()
+        return busy
+
+    def _advance(self, lane: Lane, clock: Callable[[], float] | None) -> bool:
+        """Await the lane's step, and begin the next; a single lane's is awaited, too. Whether there was any."""
+        if (last := lane.flight) is not None:
+            self._land(lane, last, clock)
+        step = lane.batcher.next_step()
         for key in step.preempted:
             self._rows.close(self._runs[key])
             self.counters.preemptions += 1
-        works, draws, exports = self._plan(step)
-        choices: dict[int, Choice] = {}
-        if works:
-            choices = self._compute(works, draws, exports)
-        if clock is not None:
-            self._now_s = clock()
-        found = self._batcher.commit(step)
-        for key, choice in choices.items():
-            self._drew(key, choice)
-        for what, key in found:
-            if key not in self._runs:
-                continue
-            if what == FINISHED:
-                self._end(key, "length")
-            elif what == DONE:
-                self._done(self._runs[key])
-        if works:
-            size = sum(len(work.tokens) for work in works)
-            self.counters.step(size, len(works), self._now_s - now_s)
-        self.flush()
-        return bool(step.chunks or step.decodes)
+        lane.flight = flight = self._plan(lane, step)
+        self._begin(flight)
+        if len(self.lanes.all) == 1 or not flight.works:
+            self._land(lane, flight, clock)
+        return last is not None or bool(step.chunks or step.decodes)
 
     def flush(self) -> None:
         if self._said:
@@ -218,58 +185,55 @@ class Loop:
 
     def check(self) -> None:
         """When idle every block, row and hand-over place is free; AssertionError if not."""
-        if self._runs:
+        if not self.idle:
             return
         self.executor.check()
-        if self._batcher.free_blocks != self._batcher.limits.total_blocks or self._batcher.keys():
-            raise AssertionError(f"{self._batcher.free_blocks} blocks are free and nobody is here")
-        gates = (self._senders, self._receivers)
-        if self._rows.keys or self._batcher.todo_tokens or any(gate.lobby or gate.inside for gate in gates):
+        self.prefixes.verify()
+        lanes = self.lanes
+        if lanes.free_blocks != lanes.limits.total_blocks or lanes.keys():
+            raise AssertionError(f"{lanes.free_blocks} blocks are free and nobody is here")
+        if self._rows.keys or lanes.todo_tokens or not (self._senders.empty and self._receivers.empty):
             raise AssertionError("rows or hand-overs are left behind")
+        self.counters.checks += 1
 
     # Figures.
 
     @property
     def most_tokens(self) -> int:
         """Of one sequence."""
-        limits = self._batcher.limits
-        return min(self.executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
+        return min(self.executor.size.max_tokens, self.lanes.most_tokens)
 
     @property
     def idle(self) -> bool:
-        return not self._runs
-
-    @property
-    def batcher(self) -> Batcher:
-        """To read."""
-        return self._batcher
+        return not self._runs and not self.lanes.flying
 
     @property
     def waiting(self) -> int:
-        return self._batcher.queued + len(self._senders.lobby) + len(self._receivers.lobby)
-
-    @property
-    def prefix_bytes(self) -> int:
-        return self._prefixes.used_bytes
+        return self.lanes.queued + len(self._senders.lobby) + len(self._receivers.lobby)
 
     # Inside a turn.
 
     def _let_in(self) -> None:
         for key in self._senders.next():
             job = self._runs[key].job
-            self._batcher.add(key, job.whole, 0, 0, job.priority)
+            self.lanes.add(key, job.whole, 0, 0, job.priority)
             self._senders.enter(key)
         for key in self._receivers.next():
             run = self._runs[key]
-            if not self._batcher.reserve(key, run.job.whole):
+            if not self.lanes.reserve(key, run.job.whole):
                 break
-            self._rows.begin(run, run.job.received - 1)
+            try:
+                self._rows.begin(run, run.job.received - 1)
+            except FAILURES as error:
+                self._lose([key], error)
+                continue
             self._said.append((key, Room()))
             self._receivers.enter(key)
         self.flush()
 
-    def _plan(self, step: Step) -> tuple[list[Work], list[Draw], list[Export]]:
-        goals = [(key, len(self._runs[key].tokens)) for key in self._batcher.decoding.keys()]  # noqa: SIM118
+    def _plan(self, lane: Lane, step: Step) -> Flight:
+        decoding = lane.batcher.decoding
+        goals = [(key, len(self._runs[key].tokens)) for key in decoding.keys()]  # noqa: SIM118
         goals += [(key, before + tokens) for key, tokens, before in step.chunks]
         works: list[Work] = []
         draws: list[Draw] = []
@@ -289,7 +253,7 @@ class Loop:
                 draws.append(Draw(run.job.sampling, goal))
             elif goal == run.whole and run.fetched_from is not None:
                 exports.append(Export(row, run.fetched_from, goal))
-        return works, draws, exports
+        return Flight(step, self._now_s, works, draws, exports)
 
     def _ready(self, run: Run, goal: int) -> tuple[int, int]:
         """The job's row, with room up to `goal`, and what it holds."""
@@ -304,35 +268,66 @@ class Loop:
             self.executor.grow(row, goal, since=start)
         return row, start
 
-    def _compute(self, works: list[Work], draws: list[Draw], exports: list[Export]) -> dict[int, Choice]:
-        """Run the step, without the rows that are lost on the way. Tokens by key."""
-        drawn = [work.row for work in works if work.logits == "last"]
-        how = dict(zip(drawn, draws, strict=True))
-        while works:
+    def _begin(self, flight: Flight) -> None:
+        """Put a step under way, without the rows that turn out to be lost."""
+        while flight.works:
             try:
-                choices = self.executor.step(works, [how[row] for row in drawn], exports, self._send)
-                return {self._rows.keys[row]: choice for row, choice in zip(drawn, choices, strict=True)}
-            except WorkerLost as error:
-                lost = set(error.rows) & set(self._rows.keys) or {work.row for work in works}
-                self._lose([self._rows.keys[row] for row in lost], error)
+                flight.land = self.executor.begin(flight.works, flight.draws, flight.exports, self._send)
+                return
             except FAILURES as error:
-                lost = {work.row for work in works}
-                self._lose([self._rows.keys[row] for row in lost], error)
-            works = [work for work in works if work.row not in lost]
-            drawn = [row for row in drawn if row not in lost]
-            exports = [export for export in exports if export.row not in lost]
+                self._leave_out(flight, error)
+
+    def _landed(self, flight: Flight) -> dict[int, Choice]:
+        """Wait for a step; if rows are lost on the way it is run again without them. Tokens by key."""
+        while flight.works:
+            assert flight.land is not None
+            try:
+                found = zip(flight.drawn, flight.land(), strict=True)
+                return {self._rows.keys[row]: choice for row, choice in found}
+            except FAILURES as error:
+                self._leave_out(flight, error)
+                self._begin(flight)
         return {}
+
+    def _leave_out(self, flight: Flight, error: Exception) -> None:
+        lost = flight.lost(error) & set(self._rows.keys)
+        keys = [self._rows.keys[row] for row in lost]
+        self._lose([key for key in keys if key in self._runs], error)
+        flight.without(lost)
+
+    def _land(self, lane: Lane, flight: Flight, clock: Callable[[], float] | None) -> None:
+        """The end of a step: what was drawn, who is done."""
+        size, count = flight.tokens, len(flight.works)
+        choices = self._landed(flight)
+        if clock is not None:
+            self._now_s = clock()
+        lane.flight = None
+        found = lane.batcher.commit(flight.step)
+        for run in flight.left:
+            self.lanes.cancel(run.job.key)
+            self._rows.close(run)
+        for key, choice in choices.items():
+            self._drew(key, choice)
+        for what, key in found:
+            if what == FINISHED and key in self._runs:
+                self._end(key, "length")
+            elif what == DONE and key in self._runs:
+                self._done(self._runs[key], flight)
+        if count:
+            self.counters.step(size, count, self._now_s - flight.began_s)
 
     def _lose(self, keys: list[int], error: Exception) -> None:
         self.counters.failures += len(keys)
+        again = isinstance(error, WorkerLost | CapacityError)
         for key in keys:
-            self._end(key, "error", (str(error).splitlines() or [type(error).__name__])[0])
+            self._end(key, "error", (str(error).splitlines() or [type(error).__name__])[0], again=again)
 
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
         last = parcels[-1].layer == self.executor.config.model.layer_count - 1
         self.counters.sent_bytes += sum(len(parcel.data) for parcel in parcels)
-        self._said.append((self._rows.keys[row], Sent(parcels, last)))
-        self.flush()
+        if (key := self._rows.keys[row]) in self._runs:
+            self._said.append((key, Sent(parcels, last)))
+            self.flush()
 
     def _drew(self, key: int, choice: Choice) -> None:
         run = self._runs.get(key)
@@ -345,52 +340,60 @@ class Loop:
         )
         if first:
             self.counters.prompt_tokens += len(run.job.prompt)
-            self._rows.keep(run)
+            self._keep(run)
         run.tokens.append(choice.token)
         self.counters.output_tokens += 1
         self._said.append((key, Token(choice, gap_s)))
         if choice.token in run.job.ends:
             self._end(key, "stop")
 
-    def _done(self, run: Run) -> None:
+    def _done(self, run: Run, flight: Flight) -> None:
         """A segment that hands on is computed."""
         run.computed = True
         self.counters.prompt_tokens += run.job.whole - run.job.received
-        self._rows.keep(run)
+        self._keep(run)
         self._said.append((run.job.key, Computed(run.times)))
         if run.fetched_from is None:
             run.kept_until_s = self._now_s + self._lease_s
-        else:
+        elif any(export.row == run.row for export in flight.exports):
             self._end(run.job.key, "handed_on")
+        else:  # the receiver came while the step was under way
+            self._send_kept(run)
 
     def _send_kept(self, run: Run) -> None:
         """The receiver came after the work was done."""
-        assert run.row is not None
-        assert run.fetched_from is not None
-        for layer in range(self.executor.config.model.layer_count):
-            self._send(run.row, self.executor.export(run.row, layer, run.fetched_from, run.job.whole))
-        self._end(run.job.key, "handed_on")
+        assert run.row is not None and run.fetched_from is not None  # noqa: PT018
+        try:
+            for layer in range(self.executor.config.model.layer_count):
+                self._send(run.row, self.executor.export(run.row, layer, run.fetched_from, run.job.whole))
+            self._end(run.job.key, "handed_on")
+        except FAILURES as error:
+            self._lose([run.job.key], error)
         self.flush()
 
-    def _manifest(self, run: Run, start: int, stop: int) -> Manifest:
-        return Manifest(self.executor.fingerprint, start, stop, token_hash(run.job.prompt[:stop]))
+    def _keep(self, run: Run) -> None:
+        """For the prefix cache. Where a worker that has it is gone, the next step says so."""
+        try:
+            self._rows.keep(run)
+        except FAILURES:
+            self.counters.failures += 1
 
     def _expire(self) -> None:
-        late = [
-            key
-            for key, run in self._runs.items()
-            if run.kept_until_s is not None and run.kept_until_s <= self._now_s
-        ]
-        for key in late:
-            self._end(key, "error", "nobody fetched the cache within its lease")
+        for key, run in list(self._runs.items()):
+            if run.kept_until_s is not None and run.kept_until_s <= self._now_s:
+                self._end(key, "error", "nobody fetched the cache within its lease")
 
-    def _end(self, key: int, reason: str, problem: str = "") -> None:
+    def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False) -> None:
         run = self._runs.pop(key)
-        if reason in ("stop", "length"):
-            self._rows.keep(run)
-        self._rows.close(run)
         self._senders.leave(key)
         self._receivers.leave(key)
-        self._batcher.cancel(key)
+        flight = self.lanes.flight_of(key, run.row)
+        if flight is not None:
+            flight.left.append(run)
+        else:
+            if reason in ("stop", "length"):
+                self._keep(run)
+            self._rows.close(run)
+            self.lanes.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
-        self._said.append((key, Ended(reason, run.times, problem)))
+        self._said.append((key, Ended(reason, run.times, problem, again)))

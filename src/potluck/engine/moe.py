@@ -7,9 +7,10 @@ from torch import Tensor
 
 from potluck.core.model import MoeFfn
 from potluck.engine.config import Config, Routing
-from potluck.engine.exact import across, product, sigmoid
+from potluck.engine.exact import sigmoid
 from potluck.engine.ffn import DenseLayer, gated, negated
 from potluck.engine.loading import Loader
+from potluck.engine.matrix import Norm, across, product
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing, active: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +53,8 @@ class MoeLayer:
         if part.shared_gate:
             self._shared_gate = across(load.take("shared_expert_gate.weight", 1, hidden))
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, norm: Norm, residual: Tensor) -> Tensor:
+        x = norm(residual)
         experts, weights = route(
             product(x.float(), self._router), self._bias, self._routing, self._part.active
         )
@@ -60,8 +62,8 @@ class MoeLayer:
         if self._shared is None:
             return out
         if self._shared_gate is None:
-            return self._shared(x, out)
-        return out + self._shared(x, torch.zeros_like(x)) * sigmoid(product(x, self._shared_gate))
+            return self._shared.add(out, x)
+        return out + self._shared.add(torch.zeros_like(x), x) * sigmoid(product(x, self._shared_gate))
 
     def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Tokens sorted by expert, one product per expert in use, and back; a token's experts add up in its order."""

@@ -122,6 +122,8 @@ class Pacer:
 class Paced:
     """An executor whose steps last as long as those of a GPU."""
 
+    lanes = 1
+
     def __init__(
         self,
         executor: Executor,
@@ -182,6 +184,16 @@ class Paced:
         self.pacer.end()
         return choices
 
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        found = self.step(works, draws, exports, deliver)
+        return lambda: found
+
     def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
         return self._inner.export(row, layer, start, stop)
 
@@ -193,6 +205,9 @@ class Paced:
 
     def health(self) -> str:
         return self._inner.health()
+
+    def degraded(self) -> str:
+        return self._inner.degraded()
 
     def notes(self) -> Mapping[str, float]:
         return {**self._inner.notes(), **self.pacer.notes()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from potluck.core.errors import InputError
+from potluck.core.errors import CapacityError, InputError
 from potluck.engine.handover import Parcel
 from potluck.engine.sample import Choice, Sampling
 
@@ -46,6 +46,16 @@ class Job:
             raise InputError("stop", "a prompt of one token has nothing to hand on")
         if self.received >= self.whole:
             raise InputError("start", f"leaves nothing to compute before {self.whole}")
+
+    def must_fit(self, vocab: int, most_tokens: int) -> None:
+        """Raise why an engine with this vocabulary and room for so many tokens can never run it."""
+        if min(self.prompt) < 0 or max(self.prompt) >= vocab:
+            wrong = next(token for token in self.prompt if not 0 <= token < vocab)
+            raise InputError("prompt", f"token {wrong} is not in the vocabulary of {vocab}")
+        if self.whole + max(self.output_tokens - 1, 0) > most_tokens:
+            raise CapacityError(
+                f"{self.whole} + {self.output_tokens} tokens are more than the {most_tokens} that fit"
+            )
 
     @property
     def received(self) -> int:
@@ -110,6 +120,8 @@ class Ended:
     reason: str
     times: Times
     problem: str = ""
+    again: bool = False
+    """It ended for want of a worker or of room: asked again, here or elsewhere, it may go well."""
 
 
 Event = Token | Room | Sent | Computed | Ended

@@ -67,14 +67,21 @@ def angles(rope: Rope, dim: int, positions: int) -> Tensor:
     return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)], 1)
 
 
-Turns = dict[int, tuple[Tensor, Tensor]]
-"""For each number of rotated dimensions, what the tokens of a step are turned by: two of [tokens, 1, dim]."""
+class Turns:
+    """What the tokens of a step are turned by, for each number of rotated dimensions."""
 
+    def __init__(self, tables: dict[int, Tensor], positions: Tensor) -> None:
+        self.tables = tables
+        """`angles` of all positions."""
+        self._positions = positions
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
 
-def turns(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of `angles` for a step's tokens."""
-    rows = table.index_select(0, positions)
-    return rows[:, :1], rows[:, 1:]
+    def by(self, dim: int) -> tuple[Tensor, Tensor]:
+        """Two of [tokens, 1, dim], for `turn`; looked up once a step."""
+        if dim not in self._found:
+            rows = self.tables[dim].index_select(0, self._positions)
+            self._found[dim] = rows[:, :1], rows[:, 1:]
+        return self._found[dim]
 
 
 def turn(x: Tensor, by: tuple[Tensor, Tensor]) -> Tensor:

@@ -22,9 +22,10 @@ from potluck.core.model import LinearAttention
 from potluck.engine.cache import Cache, groups_of
 from potluck.engine.checkpoint import Source, fingerprint
 from potluck.engine.config import Config
+from potluck.engine.graphs import DecodeGraphs, recordable
 from potluck.engine.loading import Loader
 from potluck.engine.stack import OnLayer, Stack
-from potluck.engine.step import Step, Work, lay_out
+from potluck.engine.step import Step, Work, check, lay_out
 from potluck.engine.tables import Tables
 
 __all__ = ["Runner", "Size", "Work"]
@@ -85,6 +86,9 @@ class Runner:
         if len(kernels) > 1:
             raise InputError("conv_kernel", "linear layers with different convolutions cannot be run")
         self._taps = kernels.pop() if kernels else 0
+        self._graphs = None
+        if self.device.type == "cuda" and recordable(model, first, last):
+            self._graphs = DecodeGraphs(self.stack, self.cache, self.tables, self._taps, self.device)
 
     @torch.inference_mode()
     def step(
@@ -104,7 +108,14 @@ class Runner:
                 raise InputError(
                     "tokens", f"{_stranger(work.tokens, vocab)} is not in the vocabulary of {vocab}"
                 )
-        step = lay_out(works, self.tables, self._taps, self.device, self.dtype)
+        if self._graphs is not None and hidden is None and on_layer is None and self._graphs.takes(works):
+            check(works, self.tables)
+            logits = self._graphs.run(works)
+            for work in works:
+                self.tables.advance(work.row, work.start + 1)
+                self.tables.trim(work.row)
+            return logits
+        step = lay_out(works, self.tables, self._taps, self.cache.pieces, self.device, self.dtype)
         x = self._enter(step, hidden)
         if self._taps and step.begins:
             self.cache.clear_states(step.begins)
@@ -115,7 +126,7 @@ class Runner:
             self.tables.trim(work.row)
         if not self.stack.has_head:
             return x if step.unpacking is None else x.index_select(0, step.unpacking)
-        return self.stack.logits(x if step.wanted is None else x.index_select(0, step.wanted))
+        return self.stack.logits(x)
 
     def _enter(self, step: Step, hidden: Tensor | None) -> Tensor:
         if not self.stack.embeds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,21 +14,24 @@ import torch
 from aiohttp import web
 
 from potluck.core.batch import Limits
-from potluck.core.errors import InputError
+from potluck.core.errors import CapacityError, InputError
 from potluck.core.facts import BLOCK_TOKENS
 from potluck.core.model import Model
 from potluck.engine.checkpoint import Files, Seeded, Source
 from potluck.engine.config import Config, read_config
 from potluck.engine.driver import Driver
-from potluck.engine.executor import Executor, LocalExecutor
-from potluck.engine.face.app import build
+from potluck.engine.executor import Draw, Executor, LocalExecutor
+from potluck.engine.face.app import build, server_log
 from potluck.engine.face.hub import Hub
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.loop import Loop
 from potluck.engine.prefix import PrefixCache
-from potluck.engine.runner import Runner, Size
+from potluck.engine.runner import Runner, Size, Work
+from potluck.engine.sample import Sampling
 from potluck.engine.status import Role
 from potluck.engine.tokens import Text
+from potluck.kv.disk import DiskTier
+from potluck.perf.memory import kv_bytes_per_token
 
 SHUTDOWN_S = 5.0
 SMALL_HIDDEN = 1024
@@ -49,9 +53,16 @@ class Settings:
     """Tokens of one step."""
     chunk_tokens: int | None = None
     prefix_cache_bytes: int = 64_000_000
+    prefix_cache_dir: Path | None = None
+    """Where prefixes go that memory has no room for, and at the end; None: nowhere."""
+    prefix_cache_disk_bytes: int = 1_000_000_000
     device: str = "cpu"
     threads: int | None = None
     role: Role = "mixed"
+
+    def __post_init__(self) -> None:
+        if self.token_budget < self.max_running:
+            raise InputError("--token-budget", f"must be at least --max-running, {self.max_running}")
 
     def size(self, model: Model) -> Size:
         longest = min(self.max_tokens or model.max_context_tokens, model.max_context_tokens)
@@ -76,7 +87,41 @@ def shipped_model() -> Path:
 
 
 def local_executor(config: Config, source: Source, size: Size, device: str) -> Executor:
-    return LocalExecutor(Runner(config, source, size, device=device), size)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        line = (str(error).splitlines() or ["unknown"])[0][:120]
+        raise InputError("--device", f"{device} cannot be used here ({line})") from error
+    _must_fit(config.model, size, device)
+    try:
+        return LocalExecutor(Runner(config, source, size, device=device), size)
+    except RuntimeError as error:
+        if "memory" not in str(error).lower():
+            raise
+        raise CapacityError(
+            f"{device} has too little memory for the weights and {size.blocks} KV blocks; lower --kv-blocks"
+        ) from error
+
+
+def _must_fit(model: Model, size: Size, device: str) -> None:
+    """A machine that is asked for more memory than it has may not say so, but end this process later."""
+    single = 2 if device == "cpu" else 1  # what has 16 bits elsewhere has 32 on a CPU
+    needed = single * size.blocks * BLOCK_TOKENS * kv_bytes_per_token(model, range(model.layer_count))
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cpu" and needed > there:
+        raise CapacityError(
+            f"{size.blocks} KV blocks need {needed / 1e9:.1f} GB, this machine has {there / 1e9:.1f} GB; "
+            "lower --kv-blocks"
+        )
+
+
+def warm_up(executor: Executor) -> None:
+    """One prompt and one decode, so that no request pays for what is made ready at the first step."""
+    row = executor.open()
+    executor.grow(row, 3)
+    executor.step([Work(row, 0, [0, 0], "none")], [])
+    executor.step([Work(row, 2, [0])], [Draw(Sampling(), 3)])
+    executor.close(row)
 
 
 def assemble(
@@ -98,6 +143,7 @@ def assemble(
     text = Text.read(directory)
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
+    warm_up(executor)
     return service_of(executor, settings, name=name, text=text, limits=limits)
 
 
@@ -112,15 +158,22 @@ def service_of(
     """A service around an executor."""
     limits = limits or FaceLimits()
     size = executor.size
-    if settings.token_budget < settings.max_running:
-        raise InputError("--token-budget", f"must be at least --max-running, {settings.max_running}")
     batch = Limits(size.blocks, settings.token_budget, settings.max_running, settings.chunk_tokens)
     hub = Hub()
-    prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint)
+    folder, most_bytes = settings.prefix_cache_dir, settings.prefix_cache_disk_bytes
+    disk = None if folder is None else _disk(folder, most_bytes, executor.fingerprint)
+    prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
     loop = Loop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
     service = Service(name, loop, Driver(loop), hub, text, limits)
     service.role = settings.role
     return service
+
+
+def _disk(folder: Path, capacity_bytes: int, fingerprint: str) -> DiskTier:
+    try:
+        return DiskTier(folder, capacity_bytes, fingerprint)
+    except OSError as error:
+        raise InputError("--prefix-cache-dir", f"{folder}: {error.strerror or error}") from error
 
 
 async def serve(
@@ -128,7 +181,11 @@ async def serve(
 ) -> None:
     """Serve until a signal says to end; `ready` hears the address."""
     runner = web.AppRunner(
-        build(service, api_key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        build(service, api_key),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_S,
+        logger=server_log(),
     )
     await runner.setup()
     try:

@@ -14,14 +14,15 @@ from potluck.engine.attention.latent import LatentLayer
 from potluck.engine.attention.linear import LinearLayer
 from potluck.engine.cache import Cache, Kept
 from potluck.engine.config import Config
-from potluck.engine.exact import across, product, rms_norm
 from potluck.engine.ffn import DenseLayer
 from potluck.engine.loading import Loader
+from potluck.engine.matrix import Matrix, Norm, across, product
 from potluck.engine.moe import MoeLayer
-from potluck.engine.rope import Turns, angles, turns
+from potluck.engine.rope import Turns, angles
 from potluck.engine.step import Step
 
-Mixer = Callable[[Tensor, Tensor, Kept, Step, Turns], Tensor]
+Mixer = Callable[[Norm, Tensor, Kept, Step, Turns, Tensor | None], Tensor]
+"""The last argument says for which tokens the result is wanted; None: for all."""
 OnLayer = Callable[[int], None]
 
 
@@ -33,7 +34,6 @@ class Stack:
         if not 0 <= first < last <= model.layer_count:
             raise InputError("layers", f"{first} to {last} is no range of the model's {model.layer_count}")
         self.first, self.last = first, last
-        self._eps = config.norm_eps
         self._layers = [_Layer(config, index, load) for index in range(first, last)]
         self._angles = {
             dim: angles(config.rope, dim, model.max_context_tokens).to(load.device)
@@ -44,9 +44,10 @@ class Stack:
         whole = first == 0 or (last == model.layer_count and not head)
         embedding = top.take("embed_tokens.weight", model.vocab, model.hidden) if whole else None
         self._embedding = embedding if first == 0 else None
-        self._norm = self._head = None
+        self._norm: Norm | None = None
+        self._head: Matrix | None = None
         if last == model.layer_count:
-            self._norm = top.norm("norm.weight", model.hidden)
+            self._norm = Norm(top.norm("norm.weight", model.hidden), config.norm_eps)
             weight = load.take("lm_head.weight", model.vocab, model.hidden) if head else embedding
             assert weight is not None
             self._head = across(weight)
@@ -73,10 +74,15 @@ class Stack:
         return F.embedding(tokens, self._embedding)
 
     def __call__(self, x: Tensor, step: Step, cache: Cache, on_layer: OnLayer | None) -> Tensor:
-        """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete."""
-        turned_by = {dim: turns(table, step.positions) for dim, table in self._angles.items()}
+        """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete.
+
+        Where the head is, only states of tokens whose logits are wanted come out, in that order: of the others the
+        last layer needs no more than their cache entries.
+        """
+        turned_by = Turns(self._angles, step.positions)
         for index, layer in enumerate(self._layers):
-            x = layer(x, cache.layers[index], step, turned_by)
+            last = self.has_head and index == len(self._layers) - 1
+            x = layer(x, cache.layers[index], step, turned_by, step.wanted if last else None)
             if on_layer is not None:
                 on_layer(self.first + index)
         return x
@@ -84,7 +90,7 @@ class Stack:
     def logits(self, x: Tensor) -> Tensor:
         assert self._norm is not None
         assert self._head is not None
-        return product(rms_norm(x, self._norm, self._eps), self._head)
+        return product(x, self._head, norm=self._norm)
 
 
 class _Layer:
@@ -93,15 +99,14 @@ class _Layer:
     def __init__(self, config: Config, index: int, load: Loader) -> None:
         layer, hidden = config.model.layers[index], config.model.hidden
         load = load.under(f"model.layers.{index}")
-        self._eps = config.norm_eps
-        self._before_mixer = load.norm("input_layernorm.weight", hidden)
-        self._before_ffn = load.norm("post_attention_layernorm.weight", hidden)
+        self._before_mixer = Norm(load.norm("input_layernorm.weight", hidden), config.norm_eps)
+        self._before_ffn = Norm(load.norm("post_attention_layernorm.weight", hidden), config.norm_eps)
         self._mixer = _mixer(config, layer.attention, load)
         self._ffn = _ffn(config, layer.ffn, load)
 
-    def __call__(self, x: Tensor, kept: Kept, step: Step, turned_by: Turns) -> Tensor:
-        x = self._mixer(rms_norm(x, self._before_mixer, self._eps), x, kept, step, turned_by)
-        return self._ffn(rms_norm(x, self._before_ffn, self._eps), x)
+    def __call__(self, x: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None) -> Tensor:
+        x = self._mixer(self._before_mixer, x, kept, step, turned_by, wanted)
+        return self._ffn(self._before_ffn, x) if x.shape[0] else x
 
 
 def _mixer(config: Config, part: Attention, load: Loader) -> Mixer:
@@ -112,7 +117,7 @@ def _mixer(config: Config, part: Attention, load: Loader) -> Mixer:
     return FullLayer(config, part, load)
 
 
-def _ffn(config: Config, part: Ffn, load: Loader) -> Callable[[Tensor, Tensor], Tensor]:
+def _ffn(config: Config, part: Ffn, load: Loader) -> Callable[[Norm, Tensor], Tensor]:
     if isinstance(part, DenseFfn):
         return DenseLayer(config.model.hidden, part.intermediate, load.under("mlp"), config.ffn_bias)
     return MoeLayer(config, part, load.under("block_sparse_moe" if config.family == "mixtral" else "mlp"))

@@ -30,6 +30,8 @@ class Counters:
     received_bytes: int = 0
     steps: int = 0
     computed_tokens: int = 0
+    checks: int = 0
+    """Times that everything was found to be free again when nobody was left."""
     recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     """(tokens, sequences, seconds) of the latest steps."""
 
@@ -55,7 +57,7 @@ class Status:
     fingerprint: str
     role: Role
     state: str
-    """starting, ready, draining, drained or failed"""
+    """ready, degraded (some workers are lost, others go on), draining, drained or failed"""
     waiting: int
     running: int
     context_tokens: int
@@ -76,6 +78,8 @@ class Status:
     prefix_hit_share: float
     prefix_bytes: int
     preemptions: int
+    checks: int
+    """Times that no block was found to be lost, with nobody left."""
     uptime_s: float
     problem: str = ""
     notes: dict[str, float] = field(default_factory=dict)

@@ -57,6 +57,23 @@ class Piece:
 class GroupStep:
     slots: Tensor
     pieces: tuple[Piece, ...]
+    """None where kernels/attention.py reads the tables itself."""
+    places: np.ndarray
+    """The slots again, for it."""
+    table: np.ndarray
+    followed: Followed | None = None
+    """Instead of pieces, in a step of single tokens whose shapes stay (graphs.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Tables and positions as tensors: where the keys are that each query looks at."""
+
+    table: Tensor
+    """[sequences, blocks]"""
+    positions: Tensor
+    """Of the queries: they see themselves and what is before."""
+    window: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,8 @@ class LinearStep:
     """[taps, tokens]: rows of (old inputs, new inputs) that each token's convolution reads."""
     tails: Tensor
     """The rows to keep for the next step, all sequences' one after the other."""
+    sequences: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """Rows, first packed tokens and numbers of tokens, as packed, for kernels/delta.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,36 +111,47 @@ class Step:
     packing: Tensor | None
     """Packed tokens as places in the order of the works; None when that is the same."""
     unpacking: Tensor | None
+    rows: np.ndarray
+    places: np.ndarray
+    """Row and position of each packed token, for compiled kernels."""
 
 
 def lay_out(
-    works: Sequence[Work], tables: Tables, taps: int, device: torch.device, dtype: torch.dtype
+    works: Sequence[Work],
+    tables: Tables,
+    taps: int,
+    pieces: Sequence[bool],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Step:
-    """The step of `works`; `taps` is the linear layers' convolution, 0 where there are none."""
-    _check(works, tables)
+    """The step of `works`; `taps` is the linear layers' convolution, 0 where there are none; `pieces` says which
+    groups are to be cut into pieces."""
+    check(works, tables)
     order = sorted(range(len(works)), key=lambda i: (len(works[i].tokens) > 1, works[i].row))
     packed = [works[i] for i in order]
     sizes = [len(work.tokens) for work in packed]
     firsts = np.concatenate(([0], np.cumsum(sizes)))
     total = int(firsts[-1])
-    tokens = np.fromiter((token for work in packed for token in work.tokens), np.int64, total)
-    rows = np.repeat([work.row for work in packed], sizes)
+    tokens = np.array([token for work in packed for token in work.tokens])
+    own = np.array([work.row for work in packed])
+    rows = np.repeat(own, sizes)
     positions = np.arange(total) + np.repeat([work.start for work in packed] - firsts[:-1], sizes)
     blocks, places = np.divmod(positions, BLOCK_TOKENS)
-    groups = tuple(
-        GroupStep(
-            _tensor(tables.table(group)[rows, blocks] * BLOCK_TOKENS + places, device),
-            tuple(_pieces(packed, sizes, firsts, tables, group, device, dtype)),
-        )
-        for group in range(len(tables.groups))
-    )
+    groups = []
+    for group, cut in enumerate(pieces):
+        table = tables.table(group)
+        slots = table[rows, blocks] * BLOCK_TOKENS + places
+        found = _pieces(packed, sizes, firsts, tables, group, device, dtype) if cut else ()
+        groups.append(GroupStep(_tensor(slots, device), tuple(found), slots, table))
     packing = _packing(works, order) if order != sorted(order) else None
     return Step(
         order=order,
         tokens=_tensor(tokens, device),
         positions=_tensor(positions, device),
-        groups=groups,
-        linear=_linear(packed, sizes, firsts, taps, device) if taps else None,
+        groups=tuple(groups),
+        rows=rows,
+        places=positions,
+        linear=linear_step(_tensor(own, device), sizes, taps) if taps else None,
         wanted=_wanted(works, order, firsts, device),
         begins=[work.row for work in packed if not work.start],
         packing=None if packing is None else _tensor(packing, device),
@@ -139,7 +169,8 @@ def _tensor(values: np.ndarray, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.to(device)
 
 
-def _check(works: Sequence[Work], tables: Tables) -> None:
+def check(works: Sequence[Work], tables: Tables) -> None:
+    """Whether the works go on from what their rows hold, with room; InputError if not."""
     if not works:
         raise InputError("step", "has nothing to do")
     if len({work.row for work in works}) != len(works):
@@ -165,7 +196,7 @@ def _wanted(
             found.append(first + size - 1)
         elif work.logits == "all":
             found.extend(range(first, first + size))
-    if found == list(range(int(firsts[-1]))):
+    if len(found) == firsts[-1] and found == list(range(len(found))):
         return None
     return torch.tensor(found, dtype=torch.int64, device=device)
 
@@ -289,11 +320,11 @@ class _Maker:
         )
 
 
-def _linear(
-    packed: list[Work], sizes: list[int], firsts: np.ndarray, taps: int, device: torch.device
-) -> LinearStep:
-    by_size = sorted(range(len(packed)), key=lambda i: -sizes[i])
-    count, total = len(packed), int(firsts[-1])
+def linear_step(rows: Tensor, sizes: list[int], taps: int) -> LinearStep:
+    """`rows` are the sequences as packed, with so many tokens each."""
+    device, firsts = rows.device, np.concatenate(([0], np.cumsum(sizes)))
+    by_size = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    count, total = len(sizes), int(firsts[-1])
     ranks = np.empty(count, np.int64)
     ranks[by_size] = np.arange(count)
     sequence = np.repeat(np.arange(count), sizes)
@@ -312,10 +343,11 @@ def _linear(
     same = bool((by_time == np.arange(total)).all())
     counts = np.bincount(place).tolist()
     return LinearStep(
-        rows=torch.tensor([packed[i].row for i in by_size], dtype=torch.int64, device=device),
+        rows=rows if by_size == sorted(by_size) else rows[_tensor(order, device)],
         by_time=None if same else _tensor(by_time, device),
         packed=None if same else _tensor(np.argsort(by_time), device),
         counts=counts,
         taps=_tensor(reads, device),
         tails=_tensor(tails.ravel(), device),
+        sequences=(rows.numpy() if device.type == "cpu" else order, firsts[:-1], np.array(sizes)),
     )

@@ -1,4 +1,9 @@
-"""Stop strings in a stream of text: found across any boundaries, and nothing shown that may turn out to be one."""
+"""Stop strings in a stream of text: found across any boundaries, and nothing shown that may turn out to be one.
+
+Text ends where the first stop string is complete, character by character; of several that are complete there, the
+longest counts. So the answer does not depend on how the text was cut into tokens, and nothing is generated in the
+hope that a longer one, which began earlier, will be complete later.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +36,7 @@ class StopScanner:
         text = self._held + text
         ends = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if ends:
-            # The earliest; of several that begin there, the longest says best what was meant.
-            place, self.found = min(ends, key=lambda end: (end[0], -len(end[1])))
+            place, self.found = min(ends, key=lambda end: (end[0] + len(end[1]), end[0]))
             self._held = ""
             return text[:place]
         hold = self._suspicious(text)

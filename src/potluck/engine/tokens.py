@@ -25,6 +25,8 @@ from potluck.core.errors import FormatError, InputError
 LABELS = {"user": "User", "assistant": "Assistant"}
 SPEAKERS = ("system", "developer", "user", "assistant")
 LARGEST_FILE_BYTES = 100_000_000
+UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template may raise when messages are not what it was written for."""
 
 Message = Mapping[str, str]
 """`role` and `content`."""
@@ -58,7 +60,10 @@ class Text:
         template = settings.get("chat_template")
         beside = Path(directory) / "chat_template.jinja"
         if template is None and beside.is_file():
-            template = beside.read_text("utf-8")
+            try:
+                template = beside.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise FormatError(str(beside), "cannot be read as text") from error
         specials = {name: _token(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         return cls(tokenizer, template if isinstance(template, str) else None, specials)
 
@@ -128,13 +133,16 @@ def _render(template: str, messages: Sequence[Message], specials: Mapping[str, s
     def refuse(message: str) -> None:
         raise InputError("messages", str(message))
 
-    scene = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    # As Hugging Face renders them.
+    scene = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     scene.globals["raise_exception"] = refuse
     try:
         return scene.from_string(template).render(
             messages=[dict(message) for message in messages], add_generation_prompt=True, **specials
         )
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, *UNFIT) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0][:160]
         raise InputError("messages", f"the model's chat template refuses them ({line})") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +16,9 @@ from potluck.perf.arithmetic import step_sums
 from potluck.perf.calibration import ExpectedError, bundled
 from potluck.perf.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.phases import decode_step_s, prefill_s
+from potluck.perf.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.roofline import RooflineTimer, check_tp, roofline
-from potluck.perf.step import Steps, steps
+from potluck.perf.step import Steps, StepTimer, steps
 from potluck.perf.throughput import Limit, Operating, best_operating
 
 Bound = Literal["compute", "bandwidth"]
@@ -70,8 +72,10 @@ def estimate(
     slo: Slo | None = None,
     price_usd_per_h: float | None = None,
     role: Role = "mixed",
+    profiles: Sequence[Profile] = (),
 ) -> Estimate:
-    """Estimate a node; without `tp`, with the degree that serves the most requests."""
+    """Estimate a node; without `tp`, with the degree that serves the most requests. Where `profiles` has this model
+    on this GPU with that degree, step times are those that were measured."""
     if input_tokens < 1 or output_tokens < 1:
         name, tokens = ("input", input_tokens) if input_tokens < 1 else ("output", output_tokens)
         raise InputError(name, f"must be at least 1 token, is {tokens}")
@@ -80,12 +84,14 @@ def estimate(
             "input", f"with the output exceeds the {model.max_context_tokens} tokens {model.name} takes"
         )
     if tp is not None:
-        return _at(model, node, tp, input_tokens, output_tokens, slo, price_usd_per_h, role)
+        return _at(model, node, tp, input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
     found: list[Estimate] = []
     refused: CapacityError | None = None
     for degree in _degrees(model, node):
         try:
-            found.append(_at(model, node, degree, input_tokens, output_tokens, slo, price_usd_per_h, role))
+            found.append(
+                _at(model, node, degree, input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
+            )
         except CapacityError as error:
             refused = error
     if not found:
@@ -113,11 +119,14 @@ def _at(
     slo: Slo | None,
     price_usd_per_h: float | None,
     role: Role,
+    profiles: Sequence[Profile],
 ) -> Estimate:
     check_tp(model, node, tp)
     memory = stage_memory(model, node, tp)
     require_fit(model, memory, node, tp)
-    timer = roofline(model, node, tp)
+    line = roofline(model, node, tp)
+    profile = profile_for(profiles, model, node, tp)
+    timer: StepTimer = line if profile is None else ProfileTimer(profile)
     batch = max_requests(model, memory, tp, input_tokens + output_tokens)
     operating = best_operating(timer, input_tokens, output_tokens, batch, slo, role)
     replicas = node.gpus // tp
@@ -135,9 +144,9 @@ def _at(
         tp=tp,
         replicas=replicas,
         prefill_s=float(prefill_s(timer, input_tokens)[0]),
-        prefill_bound=_bound(timer, alone),
+        prefill_bound=_bound(line, alone),
         decode_step_s=float(decode_step_s(timer, 1.0, context)[0]),
-        decode_bound=_bound(timer, busiest),
+        decode_bound=_bound(line, busiest),
         max_batch=batch,
         kv_bytes=memory.kv_bytes * tp,
         weight_bytes=memory.weight_bytes * tp,
@@ -148,10 +157,10 @@ def _at(
         price_usd_per_h=price_usd_per_h,
         usd_per_million_output_tokens=_usd_per_million(price_usd_per_h, rate * made),
         usd_per_million_tokens=_usd_per_million(price_usd_per_h, rate * (made + read)),
-        binds=_binds(operating, _bound(timer, busiest), batch),
-        confidence=timer.confidence,
-        basis=timer.basis,
-        expected_error=bundled().errors.get(timer.confidence),
+        binds=_binds(operating, _bound(line, busiest), batch),
+        confidence=line.confidence if profile is None else timer.confidence,
+        basis=line.basis if profile is None else f"{len(profile.points)} steps measured {profile.date}",
+        expected_error=bundled().errors.get(line.confidence) if profile is None else None,
     )
 
 

@@ -16,6 +16,7 @@ the points an answer is "measured"; outside `confidence_of` says "transferred".
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from math import isfinite
@@ -25,7 +26,9 @@ from numpy.typing import NDArray
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
+from potluck.core.model import Model
 from potluck.core.plan import Confidence
+from potluck.core.types import NodeType
 from potluck.perf.fit import mean_ape, relative_weights, solve
 from potluck.perf.step import Floats, Steps, steps
 
@@ -103,6 +106,13 @@ def profile_to_json(profile: Profile) -> str:
 def profile_from_json(text: str) -> Profile:
     """Read a profile file; another version, an unknown key or an impossible step is named in the error."""
     return loads(Profile, text, format_name=PROFILE_FORMAT, version=PROFILE_VERSION)
+
+
+def profile_for(profiles: Sequence[Profile], model: Model, node: NodeType, tp: int) -> Profile | None:
+    """The profile of this model on this kind of GPU, sharded alike; the last one where there are several."""
+    key = (node.gpu.name.lower(), model.name.lower(), tp)
+    found = [each for each in profiles if (each.gpu.lower(), each.model.lower(), each.tp) == key]
+    return found[-1] if found else None
 
 
 class ProfileTimer:

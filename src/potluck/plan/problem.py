@@ -19,6 +19,7 @@ from potluck.core.pool import Pool
 from potluck.core.types import LengthBin, Link, NodeType, Region, Slo, Traffic
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.memory import kv_bytes
+from potluck.perf.profile import Profile
 from potluck.perf.step import Floats, steps
 
 WORK_RATIO = 2.0
@@ -58,6 +59,8 @@ class Ask:
     model: Model
     slo: Slo
     demands: tuple[Demand, ...]
+    profiles: tuple[Profile, ...] = ()
+    """Measured step times of this model, for the GPUs that have them."""
 
     @property
     def rate_per_s(self) -> float:

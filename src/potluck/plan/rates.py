@@ -25,6 +25,7 @@ from potluck.core.plan import BucketCapacity
 from potluck.core.types import NodeType, Role, Slo
 from potluck.perf.phases import CHUNK_TOKENS, prefill_s
 from potluck.perf.pipeline import PipelineTimer, layout_requests, pipeline
+from potluck.perf.profile import ProfileTimer, profile_for
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, StepTimer, steps
 from potluck.perf.throughput import MAX_BATCH, best_operating
@@ -43,10 +44,12 @@ def wait_factor(headroom: float) -> float:
 
 
 def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
-    """The plain roofline for one node, the pipeline for more."""
+    """What was measured or the plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
-        return roofline(ask.model, nodes[stage.nodes[0].node], stage.nodes[0].tp)
+        node, tp = nodes[stage.nodes[0].node], stage.nodes[0].tp
+        profile = profile_for(ask.profiles, ask.model, node, tp)
+        return roofline(ask.model, node, tp) if profile is None else ProfileTimer(profile)
     return pipeline(ask.model, layout, nodes)
 
 

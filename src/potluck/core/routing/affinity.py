@@ -1,4 +1,9 @@
-"""Prefix affinity in routing: what the index of `prefix.py` means for the targets of a lane."""
+"""Prefix affinity: whether to go where a prefix is cached (longest cached prefix against load).
+
+    score = affinity x seconds of prefill saved - seconds of waiting more
+
+The index of `index.py` says who holds what; here is what that means for the targets of a lane.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,8 @@ from potluck.core.fleet import Fleet, View
 from potluck.core.flight import Flight
 from potluck.core.policy import Policy
 from potluck.core.routing.balance import Chooser, decode_seconds
+from potluck.core.routing.index import GlobalIndex
 from potluck.core.routing.lanes import Lane
-from potluck.core.routing.prefix import PrefixIndex, best_holder
 from potluck.core.routing.table import Table
 from potluck.core.routing.targets import Target
 
@@ -18,7 +23,7 @@ from potluck.core.routing.targets import Target
 class Affinity:
     """Answers from the index, the table and the counts on replicas; owns nothing."""
 
-    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet, table: Table, index: PrefixIndex) -> None:
+    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet, table: Table, index: GlobalIndex) -> None:
         self._facts = facts
         self._policy = policy
         self._fleet = fleet
@@ -31,15 +36,18 @@ class Affinity:
         index = self._index
         if not len(index):
             return None
-        depth = index.deepest(blocks, lambda replica: self._holder(replica, chooser, flight) is not None)
-        if depth == 0:
+        exact = self._exact(flight)
+        _, holders = index.deepest(
+            blocks, lambda replica: self._holder(replica, chooser, flight) is not None, exact=exact
+        )
+        if not holders:
             return None
         first = _prefiller(default)
         name = first.member.id
         saved = {name: self._saved_s(first, flight)}
         waits = {name: self._wait_s(first, flight)}
         targets = {name: default}
-        for replica in index.holders(blocks[depth - 1]):
+        for replica in holders:
             target = self._holder(replica, chooser, flight)
             if target is None or replica in targets:
                 continue
@@ -87,11 +95,10 @@ class Affinity:
             linked = (source, target) in self._facts.links_gbps
             return source != target and linked and f"{source}->{target}" not in flight.avoid
 
-        depth = self._index.deepest(blocks, elsewhere)
-        if depth == 0:
+        _, holders = self._index.deepest(blocks, elsewhere, exact=self._exact(flight))
+        if not holders:
             return None
-        holder = next(each for each in self._index.holders(blocks[depth - 1]) if elsewhere(each))
-        view = self._fleet.views[holder]
+        view = self._fleet.views[holders[0]]
         held = self.cached(view, flight)
         return (view, held) if held > own else None
 
@@ -116,21 +123,21 @@ class Affinity:
             view = self._fleet.views.get(replica)
             return view is not None and view.member.model == model and wanted(view)
 
-        depth = self._index.deepest(blocks, accepts)
-        if depth == 0:
-            return 0
-        holders = self._index.holders(blocks[depth - 1])
-        return max(self.cached(self._fleet.views[each], flight) for each in holders if accepts(each))
+        _, holders = self._index.deepest(blocks, accepts, exact=self._exact(flight))
+        return max((self.cached(self._fleet.views[each], flight) for each in holders), default=0)
 
     def cached(self, view: View, flight: Flight) -> int:
-        """Tokens of the prompt that a replica is known to hold."""
+        """Tokens of the prompt that a replica is known to hold; the last one is always computed."""
         request = flight.request
         model = self._facts.models.get(request.model)
         if model is None:
             return 0
-        return self._index.cached_tokens(
-            request.blocks, view.member.id, model.block_tokens, request.prompt_tokens, model.exact_prefix
-        )
+        blocks = self._index.held_by(view.member.id, request.blocks, exact=model.exact_prefix)
+        return min(blocks * model.block_tokens, request.prompt_tokens - 1)
+
+    def _exact(self, flight: Flight) -> bool:
+        model = self._facts.models.get(flight.request.model)
+        return model is not None and model.exact_prefix
 
     def _saved_s(self, view: View, flight: Flight) -> float:
         facts = self._table.replica_facts(view)
@@ -146,6 +153,16 @@ class Affinity:
         if over > 0:
             wait += over * decode_seconds(facts, flight.output_tokens)
         return wait
+
+
+def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: str, affinity: float) -> str:
+    """The replica with the best score; the default one when no other is better. All in order of mention."""
+    best, most = default, affinity * saved_s.get(default, 0.0) - waits_s[default]
+    for replica, saved in saved_s.items():
+        score = affinity * saved - waits_s[replica]
+        if score > most + 1e-12:
+            best, most = replica, score
+    return best
 
 
 def _prefiller(target: Target) -> View:

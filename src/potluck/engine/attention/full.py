@@ -6,15 +6,19 @@ side, as they are kept.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from potluck.core.model import FullAttention
+from potluck.engine import threads
+from potluck.engine.attention import decode
 from potluck.engine.attention.paged import attend
 from potluck.engine.cache import Kept, Pages
 from potluck.engine.config import Config
-from potluck.engine.exact import across, product, rms_norm, sigmoid
+from potluck.engine.exact import LANE, rms_norm, sigmoid
 from potluck.engine.loading import Loader
+from potluck.engine.matrix import Norm, across, add_product, product
 from potluck.engine.rope import Turns, halves_apart, turn
 from potluck.engine.step import Step
 
@@ -62,21 +66,83 @@ class FullLayer:
             q_norm, k_norm = (load.norm(f"{kind}_norm.weight", dim)[pairs] for kind in "qk")
             self._qk_norm = torch.cat([q_norm.expand(heads, dim), k_norm.expand(kv_heads, dim)])
 
-    def __call__(self, x: Tensor, residual: Tensor, kept: Kept, step: Step, turned_by: Turns) -> Tensor:
-        """The residual plus attention of `x`; the new keys and values are kept."""
+    def __call__(
+        self, norm: Norm, residual: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None
+    ) -> Tensor:
+        """The residual plus attention of its norm, of those tokens that are wanted; all keys and values are kept."""
         assert isinstance(kept, Pages)
-        part, tokens = self._part, x.shape[0]
+        part, tokens = self._part, residual.shape[0]
         heads, kv_heads, dim = part.heads, part.kv_heads, part.head_dim
-        packed = product(x, self._weight, self._bias)
+        packed = product(residual, self._weight, self._bias, norm=norm)
         queries_keys = packed[:, : (heads + kv_heads) * dim].view(tokens, heads + kv_heads, dim)
         if self._qk_norm is not None:
             queries_keys.copy_(rms_norm(queries_keys, self._qk_norm, self._eps))
-        turn(queries_keys, turned_by[self._turned])
         group = step.groups[kept.group]
-        kept.entries.index_copy_(0, group.slots, packed[:, heads * dim : (heads + 2 * kv_heads) * dim])
-        queries = queries_keys[:, :heads].view(tokens, heads // kv_heads, kv_heads, dim)
-        out = attend(queries, kept, group.pieces, self._scale)
+        if kept.keys is not None:
+            self._place(packed, queries_keys, kept, kept.keys, step, turned_by)
+            rows, places = step.rows, step.places
+            if wanted is not None:
+                residual, packed = residual.index_select(0, wanted), packed.index_select(0, wanted)
+                rows, places = rows[wanted.numpy()], places[wanted.numpy()]
+            out = self._attend(packed, kept, kept.keys, group.table, rows, places)
+        else:
+            turn(queries_keys, turned_by.by(self._turned))
+            kept.entries.index_copy_(0, group.slots, packed[:, heads * dim : (heads + 2 * kv_heads) * dim])
+            queries = queries_keys[:, :heads].view(tokens, heads // kv_heads, kv_heads, dim)
+            out = (
+                attend(queries, kept, group.pieces, self._scale)
+                if group.followed is None
+                else decode.attend(queries, kept, group.followed, self._scale)
+            )
+            if wanted is not None:
+                residual, packed, out = (x.index_select(0, wanted) for x in (residual, packed, out))
         if part.output_gate:
             out = out * sigmoid(packed[:, (heads + 2 * kv_heads) * dim :])
-        residual = torch.addmm(residual, out, self._out)
+        residual = add_product(residual, out, self._out)
         return residual if self._out_bias is None else residual.add_(self._out_bias)
+
+    def _place(
+        self, packed: Tensor, queries_keys: Tensor, kept: Pages, keys: Tensor, step: Step, turned_by: Turns
+    ) -> None:
+        """Turn queries and keys, and keep keys and values, by kernels/attention.py."""
+        from potluck.engine.kernels.attention import place
+
+        turned = self._turned
+        if turned % (2 * LANE):
+            turn(queries_keys, turned_by.by(turned))
+            turned = 0
+        angles = turned_by.tables[self._turned].data_ptr()
+        slots, cache = step.groups[kept.group].places, (keys.data_ptr(), kept.entries.data_ptr())
+        place(*self._packed(packed), angles, turned, step.places, slots, *cache)
+
+    def _packed(self, packed: Tensor) -> tuple[int, int, int, int, int]:
+        part = self._part
+        return packed.data_ptr(), 4 * packed.stride(0), part.heads, part.kv_heads, part.head_dim
+
+    def _attend(
+        self,
+        packed: Tensor,
+        kept: Pages,
+        keys: Tensor,
+        table: np.ndarray,
+        rows: np.ndarray,
+        places: np.ndarray,
+    ) -> Tensor:
+        """Attention of packed tokens at these rows and places, by kernels/attention.py."""
+        from potluck.engine.kernels import attention
+
+        part = self._part
+        out = torch.empty(len(rows), part.heads * part.head_dim)
+        address, stride, *sizes = self._packed(packed)
+        cache = keys.data_ptr(), kept.entries.data_ptr(), self._scale
+
+        def some(begin: int, stop: int) -> None:
+            scores, state = torch.empty(2 * attention.TILE), np.empty((attention.TOGETHER, 4), np.float32)
+            seen = (rows[begin:stop], places[begin:stop], table, part.window or 0)
+            target = out.data_ptr() + 4 * begin * out.shape[1]
+            given = (address + begin * stride, stride, *sizes, *seen, *cache)
+            attention.attend(*given, scores.data_ptr(), state, target)
+
+        work = 2 * int(places.sum()) * part.heads * part.head_dim
+        threads.over(len(rows), threads.parts(work), some)
+        return out

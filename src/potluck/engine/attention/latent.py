@@ -15,8 +15,9 @@ from potluck.core.model import LatentAttention
 from potluck.engine.attention.paged import attend
 from potluck.engine.cache import Kept, Pages
 from potluck.engine.config import Config
-from potluck.engine.exact import across, per_head, product, rms_norm
+from potluck.engine.exact import per_head, rms_norm
 from potluck.engine.loading import Loader
+from potluck.engine.matrix import Norm, across, add_product, product
 from potluck.engine.rope import Turns, halves_apart, latent_sharpness, turn
 from potluck.engine.step import Step
 
@@ -54,18 +55,20 @@ class LatentLayer:
         self._from_latent = expand[:, plain:].transpose(1, 2).contiguous()
         self._out = across(load.take("o_proj.weight", hidden, heads * part.v_head_dim))
 
-    def __call__(self, x: Tensor, residual: Tensor, kept: Kept, step: Step, turned_by: Turns) -> Tensor:
+    def __call__(
+        self, norm: Norm, residual: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None
+    ) -> Tensor:
         assert isinstance(kept, Pages)
-        part, tokens, rank = self._part, x.shape[0], self._part.kv_lora_rank
+        part, tokens, rank = self._part, residual.shape[0], self._part.kv_lora_rank
         plain, rotary, entry = part.qk_nope_head_dim, part.qk_rope_head_dim, kept.dim
-        packed = product(x, self._weight)
+        packed = product(residual, self._weight, norm=norm)
         queries = packed[:, entry:]
         if self._up is not None:
             assert self._query_norm is not None
             queries = product(rms_norm(queries, self._query_norm, LATENT_NORM_EPS), self._up)
         queries = queries.view(tokens, part.heads, plain + rotary)
         latent = rms_norm(packed[:, :rank], self._latent_norm, LATENT_NORM_EPS)
-        by = turned_by[rotary]
+        by = turned_by.by(rotary)
         rotary_keys = turn(packed[:, None, rank:entry].clone(), by)
         group = step.groups[kept.group]
         kept.entries.index_copy_(0, group.slots, torch.cat([latent, rotary_keys[:, 0]], 1))
@@ -73,4 +76,5 @@ class LatentLayer:
         turned = turn(queries[..., plain:].clone(), by)
         out = attend(torch.cat([lowered, turned], -1)[:, :, None], kept, group.pieces, self._scale)
         latents = out.view(tokens, part.heads, entry)[..., :rank]
-        return torch.addmm(residual, per_head(latents, self._from_latent).reshape(tokens, -1), self._out)
+        found = add_product(residual, per_head(latents, self._from_latent).reshape(tokens, -1), self._out)
+        return found if wanted is None else found.index_select(0, wanted)

@@ -7,8 +7,8 @@ Per head, with the state S (key dim x value dim), decay a_t = exp(g_t) in (0, 1]
     o_t = S' q_t
 
 Queries, keys and values pass a short causal convolution first, whose latest inputs are the rest of the state. The
-rule is applied token by token, for all sequences of a step at once: the state after n tokens is then the same however
-the n were cut (exact.py), at the price of a loop over the places of the longest chunk.
+rule is applied token by token: the state after n tokens is then the same however the n were cut (exact.py). On a CPU
+that is a compiled loop; elsewhere all sequences of a step go at once, one call for each place of the longest chunk.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from torch import Tensor
 from potluck.core.model import LinearAttention
 from potluck.engine.cache import Kept, States
 from potluck.engine.config import Config
-from potluck.engine.exact import across, product, rms_norm, sigmoid, silu, softplus
+from potluck.engine.exact import in_lanes, rms_norm, sigmoid, silu, softplus
 from potluck.engine.loading import Loader
+from potluck.engine.matrix import Norm, across, add_product, product
 from potluck.engine.rope import Turns
 from potluck.engine.step import LinearStep, Step
 
@@ -41,12 +42,14 @@ class LinearLayer:
         self._norm = load.take("norm.weight", part.value_head_dim)
         self._out = across(load.take("out_proj.weight", hidden, values))
 
-    def __call__(self, x: Tensor, residual: Tensor, kept: Kept, step: Step, turned_by: Turns) -> Tensor:
+    def __call__(
+        self, norm: Norm, residual: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None
+    ) -> Tensor:
         assert isinstance(kept, States)
         assert step.linear is not None
-        part, tokens = self._part, x.shape[0]
+        part, tokens = self._part, residual.shape[0]
         channels, values = part.conv_channels, part.value_heads * part.value_head_dim
-        packed = product(x, self._weight)
+        packed = product(residual, self._weight, norm=norm)
         mixed, gate, rate, step_size = torch.split(
             packed, [channels, values, part.value_heads, part.value_heads], 1
         )
@@ -59,9 +62,12 @@ class LinearLayer:
         if repeats > 1:
             query, key = (y.repeat_interleave(repeats, 1) for y in (query, key))
         decay = torch.exp(self._rate * softplus(step_size.float() + self._shift))
-        out = _walk(step.linear, kept.memory, query, key, value, decay, sigmoid(rate.float())).to(x.dtype)
+        out = _walk(step.linear, kept.memory, query, key, value, decay, sigmoid(rate.float())).to(
+            packed.dtype
+        )
         out = rms_norm(out, self._norm, self._eps).view(tokens, -1) * silu(gate)
-        return torch.addmm(residual, out, self._out)
+        found = add_product(residual, out, self._out)
+        return found if wanted is None else found.index_select(0, wanted)
 
     def _convolve(self, new: Tensor, kept: States, step: LinearStep) -> Tensor:
         inputs = torch.cat([kept.conv.index_select(0, step.rows).flatten(0, 1), new])
@@ -81,6 +87,15 @@ def _walk(
     step: LinearStep, memory: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
 ) -> Tensor:
     """Outputs [tokens, heads, value dim]; the states in `memory` move on."""
+    if in_lanes(value, value.shape[-1]):
+        from potluck.engine.kernels.delta import walk
+
+        out = torch.empty(value.shape)
+        # Each stays alive until the call is over.
+        given = [y.contiguous() for y in (query, key, value, decay, rate)]
+        addresses = (y.data_ptr() for y in (memory, *given, out))
+        walk(*step.sequences, tuple(memory.shape[1:]), *addresses)
+        return out
     if step.by_time is not None:
         query, key, value, decay, rate = (
             y.index_select(0, step.by_time) for y in (query, key, value, decay, rate)

@@ -4,52 +4,90 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import AsyncIterator
 
 from aiohttp import ClientSession, web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from potluck.engine.face import control, openai, segments
+from potluck.engine.face import control, openai, page, segments
 from potluck.engine.face.errors import Refused, error_response
 from potluck.engine.face.service import SERVICE, Service
 
-OPEN = frozenset({"/health", "/kv"})
-"""Without the key: /health says nothing, and whoever fetches a cache shows its handle."""
+OPEN = frozenset({"/", "/health", "/kv"})
+"""Without the key: the page and /health say nothing, and whoever fetches a cache shows its handle."""
+STALLED_S = 10.0
+"""A client that takes so long beyond its request's deadline to read the answer is left."""
+BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
+"""The answer to a request, once its first bytes are out."""
+
+log = logging.getLogger(__name__)
+
+
+def server_log() -> logging.Logger:
+    """For aiohttp's server: what a client does wrong is the client's to know, not a traceback in the engine's log."""
+    made = logging.getLogger("potluck.engine.http")
+    made.addFilter(_our_fault)
+    return made
+
+
+def _our_fault(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
 
 def build(service: Service, api_key: str | None = None) -> web.Application:
     """An application for a service whose driver has not been started yet."""
+
+    longest_s = service.limits.deadline_s + STALLED_S
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if api_key is not None and request.path not in OPEN:
                 _check_key(request, api_key)
-            return await handler(request)
-        except (asyncio.CancelledError, ConnectionError):
+            async with asyncio.timeout(longest_s):
+                return await handler(request)
+        except asyncio.CancelledError:
             raise
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            return error_response(error)
         except Exception as error:
-            return error_response(error)
+            return _broken_off(request, error) or error_response(error)
 
     app = web.Application(middlewares=[guard], client_max_size=service.limits.body_bytes)
     app[SERVICE] = service
+    app.on_response_prepare.append(_note)
     app.cleanup_ctx.append(_running)
     app.router.add_post("/v1/completions", openai.completions)
     app.router.add_post("/v1/chat/completions", openai.chat_completions)
     app.router.add_get("/v1/models", openai.models)
     app.router.add_post("/segments", segments.segments)
     app.router.add_post("/kv", segments.kv)
+    app.router.add_get("/", page.page)
     app.router.add_get("/status", control.status)
+    app.router.add_get("/cache", control.cache)
     app.router.add_get("/role", control.show_role)
     app.router.add_post("/role", control.change_role)
     app.router.add_post("/drain", control.drain)
     app.router.add_get("/health", control.health)
     app.router.add_get("/metrics", control.metrics)
     return app
+
+
+async def _note(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    request[BEGUN] = response
+
+
+def _broken_off(request: web.Request, error: Exception) -> web.StreamResponse | None:
+    """An answer that had begun cannot become an error: the connection ends in the middle, and the client knows."""
+    begun: web.StreamResponse | None = request.get(BEGUN)
+    if begun is None:
+        return None
+    if not isinstance(error, ConnectionError | TimeoutError):
+        log.error("an answer broke off", exc_info=error)
+    if request.transport is not None:
+        request.transport.abort()
+    return begun
 
 
 async def _running(app: web.Application) -> AsyncIterator[None]:
@@ -74,6 +112,6 @@ async def _watch(service: Service) -> None:
 
 def _check_key(request: web.Request, api_key: str) -> None:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    right = hmac.compare_digest(given.strip().encode(), api_key.encode())
+    right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode())
     if scheme.lower() != "bearer" or not right:
         raise Refused(401, "a valid key is needed: Authorization: Bearer ...", "invalid_api_key")

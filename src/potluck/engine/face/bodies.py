@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -10,22 +12,35 @@ from aiohttp import web
 
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
+from potluck.engine.face.errors import Refused
 from potluck.engine.sample import Sampling
 
 T = TypeVar("T")
 IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that change nothing about the answer."""
 MOST_CHOICES = 64
+BODY_S = 30.0
+"""In which a body must have come."""
+HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_object(request: web.Request) -> dict[str, object]:
-    """The body as a JSON object; its size is capped by the application."""
-    return parse_object(await request.read())
+async def read_object(request: web.Request, *, optional: bool = False) -> dict[str, object]:
+    """The body as a JSON object; its size is capped by the application, its time here."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise Refused(408, f"the body did not come within {BODY_S:g} s") from None
+    except web.RequestPayloadError as error:
+        raise FormatError("body", "cannot be decoded as its headers say") from error
+    return {} if optional and not raw else parse_object(raw)
 
 
 def parse_object(raw: bytes) -> dict[str, object]:
     try:
         found = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        if HALF.search(raw):
+            _whole_characters(found)
     except (ValueError, RecursionError) as error:
         raise FormatError(
             "body", f"is not JSON ({(str(error).splitlines() or ['too deep'])[0][:120]})"
@@ -33,6 +48,21 @@ def parse_object(raw: bytes) -> dict[str, object]:
     if not isinstance(found, dict):
         raise FormatError("body", "must be a JSON object")
     return found
+
+
+def _whole_characters(value: object) -> None:
+    """JSON can write half of a pair (\\ud800) alone; such text cannot be encoded."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise FormatError("body", "has half a character, such as \\ud800 alone") from error
+    elif isinstance(value, dict):
+        for each in (*value, *value.values()):
+            _whole_characters(each)
+    elif isinstance(value, list):
+        for each in value:
+            _whole_characters(each)
 
 
 def _no_constant(text: str) -> float:

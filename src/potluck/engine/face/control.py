@@ -1,4 +1,4 @@
-"""Control: /status, /role, /drain, /health, /metrics.
+"""Control: /status, /cache, /role, /drain, /health, /metrics.
 
 A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
 `stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on; from then on
@@ -12,9 +12,10 @@ from dataclasses import asdict
 from aiohttp import web
 
 from potluck.core.errors import InputError
-from potluck.engine.face.bodies import parse_object
+from potluck.engine.face.bodies import read_object
 from potluck.engine.face.metrics import CONTENT_TYPE
 from potluck.engine.face.service import SERVICE, Service
+from potluck.engine.feed import as_json
 from potluck.engine.status import role_of
 
 ACTIONS = ("init", "activate", "show", "stop")
@@ -24,11 +25,37 @@ async def status(request: web.Request) -> web.Response:
     return web.json_response(asdict(request.app[SERVICE].status()))
 
 
+async def cache(request: web.Request) -> web.Response:
+    """What changed in the prefix cache since a report, or all of it: `?epoch=E&after=N`."""
+    service = request.app[SERVICE]
+    unknown = set(request.query) - {"epoch", "after"}
+    if unknown:
+        raise InputError(min(unknown), "unknown; /cache takes epoch and after")
+    epoch, after = (_number(request, name) for name in ("epoch", "after"))
+    reports = await service.hub.ask(lambda loop, _: service.feed.after(epoch, after or 0))
+    return web.json_response(
+        {"epoch": service.feed.epoch, "reports": [as_json(report) for report in reports]}
+    )
+
+
+def _number(request: web.Request, name: str) -> int | None:
+    text = request.query.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InputError(name, "must be a whole number")
+    return int(text)
+
+
 async def health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     if service.problem:
         return web.json_response({"status": "failed", "problem": service.problem}, status=503)
-    return web.json_response({"status": "draining" if service.draining else "ok"})
+    if service.draining:
+        return web.json_response({"status": "draining"})
+    if service.degraded:
+        return web.json_response({"status": "degraded", "problem": service.degraded})
+    return web.json_response({"status": "ok"})
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -42,8 +69,7 @@ async def show_role(request: web.Request) -> web.Response:
 
 async def change_role(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    raw = await request.read()
-    body = parse_object(raw) if raw else {}
+    body = await read_object(request, optional=True)
     unknown = set(body) - {"action", "role"}
     if unknown:
         raise InputError(min(unknown), "unknown key; a change of role has action and role")
@@ -71,8 +97,7 @@ def _shown(service: Service) -> dict[str, object]:
 async def drain(request: web.Request) -> web.Response:
     """Take nothing new; `{"resume": true}` takes requests again."""
     service = request.app[SERVICE]
-    raw = await request.read()
-    body = parse_object(raw) if raw else {}
+    body = await read_object(request, optional=True)
     if set(body) - {"resume"} or not isinstance(body.get("resume", False), bool):
         raise InputError("resume", "is the only key, true or false")
     service.draining = not body.get("resume", False)

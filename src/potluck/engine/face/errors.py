@@ -9,6 +9,9 @@ from http import HTTPStatus
 from aiohttp import web
 
 from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
+from potluck.engine.driver import Stopped
+from potluck.engine.executor import WorkerLost
+from potluck.engine.requests import Ended
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +25,12 @@ class Refused(PotluckError):
         super().__init__(message)
 
 
+def ended(end: Ended) -> Refused:
+    """A request that the loop could not complete."""
+    why = f"the request could not be completed ({end.problem or end.reason})"
+    return Refused(503, why, "try_again") if end.again else Refused(500, why)
+
+
 def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     """The status and the body for an exception; what nobody expected says nothing of its inside."""
     while isinstance(error, ExceptionGroup):
@@ -31,14 +40,18 @@ def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     if isinstance(error, Refused):
         status, code = error.status, error.code
     elif isinstance(error, UnknownNameError):
-        status, param, code = 404, error.field, "not_found"
+        status, param, code = 404, error.field, f"{error.field}_not_found"
     elif isinstance(error, InputError):
         status, param = 400, error.field or None
     elif isinstance(error, CapacityError):
         status, code = 400, "context_length_exceeded"
+    elif isinstance(error, Stopped | WorkerLost):
+        status, code = 503, "failed" if isinstance(error, Stopped) else "try_again"
     elif isinstance(error, web.HTTPException):
         status = error.status
         message = f"{HTTPStatus(status).phrase}: {_plain(error)}"
+    elif isinstance(error, ConnectionError):  # nobody is left to read it
+        status, message = 400, "the connection was closed"
     elif isinstance(error, TimeoutError):
         status, message, code = 504, "the request took longer than it may", "deadline"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from potluck.engine.face.errors import Refused
+from potluck.engine.face.errors import ended
 from potluck.engine.face.service import Service
 from potluck.engine.requests import Ended, Job, Token
 from potluck.engine.sample import Choice
@@ -44,9 +44,7 @@ async def answer(service: Service, job: Job, stops: Sequence[str]) -> AsyncGener
                 return
             elif isinstance(event, Ended):
                 if event.reason not in ("stop", "length"):
-                    raise channel.failure or Refused(
-                        500, f"the request could not be completed ({event.problem or event.reason})"
-                    )
+                    raise channel.failure or ended(event)
                 text = scanner.feed("" if decoding is None else decoding.rest())
                 reason = "stop" if scanner.found is not None else event.reason
                 yield Delta(text + scanner.rest(), (), reason, event.times.cached_tokens)

@@ -55,14 +55,17 @@ class Handles:
 
     async def offer(self, handle: str, bound: bytes, channel: Channel, lasts_s: float) -> None:
         digest = _digest(handle)
-        if digest in self._held:
-            raise InputError("handle", "is in use")
         async with self._changed:
+            if digest in self._held:
+                raise InputError("handle", "is in use")
             self._held[digest] = Held(digest, bound, channel, time.monotonic() + lasts_s)
             self._changed.notify_all()
 
-    def withdraw(self, handle: str) -> None:
-        self._held.pop(_digest(handle), None)
+    def withdraw(self, handle: str, channel: Channel) -> None:
+        """Nobody can fetch it any more; a handle that another request has taken up since stays."""
+        held = self._held.get(_digest(handle))
+        if held is not None and held.channel is channel:
+            del self._held[held.digest]
 
     async def take(self, handle: str, bound: bytes, wait_s: float) -> Channel:
         """The channel of a handle, which is then used up. A receiver may come before the sender has begun."""
@@ -77,7 +80,9 @@ class Handles:
             raise _unknown() from None
         finally:
             self._waiting -= 1
-        held = self._held[digest]
+        held = self._held.get(digest)
+        if held is None:  # taken or withdrawn since
+            raise _unknown()
         right = hmac.compare_digest(held.bound, bound) & hmac.compare_digest(held.digest, digest)
         if not right or held.expires_s < time.monotonic():
             raise _unknown()

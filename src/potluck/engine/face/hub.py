@@ -14,6 +14,8 @@ from potluck.engine.face.errors import Refused
 from potluck.engine.requests import Ended, Event, Job, Room, Sent, Times, Token
 
 T = TypeVar("T")
+LAST_WORD_S = 5.0
+"""A loop that does not end a request this long after being told to is not waited for."""
 
 
 class Channel:
@@ -112,7 +114,8 @@ class Hub:
         channel = self._channels[job.key] = Channel(job.key)
         timer = asyncio.get_running_loop().call_later(deadline_s, self._too_late, channel, deadline_s)
         try:
-            await self.ask(lambda loop, now_s: loop.submit(job, now_s))
+            async with asyncio.timeout(deadline_s + LAST_WORD_S):
+                await self.ask(lambda loop, now_s: loop.submit(job, now_s))
             yield channel
         finally:
             timer.cancel()
@@ -124,9 +127,14 @@ class Hub:
         line = f"the request took longer than the {deadline_s:g} s that it may"
         channel.failure = Refused(504, line, "deadline")
         self.driver.ask(lambda loop, now_s: loop.cancel(channel.key, now_s, line))
+        asyncio.get_running_loop().call_later(LAST_WORD_S, _fail, channel, line)
 
     def fail_all(self, why: str) -> None:
         """The loop is dead and will say nothing more."""
         for channel in self._channels.values():
-            if channel.ended is None:
-                channel.put(Ended("error", Times(0.0), why))
+            _fail(channel, why)
+
+
+def _fail(channel: Channel, why: str) -> None:
+    if channel.ended is None:
+        channel.put(Ended("error", Times(0.0), why))

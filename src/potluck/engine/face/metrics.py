@@ -123,7 +123,8 @@ class _Live(Collector):
             "potluck:prefix_cache_bytes": ("Size of the prefix cache.", status.prefix_bytes),
             "potluck:step_seconds_mean": ("Mean of the latest steps.", status.step_mean_s),
         }
-        for name, (text, value) in gauges.items():
+        notes = {f"potluck:{name}": ("See /status.", value) for name, value in status.notes.items()}
+        for name, (text, value) in (*gauges.items(), *notes.items()):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._names, value)
             yield gauge

@@ -177,20 +177,29 @@ async def _merged(reply: Reply) -> AsyncGenerator[tuple[int, Delta]]:
             async for delta in deltas:
                 yield 0, delta
         return
-    parts: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()
+    parts: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, job: Job) -> None:
-        async for delta in answer(reply.service, job, reply.asked.stops):
-            parts.put_nowait((index, delta))
-        parts.put_nowait(None)
+        # Errors go through the queue: a task group that fails cancels whoever writes to the client at that moment.
+        try:
+            async for delta in answer(reply.service, job, reply.asked.stops):
+                parts.put_nowait((index, delta))
+            parts.put_nowait(None)
+        except Exception as error:
+            parts.put_nowait(error)
 
     async with asyncio.TaskGroup() as group:
-        for index, job in enumerate(reply.jobs):
-            group.create_task(pump(index, job))
-        left = len(reply.jobs)
-        while left:
-            part = await parts.get()
-            if part is None:
-                left -= 1
-            else:
-                yield part
+        pumps = [group.create_task(pump(index, job)) for index, job in enumerate(reply.jobs)]
+        left = len(pumps)
+        try:
+            while left:
+                part = await parts.get()
+                if isinstance(part, Exception):
+                    raise part
+                if part is None:
+                    left -= 1
+                else:
+                    yield part
+        finally:
+            for task in pumps:
+                task.cancel()

@@ -17,7 +17,7 @@ from aiohttp import ClientError, ClientResponse, ClientTimeout, web
 
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.engine.face.bodies import SegmentAsk, Source, read_object, segment_of
-from potluck.engine.face.errors import Refused
+from potluck.engine.face.errors import Refused, ended
 from potluck.engine.face.handles import bound_to, checked_handle, new_handle
 from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
@@ -54,7 +54,7 @@ async def segments(request: web.Request) -> web.StreamResponse:
         if handle is not None:
             bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
             await service.handles.offer(handle, bound, channel, service.limits.deadline_s)
-            stack.callback(service.handles.withdraw, handle)
+            stack.callback(service.handles.withdraw, handle, channel)
         if asked.source is not None:
             fetching = asyncio.create_task(_fetch(service, job, channel, asked, asked.source))
             stack.push_async_callback(_stop, fetching)
@@ -105,7 +105,7 @@ async def _tell(request: web.Request, job: Job, channel: Channel, handle: str | 
             await say({"computed": job.whole - job.received, "handle": handle})
         elif isinstance(event, Ended):
             if event.problem and not response.prepared:
-                raise channel.failure or Refused(500, event.problem)
+                raise channel.failure or ended(event)
             await say(_end(event, job, channel))
     await response.write_eof()
     return response
@@ -137,13 +137,24 @@ async def _fetch(service: Service, job: Job, channel: Channel, asked: SegmentAsk
         async with asyncio.timeout(service.limits.handover_s):
             await _receive(service, job, channel, asked.request, source)
     except (PotluckError, ClientError, OSError, TimeoutError, ValueError) as error:
-        line = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, InputError | Refused):
-            channel.failure = error if isinstance(error, Refused) else Refused(422, line, "hand_over")
-        else:
-            line = f"hand-over: the cache could not be fetched from {source.url} ({line[:200]})"
-            channel.failure = Refused(502, line, "hand_over")
+        channel.failure = _failure(error, source, service.limits.handover_s)
+        line = str(channel.failure)
         await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, line))
+
+
+def _failure(error: Exception, source: Source, within_s: float) -> Refused:
+    """Whose fault it was that a cache did not come: what was sent (422), the sender (424, 502), ours (503)."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, InputError):
+        return Refused(422, line, "hand_over")
+    if isinstance(error, PotluckError):
+        return Refused(503, f"hand-over: {line}", "try_again")
+    if isinstance(error, TimeoutError):
+        line = f"it took longer than {within_s:g} s"
+    line = f"hand-over: the cache could not be fetched from {source.url} ({line[:200]})"
+    return Refused(502, line, "hand_over")
 
 
 async def _receive(service: Service, job: Job, channel: Channel, request: str, source: Source) -> None:
@@ -229,6 +240,13 @@ async def kv(request: web.Request) -> web.StreamResponse:
     about = await service.hub.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s))
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     await response.prepare(request)
+    async with asyncio.timeout(service.limits.handover_s):
+        await _send(service, channel, response, about)
+    await response.write_eof()
+    return response
+
+
+async def _send(service: Service, channel: Channel, response: web.StreamResponse, about: Manifest) -> None:
     await response.write(opening(about, 0))
     sent = 0
     while True:
@@ -244,5 +262,3 @@ async def kv(request: web.Request) -> web.StreamResponse:
         if event.last:
             await response.write(closing(sent))
             break
-    await response.write_eof()
-    return response

@@ -17,6 +17,7 @@ from potluck.engine.face.errors import Refused
 from potluck.engine.face.handles import Handles
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
+from potluck.engine.feed import CacheFeed
 from potluck.engine.handover import Parcel
 from potluck.engine.loop import Loop
 from potluck.engine.paced import Paced
@@ -61,6 +62,8 @@ class Service:
         self.client: ClientSession | None = None
         self.open_requests = 0
         self._loop, self.driver = loop, driver
+        self.feed = CacheFeed(loop.prefixes)
+        """Used in the loop's thread."""
         executor = loop.executor
         self.vocab = executor.config.model.vocab
         self.eos = frozenset(executor.config.eos_tokens)
@@ -81,7 +84,13 @@ class Service:
 
     @property
     def problem(self) -> str:
+        """Why nothing can be served; empty when it can."""
         return self.driver.problem or self._loop.executor.health()
+
+    @property
+    def degraded(self) -> str:
+        """What is missing though requests are served."""
+        return self._loop.executor.degraded()
 
     @asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
@@ -135,10 +144,11 @@ class Service:
     def status(self) -> Status:
         """Single figures read from another thread: each is right, together they may be a step apart."""
         loop, counters = self._loop, self._loop.counters
-        batcher = loop.batcher
+        lanes = loop.lanes
         mean_s, p99_s = step_times(counters)
-        state = "failed" if self.problem else "ready"
-        if self.draining and not self.problem:
+        problem, degraded = self.problem, self.degraded
+        state = "failed" if problem else "degraded" if degraded else "ready"
+        if self.draining and not problem:
             state = "drained" if loop.idle else "draining"
         return Status(
             version=__version__,
@@ -147,24 +157,25 @@ class Service:
             role=self.role,
             state=state,
             waiting=loop.waiting,
-            running=batcher.running,
-            context_tokens=batcher.held_tokens,
-            todo_tokens=batcher.todo_tokens,
-            free_blocks=batcher.free_blocks,
-            total_blocks=batcher.limits.total_blocks,
-            block_tokens=batcher.limits.block_tokens,
+            running=lanes.running,
+            context_tokens=lanes.held_tokens,
+            todo_tokens=lanes.todo_tokens,
+            free_blocks=lanes.free_blocks,
+            total_blocks=lanes.limits.total_blocks,
+            block_tokens=lanes.limits.block_tokens,
             max_tokens=self.most_tokens,
-            max_running=batcher.limits.max_running,
+            max_running=lanes.limits.max_running,
             steps=counters.steps,
             step_mean_s=mean_s,
             step_p99_s=p99_s,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
             prefix_hit_share=counters.prefix_hits / max(counters.prefix_queries, 1),
-            prefix_bytes=loop.prefix_bytes,
+            prefix_bytes=loop.prefixes.used_bytes,
             preemptions=counters.preemptions,
+            checks=counters.checks,
             uptime_s=time.monotonic() - self.started_s,
-            problem=self.problem,
+            problem=problem or degraded,
             notes=dict(loop.executor.notes()),
         )
 

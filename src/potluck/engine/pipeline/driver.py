@@ -15,7 +15,7 @@ import itertools
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.model import LinearAttention
@@ -42,6 +42,7 @@ from potluck.engine.pipeline.run import Run, StepFailed
 from potluck.engine.pipeline.wire import Bytes
 from potluck.engine.runner import Size, Work
 from potluck.engine.sample import Choice
+from potluck.engine.step import check
 
 LAST_WORD_S = 2.0
 """A worker that misses another's states may say so before the other one's end is noticed."""
@@ -68,8 +69,10 @@ class PipelineExecutor:
         wait_s: float,
         batches: int,
         worth_tokens: int,
+        lanes: int = 1,
     ) -> None:
         self.config, self.fingerprint, self.size = config, fingerprint, size
+        self.lanes = lanes
         self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
         self._layers, self._worth = layers, worth_tokens
         self._flying: list[Run] = []
@@ -146,6 +149,16 @@ class PipelineExecutor:
     ) -> list[Choice]:
         return self.collect(self.submit(works, draws, exports, deliver))
 
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        run = self.submit(works, draws, exports, deliver)
+        return lambda: self.collect(run)
+
     def submit(
         self,
         works: Sequence[Work],
@@ -213,16 +226,8 @@ class PipelineExecutor:
             strange = next((token for token in work.tokens if not 0 <= token < vocab), None)
             if strange is not None:
                 raise InputError("tokens", f"{strange} is not in the vocabulary of {vocab}")
-            stop = work.start + len(work.tokens)
             for remote, local in self.workers(work.row):
-                tables = remote.tables
-                if not work.tokens or tables.lengths[local] != work.start:
-                    raise InputError(
-                        f"row {work.row}",
-                        f"holds {tables.lengths[local]} tokens, the step is from {work.start} to {stop}",
-                    )
-                if any(stop > tables.room(group, local) for group in range(len(tables.groups))):
-                    raise InputError(f"row {work.row}", f"has no blocks for {stop} tokens; grow it first")
+                check([replace(work, row=local)], remote.tables)
         if any(work.logits == "all" for work in works):
             raise InputError("logits", "of all tokens are not brought back from a pipeline")
         if len(draws) != sum(work.logits == "last" for work in works):
@@ -280,14 +285,24 @@ class PipelineExecutor:
                 )
 
     def health(self) -> str:
-        """Empty when all workers are there, else what is wrong, in one line. Any thread may ask."""
-        return next((text for each in self._remotes if (text := each.lost or each.silent)), "")
+        """A stage without workers ends it all; while each has one, the others' requests go to those."""
+        for place, stage in enumerate(self._stages):
+            gone = [each.gone for each in stage]
+            if all(gone):
+                return f"stage {place} has no worker left: {gone[-1]}"
+        return ""
+
+    def degraded(self) -> str:
+        gone = [text for each in self._remotes if (text := each.gone)]
+        if not gone or self.health():
+            return ""
+        return f"{len(gone)} of {len(self._remotes)} workers are lost; {gone[0]}"
 
     def notes(self) -> Mapping[str, float]:
         return {
             "pipeline_stages": float(len(self._stages)),
             "pipeline_workers": float(len(self._remotes)),
-            "pipeline_workers_lost": float(sum(remote.lost is not None for remote in self._remotes)),
+            "pipeline_workers_lost": float(sum(remote.gone is not None for remote in self._remotes)),
             "pipeline_micro_batches_per_step": self._micro_batches / max(1, self._steps),
             "pipeline_workers_busy": self._busy_s / self._span_s if self._span_s else 0.0,
             "emulated_late_micro_batches": float(self._late),

@@ -112,7 +112,23 @@ def launch(
         wait_s=wait_s,
         batches=batches or len(stages),
         worth_tokens=worth_tokens,
+        lanes=lanes_of(stages),
     )
+
+
+def lanes_of(stages: Sequence[PipelineStage]) -> int:
+    """Batches that may go round at once, as long as none waits for another at the slowest stage.
+
+    A batch that goes round alone takes the sum of its stages' times. With n of them a round takes n times the slowest
+    stage's if that is more; and their steps are hardly shorter where weights are what takes the time.
+    """
+    times = [
+        stage.layers
+        if stage.places[0].emulate is None
+        else sum(1 / place.weight for place in stage.places) / len(stage.places)
+        for stage in stages
+    ]
+    return max(1, int(sum(times) / max(times) + 0.05))
 
 
 def _ranges(config: Config, stages: Sequence[PipelineStage]) -> list[range]:

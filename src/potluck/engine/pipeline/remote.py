@@ -46,11 +46,16 @@ class Remote:
         self.tables = tables
         self.lost: str | None = None
         """Why it is gone."""
-        self.silent: str | None = None
-        """The same, as soon as its connection has ended; anybody may read it."""
+        self._silent: str | None = None
+        """The same, as soon as its connection has ended."""
         self._link, self._inbox, self.process = link, inbox, process
         self._ops: list[tuple[int, int, int, int]] = []
         threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def gone(self) -> str | None:
+        """Why it is gone, perhaps before the driver has taken note. Any thread may ask."""
+        return self.lost or self._silent
 
     def _read(self) -> None:
         nothing = bytearray()
@@ -59,7 +64,7 @@ class Remote:
                 head, body = self._link.receive()
                 self._inbox.put((self, read_answer(head), body))
         except PotluckError as error:
-            self.silent = self._gone(str(error))
+            self._silent = self._gone(str(error))
             self._inbox.put((self, str(error), nothing))
 
     def open(self) -> int:

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from itertools import compress, filterfalse, islice, repeat, takewhile
 from math import ceil
 
+from potluck.core.block_values import Changes
+
 
 class PrefixCache:
     """Block hash to whether state is kept at its end, least recently used first."""
 
-    __slots__ = ("_chains", "_held", "_news", "_states", "block_tokens", "exact", "state_tokens")
+    __slots__ = ("_held", "_marks", "_news", "_states", "block_tokens", "exact", "state_tokens")
 
     def __init__(self, block_tokens: int, exact: bool = False, state_tokens: float = 0.0) -> None:
         self.block_tokens = block_tokens
@@ -26,10 +28,10 @@ class PrefixCache:
         self.state_tokens = state_tokens
         self._held: dict[int, bool] = {}
         self._states = 0
-        self._chains: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        """Exact caches: (new blocks, all lengths of that prompt at which state is kept), since last asked for."""
         self._news: dict[int, bool] = {}
         """Changes since they were last asked for: block to whether it is held now."""
+        self._marks: dict[int, bool] = {}
+        """The same of states."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -58,16 +60,13 @@ class PrefixCache:
         """
         held = self._held
         fresh = tuple(filterfalse(held.__contains__, blocks))
-        self._news.update(dict.fromkeys(reversed(fresh), True))
+        self._news.update(dict.fromkeys(fresh, True))
         states = list(map(held.pop, reversed(blocks), repeat(False)))
         if self.exact and blocks and not states[0]:
             states[0] = True
             self._states += 1
+            self._marks[blocks[-1]] = True
         held.update(zip(reversed(blocks), states, strict=True))
-        if self.exact and fresh:
-            size = self.block_tokens
-            lengths = tuple((place + 1) * size for place, block in enumerate(blocks) if held[block])
-            self._chains.append((fresh, lengths))
 
     def shrink(self, room_tokens: float) -> None:
         """Give up the least recently used blocks until what is left fits the room."""
@@ -79,8 +78,11 @@ class PrefixCache:
             victims = self._victims(over_tokens)
         else:
             victims = list(islice(held, ceil(over_tokens / self.block_tokens)))
-        self._states -= sum(map(held.pop, victims))
+        states = list(map(held.pop, victims))
         self._news.update(dict.fromkeys(victims, False))
+        if self._states:
+            self._states -= sum(states)
+            self._marks.update(dict.fromkeys(compress(victims, states), False))
 
     def _victims(self, over_tokens: float) -> list[int]:
         """The least recently used whose going frees so much, where some have a state."""
@@ -94,27 +96,24 @@ class PrefixCache:
 
     @property
     def changed(self) -> bool:
-        return bool(self._news)
+        return bool(self._news or self._marks)
 
-    def news(self) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-        """(added, removed, exact lengths) since the last call, as `Cached` events have them.
-
-        What came and went in between is in neither. With exact caches each prompt has an entry of its own, since
-        the lengths belong to it.
-        """
-        news = self._news
-        added = tuple(compress(news, news.values()))
-        removed = tuple(filterfalse(news.__getitem__, news))
-        news.clear()
-        if not self.exact:
-            return [(added, removed, ())] if added or removed else []
-        wanted = set(added)
-        found: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = (
-            [((), removed, ())] if removed else []
-        )
-        for blocks, lengths in self._chains:
-            kept = tuple(block for block in blocks if block in wanted)
-            if kept:
-                found.append((kept, (), lengths))
-        self._chains.clear()
+    def changes(self) -> Changes:
+        """What came and went since the last call, net: what did both in between may be among what went."""
+        found = Changes(*_apart(self._news), *_apart(self._marks))
+        self._news.clear()
+        self._marks.clear()
         return found
+
+    def everything(self) -> Changes:
+        """All there is. Nothing is left to tell then."""
+        self._news.clear()
+        self._marks.clear()
+        held = self._held
+        # The front of a chain is the most recent, and is named first.
+        return Changes(tuple(reversed(held)), (), tuple(compress(held, held.values())))
+
+
+def _apart(news: dict[int, bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What is there now, and what is not."""
+    return tuple(compress(news, news.values())), tuple(filterfalse(news.__getitem__, news))

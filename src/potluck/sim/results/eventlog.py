@@ -57,6 +57,7 @@ _ACTIONS: dict[str, type[Any]] = {
         actions.Stop,
         actions.Flip,
         actions.Replan,
+        actions.Recount,
         actions.Move,
     )
 }

@@ -56,19 +56,29 @@ class Reports:
             site.touched = False
             if not site.there or site.state == "starting":
                 continue
-            if at_s < site.muted_until_s:
-                self.lost += 1
-                continue
             status = site.replica.status(at_s)
             site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
+            said = self._cached(site)
+            if at_s < site.muted_until_s:
+                self.lost += 1 + len(said)
+                continue
             events.append(Reported(site.id, status))
-            cache = site.cache
-            if cache is not None and cache.changed:
-                events += [Cached(site.id, *news) for news in cache.news()]
+            events += said
         self._news.clear()
         events += self._link_reports(at_s)
         if events:
             self._agenda.push(at_s + self.delay_s, DELIVER, events)
+
+    def _cached(self, site: Site) -> list[Cached]:
+        """What changed in a cache; all of it as well when that was asked for."""
+        cache = site.cache
+        if cache is None or not (cache.changed or site.recount):
+            return []
+        said = [site.announcer.report(cache.changes())]
+        if site.recount:
+            site.recount = False
+            said.append(site.announcer.snapshot(cache.everything()))
+        return said
 
     def _link_reports(self, at_s: float) -> list[Event]:
         """Links that carried something or changed since they last reported, and once more when they fall quiet."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from potluck.core.facts import BLOCK_TOKENS
 from potluck.core.member import Member
 from potluck.core.route import Segment
+from potluck.core.routing.index import Announcer
 from potluck.core.types import Request, Role
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Site:
     """A replica in its place."""
 
     __slots__ = (
+        "announcer",
         "cache",
         "card",
         "changes",
@@ -53,6 +55,7 @@ class Site:
         "member",
         "muted_until_s",
         "peak_blocks",
+        "recount",
         "replica",
         "role",
         "room_tokens",
@@ -89,6 +92,10 @@ class Site:
         self.waiting: deque[Handover] = deque()
         """Hand-overs that wait for room here."""
         self.cache: PrefixCache | None = None
+        self.announcer = Announcer(member.id, index)
+        """Numbers what the cache reports. A replica that comes back is another site, with a higher index."""
+        self.recount = False
+        """Whether all that the cache holds was asked for."""
         self.due_s = inf
         """The earliest time at which the agenda has this replica."""
         self.touched = False

@@ -20,7 +20,7 @@ from itertools import repeat
 from math import inf, nextafter
 from typing import Any, Protocol
 
-from potluck.core.actions import Abandon, Action, Drain, Flip, Move, Refuse, Replan, Run, Start, Stop
+from potluck.core.actions import Abandon, Action, Drain, Flip, Move, Recount, Refuse, Replan, Run, Start, Stop
 from potluck.core.errors import CapacityError
 from potluck.core.events import Arrived, Event, Planned, Tick
 from potluck.core.plan import Plan
@@ -128,6 +128,7 @@ class World:
             Flip: self.yard.flip,
             Replan: self._replan,
             Move: self._move,
+            Recount: self._recount,
         }
 
     def run(self) -> None:
@@ -254,6 +255,13 @@ class World:
     def _planned(self, at_s: float, plan: Plan) -> None:
         self.kits.learn(plan)
         self.tell(at_s, Planned(plan))
+
+    def _recount(self, at_s: float, action: Recount) -> None:
+        site = self.sites.get(action.replica)
+        if site is not None:
+            site.recount = True
+            if not site.touched:
+                self.reports.touched(at_s, site)
 
     def _move(self, at_s: float, action: Move) -> None:
         """Copy a cached prefix to another replica; it is there when its bytes have crossed."""

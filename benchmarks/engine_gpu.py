@@ -1,0 +1,135 @@
+"""The engine on a GPU: decode steps recorded as CUDA graphs against the same steps launched one by one.
+
+    python benchmarks/engine_gpu.py          needs a CUDA device; prints one JSON object
+
+For the models that ship and for one of a billion parameters with random weights, 1, 8 and 32 sequences: the share of
+greedy tokens that recorded steps choose like launched ones, each time after the same history (in float32 all must
+agree; in bfloat16 logits that are nearly the same may change places), and milliseconds per step of either, the median
+of many, by wall clock with the device waited for, since what a graph saves is the host's time.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from potluck.core.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.checkpoint import Files, Seeded, Source
+from potluck.engine.config import Config, Rope, read_config
+from potluck.engine.runner import Runner, Size, Work
+
+DATA = Path(__file__).resolve().parents[1] / "src" / "potluck" / "engine" / "data"
+SHIPPED = Model(
+    "words", 256, 4096, (Layer(FullAttention(4, 2, 64, 64), DenseFfn(704)),) * 6, 2048, tied_embeddings=True
+)
+LARGE = Model(
+    "large",
+    2048,
+    32000,
+    (Layer(FullAttention(32, 8, 64, 64), DenseFfn(8192)),) * 16,
+    4096,
+    tied_embeddings=True,
+)
+
+
+class Shared:
+    """Random weights that are drawn once for each shape: a model of this size takes long to fill otherwise."""
+
+    fingerprint = "shared"
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if shape not in self._known:
+            self._known[shape] = Seeded(3).take("any", *shape)
+        return self._known[shape]
+
+
+Said = list[list[int]]
+
+
+def steps(
+    engine: Runner, count: int, prompt: int, decode: int, history: Said | None = None
+) -> tuple[Said, list[float]]:
+    """Greedy tokens of `count` sequences, each behind those of `history` if given; seconds per decode step."""
+    chance = torch.Generator().manual_seed(count)
+    rows, tokens = [], []
+    for _ in range(count):
+        row = engine.tables.open()
+        engine.tables.grow(row, prompt + decode)
+        given = torch.randint(1, 4000, (prompt,), generator=chance).tolist()
+        tokens.append([int(engine.step([Work(row, 0, given)])[-1].argmax())])
+        rows.append(row)
+    took = []
+    for place in range(decode - 1):
+        behind = history or tokens
+        works = [
+            Work(row, engine.tables.lengths[row], said[place : place + 1])
+            for row, said in zip(rows, behind, strict=True)
+        ]
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        chosen = engine.step(works).argmax(-1).tolist()
+        took.append(time.perf_counter() - begin)
+        for said, token in zip(tokens, chosen, strict=True):
+            said.append(token)
+    for row in rows:
+        engine.tables.close(row)
+    return tokens, took[5:]
+
+
+def compare(config: Config, source: Source, dtype: torch.dtype, prompt: int, decode: int) -> dict[str, float]:
+    engine = Runner(config, source, Size(40, 40 * 32, 2048), device="cuda", dtype=dtype)
+    graphs, figures = engine._graphs, {}
+    assert graphs is not None
+    for count in (1, 8, 32):
+        steps(engine, count, prompt, 8)  # records
+        engine._graphs = None
+        expected, slow = steps(engine, count, prompt, decode)
+        engine._graphs = graphs
+        said, fast = steps(engine, count, prompt, decode, expected)
+        same = sum(
+            a == b for one, two in zip(said, expected, strict=True) for a, b in zip(one, two, strict=True)
+        )
+        figures[f"same_tokens_{count}"] = same / (count * decode)
+        figures[f"recorded_ms_{count}"] = 1e3 * statistics.median(fast)
+        figures[f"launched_ms_{count}"] = 1e3 * statistics.median(slow)
+        figures[f"speed_ratio_{count}"] = statistics.median(slow) / statistics.median(fast)
+    del engine, graphs
+    torch.cuda.empty_cache()
+    return figures
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no CUDA device")
+        return 1
+    found: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    shipped = Config(SHIPPED, rope=Rope(theta=10000.0), norm_eps=1e-6)
+    hybrid = read_config(DATA / "words-hybrid", None)
+    words = Files(DATA / "words")
+    found["words float32"] = compare(shipped, words, torch.float32, 150, 60)
+    found["words bfloat16"] = compare(shipped, words, torch.bfloat16, 150, 60)
+    found["words-hybrid float32"] = compare(hybrid, Files(DATA / "words-hybrid"), torch.float32, 150, 40)
+    found["large bfloat16"] = compare(
+        Config(LARGE, rope=Rope(theta=10000.0)), Shared(), torch.bfloat16, 300, 60
+    )
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

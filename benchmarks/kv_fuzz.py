@@ -1,0 +1,175 @@
+"""Two minutes of bad streams into the parser and the assembly: nothing but a format error may come of them.
+
+Sound streams are made up, then changed: bits, bytes, numbers at their limits, cut, doubled, put in other orders. In
+half of them the frames are sealed again, so that a wrong head passes its checksum and reaches what is behind it. What
+the receiver would do is done with whatever is read: chunks are placed, checked, put together. Counted as a crash: an
+exception that is not a FormatError, memory beyond the window, a parcel with bytes that were never sent, and a stream
+that takes more than a CPU-second.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+import time
+import traceback
+import zlib
+
+import common
+from potluck.core.errors import FormatError
+from potluck.kv import wire
+from potluck.kv.assembly import Assembly
+from potluck.kv.check import sums
+from potluck.kv.codec_layout import CODEC_IDS, Codec, sizes
+from potluck.kv.load import Load, pack
+from potluck.kv.parcels import Manifest, Parcel
+
+SEED = 20
+WINDOW_BYTES, CHUNK_BYTES = 1 << 15, 1 << 10
+LIMITS = (0, 1, 2, 7, 8, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 63, (1 << 64) - 1)
+TARGETS = {"crashes": ("==", 0.0)}
+
+
+def sound(draw: random.Random) -> list[tuple[wire.Message, bytes]]:
+    """A stream as a sender would send it."""
+    load = Load(CHUNK_BYTES)
+    load.open(1 << 30)
+    load.join(0, 1 << 20)
+    for layer in range(draw.randint(1, 3)):
+        part = draw.choice(wire.PARTS)
+        shape = (draw.randint(0, 6), 2, draw.randint(1, 4), draw.choice((1, 8, 33)))
+        codec: Codec = draw.choice(sorted(CODEC_IDS))
+        dtype = draw.choice(wire.DTYPES)
+        size = sizes(part, dtype, shape, codec)
+        data, parameters = draw.randbytes(size.payload_bytes), draw.randbytes(size.parameter_bytes)
+        load.put(pack(Parcel(layer, part, 0, shape[0], dtype, shape, data, codec, parameters), CHUNK_BYTES))
+    load.finish()
+    manifest = Manifest("f" * 32, 0, 9, "ab" * 32)
+    stream: list[tuple[wire.Message, bytes]] = [(wire.Opening(bytes(16), manifest, CHUNK_BYTES, False), b"")]
+    while (todo := load.next(0)) is not None:
+        stream.append((todo[0], bytes(todo[1])) if isinstance(todo, tuple) else (todo, b""))
+        if draw.random() < 0.1:
+            stream.append((wire.Beat(), b""))
+    stream.append((draw.choice((wire.Ack(1, 2), wire.Done(), wire.Problem("x"), wire.Refused())), b""))
+    hello = wire.Hello(bytes(16), bytes(32), "h" * 43, 0, 9, 9, 9, wire.Shared(bytes(16), bytes(16), 2))
+    return [*stream, (hello, b"")]
+
+
+def spoiled(draw: random.Random, stream: list[tuple[wire.Message, bytes]]) -> bytes:
+    frames = [bytearray(wire.frame(message) + data) for message, data in stream]
+    for _ in range(draw.randint(0, 4)):
+        frame = draw.choice(frames)
+        at = draw.randrange(len(frame))
+        kind = draw.randrange(7)
+        if kind == 0:
+            frame[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            frame[at] = draw.randrange(256)
+        elif kind == 2:
+            width = draw.choice((1, 2, 4, 8))
+            frame[at : at + width] = (draw.choice(LIMITS) & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+        elif kind == 3:
+            del frame[at : at + draw.randint(1, 40)]
+        elif kind == 4:
+            frame[at:at] = draw.randbytes(draw.randint(1, 40))
+        elif kind == 5:
+            frames.append(bytearray(frame))
+        else:
+            draw.shuffle(frames)
+        frames = [one for one in frames if one] or [bytearray(b"P")]
+    if draw.random() < 0.5:
+        for frame in frames:
+            seal(frame)
+    return b"".join(frames)
+
+
+def seal(frame: bytearray) -> None:
+    """Make the checksum of a frame right again."""
+    if len(frame) >= wire.PREFIX.size:
+        head = frame[16 : 16 + int.from_bytes(frame[6:8], "little")]
+        frame[12:16] = struct.pack("<I", zlib.crc32(head, zlib.crc32(frame[:12])))
+
+
+class Receiver:
+    def __init__(self, sent: set[bytes]) -> None:
+        self._sent = sent
+        self.held_bytes = 0
+        self.parcels = 0
+        self._assembly = Assembly(WINDOW_BYTES, CHUNK_BYTES, self._take, self._give)
+
+    def _take(self, size: int) -> memoryview:
+        self.held_bytes += size
+        if self.held_bytes > WINDOW_BYTES:
+            raise MemoryError("beyond the window")
+        return memoryview(bytearray(size))
+
+    def _give(self, buffer: memoryview) -> None:
+        self.held_bytes -= len(buffer)
+
+    def take(self, message: wire.Message, data: bytes) -> None:
+        if isinstance(message, wire.End):
+            self._assembly.ended(message)
+        if not isinstance(message, wire.Chunk) or not message.inline:
+            return
+        place = self._assembly.place(message, 1)
+        if place is None:
+            return
+        place[:] = data
+        if sums(place) != message.sums:
+            self._assembly.spoiled(message)
+            raise FormatError("hand-over", "has a chunk whose checksum is wrong")
+        if data not in self._sent:
+            raise AssertionError("bytes that were never sent have passed")
+        if self._assembly.landed(message) is not None:
+            self.parcels += 1
+            self._assembly.release(message.label.index)
+
+
+def one(draw: random.Random) -> tuple[int, int, bool]:
+    """One stream: how many messages and parcels were read of it, and whether it was refused."""
+    stream = sound(draw)
+    raw = spoiled(draw, stream)
+    reader, receiver = wire.FrameReader(), Receiver({data for _, data in stream})
+    messages = at = 0
+    try:
+        while at < len(raw):
+            step = draw.choice((1, 16, 100, 5000))
+            for message, data in reader.feed(raw[at : at + step]):
+                messages += 1
+                receiver.take(message, data)
+            at += step
+        reader.close()
+    except FormatError:
+        return messages, receiver.parcels, True
+    return messages, receiver.parcels, False
+
+
+def measure(quick: bool) -> dict[str, float]:
+    asked_s = 20.0 if quick else 125.0
+    begun_s = time.monotonic()
+    streams = messages = parcels = refused = crashes = 0
+    draw = random.Random(SEED)
+    while time.monotonic() - begun_s < asked_s:
+        cpu_s = time.process_time()
+        try:
+            read, whole, bad = one(draw)
+        except Exception:
+            traceback.print_exc()
+            crashes += 1
+            continue
+        crashes += time.process_time() - cpu_s > 1.0
+        streams, messages, parcels, refused = streams + 1, messages + read, parcels + whole, refused + bad
+    wall_s = time.monotonic() - begun_s
+    return {
+        "crashes": crashes,
+        "seconds": wall_s,
+        "streams": streams,
+        "messages_read": messages,
+        "parcels_whole": parcels,
+        "streams_refused": refused,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(common.run("kv_fuzz", measure, TARGETS, seeds=(SEED,)))

@@ -1,0 +1,210 @@
+"""One side of benchmarks/kv_transfer.py: a process that is told on standard input what to do, a line of JSON each.
+
+The bare side of the comparison is here too: sockets that stay connected, whole chunks in one call, receiving into
+memory that was used before, no frames, no checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from potluck.kv.handles import bound_to
+from potluck.kv.links import Links
+from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.receiver import Wanted, fetch
+from potluck.kv.sender import Outbox
+from potluck.kv.shipment import Shipment
+
+FINGERPRINT, TOKEN_HASH, REQUEST = "f" * 32, "ab" * 32, "benchmark"
+HEADS, DIM, ITEM_BYTES = 8, 128, 2
+BLOCK_BYTES = 1 << 23
+"""What the bare side sends and receives in one call: as large as our chunks, which is where it is fastest."""
+
+
+def layer_bytes(tokens: int) -> int:
+    """Of one layer of Llama 3.1 8B: keys and values of 8 heads of 128 numbers of 16 bits."""
+    return tokens * 2 * HEADS * DIM * ITEM_BYTES
+
+
+class Peer:
+    def __init__(self, host: str, shared_memory: bool) -> None:
+        self._outbox = Outbox(host, shared_memory=shared_memory)
+        self._links: Links | None = None
+        self._shared = shared_memory
+        self._host = host
+        self._bare: list[socket.socket] = []
+        self._memory = np.zeros(0, dtype=np.uint8)
+        self._shipments: list[Shipment] = []
+        self._computed_s = 0.0
+
+    def _room(self, size: int) -> memoryview:
+        if len(self._memory) < size:
+            self._memory = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+        return self._memory.data[:size]
+
+    def port(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"port": self._outbox.address[1], "cpu_s": time.process_time()}
+
+    # The sender.
+
+    def offer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """A cache, `when` "ready" before it is asked for, "attached" once it is, or "layers" as each is computed."""
+        tokens, layers, when = asked["tokens"], asked["layers"], asked["when"]
+        size = layer_bytes(tokens)
+        memory = self._room(size * layers)
+        parcels = [
+            Parcel(n, "kv", 0, tokens, "bfloat16", (tokens, 2, HEADS, DIM), memory[n * size : (n + 1) * size])
+            for n in range(layers)
+        ]
+        begin = threading.Event()
+
+        def opened(_have: int) -> Manifest:
+            begin.set()
+            return Manifest(FINGERPRINT, 0, tokens, TOKEN_HASH)
+
+        bound = bound_to(REQUEST, FINGERPRINT, TOKEN_HASH)
+        shipment = self._outbox.offer(asked["handle"], bound, opened, 120.0)
+
+        def fill() -> None:
+            if when != "ready":
+                begin.wait(60)
+            start_s = time.monotonic()
+            for n, parcel in enumerate(parcels, 1):
+                if when in ("layers", "bulk"):
+                    late_s = start_s + n * asked["layer_s"] - time.monotonic()
+                    if late_s > 0:
+                        time.sleep(late_s)
+                if when != "bulk":
+                    shipment.put(parcel)
+            self._computed_s = time.monotonic()
+            if when == "bulk":
+                for parcel in parcels:
+                    shipment.put(parcel)
+            shipment.finish()
+
+        if when == "ready":
+            fill()
+        else:
+            threading.Thread(target=fill, daemon=True).start()
+        self._shipments.append(shipment)
+        return {}
+
+    def sent(self, _: dict[str, Any]) -> dict[str, Any]:
+        state = self._shipments.pop().wait(30)
+        links = self._outbox.links()
+        return {
+            "state": state,
+            "computed_s": self._computed_s,
+            "retransmits": sum(link.retransmits for link in links),
+            "cpu_s": time.process_time(),
+        }
+
+    def bare_connect(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self._close_bare()
+        address = (asked["host"], asked["port"])
+        self._bare = [socket.create_connection(address, timeout=20) for _ in range(asked["degree"])]
+        for one in self._bare:
+            one.settimeout(None)
+        return {}
+
+    def bare_send(self, asked: dict[str, Any]) -> dict[str, Any]:
+        def work(one: socket.socket, view: memoryview) -> None:
+            one.recv(1)
+            for at in range(0, len(view), BLOCK_BYTES):
+                one.sendall(view[at : at + BLOCK_BYTES])
+
+        self._each(work, self._room(asked["bytes"]))
+        return {"cpu_s": time.process_time()}
+
+    # The receiver.
+
+    def fetch(self, asked: dict[str, Any]) -> dict[str, Any]:
+        address = (asked["host"], asked["port"])
+        if self._links is None:
+            self._links = Links([address], shared_memory=self._shared)
+        wanted = Wanted(asked["handle"], REQUEST, FINGERPRINT, TOKEN_HASH)
+        sizes: list[int] = []
+        start_s, cpu_s = time.monotonic(), time.process_time()
+        fetched = fetch(
+            self._links,
+            address,
+            wanted,
+            lambda _: None,
+            lambda parcel: sizes.append(len(parcel.data)),
+            degree=asked["degree"],
+            deadline_s=120.0,
+        )
+        end_s = time.monotonic()
+        return {
+            "wall_s": end_s - start_s,
+            "end_s": end_s,
+            "cpu_s": time.process_time() - cpu_s,
+            "bytes": sum(sizes),
+            "lost": fetched.lost_connections,
+            "shared": fetched.shared_memory,
+        }
+
+    def bare_listen(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._listener = socket.create_server((self._host, 0), backlog=64)
+        return {"port": self._listener.getsockname()[1]}
+
+    def bare_accept(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self._close_bare()
+        self._listener.settimeout(20)
+        self._bare = [self._listener.accept()[0] for _ in range(asked["degree"])]
+        for one in self._bare:
+            one.settimeout(None)
+        return {}
+
+    def bare_receive(self, asked: dict[str, Any]) -> dict[str, Any]:
+        def work(one: socket.socket, view: memoryview) -> None:
+            one.send(b"!")
+            at = 0
+            while at < len(view):
+                came = one.recv_into(view[at : at + BLOCK_BYTES], 0, socket.MSG_WAITALL)
+                if not came:
+                    raise ConnectionError("the bare sender is gone")
+                at += came
+
+        memory = self._room(asked["bytes"])
+        start_s, cpu_s = time.monotonic(), time.process_time()
+        self._each(work, memory)
+        return {"wall_s": time.monotonic() - start_s, "cpu_s": time.process_time() - cpu_s}
+
+    def _each(self, work: Callable[[socket.socket, memoryview], None], memory: memoryview) -> None:
+        share = len(memory) // len(self._bare)
+        threads = [
+            threading.Thread(target=work, args=(one, memory[n * share : (n + 1) * share]))
+            for n, one in enumerate(self._bare)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _close_bare(self) -> None:
+        for one in self._bare:
+            one.close()
+        self._bare = []
+
+
+def main() -> int:
+    peer = Peer(sys.argv[1], sys.argv[2] == "shared")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        do: Callable[[dict[str, Any]], dict[str, Any]] = getattr(peer, asked["do"])
+        sys.stdout.write(json.dumps(do(asked)) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

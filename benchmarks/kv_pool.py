@@ -1,0 +1,197 @@
+"""The block pool and the index over all pools: hits on a real trace at several sizes, and CPU time.
+
+Trace: Mooncake's conversation trace (12,031 requests in an hour, blocks of 512 tokens), each request looked up and
+then kept. `hit` is the share of all prompt blocks that were found. An infinite cache is computed apart, with sets.
+The trace names a prompt's last block also when it is not full; a checkpoint at its end is after the last full one.
+The hybrid model is one of the catalog, with states as many of the pool's blocks as they need; it resumes only where a
+checkpoint is: at the end of each prompt (`ends`), there and where a prompt left the way of others (`branches`), or
+after every block (`every`). Pool sizes are shares of what the infinite cache of the same policy holds; `at_50000` is
+one size for all, in blocks.
+
+A million operations are 500,000 look-ups of whole prompts and 500,000 blocks kept, with as many let go.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from common import ROOT, cpu_s, run
+from potluck.catalog.models import model
+from potluck.core.block_layout import checkpoints_at, pool_layout
+from potluck.core.blocks import BlockPool, Changes, Found
+from potluck.core.routing.index import Announcer, GlobalIndex
+
+TRACE = "mooncake_fast25_conversation.jsonl.gz"
+TOKENS = 512
+HYBRID = "kimi-linear-48b-a3b"
+SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+SEED = 7
+
+Policy = Callable[[Found, int], Sequence[int]]
+POLICIES: dict[str, Policy] = {
+    "ends": lambda found, blocks: (blocks,) if blocks else (),
+    "branches": checkpoints_at,
+    "every": lambda found, blocks: range(1, blocks + 1),
+}
+
+
+class Prompt(tuple[int, ...]):
+    """Names of blocks, of which the first `full` are full."""
+
+    full: int
+
+
+def prompts() -> list[Prompt]:
+    folder = Path(os.environ.get("POTLUCK_DATA", ROOT.parent / "shared" / "data"))
+    found = []
+    with gzip.open(folder / TRACE, "rt") as lines:
+        for line in lines:
+            row = json.loads(line)
+            prompt = Prompt(name + 1 for name in row["hash_ids"])  # zero stands for the beginning
+            prompt.full = row["input_length"] // TOKENS
+            found.append(prompt)
+    return found
+
+
+def infinite(trace: Sequence[Prompt], policy: Policy | None = None) -> tuple[float, int, int]:
+    """(hit, blocks held in the end, checkpoints held in the end) without any bound, by sets."""
+    blocks: set[int] = set()
+    marks: set[int] = set()
+    hits = total = 0
+    for prompt in trace:
+        shared = next((place for place, name in enumerate(prompt) if name not in blocks), len(prompt))
+        found = shared
+        while policy is not None and found and prompt[found - 1] not in marks:
+            found -= 1
+        hits += found
+        total += len(prompt)
+        blocks.update(prompt)
+        if policy is not None:
+            about = Found(found * TOKENS, found, None, shared)
+            marks.update(prompt[depth - 1] for depth in policy(about, prompt.full))
+    return hits / total, len(blocks), len(marks)
+
+
+def hit(trace: Sequence[Prompt], blocks: int, policy: Policy | None = None, units: int = 0) -> float:
+    pool = BlockPool(blocks, exact=policy is not None, block_tokens=TOKENS)
+    hits = total = 0
+    for prompt in trace:
+        found = pool.longest((), prompt, len(prompt) * TOKENS)
+        hits += found.blocks
+        total += len(prompt)
+        pool.keep(prompt)
+        if policy is not None:
+            for depth in policy(found, prompt.full):
+                pool.keep_checkpoint(prompt[:depth], (), units)
+    pool.check()
+    return hits / total
+
+
+def ratios(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
+    best, blocks, _ = infinite(trace)
+    yield "full_hit_infinite", best
+    shares = SHARES[::3] if quick else SHARES
+    for share in shares:
+        found = hit(trace, round(blocks * share))
+        yield f"full_hit_at_{share:g}", found
+        if share == 1.0:
+            yield "full_ample_shortfall", 1 - found / best
+    layout = pool_layout(model(HYBRID), block_tokens=TOKENS)
+    units = layout.checkpoint_blocks(TOKENS)
+    yield "hybrid_block_mib", layout.block_bytes / 2**20
+    yield "hybrid_checkpoint_blocks", units
+    for name, policy in POLICIES.items():
+        limit, held, marks = infinite(trace, policy)
+        yield f"hybrid_{name}_hit_infinite", limit
+        yield f"hybrid_{name}_checkpoints", marks
+        ample = held + units * marks
+        for share in shares:
+            found = hit(trace, round(ample * share), policy, units)
+            yield f"hybrid_{name}_hit_at_{share:g}", found
+            if share == 1.0:
+                yield f"hybrid_{name}_ample_shortfall", 1 - found / limit
+        yield f"hybrid_{name}_hit_at_50000", hit(trace, 50_000, policy, units)
+
+
+def operations(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
+    """Look-ups of the trace's prompts, and blocks of new prompts as long as those, in a pool of 50,000."""
+    count = 50_000 if quick else 500_000
+    chance = random.Random(SEED)
+    pool = BlockPool(50_000, block_tokens=TOKENS)
+    for prompt in trace:
+        pool.keep(prompt)
+    asked = chance.choices(trace, k=count)
+    fresh: list[range] = []
+    name, left = 1 << 40, count
+    while left > 0:
+        size = min(left, len(chance.choice(trace)))
+        fresh.append(range(name, name + size))
+        name, left = name + size, left - size
+
+    def look() -> None:
+        for prompt in asked:
+            pool.longest((), prompt, len(prompt) * TOKENS)
+
+    def keep() -> None:
+        for chain in fresh:
+            pool.keep(chain)
+
+    looked_s, kept_s = cpu_s(look), cpu_s(keep)
+    yield "pool_us_per_prompt_looked_up", looked_s / count * 1e6
+    yield "pool_us_per_block_kept", kept_s / count * 1e6
+    yield "pool_million_cpu_s", (looked_s + kept_s) / (2 * count) * 1e6
+
+
+def index_operations(trace: Sequence[Prompt], quick: bool) -> Iterator[tuple[str, float]]:
+    """Eight replicas in two clusters report what they keep of the trace; then its prompts are looked up."""
+    index = GlobalIndex()
+    announcers = [Announcer(f"r{place}", 1) for place in range(8)]
+    pools = [BlockPool(20_000, block_tokens=TOKENS) for _ in announcers]
+    events = []
+    blocks = 0
+    for place, prompt in enumerate(trace):
+        pool = pools[place % 8]
+        pool.keep(prompt)
+        changes: Changes = pool.changes()
+        blocks += len(changes.added) + len(changes.removed)
+        events.append(announcers[place % 8].report(changes))
+
+    def report() -> None:
+        for event in events:
+            index.apply(event, f"c{int(event.replica[1:]) % 2}")
+
+    count = 10_000 if quick else 100_000
+    asked = random.Random(SEED).choices(trace, k=count)
+
+    def look() -> None:
+        for prompt in asked:
+            index.longest(prompt)
+
+    reported_s, looked_s = cpu_s(report), cpu_s(look)
+    yield "index_us_per_block_reported", reported_s / blocks * 1e6
+    yield "index_us_per_prompt_looked_up", looked_s / count * 1e6
+    yield "index_million_cpu_s", (reported_s / blocks + looked_s / count) / 2 * 1e6
+
+
+def measure(quick: bool) -> dict[str, float]:
+    trace = prompts()
+    figures = dict(ratios(trace, quick))
+    figures |= dict(operations(trace, quick))
+    return figures | dict(index_operations(trace, quick))
+
+
+TARGETS = {
+    "full_ample_shortfall": ("<=", 0.01),
+    **{f"hybrid_{name}_ample_shortfall": ("<=", 0.01) for name in POLICIES},
+    "pool_million_cpu_s": ("<=", 10.0),
+    "index_million_cpu_s": ("<=", 10.0),
+}
+
+if __name__ == "__main__":
+    sys.exit(run("kv_pool", measure, TARGETS, seeds=[SEED]))

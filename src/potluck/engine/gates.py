@@ -1,0 +1,32 @@
+"""Who may begin a hand-over, and who waits: rows are few, and set apart for each kind of hand-over."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Gate:
+    """Hand-overs of one kind: who waits for a row or for blocks, and who has a row set apart."""
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self.lobby: deque[int] = deque()
+        self.inside: set[int] = set()
+
+    def next(self) -> list[int]:
+        """Those that may enter, in order."""
+        free = self._places - len(self.inside)
+        return [self.lobby[place] for place in range(min(free, len(self.lobby)))]
+
+    def enter(self, key: int) -> None:
+        self.lobby.remove(key)
+        self.inside.add(key)
+
+    def leave(self, key: int) -> None:
+        self.inside.discard(key)
+        if key in self.lobby:
+            self.lobby.remove(key)
+
+    @property
+    def empty(self) -> bool:
+        return not self.lobby and not self.inside

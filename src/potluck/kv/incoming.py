@@ -1,0 +1,132 @@
+"""The receiver's side of one connection: it attaches, and then takes what comes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from potluck.core.errors import FormatError, PotluckError
+from potluck.kv import check, shm
+from potluck.kv.lane import Lane, expect
+from potluck.kv.parcels import Declined, TransferError
+from potluck.kv.wire import Ack, Beat, Chunk, Done, End, Opening, Problem, Refused
+
+if TYPE_CHECKING:
+    from potluck.kv.receiver import Fetching
+
+REFUSED = "hand-over: the handle is unknown, has expired, was used, or is for another request"
+
+ACK_EVERY = 2
+"""Chunks; fewer when no more are there to be read."""
+
+
+class Stale(TransferError):
+    """A connection kept from before was dead: nobody's fault, and no reason to give up."""
+
+
+class Final(Exception):
+    """Another connection would not help."""
+
+    def __init__(self, error: PotluckError) -> None:
+        self.error = error
+
+
+class Incoming:
+    """A connection that attaches, and then takes what comes."""
+
+    def __init__(self, fetch: Fetching, lane: Lane) -> None:
+        self._fetch, self._lane = fetch, lane
+        self._taken = 0
+        self._said = Ack(0, 0)
+        self._shared = False
+        self.attached = False
+
+    def run(self) -> bool:
+        """Until all is there; whether the connection may be used again."""
+        fetch, lane = self._fetch, self._lane
+        self._attach()
+        while not fetch.over:
+            more = self._taken - self._said.chunks < ACK_EVERY and lane.wait(0)
+            if more or self._wait():
+                self._take()
+        if not fetch.complete:
+            return False
+        lane.send(Done())
+        return True
+
+    def _wait(self) -> bool:
+        """Tell the sender what is new; then whether there is something to read, before somebody rings."""
+        lane = self._lane
+        lane.idle = True  # First: whoever makes room now either sees this, or is seen by the next line.
+        self._ack()
+        readable = not lane.woken and lane.wait(lane.silence_s)
+        lane.idle = False
+        if not readable and not lane.woken:
+            raise TimeoutError(f"said nothing for {lane.silence_s:g} s")
+        lane.woken = False
+        return readable
+
+    def _attach(self) -> None:
+        fetch, lane = self._fetch, self._lane
+        lane.send(fetch.hello(lane))
+        while True:
+            message, _ = lane.read()
+            if isinstance(message, Opening) and message.session == fetch.session:
+                break
+            if isinstance(message, Refused):
+                raise Final(Declined(REFUSED)) if fetch.opening is None else Declined(REFUSED)
+            if isinstance(message, Problem):
+                raise _failed(message)
+            # A used connection may still bring what was on its way when the fetch before was complete.
+            expect(message, Beat, End)
+        if lane.slots is not None:
+            lane.slots.forget_name()
+        if message.shared and lane.slots is None:
+            raise FormatError("hand-over", "uses shared memory that was not offered")
+        self._shared = message.shared
+        fetch.open(message, lane)
+        self.attached = True
+
+    def _take(self) -> None:
+        message, _ = self._lane.read()
+        if isinstance(message, Chunk):
+            self._chunk(message)
+        elif isinstance(message, End):
+            self._fetch.ended(message)
+        elif isinstance(message, Problem):
+            raise _failed(message)
+        else:
+            expect(message, Beat)
+
+    def _chunk(self, chunk: Chunk) -> None:
+        if chunk.count and chunk.inline == self._shared:
+            raise FormatError("hand-over", "has a chunk on the wrong way")
+        place = self._fetch.place(chunk, self._lane)
+        if place is None:
+            if chunk.inline:
+                self._lane.receive(memoryview(bytearray(chunk.count)))
+        else:
+            sound = False
+            try:
+                if self._data(chunk, place) != chunk.sums:
+                    raise FormatError("hand-over", "has a chunk whose checksum is wrong")
+                sound = True
+            finally:
+                self._fetch.placed(chunk, sound)
+        self._taken += 1
+
+    def _data(self, chunk: Chunk, place: memoryview) -> check.Sums:
+        if not self._shared:
+            return self._lane.receive(place)
+        assert self._lane.slots is not None
+        shm.copy(self._lane.slots.slot(self._taken, chunk.count), place)
+        return check.sums(place)
+
+    def _ack(self) -> None:
+        ack = Ack(self._taken, self._fetch.released_bytes)
+        if ack != self._said:
+            self._lane.send(ack)
+            self._said = ack
+
+
+def _failed(problem: Problem) -> Final:
+    return Final(Declined(f"hand-over: the sender failed ({problem.line})"))

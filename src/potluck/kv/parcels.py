@@ -1,0 +1,50 @@
+"""What is handed over: a manifest, and parcels, each one part of one layer.
+
+A parcel's data is C-contiguous and little-endian. Under a codec other than `raw` it is what the codec made of it, and
+`parameters` are what the codec needs to undo that; dtype and shape are always those of the restored array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.core.errors import PotluckError
+from potluck.kv.codec_layout import Codec, Part
+
+Buffer = bytes | bytearray | memoryview
+
+
+class TransferError(PotluckError):
+    """A cache could not be handed over: the other side is gone, refuses, fails, or is late."""
+
+
+class Declined(TransferError):
+    """The sender says no: it refuses the handle, or cannot go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a hand-over is about."""
+
+    fingerprint: str
+    """Of the model with its weights."""
+    start: int
+    stop: int
+    token_hash: str
+    """Of the tokens [0, stop): the entries of a token depend on all before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One part of one layer."""
+
+    layer: int
+    part: Part
+    first: int
+    """Tokens [first, stop), or for a state its length twice."""
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+    data: Buffer
+    codec: Codec = "raw"
+    parameters: Buffer = b""

@@ -1,0 +1,80 @@
+"""Steps of fixed shape, as recorded on a GPU, run here as they are: the same logits as steps laid out anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_models import DENSE, KINDS, LINEAR, WINDOW, opened, prompt, runner, stack
+
+from potluck.core.errors import InputError
+from potluck.core.model import FullAttention
+from potluck.engine.config import Config
+from potluck.engine.graphs import DecodeGraphs, recordable
+from potluck.engine.runner import Runner, Work
+
+NARROW = FullAttention(4, 2, 8, 8)
+"""Too narrow for the compiled kernels, so that pages lie as on a GPU."""
+SHORT = FullAttention(4, 2, 8, 8, window=WINDOW)
+MODELS = {
+    "full": stack((NARROW, DENSE), (NARROW, DENSE)),
+    "mixed": stack((LINEAR, DENSE), (NARROW, DENSE), (SHORT, DENSE)),
+}
+
+
+def pair(config: Config) -> tuple[Runner, Runner]:
+    """One runner that lays each step out anew, and one whose decode steps have fixed shapes."""
+    plain, fixed = runner(config), runner(config)
+    taps = fixed._taps
+    fixed._graphs = DecodeGraphs(fixed.stack, fixed.cache, fixed.tables, taps, fixed.device)
+    return plain, fixed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fixed_shapes_give_the_same_logits(name: str) -> None:
+    plain, fixed = pair(MODELS[name])
+    lengths = [3, 70, 17, 130, 40]
+    for engine in (plain, fixed):
+        for length in lengths:
+            row = opened(engine, length + 40)
+            engine.step([Work(row, 0, prompt(length, seed=length))])
+    rows = list(range(len(lengths)))
+    for step in range(30):
+        chosen = rows[: 1 + step % len(rows)]
+        works = [Work(row, plain.tables.lengths[row], [(7 * step + row) % 200]) for row in chosen]
+        torch.testing.assert_close(fixed.step(works), plain.step(works), atol=2e-5, rtol=1e-4)
+    for one, two in zip(plain.cache.states, fixed.cache.states, strict=True):
+        torch.testing.assert_close(one.memory, two.memory, atol=2e-5, rtol=1e-4)
+    assert plain.tables.lengths == fixed.tables.lengths
+
+
+def test_only_plain_decodes_are_taken() -> None:
+    _, fixed = pair(MODELS["full"])
+    graphs = fixed._graphs
+    assert graphs is not None
+    assert graphs.takes([Work(0, 5, [1])])
+    assert not graphs.takes([Work(0, 0, [1])])
+    assert not graphs.takes([Work(0, 5, [1, 2])])
+    assert not graphs.takes([Work(0, 5, [1], "none")])
+    assert not graphs.takes([Work(row, 5, [1]) for row in range(21)])
+
+
+def test_a_step_that_does_not_go_on_is_refused() -> None:
+    _, fixed = pair(MODELS["full"])
+    row = opened(fixed, 20)
+    fixed.step([Work(row, 0, prompt(9))])
+    with pytest.raises(InputError):
+        fixed.step([Work(row, 8, [1])])
+    with pytest.raises(InputError):
+        fixed.step([Work(row, 9, [1]), Work(row, 9, [1])])
+
+
+def test_what_chooses_on_the_way_is_not_recorded() -> None:
+    def whole(name: str) -> bool:
+        model = KINDS[name].model
+        return recordable(model, 0, model.layer_count)
+
+    assert whole("full")
+    assert whole("linear")
+    assert not whole("full-fancy")
+    assert not whole("latent")
+    assert not recordable(KINDS["full"].model, 0, 1)

@@ -1,0 +1,237 @@
+"""What the tests of the transport share: parcels of every kind, a pair of ends, a proxy that does harm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from potluck.kv.codec_layout import sizes
+from potluck.kv.handles import bound_to, new_handle
+from potluck.kv.links import LinkLimits, Links
+from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.receiver import Fetched, Wanted, fetch
+from potluck.kv.sender import Outbox
+from potluck.kv.shipment import Shipment
+from potluck.kv.stream import OutboxLimits
+
+FINGERPRINT, TOKENS_HASH, REQUEST = "0123456789abcdef" * 2, "5a" * 32, "r-1"
+ABOUT = Manifest(FINGERPRINT, 0, 33, TOKENS_HASH)
+BOUND = bound_to(REQUEST, FINGERPRINT, TOKENS_HASH)
+
+SMALL = OutboxLimits(
+    chunk_bytes=4096,
+    most_bytes=1 << 24,
+    hello_s=0.5,
+    attach_s=1.0,
+    silence_s=0.5,
+    beat_s=0.1,
+    lease_s=0.6,
+    most_unacked=8,
+    idle_s=2.0,
+)
+SMALL_LINKS = LinkLimits(
+    window_bytes=1 << 17, chunk_bytes=4096, keep_bytes=1 << 18, connect_s=0.5, silence_s=0.5
+)
+
+
+def made(seed: int = 0, layers: int = 6) -> list[Parcel]:
+    """Parcels of all parts, of sizes on and off the grid of chunks, one of them empty."""
+    draw = random.Random(seed)
+    found = []
+    shapes = [("kv", (33, 2, 4, 16)), ("latent", (33, 1, 24)), ("conv", (3, 40)), ("memory", (4, 16, 16))]
+    for layer in range(layers):
+        part, shape = shapes[layer % len(shapes)]
+        dtype = ("float32", "bfloat16", "float16")[layer % 3]
+        codec = ("raw", "raw", "int8", "int4")[layer % 4]
+        size = sizes(part, dtype, shape, codec)  # type: ignore[arg-type]
+        found.append(
+            Parcel(
+                layer,
+                part,  # type: ignore[arg-type]
+                0,
+                33,
+                dtype,
+                shape,
+                draw.randbytes(size.payload_bytes),
+                codec,  # type: ignore[arg-type]
+                draw.randbytes(size.parameter_bytes),
+            )
+        )
+    found.append(Parcel(layers, "kv", 33, 33, "float16", (0, 2, 4, 16), b""))
+    return found
+
+
+def plain(parcel: Parcel) -> tuple[object, ...]:
+    """A parcel's value, with its bytes taken out of the buffer."""
+    return (
+        *(parcel.layer, parcel.part, parcel.first, parcel.stop, parcel.dtype, parcel.shape, parcel.codec),
+        bytes(parcel.parameters),
+        bytes(parcel.data),
+    )
+
+
+@dataclass
+class Ends:
+    outbox: Outbox
+    links: Links
+    address: tuple[str, int]
+    made: list[Parcel] = field(default_factory=list)
+
+    def offer(self, lasts_s: float = 10.0, about: Manifest = ABOUT) -> tuple[str, Shipment]:
+        handle = new_handle()
+        return handle, self.outbox.offer(handle, BOUND, lambda have: about, lasts_s)
+
+    def send(self, parcels: list[Parcel], lasts_s: float = 10.0) -> tuple[str, Shipment]:
+        """Offer parcels that are all there."""
+        handle, shipment = self.offer(lasts_s)
+        for parcel in parcels:
+            shipment.put(parcel)
+        shipment.finish()
+        return handle, shipment
+
+    def fetch(
+        self,
+        handle: str,
+        sink: Callable[[Parcel], None] | None = None,
+        *,
+        degree: int = 3,
+        deadline_s: float = 5.0,
+        request: str = REQUEST,
+    ) -> tuple[Fetched, dict[int, tuple[object, ...]]]:
+        got: dict[int, tuple[object, ...]] = {}
+
+        def keep(parcel: Parcel) -> None:
+            assert parcel.layer not in got
+            got[parcel.layer] = plain(parcel)
+            if sink is not None:
+                sink(parcel)
+
+        wanted = Wanted(handle, request, FINGERPRINT, TOKENS_HASH)
+        told: list[Manifest] = []
+        fetched = fetch(
+            self.links, self.address, wanted, told.append, keep, degree=degree, deadline_s=deadline_s
+        )
+        assert told == [ABOUT]
+        return fetched, got
+
+
+@contextlib.contextmanager
+def ends(
+    limits: OutboxLimits = SMALL,
+    link_limits: LinkLimits = SMALL_LINKS,
+    shared_memory: bool = False,
+    harm: Harm | None = None,
+    answer_harm: Harm | None = None,
+) -> Iterator[Ends]:
+    """An outbox and links to it, and afterwards the proof that nothing is left of them."""
+    fds, threads, files = _fds(), threading.active_count(), _shared_files()
+    outbox = Outbox(limits=limits, shared_memory=shared_memory)
+    proxy = Proxy(outbox.address, harm, answer_harm) if harm or answer_harm else None
+    address = proxy.address if proxy else outbox.address
+    links = Links([address], limits=link_limits, shared_memory=shared_memory)
+    pair = Ends(outbox, links, address)
+    try:
+        yield pair
+    finally:
+        links.close()
+        outbox.close()
+        if proxy is not None:
+            proxy.close()
+    assert outbox.held_bytes == 0
+    assert links.buffers.out_bytes == 0
+    assert threading.active_count() == threads
+    assert _fds() == fds
+    assert _shared_files() == files
+
+
+def _fds() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def _shared_files() -> int:
+    folder = "/dev/shm"
+    return sum(name.startswith("potluck-kv-") for name in os.listdir(folder)) if os.path.isdir(folder) else 0
+
+
+Harm = Callable[[int, int, bytes], bytes | None]
+"""Told the connection's number, how many bytes went before, and the next ones: what goes on. None cuts it."""
+
+
+class Proxy:
+    """Between receiver and sender; does harm to what the sender says, and to what the receiver answers."""
+
+    def __init__(self, target: tuple[str, int], harm: Harm | None, answer_harm: Harm | None = None) -> None:
+        self._target, self._harm, self._answer_harm = target, harm, answer_harm
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
+        self.connections = 0
+        self._run(self._accept)
+
+    def _run(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(0.05)
+        while not self._closed.is_set():
+            try:
+                near, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            near.settimeout(None)
+            try:
+                far = socket.create_connection(self._target)
+            except OSError:
+                near.close()
+                continue
+            self._sockets += [near, far]
+            number, self.connections = self.connections, self.connections + 1
+            self._run(self._pump, near, far, self._answer_harm, number)
+            self._run(self._pump, far, near, self._harm, number)
+
+    def _pump(self, source: socket.socket, target: socket.socket, harm: Harm | None, number: int) -> None:
+        went = 0
+        try:
+            while data := source.recv(1 << 14):
+                passed = data if harm is None else harm(number, went, data)
+                if passed is None:
+                    break
+                went += len(data)
+                target.sendall(passed)
+        except OSError:
+            pass  # The other direction, or the test's end, closed it.
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._closed.set()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for one in [*self._sockets, self._listener]:
+            one.close()
+
+
+def until(what: Callable[[], bool], most_s: float = 5.0) -> bool:
+    """Whether something comes true in time."""
+    end_s = time.monotonic() + most_s
+    while not what():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True

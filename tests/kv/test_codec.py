@@ -1,0 +1,259 @@
+"""The codec against its reference in NumPy, its promised error, and senders that mean harm."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from potluck.core.errors import FormatError, InputError
+from potluck.kv.codec import CODEC_IDS, CODECS, Codec, Part, check_parameters, decode, encode, sizes
+from potluck.kv.codec_layout import LEVELS, layout
+from potluck.kv.codec_reference import decode_reference, encode_reference, from_floats, to_floats
+from potluck.kv.kernels import formats
+
+DTYPES = ("float16", "bfloat16", "float32")
+LOSSY: tuple[Codec, ...] = ("int8", "int4")
+# Groups of 128 tokens and 64 channels, and 256 channels worked on at a time: the edges of these in particular.
+TOKENS = st.integers(0, 40) | st.sampled_from([127, 128, 129, 255, 256, 257, 270])
+WIDTHS = st.integers(1, 40) | st.sampled_from([63, 64, 65, 128, 255, 256, 257, 320])
+SHAPES: dict[Part, st.SearchStrategy[tuple[int, ...]]] = {
+    "kv": st.tuples(TOKENS, st.just(2), st.integers(1, 3), WIDTHS),
+    "latent": st.tuples(TOKENS, st.just(1), WIDTHS),
+    "conv": st.tuples(st.integers(0, 3), st.integers(0, 150)),
+    "memory": st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 90)),
+}
+MOST = {"float16": 65504.0, "bfloat16": 3e38, "float32": 3e38}
+
+
+def numbers(seed: int, count: int, dtype: str, kind: str) -> np.ndarray:
+    """Numbers that KV has, and those that it should not."""
+    chance = np.random.default_rng(seed)
+    found = chance.standard_normal(count).astype(np.float32)
+    if kind == "constant":
+        found[:] = np.float32(chance.standard_normal() * 10.0 ** chance.integers(-6, 4))
+    elif kind == "offset":
+        found = found * np.float32(0.01) + np.float32(100)
+    elif kind == "wide":
+        found = found * np.exp(chance.standard_normal(count) * 4).astype(np.float32)
+    elif kind == "tiny":
+        found = found * np.float32(1e-7 if dtype == "float16" else 1e-41)
+    elif kind == "extreme" and count:
+        found[chance.integers(0, count, 3)] = np.float32(MOST[dtype] / 3)
+        found[chance.integers(0, count, 2)] = np.float32(-MOST[dtype] / 3)
+    elif kind == "zeros":
+        found = np.where(found > 0, np.float32(0), np.float32(-0.0)).astype(np.float32)
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[bytes, Part, str, tuple[int, ...], Codec]:
+    part: Part = draw(st.sampled_from(sorted(SHAPES)))
+    shape = draw(SHAPES[part])
+    dtype = draw(st.sampled_from(DTYPES))
+    kind = draw(st.sampled_from(["normal", "constant", "offset", "wide", "tiny", "extreme", "zeros"]))
+    values = numbers(draw(st.integers(0, 2**32)), prod(shape), dtype, kind)
+    return from_floats(values, dtype), part, dtype, shape, draw(st.sampled_from(LOSSY))
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_kernels_do_bit_by_bit_what_the_reference_does(
+    case: tuple[bytes, Part, str, tuple[int, ...], Codec],
+) -> None:
+    data, part, dtype, shape, codec = case
+    found = encode(data, part, dtype, shape, codec)
+    parameters, payload = encode_reference(data, part, dtype, shape, codec)
+    assert bytes(found.parameters) == parameters
+    assert bytes(found.payload) == payload
+    assert (len(parameters), len(payload)) == (
+        (size := sizes(part, dtype, shape, codec)).parameter_bytes,
+        size.payload_bytes,
+    )
+    restored = decode(parameters, payload, part, dtype, shape, codec)
+    assert bytes(restored) == decode_reference(parameters, payload, part, dtype, shape, codec)
+    out = bytearray(len(data))
+    assert decode(parameters, payload, part, dtype, shape, codec, out) == restored
+    assert out == bytes(restored)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_no_error_is_larger_than_half_a_step(case: tuple[bytes, Part, str, tuple[int, ...], Codec]) -> None:
+    data, part, dtype, shape, codec = case
+    found = encode(data, part, dtype, shape, codec)
+    restored = to_floats(bytes(decode(found.parameters, found.payload, part, dtype, shape, codec)), dtype)
+    exact = to_floats(data, dtype).astype(np.float64)
+    error = np.abs(restored - exact)
+    matrices = layout(part, shape, codec)
+    assert matrices
+    for matrix in matrices:
+        rows = matrix.offset + matrix.stride * np.arange(matrix.rows)[:, None]
+        table, errors = exact[rows + np.arange(matrix.columns)], error[rows + np.arange(matrix.columns)]
+        size, axis = (128, 0) if matrix.down else (64, 1)
+        for start in range(0, table.shape[axis], size):
+            group = table.take(range(start, min(start + size, table.shape[axis])), axis)
+            off = errors.take(range(start, min(start + size, table.shape[axis])), axis)
+            if not group.size:
+                continue
+            low, high = group.min(axis), group.max(axis)
+            # The least number is kept in 8 bits of precision and the step rounded up by as much.
+            step = (high - low + np.abs(low) / 128) / LEVELS[matrix.bits] * (1 + 1 / 64)
+            rounding = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}[dtype]
+            most = step / 2 + rounding * np.maximum(np.abs(low), np.abs(high)) + 1e-7 * (dtype == "float16")
+            assert (off.max(axis) <= most + 1e-37).all()
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused_wherever_it_is(codec: Codec, dtype: str, bad: float) -> None:
+    for part, shape in (("kv", (130, 2, 1, 70)), ("latent", (130, 3)), ("memory", (2, 3, 70))):
+        count = prod(shape)
+        for place in {0, count - 1, count // 2, 69, 70 if count > 70 else 1}:
+            values = numbers(1, count, "float16", "normal")
+            if dtype == "float16":
+                half = values.astype(np.float16)
+                half[place] = bad
+                data = half.tobytes()
+            else:
+                values[place] = bad
+                data = (
+                    values.tobytes()
+                    if dtype == "float32"
+                    else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+                )
+            with pytest.raises(InputError, match="finite"):
+                encode(data, part, dtype, shape, codec)  # type: ignore[arg-type]
+
+
+def test_a_range_that_float32_cannot_hold_is_refused() -> None:
+    data = np.array([[[[3e38]], [[1.0]]], [[[-3e38]], [[1.0]]]], np.float32)
+    with pytest.raises(InputError, match="too far apart"):
+        encode(data.tobytes(), "kv", "float32", data.shape, "int4")
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases(), st.data())
+def test_whatever_the_sender_writes_is_refused_or_finite(
+    case: tuple[bytes, Part, str, tuple[int, ...], Codec], data: st.DataObject
+) -> None:
+    _, part, dtype, shape, codec = case
+    size = sizes(part, dtype, shape, codec)
+    chance = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    parameters = chance.bytes(size.parameter_bytes)
+    if data.draw(st.booleans()):  # mostly sound: exponents and signs of ordinary numbers
+        parameters = (np.frombuffer(parameters, np.uint16) & 0x3FFF).astype(np.uint16).tobytes()
+    try:
+        restored = decode(parameters, chance.bytes(size.payload_bytes), part, dtype, shape, codec)
+    except FormatError:
+        with pytest.raises(FormatError):
+            check_parameters(parameters, part, dtype, shape, codec)
+        values = (np.frombuffer(parameters, np.uint16).astype(np.uint32) << 16).view(np.float32)
+        assert ((values < 0) | ~(np.abs(values) < 1e36)).any()
+    else:
+        check_parameters(parameters, part, dtype, shape, codec)
+        assert np.isfinite(to_floats(bytes(restored), dtype)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(-2, 2), st.integers(-2, 2))
+@example((bytes(4), "kv", "float16", (1, 2, 1, 1), "int4"), 0, 0)
+def test_lengths_must_be_those_that_follow_from_the_shape(
+    case: tuple[bytes, Part, str, tuple[int, ...], Codec], more: int, longer: int
+) -> None:
+    data, part, dtype, shape, codec = case
+    size = sizes(part, dtype, shape, codec)
+    parameters = bytes(max(size.parameter_bytes + more, 0))
+    payload = bytes(max(size.payload_bytes + longer, 0))
+    if (len(parameters), len(payload)) == (size.parameter_bytes, size.payload_bytes):
+        assert decode(parameters, payload, part, dtype, shape, codec).nbytes == len(data)
+    else:
+        with pytest.raises(FormatError, match="expected"):
+            decode(parameters, payload, part, dtype, shape, codec)
+    if more:
+        with pytest.raises(InputError):
+            encode(data + bytes(abs(more)), part, dtype, shape, codec)
+
+
+def test_raw_is_the_data_itself() -> None:
+    data = bytearray(np.array([np.nan, np.inf, 1, 2], np.float16).tobytes())
+    found = encode(data, "latent", "float16", (2, 2), "raw")
+    assert found.parameters == b""
+    data[0] ^= 1
+    assert found.payload == data, "a copy was made"
+    assert decode(b"", found.payload, "latent", "float16", (2, 2), "raw") == data
+    out = bytearray(8)
+    decode(b"", found.payload, "latent", "float16", (2, 2), "raw", out)
+    assert out == data
+    with pytest.raises(InputError, match="out"):
+        decode(b"", found.payload, "latent", "float16", (2, 2), "raw", bytearray(9))
+
+
+def test_data_may_lie_anywhere() -> None:
+    """Chunks of a stream begin at odd addresses."""
+    values = numbers(3, 5 * 2 * 70, "float16", "normal").astype(np.float16).tobytes()
+    shape = (5, 2, 1, 70)
+    found = encode(memoryview(b"x" + values)[1:], "kv", "float16", shape, "int4")
+    assert found.payload == encode(values, "kv", "float16", shape, "int4").payload
+    out = bytearray(1 + len(values))
+    parameters, payload = b"x" + bytes(found.parameters), b"x" + bytes(found.payload)
+    decode(
+        memoryview(parameters)[1:],
+        memoryview(payload)[1:],
+        "kv",
+        "float16",
+        shape,
+        "int4",
+        memoryview(out)[1:],
+    )
+    assert out[1:] == bytes(decode(found.parameters, found.payload, "kv", "float16", shape, "int4"))
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "shape", "codec"),
+    [
+        ("kv", "float16", (4, 3, 1, 8), "int4"),
+        ("kv", "float16", (4, 2), "int4"),
+        ("kv", "float16", (-4, 2, 1, 8), "int4"),
+        ("kv", "float16", (1 << 41, 2, 1, 8), "raw"),
+        ("kv", "int64", (4, 2, 1, 8), "raw"),
+        ("window", "float16", (4, 2, 1, 8), "raw"),
+        ("kv", "float16", (4, 2, 1, 8), "int2"),
+        ("memory", "float32", (), "int8"),
+    ],
+)
+def test_shapes_and_names_that_make_no_sense_are_refused(part, dtype, shape, codec) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(FormatError):
+        sizes(part, dtype, shape, codec)
+    with pytest.raises(FormatError):
+        decode(b"", b"", part, dtype, shape, codec)
+    with pytest.raises(InputError):
+        encode(b"", part, dtype, shape, codec)
+
+
+def test_four_bits_take_at_most_28_percent_of_sixteen() -> None:
+    for tokens in (128, 1024, 2048, 2049, 7777):
+        for heads, dim in ((8, 128), (2, 64), (4, 96)):
+            shape = (tokens, 2, heads, dim)
+            assert sizes("kv", "float16", shape, "int4").total_bytes <= 0.28 * 2 * prod(shape)
+        assert sizes("latent", "bfloat16", (tokens, 1, 576), "int4").total_bytes <= 0.28 * 2 * tokens * 576
+    assert all(CODECS[number] == name for name, number in CODEC_IDS.items())
+
+
+def test_both_ways_to_convert_float16_agree_with_numpy() -> None:
+    every = np.arange(65536, dtype=np.uint16)
+    exact = every.view(np.float16).astype(np.float32)
+    finite = np.isfinite(exact)
+    wide = numbers(5, 4000, "float32", "wide") * np.float32(50)
+    for widen, narrow in (
+        (formats.widen_by_hand, formats.narrow_by_hand),
+        *([(formats.widen_by_processor, formats.narrow_by_processor)] if formats.HAS_HALF else []),
+    ):
+        found = np.array([widen(bits) for bits in every[finite]], np.float32)
+        assert (found.view(np.uint32) == exact[finite].view(np.uint32)).all()
+        back = np.array([narrow(value) for value in wide], np.uint16)
+        assert (back == np.clip(wide, -65504, 65504).astype(np.float16).view(np.uint16)).all()

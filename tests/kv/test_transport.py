@@ -1,0 +1,391 @@
+"""An outbox and a fetch over real sockets, when nothing goes wrong; faults have a file of their own."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kv_kit import (
+    ABOUT,
+    BOUND,
+    FINGERPRINT,
+    REQUEST,
+    SMALL,
+    SMALL_LINKS,
+    TOKENS_HASH,
+    ends,
+    made,
+    plain,
+    until,
+)
+
+from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.kv import shm
+from potluck.kv.handles import new_handle
+from potluck.kv.links import Links
+from potluck.kv.parcels import Manifest, Parcel, TransferError
+from potluck.kv.receiver import Fetching, Wanted, fetch
+from potluck.kv.sender import Outbox
+from potluck.kv.tls import client_context, server_context
+from potluck.kv.wire import Shared
+
+
+@pytest.mark.parametrize("degree", [1, 2, 5])
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_parcel_comes_as_it_was_put(degree: int, shared: bool) -> None:
+    parcels = made(1, 9)
+    with ends(shared_memory=shared) as pair:
+        for _ in range(3):  # Connections, buffers and shared memory are used again.
+            handle, shipment = pair.send(parcels)
+            fetched, got = pair.fetch(handle, degree=degree)
+            assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+            assert (fetched.manifest, fetched.lost_connections) == (ABOUT, 0)
+            assert fetched.shared_memory == shared
+            assert fetched.moved_bytes == sum(len(p.data) + len(p.parameters) for p in parcels)
+            assert shipment.wait(1) == "fetched"
+            assert pair.outbox.held_bytes == 0
+        assert until(lambda: pair.outbox.connections <= degree)
+
+
+def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made() -> None:
+    parcels = made(2, 6)
+    handle, came, opened = new_handle(), threading.Event(), threading.Event()
+    with ends() as pair:
+
+        def send() -> None:
+            time.sleep(0.25)  # More than a beat.
+
+            def open_up(have: int) -> Manifest:
+                opened.set()
+                return ABOUT
+
+            shipment = pair.outbox.offer(handle, BOUND, open_up, 5.0)
+            assert opened.wait(2)
+            for parcel in parcels:
+                shipment.put(parcel)
+                assert came.wait(2)
+                came.clear()
+            shipment.finish()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        _, got = pair.fetch(handle, lambda _: came.set())
+        sender.join()
+        assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+
+
+def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
+    with ends() as pair:
+        handle, shipment = pair.offer()
+
+        def send() -> None:
+            time.sleep(2 * SMALL.lease_s)
+            shipment.put(made()[0])
+            shipment.finish()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        fetched, _ = pair.fetch(handle)
+        sender.join()
+        assert (fetched.parcels, fetched.lost_connections) == (1, 0)
+
+
+def test_the_sender_learns_what_the_receiver_has() -> None:
+    heard: list[int] = []
+    with ends() as pair:
+        handle = new_handle()
+
+        def opened(have: int) -> Manifest:
+            heard.append(have)
+            return replace(ABOUT, start=have)
+
+        pair.outbox.offer(handle, BOUND, opened, 5.0).finish()
+        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH, have=17)
+        about: list[Manifest] = []
+        fetch(pair.links, pair.address, wanted, about.append, lambda _: None, degree=3)
+        assert heard == [17]
+        assert about == [replace(ABOUT, start=17)]
+
+
+def test_a_slow_sink_holds_the_sender_back() -> None:
+    """The window is kept: no more than it is ever in the receiver's memory, however fast the sender is."""
+    parcels = [replace(made(n, 1)[0], layer=n) for n in range(24)]
+    size = len(parcels[0].data)
+    limits = replace(SMALL_LINKS, window_bytes=3 * size)
+    most = 0
+    with ends(link_limits=limits) as pair:
+
+        def sink(_: Parcel) -> None:
+            nonlocal most
+            time.sleep(0.005)
+            most = max(most, pair.links.buffers.out_bytes)
+
+        handle, _ = pair.send(parcels)
+        _, got = pair.fetch(handle, sink)
+        assert len(got) == 24
+        assert size <= most <= 3 * size
+
+
+def test_the_outbox_is_bounded_and_put_waits_for_room() -> None:
+    parcel = made()[0]
+    size = len(parcel.data)
+    with ends(limits=replace(SMALL, most_bytes=2 * size)) as pair:
+        handle, shipment = pair.offer()
+        shipment.put(parcel)
+        shipment.put(replace(parcel, layer=1))
+        with pytest.raises(CapacityError, match="no room"):
+            shipment.put(replace(parcel, layer=2))
+
+        def rest() -> None:
+            shipment.put(replace(parcel, layer=2), wait_s=5.0)
+            shipment.finish()
+
+        thread = threading.Thread(target=rest)
+        thread.start()
+        _, got = pair.fetch(handle)
+        thread.join()
+        assert sorted(got) == [0, 1, 2]
+
+
+def test_many_fetches_at_once_keep_to_themselves() -> None:
+    problems: list[Exception] = []
+    with ends() as pair:
+
+        def one(seed: int) -> None:
+            parcels = made(seed, 5)
+            try:
+                handle, _ = pair.send(parcels)
+                _, got = pair.fetch(handle, degree=2)
+                assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+            except Exception as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=one, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert problems == []
+
+
+def test_links_are_reported_on() -> None:
+    parcels = made(1, 9)
+    moved = sum(len(p.data) + len(p.parameters) for p in parcels)
+    with ends() as pair:
+        handle, _ = pair.send(parcels)
+        pair.fetch(handle, degree=2)
+        (incoming,) = pair.links.reports()
+        assert 1 <= incoming.connections <= 2
+        assert incoming.moved_bytes == moved
+        assert incoming.goodput_bytes_per_s > 0
+        assert incoming.rtt_s > 0
+        (outgoing,) = pair.outbox.links()
+        assert outgoing.moved_bytes == moved
+        assert outgoing.goodput_bytes_per_s > 0
+        assert (outgoing.sent_again_bytes, outgoing.queue_bytes) == (0, 0)
+
+
+def test_it_listens_on_loopback_and_connects_only_to_its_fleet() -> None:
+    with ends() as pair:
+        assert pair.outbox.address[0] == "127.0.0.1"
+        wanted = Wanted(new_handle(), REQUEST, FINGERPRINT, TOKENS_HASH)
+        for stranger in (("127.0.0.1", 1), ("localhost", pair.address[1]), ("10.0.0.1", 80)):
+            with pytest.raises(InputError, match="not an address of this fleet"):
+                fetch(pair.links, stranger, wanted, lambda _: None, lambda _: None)
+        pair.links.allow([])
+        with pytest.raises(InputError, match="not an address of this fleet"):
+            fetch(pair.links, pair.address, wanted, lambda _: None, lambda _: None)
+
+
+def test_a_fleet_may_name_hosts() -> None:
+    links = Links([("10.0.0.7", 0)])
+    assert links.checked(("10.0.0.7", 4711)) == ("10.0.0.7", 4711)
+    with pytest.raises(InputError):
+        links.checked(("10.0.0.8", 4711))
+
+
+def test_a_fetch_can_be_cancelled_and_an_offer_withdrawn() -> None:
+    with ends() as pair:
+        handle, shipment = pair.offer()
+        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetching = Fetching(pair.links, pair.address, wanted, degree=2)
+        timer = threading.Timer(0.2, fetching.cancel)
+        timer.start()
+        with pytest.raises(TransferError, match="cancelled"):
+            fetching.run(lambda _: None, lambda _: None)
+        timer.join()
+        other, unclaimed = pair.offer()
+        pair.outbox.withdraw(other)
+        assert unclaimed.state == "gone"
+        pair.outbox.withdraw(handle)
+        assert shipment.state == "attached"
+
+
+def test_a_degree_beyond_the_limit_is_refused() -> None:
+    with ends() as pair:
+        for degree in (0, 17):
+            with pytest.raises(InputError, match="degree"):
+                pair.fetch(new_handle(), degree=degree)
+
+
+def test_a_sender_that_fails_says_why() -> None:
+    with ends() as pair:
+        handle, shipment = pair.offer()
+        shipment.put(made()[0])
+        shipment.fail("the engine ran out of blocks")
+        with pytest.raises(TransferError, match="ran out of blocks"):
+            pair.fetch(handle)
+        handle = new_handle()
+
+        def opened(have: int) -> Manifest:
+            raise CapacityError("no such row")
+
+        failed = pair.outbox.offer(handle, BOUND, opened, 5.0)
+        with pytest.raises(TransferError, match="no such row"):
+            pair.fetch(handle)
+        assert failed.wait(1) == "failed"
+
+
+def test_a_sink_that_raises_ends_the_fetch_and_later_the_shipment() -> None:
+    with ends() as pair:
+        handle, shipment = pair.send(made(1, 9))
+
+        def sink(parcel: Parcel) -> None:
+            raise InputError("row", "was closed")
+
+        with pytest.raises(InputError, match="was closed"):
+            pair.fetch(handle, sink)
+        assert shipment.wait(5) == "gone"
+        assert until(lambda: pair.outbox.shipments == 0)
+
+
+def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
+    for about in (
+        replace(ABOUT, fingerprint="x" * 32),
+        replace(ABOUT, token_hash="00" * 32),
+        replace(ABOUT, start=1),
+    ):
+        with ends() as pair:
+            handle, shipment = pair.offer(about=about)
+            shipment.finish()
+            with pytest.raises(FormatError, match=r"another model|behind"):
+                pair.fetch(handle)
+
+
+# Shared memory.
+
+
+def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
+    slots = shm.create(2, 4096)
+    if slots is None:
+        pytest.skip("no shared memory here")
+    try:
+        joined = shm.join(slots.shared, 4096)
+        assert joined is not None
+        joined.slot(3, 5)[:] = b"hello"
+        assert bytes(slots.slot(1, 5)) == b"hello"
+        joined.close()
+        assert shm.join(replace(slots.shared, proof=bytes(16)), 4096) is None
+        assert shm.join(slots.shared, 8192) is None
+        assert shm.join(Shared(bytes(16), bytes(16), 2), 4096) is None
+        path = shm.FOLDER / f"potluck-kv-{slots.shared.name.hex()}"
+        path.chmod(0o666)
+        assert shm.join(slots.shared, 4096) is None
+        slots.forget_name()
+        assert not path.exists()
+    finally:
+        slots.close()
+
+
+def test_if_one_side_will_not_share_the_network_is_used() -> None:
+    outbox = Outbox(limits=SMALL, shared_memory=False)
+    links = Links([outbox.address], limits=SMALL_LINKS, shared_memory=True)
+    try:
+        handle = new_handle()
+        shipment = outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0)
+        shipment.put(made()[0])
+        shipment.finish()
+        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        fetched = fetch(links, outbox.address, wanted, lambda _: None, lambda _: None)
+        assert (fetched.parcels, fetched.shared_memory) == (1, False)
+    finally:
+        links.close()
+        outbox.close()
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority with a certificate for 127.0.0.1, and a stranger's."""
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("fleet", "stranger"):
+        words = f"req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name}"
+        words += f" -addext subjectAltName=IP:127.0.0.1 -keyout {name}.key -out {name}.pem"
+        try:
+            subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("openssl cannot make certificates here")
+    return folder
+
+
+def secured(folder: Path, server: str, client: str) -> tuple[Outbox, Links]:
+    def of(name: str, make: type[ssl.SSLContext] | object) -> ssl.SSLContext:
+        chosen = server_context if make == "server" else client_context
+        return chosen(folder / f"{name}.pem", folder / f"{name}.key", folder / "fleet.pem")
+
+    outbox = Outbox(limits=SMALL, tls=of(server, "server"))
+    return outbox, Links([outbox.address], limits=SMALL_LINKS, tls=of(client, "client"))
+
+
+def test_tls_carries_the_same_protocol(certificates: Path) -> None:
+    outbox, links = secured(certificates, "fleet", "fleet")
+    parcels = made(4, 9)
+    try:
+        for _ in range(2):
+            handle = new_handle()
+            shipment = outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0)
+            for parcel in parcels:
+                shipment.put(parcel)
+            shipment.finish()
+            got: dict[int, tuple[object, ...]] = {}
+            wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+            fetched = fetch(
+                links,
+                outbox.address,
+                wanted,
+                lambda _: None,
+                lambda parcel, got=got: got.__setitem__(parcel.layer, plain(parcel)),  # type: ignore[misc]
+                degree=2,
+            )
+            assert got == {parcel.layer: plain(parcel) for parcel in parcels}
+            assert fetched.lost_connections == 0
+            assert not fetched.shared_memory
+    finally:
+        links.close()
+        outbox.close()
+
+
+@pytest.mark.parametrize(("server", "client"), [("stranger", "fleet"), ("fleet", "stranger")])
+def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, client: str) -> None:
+    outbox, links = secured(certificates, server, client)
+    try:
+        handle = new_handle()
+        outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
+        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+        with pytest.raises(TransferError, match="lost"):
+            fetch(links, outbox.address, wanted, lambda _: None, lambda _: None, degree=1, deadline_s=3.0)
+    finally:
+        links.close()
+        outbox.close()
+
+
+def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="tls"):
+        server_context(tmp_path / "a", tmp_path / "b", tmp_path / "c")

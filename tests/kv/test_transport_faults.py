@@ -1,0 +1,197 @@
+"""Harm at every kind of byte: never wrong data, never a hang beyond the deadline, never anything left behind.
+
+`ends` checks after each test that no descriptor, thread, buffer or shared file is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from kv_kit import (
+    ABOUT,
+    SMALL,
+    SMALL_LINKS,
+    Harm,
+    ends,
+    made,
+    plain,
+)
+
+from potluck.core.errors import PotluckError
+from potluck.kv.parcels import TransferError
+from potluck.kv.wire import PREFIX, Ack, Chunk, End, Hello, Opening, frame, label_of
+
+PARCELS = made(5, 8)
+RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}
+SLACK_S = 2.5
+"""For a busy machine; each deadline itself is well below."""
+
+_OPENING = len(frame(Opening(bytes(16), ABOUT, SMALL.chunk_bytes, False)))
+_HEAD = len(frame(Chunk(label_of(PARCELS[0], 0), 16896, 0, 4096, (0, 0))))
+_FIRST = _OPENING + _HEAD
+_SECOND = _FIRST + SMALL.chunk_bytes
+PLACES = {
+    "first byte": 0,
+    "opening: version": 4,
+    "opening: head length": 6,
+    "opening: crc": 12,
+    "opening: manifest": PREFIX.size + 20,
+    "chunk: magic": _OPENING,
+    "chunk: kind": _OPENING + 5,
+    "chunk: data length": _OPENING + 10,
+    "chunk: label": _OPENING + PREFIX.size + 6,
+    "chunk: offset": _OPENING + PREFIX.size + 28,
+    "chunk: sums": _FIRST - 30,
+    "chunk: shape": _FIRST - 3,
+    "data: first byte": _FIRST,
+    "data: within": _FIRST + 1234,
+    "data: last byte": _SECOND - 1,
+    "next frame": _SECOND,
+    "next data": _SECOND + _HEAD + 100,
+}
+
+
+def at(place: int, act: Callable[[bytes, int], bytes | None]) -> Harm:
+    """Harm on the first connection only, at one byte of what is said on it."""
+    done = False
+
+    def harm(connection: int, went: int, data: bytes) -> bytes | None:
+        nonlocal done
+        if connection or done or not went <= place < went + len(data):
+            return data
+        done = True
+        return act(data, place - went)
+
+    return harm
+
+
+def corrupt(data: bytes, i: int) -> bytes:
+    return data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :]
+
+
+def lose(data: bytes, i: int) -> bytes:
+    return data[:i] + data[i + 1 :]
+
+
+def double(data: bytes, i: int) -> bytes:
+    return data[: i + 1] + data[max(0, i - 15) :]
+
+
+def reorder(data: bytes, i: int) -> bytes:
+    return data[:i] + data[i + 8 : i + 16] + data[i : i + 8] + data[i + 16 :]
+
+
+def cut(data: bytes, i: int) -> bytes | None:
+    return None
+
+
+def stall(data: bytes, i: int) -> bytes:
+    time.sleep(2 * SMALL_LINKS.silence_s)
+    return data
+
+
+def insert(data: bytes, i: int) -> bytes:
+    return data[:i] + b"\0" * 64 + data[i:]
+
+
+@pytest.mark.parametrize("act", [corrupt, lose, double, reorder, cut, insert])
+@pytest.mark.parametrize("place", PLACES)
+def test_harm_to_one_connection_costs_no_more_than_that(
+    place: str, act: Callable[[bytes, int], bytes | None]
+) -> None:
+    with ends(harm=at(PLACES[place], act)) as pair:
+        handle, shipment = pair.send(PARCELS)
+        fetched, got = pair.fetch(handle, degree=1)
+        assert got == RIGHT
+        assert act in (reorder, double, insert) or fetched.lost_connections == 1
+        assert fetched.lost_connections <= 1
+        assert shipment.wait(1) == "fetched"
+
+
+@pytest.mark.parametrize("place", ["first byte", "chunk: label", "data: within", "next frame"])
+def test_a_connection_that_stalls_is_replaced(place: str) -> None:
+    with ends(harm=at(PLACES[place], stall)) as pair:
+        handle, _ = pair.send(PARCELS)
+        begun_s = time.monotonic()
+        fetched, got = pair.fetch(handle, degree=2)
+        assert got == RIGHT
+        assert time.monotonic() - begun_s < 2 * SMALL_LINKS.silence_s + SLACK_S
+        assert fetched.lost_connections <= 2
+
+
+@pytest.mark.parametrize("act", [corrupt, lose, cut])
+@pytest.mark.parametrize("place", [0, 6, 40, 60, 130, 150])
+def test_harm_to_what_the_receiver_says_costs_a_connection_too(
+    place: int, act: Callable[[bytes, int], bytes | None]
+) -> None:
+    """Greeting and acknowledgements. A damaged greeting is not answered, so it may take the time for silence."""
+    with ends(answer_harm=at(place, act)) as pair:
+        handle, _ = pair.send(PARCELS)
+        _, got = pair.fetch(handle, degree=2)
+        assert got == RIGHT
+
+
+@pytest.mark.parametrize("every", [3000, 30_000])
+def test_harm_that_never_ends_is_an_error_in_time_and_never_wrong_data(every: int) -> None:
+    def harm(connection: int, went: int, data: bytes) -> bytes | None:
+        spot = every - went % every
+        return corrupt(data, spot) if spot < len(data) else data
+
+    with ends(harm=harm) as pair:
+        handle, _ = pair.send(PARCELS)
+        got: dict[int, tuple[object, ...]] = {}
+        begun_s = time.monotonic()
+        try:
+            pair.fetch(handle, lambda parcel: got.__setitem__(parcel.layer, plain(parcel)), deadline_s=2.0)
+        except PotluckError:
+            pass
+        else:
+            assert got == RIGHT
+        assert time.monotonic() - begun_s < 2.0 + SLACK_S
+        assert got.items() <= RIGHT.items()
+
+
+def test_a_trickle_does_not_outlive_the_deadline() -> None:
+    def harm(connection: int, went: int, data: bytes) -> bytes | None:
+        time.sleep(0.3)  # Always something before anybody's patience is over, never enough.
+        return data
+
+    with ends(harm=harm) as pair:
+        handle, _ = pair.send(PARCELS * 4)
+        begun_s = time.monotonic()
+        with pytest.raises(TransferError, match="within its 0.7 s"):
+            pair.fetch(handle, degree=1, deadline_s=0.7)
+        assert time.monotonic() - begun_s < 0.7 + SLACK_S
+
+
+def test_a_connection_that_is_cut_sends_only_its_chunks_again() -> None:
+    with ends(harm=at(_SECOND + _HEAD + 9, cut)) as pair:
+        handle, _ = pair.send(PARCELS)
+        fetched, got = pair.fetch(handle, degree=3)
+        assert got == RIGHT
+        assert fetched.lost_connections == 1
+        again = sum(link.sent_again_bytes for link in pair.outbox.links())
+        assert 0 < again <= SMALL.most_unacked * SMALL.chunk_bytes
+
+
+def test_frames_of_the_harmed_stream_are_where_the_test_thinks() -> None:
+    """The places above are only worth something if the stream looks as assumed."""
+    seen = bytearray()
+
+    def watch(connection: int, went: int, data: bytes) -> bytes | None:
+        seen.extend(data)
+        return data
+
+    with ends(harm=watch) as pair:
+        handle, _ = pair.send(PARCELS)
+        pair.fetch(handle, degree=1)
+    for place in ("chunk: magic", "next frame"):
+        assert seen[PLACES[place] : PLACES[place] + 4] == b"PLKV"
+    assert seen[_FIRST : _FIRST + 64] == PARCELS[0].data[:64]
+    assert bytes(seen).endswith(
+        frame(End(len(PARCELS), sum(len(p.data) + len(p.parameters) for p in PARCELS)))
+    )
+    assert len(frame(Ack(0, 0))) == 32
+    assert len(frame(Hello(bytes(16), bytes(32), "x" * 43, 0, 1, 1, 1))) == 128

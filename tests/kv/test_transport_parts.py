@@ -1,0 +1,287 @@
+"""The two ends of a transfer without a network: any order, any loss, any number of connections."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kv_kit import BOUND, made, plain
+
+from potluck.core.errors import FormatError, InputError
+from potluck.kv.assembly import Assembly
+from potluck.kv.check import sums
+from potluck.kv.handles import Handles, bound_to, checked_handle, new_handle, new_session
+from potluck.kv.link import TcpInfo, parse, report
+from potluck.kv.load import Load, pack
+from potluck.kv.parcels import Parcel
+from potluck.kv.wire import Ack, Chunk, End, FrameReader, Label, Problem, frame
+
+
+class Receiver:
+    """An assembly with memory that is counted."""
+
+    def __init__(self, window_bytes: int, chunk_bytes: int) -> None:
+        self.out_bytes = 0
+        self.most_bytes = 0
+        self.got: dict[int, tuple[object, ...]] = {}
+        self.assembly = Assembly(window_bytes, chunk_bytes, self._take, self._give)
+
+    def _take(self, size: int) -> memoryview:
+        self.out_bytes += size
+        self.most_bytes = max(self.most_bytes, self.out_bytes)
+        return memoryview(bytearray(size))
+
+    def _give(self, buffer: memoryview) -> None:
+        self.out_bytes -= len(buffer)
+
+    def take(self, chunk: Chunk, data: bytes, lane: int) -> list[int]:
+        """A chunk arrives; which parcels are complete."""
+        place = self.assembly.place(chunk, lane)
+        if place is None:
+            return []
+        place[:] = data
+        assert sums(place) == chunk.sums
+        parcel = self.assembly.landed(chunk)
+        if parcel is None:
+            return []
+        assert parcel.layer not in self.got
+        self.got[parcel.layer] = plain(parcel)
+        return [chunk.label.index]
+
+
+@given(
+    st.integers(0, 9),
+    st.integers(1, 9000),
+    st.integers(1, 5),
+    st.floats(0, 0.4),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
+    layers: int, chunk_bytes: int, degree: int, loss: float, draw: random.Random
+) -> None:
+    parcels = made(3, layers)
+    largest = max(len(p.data) + len(p.parameters) for p in parcels)
+    window = largest + draw.randrange(20000)
+    load, receiver = Load(chunk_bytes), Receiver(window, chunk_bytes)
+    load.open(window)
+    lanes, keys = list(range(degree)), degree
+    for lane in lanes:
+        load.join(lane, 4)
+    wire: dict[int, list[tuple[Chunk, bytes]]] = {lane: [] for lane in lanes}
+    taken = dict.fromkeys(lanes, 0)
+    full: list[int] = []
+    to_put = list(parcels)
+    for step in range(200_000):
+        if receiver.assembly.complete:
+            break
+        if to_put and draw.random() < 0.3:
+            load.put(pack(to_put.pop(0), chunk_bytes))
+            if not to_put:
+                load.finish()
+        lane = draw.choice(lanes)
+        todo = load.next(lane)
+        if isinstance(todo, End):
+            receiver.assembly.ended(todo)
+        elif todo is not None:
+            assert not isinstance(todo, Problem)
+            ((message, data),) = FrameReader().feed(frame(todo[0]) + bytes(todo[1]))
+            assert isinstance(message, Chunk)
+            wire[lane].append((message, data))
+        if draw.random() < loss and step % 7 == 0:
+            load.lost(lane)  # What is on it is gone, or has come and nobody said so.
+            for chunk, data in wire.pop(lane)[: draw.randrange(3)]:
+                full += receiver.take(chunk, data, lane)
+            lanes.remove(lane)
+            lanes.append(keys)
+            load.join(keys, 4)
+            wire[keys], taken[keys] = [], 0
+            keys += 1
+        elif wire[lane] and draw.random() < 0.7:
+            full += receiver.take(*wire[lane].pop(0), lane)
+            taken[lane] += 1
+            load.ack(lane, Ack(taken[lane], receiver.assembly.released_bytes))
+        if full and draw.random() < 0.5:
+            receiver.assembly.release(full.pop())
+            load.ack(
+                lane, Ack(taken.get(lane, 0), receiver.assembly.released_bytes)
+            ) if lane in lanes else None
+    assert receiver.assembly.complete
+    assert receiver.got == {parcel.layer: plain(parcel) for parcel in parcels}
+    assert receiver.most_bytes <= window
+    assert receiver.out_bytes == 0
+
+
+@given(st.permutations(range(8)), st.integers(1, 700))
+def test_chunks_in_any_order_and_twice_make_the_same_parcel(order: list[int], chunk_bytes: int) -> None:
+    parcel = made()[0]
+    packed = pack(parcel, chunk_bytes)
+    load = Load(chunk_bytes)
+    load.open(1 << 20)
+    load.join(0, 10**6)
+    load.put(packed)
+    load.finish()
+    chunks = []
+    while isinstance(todo := load.next(0), tuple):
+        chunks.append(todo)
+    receiver = Receiver(1 << 20, chunk_bytes)
+    for cut in order:
+        for chunk, data in chunks[cut::8] * 2:
+            receiver.take(chunk, bytes(data), 0)
+    assert receiver.got == {0: plain(parcel)}
+
+
+def label(index: int = 0, tokens: int = 8) -> Label:
+    return Label(index, 0, "kv", "float32", "raw", 0, tokens, (tokens, 2, 2, 4))
+
+
+def chunk(offset: int, count: int, tokens: int = 8, index: int = 0) -> Chunk:
+    return Chunk(label(index, tokens), tokens * 64, offset, count, (0, 0))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [chunk(1, 256), chunk(0, 255), chunk(256, 255), chunk(0, 256, tokens=17, index=1)],
+)
+def test_chunks_off_the_grid_or_beyond_the_window_are_refused(bad: Chunk) -> None:
+    receiver = Receiver(1024, 256)
+    receiver.assembly.place(chunk(0, 256), 0)
+    with pytest.raises(FormatError):
+        receiver.assembly.place(bad, 0)
+
+
+def test_a_parcel_described_in_two_ways_is_refused() -> None:
+    receiver = Receiver(4096, 256)
+    receiver.assembly.place(chunk(0, 256), 0)
+    other = Chunk(Label(0, 1, "kv", "float32", "raw", 0, 8, (8, 2, 2, 4)), 512, 256, 256, (0, 0))
+    with pytest.raises(FormatError, match="two ways"):
+        receiver.assembly.place(other, 0)
+
+
+def test_a_sound_chunk_is_not_written_again_and_a_spoiled_one_is() -> None:
+    receiver = Receiver(4096, 256)
+    assert receiver.assembly.place(chunk(0, 256), 1) is not None
+    assert receiver.assembly.writer(chunk(0, 256)) == 1
+    receiver.assembly.spoiled(chunk(0, 256))
+    assert receiver.assembly.writer(chunk(0, 256)) is None
+    assert receiver.assembly.place(chunk(0, 256), 2) is not None
+    receiver.assembly.landed(chunk(0, 256))
+    assert receiver.assembly.place(chunk(0, 256), 3) is None
+
+
+@pytest.mark.parametrize("end", [End(0, 512), End(1, 511), End(1, 513)])
+def test_an_end_that_does_not_fit_what_came_is_refused(end: End) -> None:
+    receiver = Receiver(4096, 512)
+    receiver.assembly.place(chunk(0, 512), 0)
+    receiver.assembly.landed(chunk(0, 512))
+    with pytest.raises(FormatError):
+        receiver.assembly.ended(end)
+
+
+def test_acks_for_what_was_never_sent_are_refused() -> None:
+    load = Load(64)
+    load.open(1 << 20)
+    load.join(0, 4)
+    load.put(pack(made()[0], 64))
+    assert load.next(0) is not None
+    for bad in (Ack(2, 0), Ack(0, 1 << 40)):
+        with pytest.raises(FormatError):
+            load.ack(0, bad)
+
+
+def test_a_parcel_larger_than_the_window_goes_alone() -> None:
+    load = Load(1 << 20)
+    load.open(100)
+    load.join(0, 4)
+    parcels = made()[:2]
+    for parcel in parcels:
+        load.put(pack(parcel, 1 << 20))
+    receiver = Receiver(100, 1 << 20)
+    first = load.next(0)
+    assert isinstance(first, tuple)
+    assert load.next(0) is None
+    with pytest.raises(FormatError, match="beyond the window"):
+        receiver.assembly.place(first[0], 0)
+    roomy = Assembly(100, 1 << 20, lambda size: memoryview(bytearray(size)), lambda _: None, 1 << 20)
+    assert roomy.place(first[0], 0) is not None
+    load.ack(0, Ack(1, first[0].count))
+    second = load.next(0)
+    assert isinstance(second, tuple)
+    with pytest.raises(FormatError, match="beyond the window"):
+        roomy.place(second[0], 0)
+
+
+def test_a_failed_load_tells_every_connection() -> None:
+    load = Load(64)
+    for lane in (0, 1):
+        load.join(lane, 4)
+    load.put(pack(made()[0], 64))
+    load.fail("no more")
+    assert load.held_bytes == 0
+    assert [load.next(0), load.next(1), load.next(0)] == [Problem("no more"), Problem("no more"), None]
+
+
+def test_a_parcel_must_have_the_bytes_that_its_shape_says() -> None:
+    with pytest.raises(InputError):
+        pack(Parcel(0, "kv", 0, 2, "float16", (2, 2, 1, 4), bytes(31)), 64)
+
+
+# Handles.
+
+
+def test_a_handle_is_for_one_session_one_binding_and_a_while() -> None:
+    handles: Handles[str] = Handles()
+    handle, mine, other = new_handle(), new_session(), new_session()
+    handles.offer(handle, BOUND, "cache", expires_s=10.0)
+    assert handles.claim(new_handle(), BOUND, mine, 0.0) is None
+    assert handles.claim(handle, bound_to("r-2", "x", "y"), mine, 0.0) is None
+    assert handles.claim(handle, BOUND, mine, 10.0) is None
+    assert handles.claim(handle, BOUND, mine, 1.0) == "cache"
+    assert handles.claim(handle, BOUND, other, 1.0) is None
+    assert handles.claim(handle, BOUND, mine, 2.0) == "cache"
+    handles.withdraw(handle)
+    assert handles.claim(handle, BOUND, mine, 2.0) is None
+
+
+def test_a_failed_claim_does_not_take_the_handle() -> None:
+    handles: Handles[str] = Handles()
+    handle = new_handle()
+    handles.offer(handle, BOUND, "cache", expires_s=10.0)
+    assert handles.claim(handle, bytes(32), new_session(), 0.0) is None
+    assert handles.claim(handle, BOUND, new_session(), 0.0) == "cache"
+
+
+def test_handles_are_checked_and_not_offered_twice() -> None:
+    handles: Handles[str] = Handles()
+    handle = new_handle()
+    handles.offer(handle, BOUND, "a", 1.0)
+    with pytest.raises(InputError, match="in use"):
+        handles.offer(handle, BOUND, "b", 1.0)
+    for bad in ("short", "x" * 129, "x" * 31 + "/", ""):
+        with pytest.raises(InputError):
+            checked_handle(bad)
+    assert len({new_handle() for _ in range(100)}) == 100
+
+
+@given(st.text(max_size=9), st.text(max_size=9), st.text(max_size=9), st.text(max_size=9))
+def test_what_a_handle_is_bound_to_cannot_be_shifted_between_fields(a: str, b: str, c: str, d: str) -> None:
+    if (a, b) != (c, d):
+        assert bound_to(a, "f" + b, "t") != bound_to(c, "f" + d, "t")
+
+
+# Signals.
+
+
+def test_an_old_kernel_says_nothing() -> None:
+    assert parse(bytes(104)) is None
+
+
+def test_a_report_adds_its_connections_up() -> None:
+    one = TcpInfo(0.010, 0.004, 2, 100, 0, 50, 1e6)
+    two = TcpInfo(0.030, 0.006, 3, 100, 0, 25, 1e6)
+    found = report("h", [one, None, two], moved_bytes=1000, busy_s=0.5, past_retransmits=7, queued_bytes=5)
+    assert (found.connections, found.retransmits, found.queue_bytes) == (3, 12, 80)
+    assert found.rtt_s == pytest.approx(0.020)
+    assert found.least_rtt_s == 0.004
+    assert found.goodput_bytes_per_s == 2000

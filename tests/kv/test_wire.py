@@ -1,0 +1,272 @@
+"""The wire format: what is written is read, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import threading
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_kit import ABOUT, BOUND
+
+from potluck.core.errors import FormatError
+from potluck.kv import check, wire
+from potluck.kv.codec_layout import CODEC_IDS, sizes
+from potluck.kv.handles import new_handle
+from potluck.kv.wire import (
+    Ack,
+    Beat,
+    Chunk,
+    Done,
+    End,
+    FrameReader,
+    Hello,
+    Label,
+    Message,
+    Opening,
+    Problem,
+    Refused,
+    Shared,
+    frame,
+)
+
+COUNTS = st.integers(0, 2**32 - 1)
+LARGE = st.integers(0, 2**64 - 1)
+KEYS = st.binary(min_size=16, max_size=16)
+LINES = st.text(st.characters(codec="utf-8", exclude_categories=("Z", "C")), max_size=200)
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[Chunk, bytes]:
+    part = draw(st.sampled_from(wire.PARTS))
+    least = {"kv": 3, "latent": 2}.get(part, 1)
+    shape = draw(st.lists(st.integers(0, 9), min_size=least, max_size=wire.MOST_DIMENSIONS))
+    if part == "kv":
+        shape[1] = 2
+    dtype = draw(st.sampled_from(wire.DTYPES))
+    codec = draw(st.sampled_from(sorted(CODEC_IDS)))
+    label = Label(
+        draw(st.integers(0, wire.MOST_PARCELS - 1)),
+        draw(st.integers(0, 2**16 - 1)),
+        part,
+        dtype,
+        codec,
+        draw(COUNTS),
+        draw(COUNTS),
+        tuple(shape),
+    )
+    whole = sizes(part, dtype, shape, codec).total_bytes
+    offset = draw(st.integers(0, max(0, whole - 1)))
+    count = draw(st.integers(1, whole - offset)) if whole else 0
+    data = draw(st.binary(min_size=count, max_size=count))
+    inline = draw(st.booleans()) or not count
+    return Chunk(label, whole, offset, count, check.sums(data), inline), data if inline else b""
+
+
+SHARED = st.builds(Shared, KEYS, KEYS, st.integers(1, wire.MOST_SLOTS))
+HELLOS = st.builds(
+    Hello,
+    KEYS,
+    st.binary(min_size=32, max_size=32),
+    st.just(new_handle()),
+    COUNTS,
+    LARGE,
+    st.integers(1, wire.MOST_CHUNK_BYTES),
+    COUNTS,
+    st.none() | SHARED,
+)
+MESSAGES = st.one_of(
+    HELLOS,
+    st.builds(Opening, KEYS, st.just(ABOUT), st.integers(1, wire.MOST_CHUNK_BYTES), st.booleans()),
+    st.builds(End, st.integers(0, wire.MOST_PARCELS), LARGE),
+    st.builds(Problem, LINES),
+    st.builds(Ack, LARGE, LARGE),
+    st.sampled_from([Beat(), Done(), Refused()]),
+)
+
+
+@given(
+    st.lists(chunks() | MESSAGES.map(lambda one: (one, b"")), max_size=6), st.randoms(use_true_random=False)
+)
+def test_any_stream_cut_anywhere_is_read_as_it_was_written(
+    sent: list[tuple[Message, bytes]], draw: random.Random
+) -> None:
+    raw = b"".join(frame(message) + data for message, data in sent)
+    reader, found, at = FrameReader(), [], 0
+    while at < len(raw):
+        step = draw.randint(1, max(1, len(raw) // 3))
+        found += reader.feed(raw[at : at + step])
+        at += step
+    reader.close()
+    assert found == sent
+
+
+@given(chunks() | MESSAGES.map(lambda one: (one, b"")), st.data())
+def test_a_changed_bit_before_the_data_never_passes(sent: tuple[Message, bytes], data: st.DataObject) -> None:
+    raw = bytearray(frame(sent[0]))
+    place = data.draw(st.integers(0, 8 * len(raw) - 1))
+    raw[place // 8] ^= 1 << place % 8
+    reader = FrameReader()
+    try:
+        found = reader.feed(bytes(raw) + sent[1])
+    except FormatError:
+        return
+    assert found == []  # It now claims to be longer, and waits for the rest.
+
+
+@given(chunks(), st.data())
+def test_a_changed_bit_in_the_data_changes_its_sums(sent: tuple[Chunk, bytes], data: st.DataObject) -> None:
+    raw = bytearray(sent[1])
+    if raw:
+        place = data.draw(st.integers(0, 8 * len(raw) - 1))
+        raw[place // 8] ^= 1 << place % 8
+        assert check.sums(raw) != sent[0].sums
+
+
+@given(MESSAGES | chunks().map(lambda one: one[0]), st.data())
+def test_a_stream_that_is_cut_short_is_noticed(message: Message, data: st.DataObject) -> None:
+    raw = frame(message)
+    reader = FrameReader()
+    assert reader.feed(raw[: data.draw(st.integers(1, len(raw) - 1))]) == []
+    with pytest.raises(FormatError, match="cut short"):
+        reader.close()
+
+
+def sealed(kind: int, head: bytes, data_bytes: int = 0, version: int = wire.VERSION) -> bytes:
+    """A frame whose checksum is right, whatever it says."""
+    start = struct.pack("<4sBBHI", wire.MAGIC, version, kind, len(head), data_bytes)
+    return start + struct.pack("<I", zlib.crc32(head, zlib.crc32(start))) + head
+
+
+def chunk_head(**changes: int) -> bytes:
+    label = {"index": 0, "layer": 0, "part": 0, "dtype": 2, "codec": 0, "dimensions": 4, "zero": 0}
+    place = {"first": 0, "stop": 4, "whole": 4 * 2 * 2 * 8 * 4, "offset": 0, "count": 64, "a": 0, "b": 0}
+    values = (label | place | changes).values()
+    return struct.pack("<IHBBBBHIIQQIQQ", *values) + struct.pack("<4I", 4, 2, 2, 8)
+
+
+def test_the_made_up_head_is_right_before_it_is_made_wrong() -> None:
+    ((message, _),) = FrameReader().feed(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
+    assert isinstance(message, Chunk)
+    assert (message.count, message.label.dtype) == (64, "float32")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index": wire.MOST_PARCELS},
+        {"part": 4},
+        {"dtype": 3},
+        {"codec": 3},
+        {"dimensions": 7},
+        {"dimensions": 3},
+        {"zero": 1},
+        {"whole": 2047},
+        {"whole": 2**63},
+        {"offset": 2**63},
+        {"offset": 2048},
+        {"offset": 1985},
+        {"count": 0},
+        {"count": 2**32 - 1},
+        {"codec": 1},
+    ],
+)
+def test_a_chunk_that_contradicts_itself_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(FormatError):
+        FrameReader().feed(sealed(wire.CHUNK, chunk_head(**change), 64) + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        sealed(wire.CHUNK, chunk_head(), 63),
+        sealed(wire.CHUNK, chunk_head(), wire.MOST_CHUNK_BYTES + 1),
+        sealed(wire.ACK, bytes(16), 1),
+        sealed(wire.ACK, bytes(15)),
+        sealed(wire.BEAT, b"x"),
+        sealed(wire.END, struct.pack("<IQ", wire.MOST_PARCELS + 1, 0)),
+        sealed(0, b""),
+        sealed(10, b""),
+        sealed(wire.BEAT, b"", version=1),
+        b"GET / HTTP/1.1\r\n\r\n",
+        sealed(wire.OPENING, b""),
+        sealed(wire.HELLO, bytes(20)),
+    ],
+)
+def test_a_frame_that_cannot_be_right_is_refused(raw: bytes) -> None:
+    with pytest.raises(FormatError):
+        FrameReader().feed(raw)
+
+
+def test_a_length_beyond_the_cap_is_refused_before_its_bytes_are_waited_for() -> None:
+    raw = struct.pack("<4sBBHII", wire.MAGIC, wire.VERSION, wire.CHUNK, 84, 2**32 - 1, 0)
+    with pytest.raises(FormatError, match="too large"):
+        FrameReader().feed(raw)
+
+
+def test_random_bytes_never_do_worse_than_a_format_error() -> None:
+    """The short sister of benchmarks/kv_fuzz.py: sound streams with bytes changed, cut, doubled and made up."""
+    draw = random.Random(7)
+    sound = [frame(Ack(1, 2)), frame(End(3, 4)), frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 1, 1))]
+    sound.append(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
+    for _ in range(4000):
+        raw = bytearray(b"".join(draw.choices(sound, k=3)))
+        for _ in range(draw.randint(0, 3)):
+            raw[draw.randrange(len(raw))] = draw.randrange(256)
+        at = draw.randrange(len(raw))
+        raw[at : at + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
+        try:
+            FrameReader().feed(bytes(raw))
+        except FormatError:
+            continue
+
+
+def by_hand(data: bytes) -> tuple[int, int]:
+    data += bytes(-len(data) % 8)
+    words = struct.unpack(f"<{len(data) // 8}Q", data)
+    a, b = sum(words), sum(p * x for p, x in enumerate(words, 1))
+    return a % 2**64, b % 2**64
+
+
+@given(st.binary(max_size=300), st.integers(0, 3 * 8 * check.ROW), st.integers(0, 9))
+def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest: int) -> None:
+    data = start + random.Random(middle).randbytes(middle) + bytes(range(rest))
+    assert check.sums(data) == by_hand(data)
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 4096, 4099, check.PIECE_BYTES + 4104, 3 * check.PIECE_BYTES + 1])
+def test_what_is_received_has_the_same_checksum(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    one, two = socket.socketpair()
+    with one, two:
+        sender = threading.Thread(target=one.sendall, args=(data,))
+        sender.start()
+        into = memoryview(bytearray(size))
+        assert check.receive(two, into) == (size, by_hand(data))
+        sender.join()
+        assert into == data
+
+
+def test_a_connection_that_ends_early_says_how_much_came() -> None:
+    one, two = socket.socketpair()
+    with one, two:
+        one.sendall(bytes(5000))
+        one.shutdown(socket.SHUT_WR)
+        assert check.receive(two, memoryview(bytearray(9000)))[0] == 5000
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=20, unique=True), st.data())
+def test_words_that_change_places_are_noticed(words: list[int], data: st.DataObject) -> None:
+    i = data.draw(st.integers(0, len(words) - 2))
+    j = data.draw(st.integers(i + 1, len(words) - 1))
+    swapped = list(words)
+    swapped[i], swapped[j] = words[j], words[i]
+    same = check.sums(struct.pack(f"<{len(words)}Q", *words)) == check.sums(
+        struct.pack(f"<{len(words)}Q", *swapped)
+    )
+    assert same == ((words[i] - words[j]) * (i - j) % 2**64 == 0)
