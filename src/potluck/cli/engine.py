@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -123,14 +124,20 @@ def serve(
         make=make,
     )
 
+    asyncio.run(run(service, host, port, api_key=key, ready=announce(service.name, service.role, as_json)))
+
+
+def announce(name: str, role: str, as_json: bool) -> Callable[[str], None]:
+    """Says where an engine listens, once it does."""
+
     def ready(address: str) -> None:
         if as_json:
             # On one line, since whoever started the engine reads it while it runs.
-            click.echo(json.dumps({"url": address, "model": service.name, "role": service.role}))
+            click.echo(json.dumps({"url": address, "model": name, "role": role}))
         else:
-            click.echo(f"Serving {service.name} at {address}  (try {address}/v1/models; Ctrl-C ends)")
+            click.echo(f"Serving {name} at {address}  (try {address}/v1/models; Ctrl-C ends)")
 
-    asyncio.run(run(service, host, port, api_key=key, ready=ready))
+    return ready
 
 
 def described(directory: Path) -> Model | None:
