@@ -12,8 +12,9 @@ import os
 from setuptools import setup
 
 COMPILED = {
-    "core": "batch batch_values brain fleet flight lockstep recovery",
-    "core/routing": "affinity balance lanes offers opportunistic prefix router split table targets threshold weighted",
+    "core": "batch batch_values brain caches fleet flight lockstep recovery",
+    "core/routing": "affinity balance index lanes offers opportunistic rebalance router"
+    " split table targets threshold weighted",
     "sim/links": "handover link network",
     "sim/replicas": "cache gaps replica rounds steps",
     "sim/results": "ledger",
