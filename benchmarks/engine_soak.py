@@ -49,8 +49,8 @@ WORDS = (
 class Soak:
     """Sends requests of every kind and counts what became of them."""
 
-    def __init__(self, session: ClientSession, url: str, model: str, vocab: int) -> None:
-        self._session, self._url, self._model, self._vocab = session, url, model, vocab
+    def __init__(self, session: ClientSession, url: str, kv: str, model: str, vocab: int) -> None:
+        self._session, self._url, self._kv, self._model, self._vocab = session, url, kv, model, vocab
         self.outcomes: Counter[str] = Counter()
 
     async def one(self, chance: random.Random) -> None:
@@ -124,7 +124,7 @@ class Soak:
         if fate < 0.2:
             status, text = await sender
             return "let go" if status == 200 and "lease" in text else f"wrong: {status}"
-        source = {"url": self._url, "handle": handle}
+        source = {"kv": self._kv, "handle": handle}
         body = self._part(name, tokens, start=cut, source=source, max_tokens=output, ignore_eos=True)
         if fate < 0.4:
             task = asyncio.create_task(sender)
@@ -147,7 +147,7 @@ class Soak:
 
     async def _wrong(self, chance: random.Random) -> str:
         """What must be refused with a 4xx and one line."""
-        source = {"url": self._url, "handle": secrets.token_urlsafe(32)}
+        source = {"kv": self._kv, "handle": secrets.token_urlsafe(32)}
         asks: list[tuple[str, object]] = [
             ("/v1/completions", {"model": "nobody", "prompt": "x"}),
             ("/v1/completions", {"model": self._model, "prompt": [self._vocab]}),
@@ -157,7 +157,6 @@ class Soak:
             ("/v1/chat/completions", {"model": self._model, "messages": [{"role": "king", "content": "x"}]}),
             ("/segments", self._part("wrong", [1, 2, 3], stop=9)),
             ("/segments", self._part("wrong", self._tokens(chance, 9), start=5, source=source, max_tokens=3)),
-            ("/kv", {"handle": "short"}),
             ("/role", {"role": "king"}),
             ("", b'{"model": "words", "prompt": "Once'),
             ("", b"\xff\xfe"),
@@ -184,7 +183,7 @@ class Soak:
 
     async def _leave_hand_over(self, chance: random.Random) -> str:
         tokens, name, handle = self._tokens(chance, 3), secrets.token_hex(8), secrets.token_urlsafe(32)
-        cut, source = chance.randrange(1, len(tokens)), {"url": self._url, "handle": handle}
+        cut, source = chance.randrange(1, len(tokens)), {"kv": self._kv, "handle": handle}
         parts = [
             self._part(name, tokens, stop=cut, handle=handle),
             self._part(name, tokens, start=cut, source=source, max_tokens=100, ignore_eos=True),
@@ -214,7 +213,9 @@ def _judged(status: int, text: str, output: int) -> str:
 async def _run(url: str, model: str, count: int, seed: int) -> dict[str, float]:
     connector = TCPConnector(limit=0)
     async with ClientSession(connector=connector, timeout=ClientTimeout(total=180)) as session:
-        soak = Soak(session, url, model, 4096)
+        async with session.get(url + "/status") as reply:
+            kv = str((await reply.json())["kv"])
+        soak = Soak(session, url, kv, model, 4096)
         numbers = iter(range(count))
 
         async def worker() -> None:

@@ -53,6 +53,8 @@ class Client:
 
     def __init__(self, service: Service, session: ClientSession, url: str, key: str | None) -> None:
         self.service, self.session, self.url = service, session, url
+        self.kv = service.carriage.address if service.carriage else ""
+        """Where caches are fetched from it."""
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def get(self, path: str) -> tuple[int, Any]:

@@ -7,16 +7,12 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from engine_models import VOCAB, prompt
 from face_kit import NAME, Client, face, make_service, played, tokens_in
 from loop_kit import desk
 
-from potluck.engine.face.handles import new_handle
 from potluck.engine.face.service import FaceLimits
-from potluck.engine.frames import closing, opening, parcel_frames
-from potluck.engine.handover import Manifest, token_hash
+from potluck.kv.handles import new_handle
 
 TOKENS, OUTPUT = prompt(90), 10
 QUICK = FaceLimits(
@@ -32,7 +28,7 @@ def expected() -> list[int]:
 async def pair(sender: Client, receiver: Client, cut: int, **fields: object) -> tuple[Any, Any]:
     """Both segments at once, as a gateway sends them."""
     handle = new_handle()
-    source = {"url": sender.url, "handle": handle}
+    source = {"kv": sender.kv, "handle": handle}
     return await asyncio.gather(
         sender.segment(TOKENS, stop=cut, handle=handle),
         receiver.segment(TOKENS, start=cut, max_tokens=OUTPUT, source=source, **fields),
@@ -122,96 +118,10 @@ def test_a_cache_that_nobody_fetches_is_let_go() -> None:
             assert status == 200
             assert [next(iter(line)) for line in lines] == ["handle", "computed", "ended"]
             assert "lease" in lines[-1]["problem"]
-            late = {"request": "r", "fingerprint": one.service.fingerprint, "have": 0}
-            late |= {"handle": lines[0]["handle"], "token_hash": token_hash(TOKENS[:50])}
-            assert (await one.post("/kv", late))[0] == 404
+            late = {"kv": one.kv, "handle": lines[0]["handle"]}
+            status, body = await one.segment(TOKENS, start=50, max_tokens=1, source=late)
+            assert (status, body["error"]["code"]) == (424, "hand_over")
             await one.until_idle()
-
-    played(scene)
-
-
-def test_a_handle_is_good_for_one_request_only() -> None:
-    async def scene() -> None:
-        limits = FaceLimits(attach_s=0.3)
-        async with face(make_service(limits=limits)) as one:
-            handle = new_handle()
-            segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
-            right = {"handle": handle, "request": "r", "fingerprint": one.service.fingerprint, "have": 0}
-            right["token_hash"] = token_hash(TOKENS[:50])
-            await asyncio.sleep(0.2)
-            for name, value in (
-                ("handle", new_handle()),
-                ("request", "s"),
-                ("fingerprint", "0" * 32),
-                ("token_hash", token_hash(TOKENS[:49])),
-            ):
-                status, body = await one.post("/kv", {**right, name: value})
-                assert (status, body["error"]["code"]) == (404, "handle")
-            assert (await one.post("/kv", {**right, "have": "x"}))[0] == 400
-            async with one.session.post(one.url + "/kv", json=right) as reply:
-                assert reply.status == 200
-                assert len(await reply.read()) > 1000
-            assert (await one.post("/kv", right))[0] == 404
-            assert (await segment)[1][-1]["ended"] == "handed_on"
-
-    played(scene)
-
-
-async def corrupting(damage: str) -> TestServer:
-    """A sender that is wrong in one way."""
-    other = desk("hybrid" if damage != "shape" else "window")
-    key = other.submit(TOKENS, stop=50)
-    about = other.loop.attach(key, 0, 0.0)
-    other.run()
-    if damage != "model":
-        about = Manifest(desk("hybrid").executor.fingerprint, 0, 50, about.token_hash)
-    else:
-        about = Manifest("0" * 32, 0, 50, about.token_hash)
-    if damage == "hash":
-        about = Manifest(about.fingerprint, 0, 50, token_hash(TOKENS[1:51]))
-    frames = [opening(about, 0)]
-    parcels = other.parcels(key)
-    frames += [b"".join(bytes(piece) for piece in parcel_frames(parcel)) for parcel in parcels]
-    if damage == "missing":
-        frames.pop(3)
-        parcels.pop()
-    frames.append(closing(len(parcels) + (damage == "count")))
-    data = b"".join(frames)
-    if damage == "bit":
-        data = data[:700] + bytes([data[700] ^ 4]) + data[701:]
-    if damage == "cut":
-        data = data[: len(data) // 2]
-    if damage == "noise":
-        data = b"not a cache at all, but some text that goes on for a while"
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(body=data) if damage != "refusal" else web.Response(status=500, text="no")
-
-    app = web.Application()
-    app.router.add_post("/kv", answer)
-    server = TestServer(app)
-    await server.start_server()
-    return server
-
-
-@pytest.mark.parametrize(
-    "damage", ["model", "hash", "shape", "missing", "count", "bit", "cut", "noise", "refusal", "nobody"]
-)
-def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
-    async def scene() -> None:
-        async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
-            server = await corrupting(damage)
-            url = str(server.make_url("")).rstrip("/")
-            if damage == "nobody":
-                await server.close()
-            source = {"url": url, "handle": new_handle()}
-            status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
-            assert status == {"refusal": 424, "nobody": 502}.get(damage, 422), body
-            assert body["error"]["message"].startswith("hand-over")
-            assert "\n" not in body["error"]["message"]
-            await one.until_idle()
-            assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
-            await server.close()
 
     played(scene)
 
@@ -228,7 +138,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"start": 3}, "source"),
     ({"stop": 1000}, "stop"),
     ({"stop": 3, "handle": "short"}, "handle"),
-    ({"stop": 1, "start": 2, "source": {"url": "http://x", "handle": "x" * 40}}, "stop"),
+    ({"stop": 1, "start": 2, "source": {"kv": "127.0.0.1:1", "handle": "x" * 40}}, "stop"),
     ({"sampling": {"temperature": -1}}, "temperature"),
     ({"sampling": {"temprature": 1}}, "temperature"),
     ({"bogus": 1}, "unknown key"),

@@ -18,12 +18,8 @@ from engine_models import KINDS, prompt
 from face_kit import NAME, face, make_service, played, spell, tokens_in
 
 from potluck.cli.main import run
-from potluck.core.errors import InputError
 from potluck.engine.checkpoint import Seeded, save
 from potluck.engine.face import app, bodies, hub, openai
-from potluck.engine.face.errors import Refused
-from potluck.engine.face.handles import Handles, new_handle
-from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.reference import Reference
 from potluck.engine.serve import serve
@@ -297,28 +293,6 @@ def test_a_stream_that_fails_says_so_and_ends(n: int, monkeypatch: pytest.Monkey
             service._loop.executor.step = step  # type: ignore[method-assign]
             await one.until_idle()
             assert (await one.post("/v1/completions", {**body, "stream": False}))[0] == 200
-
-    played(scene)
-
-
-def test_a_handle_belongs_to_whoever_offered_it_first() -> None:
-    async def scene() -> None:
-        handles, handle, one, two = Handles(), new_handle(), Channel(1), Channel(2)
-        await handles.offer(handle, b"a", one, 10.0)
-        with pytest.raises(InputError, match="in use"):
-            await handles.offer(handle, b"a", two, 10.0)
-        handles.withdraw(handle, two)
-        assert await handles.take(handle, b"a", 0.1) is one
-        with pytest.raises(Refused):
-            await handles.take(handle, b"a", 0.05)
-        await handles.offer(handle, b"a", two, -1.0)
-        with pytest.raises(Refused):
-            await handles.take(handle, b"a", 0.05)
-        handles.withdraw(handle, two)
-        waiting = asyncio.create_task(handles.take(handle, b"b", 5.0))
-        await asyncio.sleep(0)
-        await handles.offer(handle, b"b", one, 10.0)
-        assert await waiting is one
 
     played(scene)
 

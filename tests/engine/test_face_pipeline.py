@@ -14,12 +14,12 @@ from pipeline_workers import HYBRID, PLAIN, SECRET, SEED, placed, standing
 from potluck.engine.checkpoint import Seeded
 from potluck.engine.config import Config
 from potluck.engine.executor import Executor, LocalExecutor
-from potluck.engine.face.handles import new_handle
 from potluck.engine.face.service import Service
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import launch
 from potluck.engine.runner import Runner, Size
 from potluck.engine.serve import Settings, service_of
+from potluck.kv.handles import new_handle
 
 SIZE = Size(26, 600, 512, 256)
 LENGTHS = (1, 5, 40, 77, 130)
@@ -79,7 +79,7 @@ def test_a_pipeline_answers_as_one_process_does(
             assert reply["choices"][0]["text"] == spell(expected["hybrid"][3])
             for sender, receiver, cut in ((many, single, 33), (single, many, 64), (many, many, 129)):
                 handle = new_handle()
-                source = {"url": sender.url, "handle": handle}
+                source = {"kv": sender.kv, "handle": handle}
                 _, (status, lines) = await asyncio.gather(
                     sender.segment(ASKS[4], stop=cut, handle=handle),
                     receiver.segment(ASKS[4], start=cut, max_tokens=OUTPUT, source=source, ignore_eos=True),

@@ -23,8 +23,8 @@ from potluck.cli.main import run
 from potluck.core.errors import InputError
 from potluck.engine.checkpoint import Seeded, save
 from potluck.engine.config import write_config
-from potluck.engine.face.handles import new_handle
 from potluck.engine.reference import Reference
+from potluck.kv.handles import new_handle
 
 TOKENS, OUTPUT = prompt(90), 10
 
@@ -53,11 +53,12 @@ def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None
     async def scene() -> None:
         async with face(make_service(prefix_cache_bytes=0)) as here, ClientSession() as session:
             there = Client(here.service, session, address, None)
+            there.kv = (await there.get("/status"))[1]["kv"]
             ways = [(here, there), (there, here)]
             cuts = (1, 2, 15, 16, 17, 31, 41, 64, 89, 90)
             for (sender, receiver), cut in itertools.product(ways, cuts):
                 handle = new_handle()
-                source = {"url": sender.url, "handle": handle}
+                source = {"kv": sender.kv, "handle": handle}
                 (a, sent), (b, got) = await asyncio.gather(
                     sender.segment(TOKENS, stop=cut, handle=handle),
                     receiver.segment(TOKENS, start=cut, max_tokens=OUTPUT, source=source),
@@ -67,7 +68,7 @@ def test_a_request_crosses_between_two_processes_both_ways(address: str) -> None
             # One process cuts, the other goes on, the first ends; with others beside them.
             for first, second in ((20, 70), (16, 17), (3, 89)):
                 one, two = new_handle(), new_handle()
-                from_one, from_two = {"url": here.url, "handle": one}, {"url": there.url, "handle": two}
+                from_one, from_two = {"kv": here.kv, "handle": one}, {"kv": there.kv, "handle": two}
                 *_, (status, lines) = await asyncio.gather(
                     *(here.segment(prompt(30, place), max_tokens=9) for place in range(4)),
                     *(there.segment(prompt(50, place), max_tokens=9) for place in range(4)),

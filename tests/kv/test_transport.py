@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ssl
-import subprocess
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from kv_kit import (
@@ -25,14 +22,11 @@ from kv_kit import (
 )
 
 from potluck.core.errors import CapacityError, FormatError, InputError
-from potluck.kv import shm
 from potluck.kv.handles import new_handle
 from potluck.kv.links import Links
 from potluck.kv.parcels import Manifest, Parcel, TransferError
 from potluck.kv.receiver import Fetching, Wanted, fetch
 from potluck.kv.sender import Outbox
-from potluck.kv.tls import client_context, server_context
-from potluck.kv.wire import Shared
 
 
 @pytest.mark.parametrize("degree", [1, 2, 5])
@@ -93,6 +87,35 @@ def test_a_sender_may_take_longer_than_anybodys_patience_for_silence() -> None:
         fetched, _ = pair.fetch(handle)
         sender.join()
         assert (fetched.parcels, fetched.lost_connections) == (1, 0)
+
+
+def test_an_engine_may_think_longer_than_that_and_others_may_be_busy_meanwhile() -> None:
+    with ends() as pair:
+        handle, over = new_handle(), threading.Event()
+
+        def opened(have: int) -> Manifest:
+            time.sleep(2 * SMALL.silence_s)
+            return ABOUT
+
+        def bustle() -> None:
+            while not over.wait(0.01):
+                pair.offer()[1].finish()
+
+        other = threading.Thread(target=bustle)
+        other.start()
+
+        def offer() -> None:
+            pair.outbox.offer(handle, BOUND, opened, 9.0).finish()
+
+        timer = threading.Timer(1.5 * SMALL.silence_s, offer)
+        timer.start()
+        try:
+            fetched, _ = pair.fetch(handle)
+        finally:
+            over.set()
+            other.join()
+            timer.join()
+        assert (fetched.parcels, fetched.lost_connections) == (0, 0)
 
 
 def test_the_sender_learns_what_the_receiver_has() -> None:
@@ -202,6 +225,30 @@ def test_it_listens_on_loopback_and_connects_only_to_its_fleet() -> None:
             fetch(pair.links, pair.address, wanted, lambda _: None, lambda _: None)
 
 
+def test_idle_connections_are_closed_and_dead_ones_not_used() -> None:
+    with ends(link_limits=replace(SMALL_LINKS, idle_s=0.2), limits=replace(SMALL, idle_s=0.1)) as pair:
+        for pause_s in (0.0, 0.15, 0.3):
+            handle, _ = pair.send(made())
+            fetched, _ = pair.fetch(handle, degree=2)
+            assert fetched.lost_connections == 0
+            time.sleep(pause_s)
+        assert until(lambda: pair.outbox.connections == 0)
+
+
+def test_it_speaks_ipv6_too() -> None:
+    try:
+        outbox = Outbox("::1", limits=SMALL)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    links = Links([outbox.address], limits=SMALL_LINKS)
+    handle = new_handle()
+    outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
+    wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
+    assert fetch(links, outbox.address, wanted, lambda _: None, lambda _: None).parcels == 0
+    links.close()
+    outbox.close()
+
+
 def test_a_fleet_may_name_hosts() -> None:
     links = Links([("10.0.0.7", 0)])
     assert links.checked(("10.0.0.7", 4711)) == ("10.0.0.7", 4711)
@@ -275,117 +322,3 @@ def test_a_cache_of_other_tokens_or_another_model_is_not_taken() -> None:
             shipment.finish()
             with pytest.raises(FormatError, match=r"another model|behind"):
                 pair.fetch(handle)
-
-
-# Shared memory.
-
-
-def test_shared_memory_is_only_used_by_who_can_prove_to_see_it() -> None:
-    slots = shm.create(2, 4096)
-    if slots is None:
-        pytest.skip("no shared memory here")
-    try:
-        joined = shm.join(slots.shared, 4096)
-        assert joined is not None
-        joined.slot(3, 5)[:] = b"hello"
-        assert bytes(slots.slot(1, 5)) == b"hello"
-        joined.close()
-        assert shm.join(replace(slots.shared, proof=bytes(16)), 4096) is None
-        assert shm.join(slots.shared, 8192) is None
-        assert shm.join(Shared(bytes(16), bytes(16), 2), 4096) is None
-        path = shm.FOLDER / f"potluck-kv-{slots.shared.name.hex()}"
-        path.chmod(0o666)
-        assert shm.join(slots.shared, 4096) is None
-        slots.forget_name()
-        assert not path.exists()
-    finally:
-        slots.close()
-
-
-def test_if_one_side_will_not_share_the_network_is_used() -> None:
-    outbox = Outbox(limits=SMALL, shared_memory=False)
-    links = Links([outbox.address], limits=SMALL_LINKS, shared_memory=True)
-    try:
-        handle = new_handle()
-        shipment = outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0)
-        shipment.put(made()[0])
-        shipment.finish()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-        fetched = fetch(links, outbox.address, wanted, lambda _: None, lambda _: None)
-        assert (fetched.parcels, fetched.shared_memory) == (1, False)
-    finally:
-        links.close()
-        outbox.close()
-
-
-# TLS.
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An authority with a certificate for 127.0.0.1, and a stranger's."""
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("fleet", "stranger"):
-        words = f"req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name}"
-        words += f" -addext subjectAltName=IP:127.0.0.1 -keyout {name}.key -out {name}.pem"
-        try:
-            subprocess.run(["openssl", *words.split()], cwd=folder, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("openssl cannot make certificates here")
-    return folder
-
-
-def secured(folder: Path, server: str, client: str) -> tuple[Outbox, Links]:
-    def of(name: str, make: type[ssl.SSLContext] | object) -> ssl.SSLContext:
-        chosen = server_context if make == "server" else client_context
-        return chosen(folder / f"{name}.pem", folder / f"{name}.key", folder / "fleet.pem")
-
-    outbox = Outbox(limits=SMALL, tls=of(server, "server"))
-    return outbox, Links([outbox.address], limits=SMALL_LINKS, tls=of(client, "client"))
-
-
-def test_tls_carries_the_same_protocol(certificates: Path) -> None:
-    outbox, links = secured(certificates, "fleet", "fleet")
-    parcels = made(4, 9)
-    try:
-        for _ in range(2):
-            handle = new_handle()
-            shipment = outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0)
-            for parcel in parcels:
-                shipment.put(parcel)
-            shipment.finish()
-            got: dict[int, tuple[object, ...]] = {}
-            wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-            fetched = fetch(
-                links,
-                outbox.address,
-                wanted,
-                lambda _: None,
-                lambda parcel, got=got: got.__setitem__(parcel.layer, plain(parcel)),  # type: ignore[misc]
-                degree=2,
-            )
-            assert got == {parcel.layer: plain(parcel) for parcel in parcels}
-            assert fetched.lost_connections == 0
-            assert not fetched.shared_memory
-    finally:
-        links.close()
-        outbox.close()
-
-
-@pytest.mark.parametrize(("server", "client"), [("stranger", "fleet"), ("fleet", "stranger")])
-def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, client: str) -> None:
-    outbox, links = secured(certificates, server, client)
-    try:
-        handle = new_handle()
-        outbox.offer(handle, BOUND, lambda have: ABOUT, 5.0).finish()
-        wanted = Wanted(handle, REQUEST, FINGERPRINT, TOKENS_HASH)
-        with pytest.raises(TransferError, match="lost"):
-            fetch(links, outbox.address, wanted, lambda _: None, lambda _: None, degree=1, deadline_s=3.0)
-    finally:
-        links.close()
-        outbox.close()
-
-
-def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="tls"):
-        server_context(tmp_path / "a", tmp_path / "b", tmp_path / "c")

@@ -58,6 +58,19 @@ def engine() -> None:
 @click.option("--secret-file", type=click.Path(path_type=Path), help="Of pipeline workers elsewhere.")
 @click.option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
 @click.option("--speed-up", default=1.0, show_default=True, help="With --emulate: so many times faster.")
+@click.option(
+    "--kv-port", default=0, type=click.IntRange(0, 65535), help="Where others fetch caches; else a free one."
+)
+@click.option(
+    "--kv-from", multiple=True, metavar="HOST[:PORT]", help="Where caches may come from; else this machine."
+)
+@click.option(
+    "--kv-tls",
+    nargs=3,
+    type=click.Path(path_type=Path),
+    metavar="CERTIFICATE KEY AUTHORITY",
+    help="Files for TLS between engines; both sides must show a certificate.",
+)
 @click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Clients' key; else ${KEY_VARIABLE}.")
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
@@ -76,6 +89,9 @@ def serve(
     secret_file: Path | None,
     emulate: str | None,
     speed_up: float,
+    kv_port: int,
+    kv_from: tuple[str, ...],
+    kv_tls: tuple[Path, Path, Path] | None,
     **layout: object,
 ) -> None:
     """Serve one model: OpenAI's API, segments, status, roles, metrics.
@@ -90,6 +106,7 @@ def serve(
     try:
         import asyncio
 
+        from potluck.engine.face.carriage import Identity, KvSettings
         from potluck.engine.face.service import FaceLimits
         from potluck.engine.serve import Settings, assemble, shipped_model
         from potluck.engine.serve import serve as run
@@ -121,6 +138,7 @@ def serve(
         name=name or directory.resolve().name,
         random_seed=random_weights,
         limits=FaceLimits(deadline_s=deadline_s, lease_s=lease_s),
+        kv=KvSettings(host, kv_port, kv_from or LOOPBACK[:1], identity=Identity(*kv_tls) if kv_tls else None),
         make=make,
     )
 

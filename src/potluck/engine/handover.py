@@ -19,7 +19,6 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,34 +28,10 @@ from potluck.core.errors import FormatError, InputError
 from potluck.core.facts import BLOCK_TOKENS
 from potluck.engine.cache import Pages, States
 from potluck.engine.runner import Runner
+from potluck.kv.codec_layout import Part
+from potluck.kv.parcels import Manifest, Parcel
 
-Part = Literal["kv", "latent", "conv", "memory"]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a hand-over is about."""
-
-    fingerprint: str
-    """Of the model with its weights."""
-    start: int
-    stop: int
-    token_hash: str
-    """Of the tokens [0, stop): the entries of a token depend on all before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """One part of one layer."""
-
-    layer: int
-    part: Part
-    first: int
-    """Tokens [first, stop), or for a state its length twice."""
-    stop: int
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes | memoryview
+__all__ = ["Arrival", "Manifest", "Parcel", "Part", "manifest", "pack", "token_hash"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from potluck.engine.config import Config, read_config
 from potluck.engine.driver import Driver
 from potluck.engine.executor import Draw, Executor, LocalExecutor
 from potluck.engine.face.app import build, server_log
+from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.hub import Hub
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.loop import Loop
@@ -132,6 +133,7 @@ def assemble(
     name: str,
     random_seed: int | None = None,
     limits: FaceLimits | None = None,
+    kv: KvSettings | None = None,
     make: MakeExecutor = local_executor,
 ) -> Service:
     """A service that is ready to start. `model` describes a Hugging Face directory; see `read_config`."""
@@ -144,7 +146,7 @@ def assemble(
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
     warm_up(executor)
-    return service_of(executor, settings, name=name, text=text, limits=limits)
+    return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv)
 
 
 def service_of(
@@ -154,6 +156,7 @@ def service_of(
     name: str,
     text: Text | None = None,
     limits: FaceLimits | None = None,
+    kv: KvSettings | None = None,
 ) -> Service:
     """A service around an executor."""
     limits = limits or FaceLimits()
@@ -164,7 +167,7 @@ def service_of(
     disk = None if folder is None else _disk(folder, most_bytes, executor.fingerprint)
     prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
     loop = Loop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
-    service = Service(name, loop, Driver(loop), hub, text, limits)
+    service = Service(name, loop, Driver(loop), hub, text, limits, kv)
     service.role = settings.role
     return service
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from potluck.core.errors import InputError
+from potluck.kv.link import LinkReport
 
 Role = Literal["prefill", "decode", "mixed"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -81,6 +82,10 @@ class Status:
     checks: int
     """Times that no block was found to be lost, with nobody left."""
     uptime_s: float
+    kv: str = ""
+    """HOST:PORT where caches are fetched from it."""
+    links: tuple[LinkReport, ...] = ()
+    """How the links fare over which caches came and went."""
     problem: str = ""
     notes: dict[str, float] = field(default_factory=dict)
 

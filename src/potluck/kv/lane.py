@@ -19,7 +19,7 @@ from potluck.kv.shm import Slots
 from potluck.kv.wire import PREFIX, Message, Prefix, frame, read_head, read_prefix
 
 _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
-HERE_BYTES = 1 << 20
+HERE_BYTES = 1 << 18
 """The kernel's buffers within one machine: what waits in small ones is still in the cache when it is copied out.
 Between machines the kernel finds the size itself."""
 

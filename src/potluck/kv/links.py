@@ -22,6 +22,8 @@ from potluck.kv.link import LinkReport, info, report
 Address = tuple[str, int]
 ANY_PORT = 0
 """In a fleet's addresses: whatever listens on that host."""
+MOST_ROADS = 256
+"""Senders that are reported on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +138,24 @@ class Links:
 
     def _idle(self, address: Address) -> Lane | None:
         with self._lock:
+            self._tidy(time.monotonic())
             road = self._roads.setdefault(address, _Road())
             while road.idle:
-                lane, since_s = road.idle.pop()
-                if time.monotonic() - since_s < self.limits.idle_s and not lane.wait(0):
+                lane, _ = road.idle.pop()
+                if not lane.wait(0):  # Else the sender has closed it.
                     lane.key = next(self._keys)
                     road.busy[lane.key] = lane
                     return lane
                 lane.close()
         return None
+
+    def _tidy(self, now_s: float) -> None:
+        """Close what was not used for long, and forget senders that were not, if there are many."""
+        for road in self._roads.values():
+            while road.idle and now_s - road.idle[0][1] > self.limits.idle_s:
+                road.idle.pop(0)[0].close()
+        if len(self._roads) >= MOST_ROADS:
+            self._roads = {key: road for key, road in self._roads.items() if road.idle or road.busy}
 
     def give_back(self, address: Address, lane: Lane, sound: bool) -> None:
         with self._lock:

@@ -23,6 +23,8 @@ from potluck.kv.stream import OutboxLimits, Peer, Stream
 from potluck.kv.wire import Beat, Hello, Opening, Problem, Refused
 
 MOST_PEERS = 256
+ANSWER_S = 60.0
+"""An engine answers between two steps."""
 
 
 class Outbox:
@@ -46,7 +48,8 @@ class Outbox:
         self._connections: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self._listener = socket.create_server((host, port), backlog=128)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._listener.settimeout(min(0.25, self.limits.lease_s / 4))
         self._acceptor = threading.Thread(target=self._accept, name="kv-outbox", daemon=True)
@@ -109,14 +112,16 @@ class Outbox:
     def close(self) -> None:
         with self._changed:
             self._closed = True
+            asking = [shipment.asking for shipment in self._shipments.values()]
             for shipment in self._shipments.values():
                 shipment.end("gone")
             for connection in self._connections.values():
                 _shut(connection)
             self._changed.notify_all()
         self._acceptor.join()
-        for thread in self._threads:
-            thread.join()
+        for thread in [*self._threads, *asking]:
+            if thread is not None:
+                thread.join()
 
     # Accepting, and leases.
 
@@ -151,7 +156,7 @@ class Outbox:
     def _sweep(self, now_s: float) -> None:
         with self._changed:
             for shipment in self._shipments.values():
-                if shipment.lanes and not shipment.load.outstanding:
+                if shipment.opening or (shipment.lanes and not shipment.load.outstanding):
                     shipment.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
                 waited_s = now_s - shipment.stirred_s
                 attached = shipment.state != "offered"
@@ -202,7 +207,7 @@ class Outbox:
         if shipment is None:
             return self._last_words(lane, Refused())
         try:
-            about = shipment.manifest(hello.have, self.limits.attach_s)
+            about = shipment.manifest(hello.have, ANSWER_S, self.limits.beat_s, lambda: lane.send(Beat()))
         except TransferError as error:
             return self._last_words(lane, Problem(str(error)))
         chunk_bytes = shipment.load.chunk_bytes
@@ -231,18 +236,22 @@ class Outbox:
 
     def _claim(self, lane: Lane, hello: Hello) -> Shipment | None:
         """The shipment of a handle, which may be offered only after it was asked for."""
-        until_s = time.monotonic() + min(hello.wait_ms / 1000, self.limits.attach_s)
+        now_s = beat_s = time.monotonic()
+        until_s = now_s + min(hello.wait_ms / 1000, self.limits.attach_s)
         while not self._closed:
             with self._changed:
-                now_s = time.monotonic()
                 found = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
                 if found is not None and len(found.lanes) < self.limits.most_lanes:
                     found.stirred_s = now_s
+                    if found.state == "offered":
+                        found.state = "attached"
                     return found
                 if now_s >= until_s:
                     return None
-                rang = self._changed.wait(min(self.limits.beat_s, until_s - now_s))
-            if not rang:
+                self._changed.wait(min(self.limits.beat_s, until_s - now_s))
+            now_s = time.monotonic()
+            if now_s - beat_s >= self.limits.beat_s:
+                beat_s = now_s
                 lane.send(Beat())
                 if lane.wait(0):
                     raise FormatError("hand-over", "goes on before it was answered")

@@ -40,6 +40,13 @@ class Shipment:
         self._opened = opened
         self._manifest: Manifest | None = None
         self._opening = False
+        self._problem = ""
+        self.asking: threading.Thread | None = None
+
+    @property
+    def opening(self) -> bool:
+        """Whether the engine was asked what it has, and has not said it."""
+        return self._opening and self._manifest is None
 
     @property
     def over(self) -> bool:
@@ -84,28 +91,34 @@ class Shipment:
 
     # The connections' side; all but `manifest` under the lock.
 
-    def manifest(self, have: int, timeout_s: float) -> Manifest:
-        """Asked of the engine by the first connection; the others wait for its answer."""
+    def manifest(self, have: int, timeout_s: float, beat_s: float, beat: Callable[[], None]) -> Manifest:
+        """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
         with self.room.changed:
             first, self._opening = not self._opening, True
-            if not first:
-                self.room.changed.wait_for(lambda: self._manifest is not None or self.over, timeout_s)
-                if self._manifest is None:
-                    raise TransferError("hand-over: the sender did not say what it has")
-                return self._manifest
+            if first:
+                self.asking = threading.Thread(target=self._ask, args=(have,), name="kv-open", daemon=True)
+                self.asking.start()
+        until_s = time.monotonic() + timeout_s
+        while True:
+            with self.room.changed:
+                self.room.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
+                if self._manifest is not None:
+                    return self._manifest
+                if self.over or time.monotonic() > until_s:
+                    raise TransferError(self._problem or "the engine did not say what it has")
+            beat()
+
+    def _ask(self, have: int) -> None:
         try:
             found = self._opened(have)
         except Exception as error:
-            line = " ".join(str(error).split()) or type(error).__name__
             with self.room.changed:
+                self._problem = " ".join(str(error).split()) or type(error).__name__
                 self.end("failed")
-            raise TransferError(line) from error
+            return
         with self.room.changed:
             self._manifest = found
-            if self.state == "offered":
-                self.state = "attached"
             self.room.changed.notify_all()
-        return found
 
     def end(self, state: State) -> None:
         """Nothing more is going to be sent; its memory is free."""

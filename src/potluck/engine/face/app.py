@@ -6,17 +6,19 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from aiohttp import ClientSession, web
+from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from potluck.engine.face import control, openai, page, segments
+from potluck.engine.face.carriage import Carriage
 from potluck.engine.face.errors import Refused, error_response
 from potluck.engine.face.service import SERVICE, Service
 
-OPEN = frozenset({"/", "/health", "/kv"})
-"""Without the key: the page and /health say nothing, and whoever fetches a cache shows its handle."""
+OPEN = frozenset({"/", "/health"})
+"""Without the key: the page and /health say nothing."""
 STALLED_S = 10.0
 """A client that takes so long beyond its request's deadline to read the answer is left."""
 BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
@@ -62,7 +64,6 @@ def build(service: Service, api_key: str | None = None) -> web.Application:
     app.router.add_post("/v1/chat/completions", openai.chat_completions)
     app.router.add_get("/v1/models", openai.models)
     app.router.add_post("/segments", segments.segments)
-    app.router.add_post("/kv", segments.kv)
     app.router.add_get("/", page.page)
     app.router.add_get("/status", control.status)
     app.router.add_get("/cache", control.cache)
@@ -91,14 +92,16 @@ def _broken_off(request: web.Request, error: Exception) -> web.StreamResponse | 
 
 
 async def _running(app: web.Application) -> AsyncIterator[None]:
-    """The loop's thread and the client run as long as the application does."""
+    """The loop's thread and the door for caches are there as long as the application is."""
     service = app[SERVICE]
+    limits = service.limits
+    kv = replace(service.kv, outbox=replace(service.kv.outbox, attach_s=limits.attach_s))
+    service.carriage = Carriage(kv, service.driver, service.pace, limits.handover_s)
     service.hub.bind(service.driver)
     service.driver.start()
     watch = asyncio.create_task(_watch(service))
-    async with ClientSession(trust_env=False, auto_decompress=False) as client:
-        service.client = client
-        yield
+    yield
+    await service.carriage.close()
     watch.cancel()
     await asyncio.to_thread(service.driver.stop)
 

@@ -208,9 +208,9 @@ def _message(value: object, where: str, speakers: tuple[str, ...]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a segment's cache comes from: an engine's address, and the handle that it was given."""
+    """Where a segment's cache comes from: an engine's HOST:PORT for caches, and the handle that it was given."""
 
-    url: str
+    kv: str
     handle: str
 
 

@@ -1,10 +1,8 @@
-"""/segments runs a part of a request; /kv gives its cache to whoever holds the handle.
+"""/segments runs a part of a request; its cache comes and goes by way of `carriage.py`.
 
 `POST /segments` answers with lines of JSON. A segment that decodes: a line per token, then its end. One that hands
 on: its handle, then `computed`, then its end once the cache was fetched or its lease is over. The status is only
 said with the first line, so that what fails before has a status of its own. Closing the connection cancels.
-
-`POST /kv` answers with frames (`frames.py`): parcels as the sender's layers are computed.
 """
 
 from __future__ import annotations
@@ -13,28 +11,19 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
-from aiohttp import ClientError, ClientResponse, ClientTimeout, web
+from aiohttp import web
 
-from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.core.errors import InputError, PotluckError
 from potluck.engine.face.bodies import SegmentAsk, Source, read_object, segment_of
+from potluck.engine.face.carriage import address_of
 from potluck.engine.face.errors import Refused, ended
-from potluck.engine.face.handles import bound_to, checked_handle, new_handle
 from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
-from potluck.engine.frames import (
-    Closing,
-    FrameReader,
-    Opening,
-    Problem,
-    closing,
-    opening,
-    parcel_frames,
-    problem,
-)
-from potluck.engine.handover import Manifest, Parcel, token_hash
+from potluck.engine.handover import Manifest, token_hash
 from potluck.engine.requests import Computed, Ended, Job, Token
-
-READ_BYTES = 1 << 18
+from potluck.kv.handles import bound_to, checked_handle, new_handle
+from potluck.kv.parcels import Declined, TransferError
+from potluck.kv.receiver import Wanted
 
 
 async def segments(request: web.Request) -> web.StreamResponse:
@@ -53,8 +42,10 @@ async def segments(request: web.Request) -> web.StreamResponse:
         channel = await stack.enter_async_context(service.run(job))
         if handle is not None:
             bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
-            await service.handles.offer(handle, bound, channel, service.limits.deadline_s)
-            stack.callback(service.handles.withdraw, handle, channel)
+            carriage = service.carriage
+            assert carriage is not None
+            carriage.offer(handle, bound, channel, service.limits.deadline_s)
+            stack.callback(carriage.withdraw, handle, channel)
         if asked.source is not None:
             fetching = asyncio.create_task(_fetch(service, job, channel, asked, asked.source))
             stack.push_async_callback(_stop, fetching)
@@ -136,7 +127,7 @@ async def _fetch(service: Service, job: Job, channel: Channel, asked: SegmentAsk
     try:
         async with asyncio.timeout(service.limits.handover_s):
             await _receive(service, job, channel, asked.request, source)
-    except (PotluckError, ClientError, OSError, TimeoutError, ValueError) as error:
+    except (PotluckError, OSError, TimeoutError, ValueError) as error:
         channel.failure = _failure(error, source, service.limits.handover_s)
         line = str(channel.failure)
         await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, line))
@@ -149,116 +140,34 @@ def _failure(error: Exception, source: Source, within_s: float) -> Refused:
         return error
     if isinstance(error, InputError):
         return Refused(422, line, "hand_over")
-    if isinstance(error, PotluckError):
+    if isinstance(error, Declined):
+        return Refused(424, line, "hand_over")
+    if isinstance(error, PotluckError) and not isinstance(error, TransferError):
         return Refused(503, f"hand-over: {line}", "try_again")
     if isinstance(error, TimeoutError):
         line = f"it took longer than {within_s:g} s"
-    line = f"hand-over: the cache could not be fetched from {source.url} ({line[:200]})"
+    line = f"hand-over: the cache could not be fetched from {source.kv} ({line[:200]})"
     return Refused(502, line, "hand_over")
 
 
 async def _receive(service: Service, job: Job, channel: Channel, request: str, source: Source) -> None:
     """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
-    if not source.url.startswith(("http://", "https://")):
-        raise InputError("source.url", "must begin with http:// or https://")
-    have = await service.hub.ask(lambda loop, _: loop.look_up(job.key))
-    body = {
-        "handle": checked_handle(source.handle),
-        "request": request,
-        "fingerprint": service.fingerprint,
-        "token_hash": token_hash(job.prompt[: job.received]),
-        "have": have,
-    }
-    reader = FrameReader(service.limits.parcel_bytes)
-    about: Manifest | None = None
-    taken, said = 0, -1
-    client = service.client
-    assert client is not None
-    address = source.url.rstrip("/") + "/kv"
-    timeout = ClientTimeout(total=service.limits.handover_s)
-    async with client.post(address, json=body, timeout=timeout, allow_redirects=False) as reply:
-        if reply.status != 200:
-            raise Refused(
-                424, f"hand-over: the sender answers {reply.status} {await _message(reply)}", "hand_over"
-            )
-        async for data in reply.content.iter_chunked(READ_BYTES):
-            for frame in reader.feed(data):
-                if said >= 0:
-                    raise FormatError("hand-over", "goes on behind its end")
-                if isinstance(frame, Opening) and about is None:
-                    about = frame.manifest
-                elif isinstance(frame, Parcel) and about is not None:
-                    if not taken:
-                        await _begin(service, channel, about)
-                    await _accept(service, channel, frame)
-                    taken += 1
-                elif isinstance(frame, Closing):
-                    said = frame.parcels
-                elif not isinstance(frame, Problem):
-                    raise FormatError("hand-over", "frames are out of order")
-                else:
-                    raise Refused(424, f"hand-over: the sender failed ({frame.line})", "hand_over")
-        reader.close()
-    if said != taken:
-        raise FormatError("hand-over", f"{taken} parcels came, {said} were sent")
-    await service.hub.ask(lambda loop, _: loop.arrived(job.key))
+    carriage, hub = service.carriage, service.hub
+    assert carriage is not None
+    address = address_of(source.kv)
+    have = await hub.ask(lambda loop, _: loop.look_up(job.key))
+    tokens = token_hash(job.prompt[: job.received])
+    wanted = Wanted(checked_handle(source.handle), request, service.fingerprint, tokens, have)
+    await carriage.fetch(
+        address,
+        wanted,
+        lambda about: _begin(service, channel, about),
+        lambda parcel: hub.driver.ask(lambda loop, _: loop.accept(channel.key, parcel)),
+    )
+    await hub.ask(lambda loop, _: loop.arrived(job.key))
 
 
 async def _begin(service: Service, channel: Channel, about: Manifest) -> None:
     await service.hub.ask(lambda loop, _: loop.want(channel.key))
     await channel.room
     await service.hub.ask(lambda loop, _: loop.expect(channel.key, about))
-
-
-async def _accept(service: Service, channel: Channel, parcel: Parcel) -> None:
-    await service.hub.ask(lambda loop, _: loop.accept(channel.key, parcel))
-
-
-async def _message(reply: ClientResponse) -> str:
-    raw = await reply.content.read(2000)
-    try:
-        return str(json.loads(raw)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-# The sender.
-
-
-async def kv(request: web.Request) -> web.StreamResponse:
-    """The cache of one segment, for the holder of its handle."""
-    service = request.app[SERVICE]
-    body = await read_object(request)
-    names = ("handle", "request", "fingerprint", "token_hash")
-    wrong = [name for name in names if not isinstance(body.get(name), str)]
-    have = body.get("have")
-    if wrong or set(body) != {*names, "have"} or type(have) is not int:
-        raise FormatError(wrong[0] if wrong else "body", f"must have {', '.join(names)} and have")
-    handle = checked_handle(str(body["handle"]))
-    bound = bound_to(str(body["request"]), str(body["fingerprint"]), str(body["token_hash"]))
-    channel = await service.handles.take(handle, bound, service.limits.attach_s)
-    about = await service.hub.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s))
-    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-    await response.prepare(request)
-    async with asyncio.timeout(service.limits.handover_s):
-        await _send(service, channel, response, about)
-    await response.write_eof()
-    return response
-
-
-async def _send(service: Service, channel: Channel, response: web.StreamResponse, about: Manifest) -> None:
-    await response.write(opening(about, 0))
-    sent = 0
-    while True:
-        event = await channel.parcels.get()
-        if isinstance(event, Ended):
-            await response.write(problem(event.problem or event.reason))
-            break
-        for parcel in event.parcels:
-            await service.pace(parcel)
-            for piece in parcel_frames(parcel):
-                await response.write(piece)
-            sent += 1
-        if event.last:
-            await response.write(closing(sent))
-            break

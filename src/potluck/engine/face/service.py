@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 from potluck import __version__
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.engine.driver import Driver
+from potluck.engine.face.carriage import Carriage, KvSettings
 from potluck.engine.face.errors import Refused
-from potluck.engine.face.handles import Handles
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
 from potluck.engine.feed import CacheFeed
@@ -41,12 +41,18 @@ class FaceLimits:
     """How long a fetch waits for a sender that has not heard of the request yet."""
     lease_s: float = 60.0
     """How long a cache waits for whoever fetches it."""
-    parcel_bytes: int = 1 << 30
 
 
 class Service:
     def __init__(
-        self, name: str, loop: Loop, driver: Driver, hub: Hub, text: Text | None, limits: FaceLimits
+        self,
+        name: str,
+        loop: Loop,
+        driver: Driver,
+        hub: Hub,
+        text: Text | None,
+        limits: FaceLimits,
+        kv: KvSettings | None = None,
     ) -> None:
         self.name = name
         self.text = text
@@ -57,9 +63,10 @@ class Service:
         self.draining = False
         self.started_s = time.monotonic()
         self.created_s = int(time.time())
-        self.handles = Handles()
         self.metrics = Metrics(name, self)
-        self.client: ClientSession | None = None
+        self.kv = kv or KvSettings()
+        self.carriage: Carriage | None = None
+        """As long as the application runs."""
         self.open_requests = 0
         self._loop, self.driver = loop, driver
         self.feed = CacheFeed(loop.prefixes)
@@ -175,6 +182,8 @@ class Service:
             preemptions=counters.preemptions,
             checks=counters.checks,
             uptime_s=time.monotonic() - self.started_s,
+            kv=self.carriage.address if self.carriage else "",
+            links=self.carriage.reports() if self.carriage else (),
             problem=problem or degraded,
             notes=dict(loop.executor.notes()),
         )

@@ -1,0 +1,195 @@
+"""Caches between engines: what this one hands on waits in an outbox, what it goes on with is fetched (potluck.kv).
+
+The transport has threads, the face has asyncio, the loop has a thread of its own. A receiver that attaches asks the
+loop from its connection's thread; the parcels then come through the request's channel and are put into the shipment
+off the event loop. A fetch runs in a thread, asks the loop for each parcel, and is cancelled with its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from potluck.core.errors import InputError, PotluckError
+from potluck.engine.driver import Driver
+from potluck.engine.face.hub import Channel
+from potluck.engine.requests import Ended
+from potluck.kv.link import LinkReport
+from potluck.kv.links import ANY_PORT, Address, LinkLimits, Links
+from potluck.kv.parcels import Manifest, Parcel, TransferError
+from potluck.kv.receiver import Fetched, Fetching, Wanted
+from potluck.kv.sender import Outbox
+from potluck.kv.shipment import Shipment
+from potluck.kv.stream import OutboxLimits
+from potluck.kv.tls import client_context, server_context
+
+MOST_AT_ONCE = 128
+"""Fetches, and parcels being put; others wait for their turn."""
+ASK_S = 60.0
+"""The loop answers between two steps."""
+Pace = Callable[[Parcel], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Files for TLS: this engine's certificate and key, and the authority that signed the fleet's."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """Where caches are fetched from this engine, and from where it may fetch."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    fleet: tuple[str, ...] = ("127.0.0.1",)
+    """Hosts, or HOST:PORT."""
+    degree: int = 2
+    """Connections per fetch."""
+    identity: Identity | None = None
+    outbox: OutboxLimits = field(default_factory=OutboxLimits)
+    links: LinkLimits = field(default_factory=LinkLimits)
+
+
+class Carriage:
+    """Made within the event loop that serves the face."""
+
+    def __init__(self, settings: KvSettings, driver: Driver, pace: Pace, handover_s: float) -> None:
+        self._settings, self._driver, self._pace, self._handover_s = settings, driver, pace, handover_s
+        self._loop = asyncio.get_running_loop()
+        identity, tls = settings.identity, None
+        if identity is not None:
+            files = (identity.certificate, identity.key, identity.authority)
+            tls = server_context(*files), client_context(*files)
+        try:
+            self._outbox = Outbox(
+                settings.host, settings.port, limits=settings.outbox, tls=tls[0] if tls else None
+            )
+        except OSError as error:
+            raise InputError(
+                "--kv-port", f"{settings.host}:{settings.port} cannot be used ({error.strerror or error})"
+            ) from error
+        fleet = [address_of(host, ANY_PORT) for host in settings.fleet]
+        self._links = Links(fleet, limits=settings.links, tls=tls[1] if tls else None)
+        self._pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv")
+        self._shipments: dict[str, Shipment] = {}
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """Where others fetch from this engine."""
+        host, port = self._outbox.address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def reports(self) -> tuple[LinkReport, ...]:
+        """How the links fare, both ways."""
+        return self._outbox.links() + self._links.reports()
+
+    # What is handed on.
+
+    def offer(self, handle: str, bound: bytes, channel: Channel, lasts_s: float) -> None:
+        def opened(have: int) -> Manifest:
+            about = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s)).result(ASK_S)
+            self._loop.call_soon_threadsafe(self._begin, channel, shipment)
+            return about
+
+        shipment = self._outbox.offer(handle, bound, opened, lasts_s)
+        self._shipments[handle] = shipment
+
+    def withdraw(self, handle: str, channel: Channel) -> None:
+        """The request has ended here: what was read out still goes, and nobody new may attach."""
+        shipment = self._shipments.pop(handle)
+        if channel.ended is None or channel.ended.problem:
+            shipment.fail(channel.ended.problem if channel.ended else "the request was cancelled")
+        self._outbox.withdraw(handle)
+
+    def _begin(self, channel: Channel, shipment: Shipment) -> None:
+        task = self._loop.create_task(self._carry(channel, shipment))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+
+    async def _carry(self, channel: Channel, shipment: Shipment) -> None:
+        """From the channel into the shipment, until the last."""
+        try:
+            async with asyncio.timeout(self._handover_s):
+                while not shipment.over:
+                    event = await channel.parcels.get()
+                    if isinstance(event, Ended):
+                        shipment.fail(event.problem or event.reason)
+                        return
+                    for parcel in event.parcels:
+                        await self._pace(parcel)
+                        await self._loop.run_in_executor(self._pool, shipment.put, parcel, self._handover_s)
+                    if event.last:
+                        shipment.finish()
+                        return
+        except (PotluckError, TimeoutError) as error:
+            shipment.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
+
+    # What is fetched.
+
+    async def fetch(
+        self,
+        address: Address,
+        wanted: Wanted,
+        begin: Callable[[Manifest], Awaitable[None]],
+        accept: Callable[[Parcel], Future[None]],
+    ) -> Fetched:
+        """Bring a cache here: `begin` is awaited in the event loop, `accept` is called in a thread."""
+        waiting: list[Future[None]] = []
+
+        def opened(about: Manifest) -> None:
+            waiting.append(asyncio.run_coroutine_threadsafe(_whole(begin(about)), self._loop))
+            _result(waiting[0], self._handover_s)
+
+        def sink(parcel: Parcel) -> None:
+            _result(accept(parcel), ASK_S)
+
+        degree = self._settings.degree
+        fetching = Fetching(self._links, address, wanted, degree=degree, deadline_s=self._handover_s)
+        running = self._loop.run_in_executor(self._pool, fetching.run, opened, sink)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            fetching.cancel()
+            for future in waiting:
+                future.cancel()
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # It was asked to fail.
+            raise
+
+    async def close(self) -> None:
+        for task in self._carrying:
+            task.cancel()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+        self._links.close()
+        await asyncio.to_thread(self._outbox.close)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _whole(what: Awaitable[None]) -> None:
+    await what
+
+
+def _result(future: Future[None], within_s: float) -> None:
+    try:
+        future.result(within_s)
+    except CancelledError as error:
+        raise TransferError("hand-over: the request has ended") from error
+
+
+def address_of(text: str, port: int | None = None) -> Address:
+    """HOST:PORT, or a host alone where a port is given for it."""
+    host, colon, number = text.rpartition(":")
+    if colon and number.isdecimal() and int(number) < 1 << 16 and (":" not in host or host.startswith("[")):
+        return host.strip("[]"), int(number)
+    if port is None or not text:
+        raise InputError("source.kv", f"must be HOST:PORT, is {text!r}")
+    return text.strip("[]"), port

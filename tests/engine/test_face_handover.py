@@ -1,0 +1,191 @@
+"""Hand-overs through the face: whose handle it is, where caches may come from, and senders that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from engine_models import prompt
+from face_kit import face, make_service, played, tokens_in
+from loop_kit import desk
+
+from potluck.engine.face.service import FaceLimits
+from potluck.engine.handover import Manifest, token_hash
+from potluck.kv.handles import bound_to, new_handle
+from potluck.kv.sender import Outbox
+from potluck.kv.stream import OutboxLimits
+
+TOKENS, OUTPUT = prompt(90), 10
+QUICK = FaceLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    return desk("hybrid").answer(TOKENS, OUTPUT)
+
+
+def test_a_handle_is_good_for_one_request_only() -> None:
+    async def scene() -> None:
+        async with face(make_service(limits=FaceLimits(attach_s=0.3))) as one, face(make_service()) as two:
+            handle = new_handle()
+            segment = asyncio.create_task(one.segment(TOKENS, stop=50, handle=handle))
+            source = {"kv": one.kv, "handle": handle}
+            right = {"start": 50, "max_tokens": 1, "source": source}
+            await asyncio.sleep(0.2)
+            for tokens, wrong in (
+                (TOKENS, {"source": {**source, "handle": new_handle()}}),
+                (TOKENS, {"request": "s"}),
+                (TOKENS[1:], {}),
+            ):
+                status, body = await two.segment(tokens, **(right | wrong))
+                assert (status, body["error"]["code"]) == (424, "hand_over")
+                assert "is unknown, has expired, was used" in body["error"]["message"]
+            assert (await two.segment(TOKENS, **right))[0] == 200
+            assert (await segment)[1][-1]["ended"] == "handed_on"
+            assert (await two.segment(TOKENS, **right))[0] == 424
+
+    played(scene)
+
+
+def fetching() -> int:
+    return sum(thread.name.startswith("kv-in") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
+    """A receiver whose cache never comes, or a sender whose receiver is there already: nobody waits for them."""
+
+    async def scene() -> None:
+        async with face(make_service()) as one, face(make_service()) as two:
+            handle = new_handle()
+            source = {"kv": one.kv, "handle": handle}
+            receiver = asyncio.create_task(two.segment(TOKENS, start=50, max_tokens=1, source=source))
+            while not fetching():
+                await asyncio.sleep(0.01)
+            if sends:
+                sender = asyncio.create_task(one.segment(prompt(400), stop=390, handle=handle, request="s"))
+                await asyncio.sleep(0.1)
+                sender.cancel()
+                await asyncio.gather(sender, return_exceptions=True)
+            receiver.cancel()
+            await asyncio.gather(receiver, return_exceptions=True)
+            await one.until_idle()
+            await two.until_idle()
+            for _ in range(300):
+                if not fetching():
+                    break
+                await asyncio.sleep(0.01)
+            assert not fetching()
+
+    played(scene)
+
+
+def test_status_says_where_caches_are_and_how_links_fare() -> None:
+    async def scene() -> None:
+        async with face(make_service(prefix_cache_bytes=0)) as one, face(make_service()) as two:
+            source = {"kv": one.kv, "handle": new_handle()}
+            await asyncio.gather(
+                one.segment(TOKENS, stop=64, handle=source["handle"]),
+                two.segment(TOKENS, start=64, max_tokens=OUTPUT, source=source),
+            )
+            (_, sender), (_, receiver) = await one.get("/status"), await two.get("/status")
+            assert sender["kv"] == one.kv
+            (out,), (back,) = sender["links"], receiver["links"]
+            assert out["moved_bytes"] == back["moved_bytes"] > 0
+            assert out["peer"] == "127.0.0.1"
+            assert back["peer"] == one.kv
+
+    played(scene)
+
+
+def test_a_cache_is_only_fetched_from_the_fleet() -> None:
+    async def scene() -> None:
+        async with face(make_service(limits=QUICK)) as one:
+            for kv in ("10.1.2.3:80", "example.org:80", "nowhere", "127.0.0.1:x", "127.0.0.1:99999"):
+                source = {"kv": kv, "handle": new_handle()}
+                status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
+                assert status == 422
+                assert "fleet" in body["error"]["message"] or "HOST:PORT" in body["error"]["message"]
+            await one.until_idle()
+
+    played(scene)
+
+
+def wrong_sender(damage: str, handle: str) -> tuple[Outbox, str]:
+    """A sender that is wrong in one way."""
+    other = desk("hybrid" if damage != "shape" else "window")
+    key = other.submit(TOKENS, stop=50)
+    about = other.loop.attach(key, 0, 0.0)
+    other.run()
+    parcels = other.parcels(key)
+    fingerprint = desk("hybrid").executor.fingerprint
+    bound = bound_to("r", fingerprint, about.token_hash)
+    said = {
+        "model": Manifest("0" * 32, 0, 50, about.token_hash),
+        "hash": Manifest(fingerprint, 0, 50, token_hash(TOKENS[1:51])),
+    }.get(damage, Manifest(fingerprint, 0, 50, about.token_hash))
+
+    def opened(have: int) -> Manifest:
+        if damage == "refusal":
+            raise ValueError("no")
+        return said
+
+    outbox = Outbox(limits=OutboxLimits(attach_s=0.3))
+    if damage != "unknown":
+        shipment = outbox.offer(handle, bound, opened, 10.0)
+        for parcel in parcels[damage == "missing" :]:
+            shipment.put(parcel)
+        shipment.finish()
+    return outbox, f"127.0.0.1:{outbox.address[1]}"
+
+
+@contextmanager
+def rude(answer: bytes) -> Iterator[str]:
+    """Somebody at a port who says something else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+STATUS = {"refusal": 424, "unknown": 424, "nobody": 502, "cut": 502}
+
+
+@pytest.mark.parametrize(
+    "damage", ["model", "hash", "shape", "missing", "noise", "cut", "refusal", "unknown", "nobody"]
+)
+def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, expected: list[int]) -> None:
+    async def scene(kv: str, handle: str) -> None:
+        async with face(make_service(limits=QUICK, prefix_cache_bytes=0)) as one:
+            source = {"kv": kv, "handle": handle}
+            status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
+            assert status == STATUS.get(damage, 422), body
+            assert body["error"]["message"].startswith("hand-over")
+            assert "\n" not in body["error"]["message"]
+            await one.until_idle()
+            assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
+
+    handle = new_handle()
+    if damage in ("noise", "cut"):
+        with rude(b"not a cache at all, but some text" if damage == "noise" else b"") as kv:
+            played(lambda: scene(kv, handle))
+        return
+    outbox, kv = wrong_sender(damage, handle)
+    if damage == "nobody":
+        outbox.close()
+    played(lambda: scene(kv, handle))
+    outbox.close()
