@@ -2,7 +2,8 @@
 
 loopback     2,048 tokens of Llama 3.1 8B (32 layers, 256 MiB): our share of what bare sockets reach with the same
              number of connections. Ours includes attaching, both checksums, and acknowledgement; the sender puts
-             its parcels only once the receiver has attached. Bare and ours by turns, medians of ratios.
+             its parcels only once the receiver has attached. `..._ready_...`: they lie ready, as most of them do
+             when layers are computed one after the other. Bare and ours by turns, medians of ratios.
 migration    CAUCHY, Figure 11: from the end of the prefill until the receiver has everything. "Bulk" sends after
              the last layer, over one connection; the others send each layer as it is computed. A layer takes
              2.6 ms: 2 x 8e9 FLOP x 2,048 tokens / 32 layers at 400 TFLOP/s, about what an H800 reaches.
@@ -147,8 +148,8 @@ def loopback(quick: bool) -> dict[str, float]:
             walls = [wall_s for wall_s, _ in plain]
             figures[f"bare_gb_per_s_d{degree}"] = size / statistics.median(walls) / 1e9
             figures[f"ours_gb_per_s_d{degree}"] = size / statistics.median(run.wall_s for run in ready) / 1e9
-            figures[f"loopback_share_d{degree}"] = _ratio(walls, [run.wall_s for run in ready])
-            figures[f"loopback_share_with_put_d{degree}"] = _ratio(walls, [run.wall_s for run in attached])
+            figures[f"loopback_share_ready_d{degree}"] = _ratio(walls, [run.wall_s for run in ready])
+            figures[f"loopback_share_d{degree}"] = _ratio(walls, [run.wall_s for run in attached])
             cpu = [cpu_s for _, cpu_s in plain]
             figures[f"loopback_cpu_share_d{degree}"] = _ratio(cpu, [run.cpu_s for run in ready])
     with sides(shared_memory=True) as (sender, receiver):

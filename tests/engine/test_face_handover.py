@@ -189,3 +189,30 @@ def test_a_damaged_hand_over_is_refused_and_the_engine_lives_on(damage: str, exp
         outbox.close()
     played(lambda: scene(kv, handle))
     outbox.close()
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(codec: str, expected: list[int]) -> None:
+    async def scene() -> None:
+        async with face(make_service()) as one, face(make_service()) as two:
+            for sent in (codec, "raw"):
+                handle = new_handle()
+                source = {"kv": one.kv, "handle": handle}
+                (a, _), (b, got) = await asyncio.gather(
+                    one.segment(TOKENS, stop=70, handle=handle, codec=sent),
+                    two.segment(TOKENS, start=70, max_tokens=OUTPUT, source=source),
+                )
+                assert (a, b) == (200, 200)
+                assert len(tokens_in(got)) == OUTPUT
+                # What came in fewer bits was not kept: the second time nothing is known of the prompt.
+                assert got[-1]["cached_tokens"] == 0
+            assert tokens_in(got) == expected
+            links = (await one.get("/status"))[1]["links"]
+            assert links
+            status, body = await one.segment(TOKENS, max_tokens=1, codec=codec)
+            assert status == 400
+            assert body["error"]["message"].startswith("codec: ")
+            status, _ = await one.segment(TOKENS, stop=70, codec="int3")
+            assert status == 400
+
+    played(scene)

@@ -26,6 +26,7 @@ from potluck.engine.paced import KvPace, Paced, Pacer, card_of, emulated_blocks,
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.runner import Work
 from potluck.engine.serve import Settings, service_of
+from potluck.kv.codec_parcels import packed
 from potluck.perf.memory import kv_bytes
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, steps
@@ -164,6 +165,8 @@ def test_kv_crosses_at_the_pace_of_the_card() -> None:
     pace = KvPace(LLAMA, 8, AlphaBeta(0.5, 1e9), 2.0, fake.clock)
     parcels = [Parcel(layer, "kv", 0, 100, "float32", (1,), b"") for layer in range(8)]
     assert sum(map(pace.kv_bytes, parcels)) == pytest.approx(kv_bytes(LLAMA, 100))
+    whole = Parcel(0, "kv", 0, 100, "float32", (100, 2, 4, 64), bytes(4 * 100 * 2 * 4 * 64))
+    assert 0.26 < pace.kv_bytes(packed(whole, "int4")) / pace.kv_bytes(whole) < 0.29
     dues = [pace.due_s(parcel) for parcel in parcels]
     each = kv_bytes(LLAMA, 100) / 8 / 1e9 / 2.0
     assert dues == pytest.approx([100.0 + each * count + 0.25 for count in range(1, 9)])

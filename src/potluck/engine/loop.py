@@ -126,8 +126,9 @@ class Loop:
             )
         run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
 
-    def accept(self, key: int, parcel: Parcel) -> None:
+    def accept(self, key: int, parcel: Parcel, *, lossy: bool = False) -> None:
         self._incoming(key).accept(parcel)
+        self._here(key).exact &= not lossy
         self.counters.received_bytes += len(parcel.data)
 
     def arrived(self, key: int) -> None:

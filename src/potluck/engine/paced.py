@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import floor
+from math import floor, prod
 
 from potluck.core.errors import InputError
 from potluck.core.facts import BLOCK_TOKENS
@@ -243,18 +243,25 @@ class KvPace:
         if parcel.part == "memory":  # comes with a `conv`, which is charged for both
             return 0.0
         if parcel.part == "conv":
-            return state_bytes(self._large, layers)
+            return state_bytes(self._large, layers) * _share(parcel)
         tokens = parcel.stop - parcel.first
         size = tokens * kv_bytes_per_token(self._large, layers)
         for window, rate in window_bytes_per_token(self._large, layers).items():
             size += rate * min(tokens, window)
-        return size
+        return size * _share(parcel)
 
     def due_s(self, parcel: Parcel) -> float:
         """When a parcel that is handed in now would be there, by the clock; those before it go first."""
         start = max(self._free_s, self._clock())
         self._free_s = start + self.kv_bytes(parcel) / self._link.beta_bytes_per_s / self._speed_up
         return self._free_s + self._link.alpha_s / self._speed_up
+
+
+def _share(parcel: Parcel) -> float:
+    """What a codec leaves of 16-bit numbers."""
+    if parcel.codec == "raw":
+        return 1.0
+    return (len(parcel.data) + len(parcel.parameters)) / (2 * prod(parcel.shape))
 
 
 def card_of(node: NodeType) -> AlphaBeta:

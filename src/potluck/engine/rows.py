@@ -18,6 +18,7 @@ class Run:
 
     __slots__ = (
         "computed",
+        "exact",
         "fetched_from",
         "found",
         "incoming",
@@ -40,6 +41,8 @@ class Run:
         self.fetched_from: int | None = None
         """The receiver is there and has so many tokens already."""
         self.computed = False
+        self.exact = True
+        """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""
         self.kept_until_s: float | None = None
 
     @property
@@ -90,7 +93,7 @@ class Rows:
     def keep(self, run: Run) -> None:
         """What the row holds can be used by others from now on."""
         row = run.row
-        if row is None or not self._prefixes.enabled:
+        if row is None or not run.exact or not self._prefixes.enabled:
             return
 
         def read(layer: int, start: int, stop: int) -> tuple[Parcel, ...]:

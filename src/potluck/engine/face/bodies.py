@@ -14,6 +14,7 @@ from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.face.errors import Refused
 from potluck.engine.sample import Sampling
+from potluck.kv.codec_layout import Codec
 
 T = TypeVar("T")
 IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
@@ -247,6 +248,8 @@ class SegmentAsk:
     source: Source | None = None
     handle: str | None = None
     """Under which the cache of [0, stop) can be fetched; made up and told if not given."""
+    codec: Codec = "raw"
+    """How that cache is sent."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.request) <= 200 or not self.request.isprintable():
@@ -255,6 +258,8 @@ class SegmentAsk:
             raise InputError("source", "is needed when start is beyond 0, and only then")
         if self.handle is not None and self.stop is None:
             raise InputError("handle", "is only for a segment with a stop")
+        if self.codec != "raw" and self.stop is None:
+            raise InputError("codec", "is only for a segment with a stop")
 
 
 def segment_of(body: dict[str, object]) -> tuple[SegmentAsk, tuple[int, ...]]:

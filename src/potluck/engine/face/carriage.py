@@ -17,6 +17,8 @@ from potluck.core.errors import InputError, PotluckError
 from potluck.engine.driver import Driver
 from potluck.engine.face.hub import Channel
 from potluck.engine.requests import Ended
+from potluck.kv.codec_layout import Codec
+from potluck.kv.codec_parcels import packed
 from potluck.kv.link import LinkReport
 from potluck.kv.links import ANY_PORT, Address, LinkLimits, Links
 from potluck.kv.parcels import Manifest, Parcel, TransferError
@@ -93,10 +95,12 @@ class Carriage:
 
     # What is handed on.
 
-    def offer(self, handle: str, bound: bytes, channel: Channel, lasts_s: float) -> None:
+    def offer(
+        self, handle: str, bound: bytes, channel: Channel, lasts_s: float, codec: Codec = "raw"
+    ) -> None:
         def opened(have: int) -> Manifest:
             about = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s)).result(ASK_S)
-            self._loop.call_soon_threadsafe(self._begin, channel, shipment)
+            self._loop.call_soon_threadsafe(self._begin, channel, shipment, codec)
             return about
 
         shipment = self._outbox.offer(handle, bound, opened, lasts_s)
@@ -109,12 +113,12 @@ class Carriage:
             shipment.fail(channel.ended.problem if channel.ended else "the request was cancelled")
         self._outbox.withdraw(handle)
 
-    def _begin(self, channel: Channel, shipment: Shipment) -> None:
-        task = self._loop.create_task(self._carry(channel, shipment))
+    def _begin(self, channel: Channel, shipment: Shipment, codec: Codec) -> None:
+        task = self._loop.create_task(self._carry(channel, shipment, codec))
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
 
-    async def _carry(self, channel: Channel, shipment: Shipment) -> None:
+    async def _carry(self, channel: Channel, shipment: Shipment, codec: Codec) -> None:
         """From the channel into the shipment, until the last."""
         try:
             async with asyncio.timeout(self._handover_s):
@@ -123,7 +127,10 @@ class Carriage:
                     if isinstance(event, Ended):
                         shipment.fail(event.problem or event.reason)
                         return
-                    for parcel in event.parcels:
+                    for whole in event.parcels:
+                        parcel = whole
+                        if codec != "raw":
+                            parcel = await self._loop.run_in_executor(self._pool, packed, whole, codec)
                         await self._pace(parcel)
                         await self._loop.run_in_executor(self._pool, shipment.put, parcel, self._handover_s)
                     if event.last:

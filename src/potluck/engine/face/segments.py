@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 
 from aiohttp import web
@@ -21,8 +22,9 @@ from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.handover import Manifest, token_hash
 from potluck.engine.requests import Computed, Ended, Job, Token
+from potluck.kv.codec_parcels import restored
 from potluck.kv.handles import bound_to, checked_handle, new_handle
-from potluck.kv.parcels import Declined, TransferError
+from potluck.kv.parcels import Declined, Parcel, TransferError
 from potluck.kv.receiver import Wanted
 
 
@@ -44,7 +46,7 @@ async def segments(request: web.Request) -> web.StreamResponse:
             bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
             carriage = service.carriage
             assert carriage is not None
-            carriage.offer(handle, bound, channel, service.limits.deadline_s)
+            carriage.offer(handle, bound, channel, service.limits.deadline_s, asked.codec)
             stack.callback(carriage.withdraw, handle, channel)
         if asked.source is not None:
             fetching = asyncio.create_task(_fetch(service, job, channel, asked, asked.source))
@@ -158,12 +160,12 @@ async def _receive(service: Service, job: Job, channel: Channel, request: str, s
     have = await hub.ask(lambda loop, _: loop.look_up(job.key))
     tokens = token_hash(job.prompt[: job.received])
     wanted = Wanted(checked_handle(source.handle), request, service.fingerprint, tokens, have)
-    await carriage.fetch(
-        address,
-        wanted,
-        lambda about: _begin(service, channel, about),
-        lambda parcel: hub.driver.ask(lambda loop, _: loop.accept(channel.key, parcel)),
-    )
+
+    def accept(parcel: Parcel) -> Future[None]:
+        plain, lossy = restored(parcel), parcel.codec != "raw"
+        return hub.driver.ask(lambda loop, _: loop.accept(channel.key, plain, lossy=lossy))
+
+    await carriage.fetch(address, wanted, lambda about: _begin(service, channel, about), accept)
     await hub.ask(lambda loop, _: loop.arrived(job.key))
 
 
