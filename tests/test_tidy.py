@@ -172,6 +172,12 @@ def test_every_python_file_is_tidy() -> None:
     assert [problem for path in PYTHON for problem in problems(path)] == []
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by it."""
+    names = [path.name for path in PYTHON if name_of(path).startswith("tests/")]
+    assert {name for name in names if names.count(name) > 1} == set()
+
+
 def test_no_file_names_a_place_on_one_machine() -> None:
     found = [f"{name_of(p)}:{line}: {what}" for p in FILES for line, what in machine_places(p.read_bytes())]
     assert found == []

@@ -26,7 +26,7 @@ def traffics(draw: st.DrawFn) -> Traffic:
     total = sum(weights)
     bins = tuple(LengthBin(i, o, w / total) for (i, o), w in zip(lengths, weights, strict=True))
     share = draw(st.floats(0, 0.95))
-    return Traffic("m", draw(st.floats(0, 1000)), bins, share)
+    return Traffic("m", draw(st.just(0.0) | st.floats(1e-9, 1000)), bins, share)
 
 
 @given(traffics(), st.sampled_from([LLAMA, GPT_OSS]))
