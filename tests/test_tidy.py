@@ -174,7 +174,7 @@ def test_every_python_file_is_tidy() -> None:
 
 def test_no_two_test_files_have_one_name() -> None:
     """pytest imports them by it."""
-    names = [path.name for path in PYTHON if name_of(path).startswith("tests/")]
+    names = [path.name for path in PYTHON if path.name.startswith("test_")]
     assert {name for name in names if names.count(name) > 1} == set()
 
 
