@@ -29,7 +29,13 @@ def extensions() -> list[object]:
         f"src/potluck/{folder}/{name}.py" for folder, names in COMPILED.items() for name in names.split()
     ]
     os.environ["MYPYPATH"] = "src"
-    options = ["--config-file", os.devnull, "--strict", "--explicit-package-bases", "--ignore-missing-imports"]
+    options = [
+        "--config-file",
+        os.devnull,
+        "--strict",
+        "--explicit-package-bases",
+        "--ignore-missing-imports",
+    ]
     found: list[object] = mypycify([*options, *paths], opt_level="3", debug_level="0", group_name="potluck")
     return found
 
