@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from potluck.kv import shm
 from potluck.kv.codec_layout import sizes
 from potluck.kv.handles import bound_to, new_handle
 from potluck.kv.links import LinkLimits, Links
@@ -155,8 +156,7 @@ def _fds() -> int:
 
 
 def _shared_files() -> int:
-    folder = "/dev/shm"
-    return sum(name.startswith("potluck-kv-") for name in os.listdir(folder)) if os.path.isdir(folder) else 0
+    return len(list(shm.FOLDER.glob("potluck-kv-*")))
 
 
 Harm = Callable[[int, int, bytes], bytes | None]

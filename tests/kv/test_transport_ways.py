@@ -132,3 +132,20 @@ def test_tls_refuses_strangers_on_either_side(certificates: Path, server: str, c
 def test_bad_certificate_files_are_an_input_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tls"):
         server_context(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+
+
+def test_shared_memory_is_bounded_and_what_is_closed_counts_no_more() -> None:
+    limits = replace(SMALL_LINKS, shared_bytes=3 * SMALL_LINKS.slots * SMALL_LINKS.chunk_bytes)
+    links = Links([], limits=limits)
+    made = [links.share() for _ in range(4)]
+    try:
+        assert [each is not None for each in made] == [True, True, True, False]
+        assert made[0] is not None
+        made[0].close()
+        made.append(links.share())
+        assert made[-1] is not None
+    finally:
+        for each in made:
+            if each is not None and not each.closed:
+                each.close()
+        links.close()

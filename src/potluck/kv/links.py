@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.kv import shm
 from potluck.kv.lane import Lane, connect
 from potluck.kv.link import LinkReport, info, report
 
@@ -46,6 +47,8 @@ class LinkLimits:
     connect_s: float = 3.0
     silence_s: float = 5.0
     slots: int = 2
+    shared_bytes: int = 1 << 28
+    """Of memory shared with senders on this machine; what goes beyond crosses by the connection."""
 
 
 class Buffers:
@@ -109,6 +112,19 @@ class Links:
         self._fleet = frozenset(fleet)
         self._roads: dict[Address, _Road] = {}
         self._keys = itertools.count(1)
+        self._shared: list[shm.Slots] = []
+
+    def share(self) -> shm.Slots | None:
+        """Shared memory for one more connection, while there is not too much of it."""
+        each_bytes = self.limits.slots * self.limits.chunk_bytes
+        with self._lock:
+            self._shared = [slots for slots in self._shared if not slots.closed]
+            if (len(self._shared) + 1) * each_bytes > self.limits.shared_bytes:
+                return None
+            made = shm.create(self.limits.slots, self.limits.chunk_bytes)
+            if made is not None:
+                self._shared.append(made)
+            return made
 
     def allow(self, fleet: Iterable[Address]) -> None:
         """The fleet has changed."""

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.kv import shm
 from potluck.kv.assembly import Assembly
 from potluck.kv.handles import bound_to, checked_handle, new_session
 from potluck.kv.incoming import Final, Incoming, Stale
@@ -265,7 +264,7 @@ class Fetching:
     def hello(self, lane: Lane) -> Hello:
         wanted, limits = self._wanted, self._links.limits
         if lane.slots is None and self._links.shared_memory and lane.here:
-            lane.slots = shm.create(limits.slots, limits.chunk_bytes)
+            lane.slots = self._links.share()
         return Hello(
             self._session,
             bound_to(wanted.request, wanted.fingerprint, wanted.token_hash),

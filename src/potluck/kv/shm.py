@@ -30,6 +30,7 @@ class Slots:
     def __init__(self, memory: mmap.mmap, shared: Shared, slot_bytes: int, path: Path | None) -> None:
         self.shared, self.slot_bytes = shared, slot_bytes
         self._memory, self._view, self._path = memory, memoryview(memory), path
+        self.closed = False
 
     def slot(self, number: int, count: int) -> memoryview:
         start = _PAGE + number % self.shared.slots * self.slot_bytes
@@ -41,6 +42,7 @@ class Slots:
             self._path = None
 
     def close(self) -> None:
+        self.closed = True
         self.forget_name()
         self._view.release()
         self._memory.close()
