@@ -24,7 +24,8 @@ class Packed:
     parcel: Parcel
     """But for its bytes."""
     body: memoryview
-    checks: tuple[Sums, ...]
+    checks: tuple[Sums | None, ...]
+    """Of each chunk, or left to the connection that sends it."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class _Item:
     label: Label
     body: memoryview | None
     size: int
-    checks: tuple[Sums, ...]
+    checks: tuple[Sums | None, ...]
     left: int
     """Chunks that were not acknowledged."""
 
@@ -212,8 +213,8 @@ class Load:
         return isinstance(self._last, End) and not self.held_bytes
 
 
-def pack(parcel: Parcel, chunk_bytes: int) -> Packed:
-    """Cut and check a parcel: the one part of the sender's work that takes time."""
+def pack(parcel: Parcel, chunk_bytes: int, *, now: bool = True) -> Packed:
+    """Cut a parcel, and check its chunks `now`, which is the one part of the sender's work that takes time."""
     body = memoryview(parcel.data).cast("B").toreadonly()
     if len(parcel.parameters):
         body = memoryview(b"".join((parcel.parameters, body)))
@@ -226,5 +227,5 @@ def pack(parcel: Parcel, chunk_bytes: int) -> Packed:
     return Packed(
         replace(parcel, data=b"", parameters=b""),
         body,
-        tuple(sums(body[at : at + chunk_bytes]) for at in starts),
+        tuple(sums(body[at : at + chunk_bytes]) if now else None for at in starts),
     )

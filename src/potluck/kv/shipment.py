@@ -16,6 +16,10 @@ State = Literal["offered", "attached", "fetched", "failed", "gone"]
 Opened = Callable[[int], Manifest]
 """What the engine does when a receiver attaches that has so many tokens already: it says what it will send."""
 
+KEEPS_UP = 2
+"""Checks are made by whoever puts parcels in, at some 7 GB/s; more connections than these are faster than that, and
+make their own."""
+
 
 class Room:
     """The memory that all shipments of an outbox share, and the lock that all of them are under."""
@@ -56,7 +60,7 @@ class Shipment:
 
     def put(self, parcel: Parcel, wait_s: float = 0.0) -> None:
         """Add a parcel, whose bytes must stay as they are. Waits for room in the outbox."""
-        packed = pack(parcel, self.load.chunk_bytes)
+        packed = pack(parcel, self.load.chunk_bytes, now=len(self.lanes) <= KEEPS_UP)
         size, room = len(packed.body), self.room
         with room.changed:
             room.changed.wait_for(lambda: self.over or room.held_bytes + size <= room.most_bytes, wait_s)

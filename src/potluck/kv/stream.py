@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from potluck.kv import shm
+from potluck.kv.check import sums
 from potluck.kv.lane import Lane, expect
 from potluck.kv.link import info
 from potluck.kv.shipment import Shipment
@@ -141,6 +142,8 @@ class Stream:
         return True
 
     def _chunk(self, chunk: Chunk, data: memoryview) -> None:
+        if chunk.sums is None:
+            chunk = replace(chunk, sums=sums(data))
         if self._slots is not None:
             shm.copy(data, self._slots.slot(self._sent, len(data)))
             head = Chunk(chunk.label, chunk.parcel_bytes, chunk.offset, chunk.count, chunk.sums, inline=False)

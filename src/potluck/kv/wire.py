@@ -109,7 +109,8 @@ class Chunk:
     parcel_bytes: int
     offset: int
     count: int
-    sums: tuple[int, int]
+    sums: tuple[int, int] | None
+    """None: made by whoever sends it, just before."""
     inline: bool = True
     """Whether its data follows; else it lies in the shared memory."""
 
@@ -210,6 +211,7 @@ def _hello_head(hello: Hello) -> bytes:
 
 def _chunk_head(chunk: Chunk) -> bytes:
     label = chunk.label
+    assert chunk.sums is not None
     return _CHUNK.pack(
         label.index,
         label.layer,
