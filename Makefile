@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
+# Files in benchmarks/ that others use.
+BENCH_PARTS := common engine_soak kv_peer simulate_fleets
+
 # setuptools would put what it finds of an earlier build into the next one.
 BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/python -m pip
 BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
@@ -44,8 +47,8 @@ wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C c
 	$(BUILD) wheel $(BUILD_OPTIONS) --wheel-dir dist .
 
 bench: $(VENV)/.dev ## run every benchmark in its quick form
-	@set -e; for file in benchmarks/*.py; do \
-	  if [ -e "$$file" ]; then echo "== $$file"; $(BIN)/python "$$file" --quick; fi; done
+	@set -e; for file in $(filter-out $(BENCH_PARTS:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do \
+	  echo "== $$file"; $(BIN)/python "$$file" --quick; done
 
 # The pins do not depend on where they were made: a build of torch for one accelerator (+cpu, +cu...) and
 # the libraries that come only with it are left to the machine that installs.

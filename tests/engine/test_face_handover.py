@@ -216,3 +216,33 @@ def test_a_cache_may_cross_in_fewer_bits_and_never_becomes_a_prefix(codec: str, 
             assert status == 400
 
     played(scene)
+
+
+@pytest.mark.parametrize(("second", "status"), [("raw", 424), ("int8", 200)])
+def test_what_came_in_fewer_bits_goes_on_only_as_such(second: str, status: int) -> None:
+    """Else the third engine would take it for exact, and give it to others."""
+
+    async def scene() -> None:
+        async with face(make_service()) as one, face(make_service()) as two, face(make_service()) as three:
+            first, then = new_handle(), new_handle()
+            answers = await asyncio.gather(
+                one.segment(TOKENS, stop=40, handle=first, codec="int4"),
+                two.segment(
+                    TOKENS,
+                    start=40,
+                    stop=70,
+                    handle=then,
+                    codec=second,
+                    source={"kv": one.kv, "handle": first},
+                ),
+                three.segment(TOKENS, start=70, max_tokens=OUTPUT, source={"kv": two.kv, "handle": then}),
+            )
+            assert answers[2][0] == status
+            if status == 424:
+                assert "fewer bits" in answers[2][1]["error"]["message"]
+            for engine in (one, two, three):
+                await engine.until_idle()
+            _, lines = await three.segment(TOKENS, max_tokens=1)
+            assert lines[-1]["cached_tokens"] == 0
+
+    played(scene)

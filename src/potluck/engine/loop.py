@@ -326,8 +326,8 @@ class Loop:
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
         last = parcels[-1].layer == self.executor.config.model.layer_count - 1
         self.counters.sent_bytes += sum(len(parcel.data) for parcel in parcels)
-        if (key := self._rows.keys[row]) in self._runs:
-            self._said.append((key, Sent(parcels, last)))
+        if (run := self._runs.get(self._rows.keys[row])) is not None:
+            self._said.append((run.job.key, Sent(parcels, last, run.exact)))
             self.flush()
 
     def _drew(self, key: int, choice: Choice) -> None:

@@ -104,6 +104,8 @@ class Sent:
 
     parcels: tuple[Parcel, ...]
     last: bool
+    exact: bool = True
+    """Whether nothing in them came through a codec that loses something."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,10 @@ class Carriage:
                     if isinstance(event, Ended):
                         shipment.fail(event.problem or event.reason)
                         return
+                    if codec == "raw" and not event.exact:
+                        # The next receiver would take it for exact, and keep it for others.
+                        shipment.fail("a cache that came in fewer bits can only be handed on under a codec")
+                        return
                     for whole in event.parcels:
                         parcel = whole
                         if codec != "raw":
