@@ -12,9 +12,10 @@ import os
 from setuptools import setup
 
 COMPILED = {
-    "core": "batch batch_values brain caches fleet flight lockstep recovery",
-    "core/routing": "affinity balance index lanes offers opportunistic rebalance router"
-    " split table targets threshold weighted",
+    "core/brain": "brain caches fleet flight recovery",
+    "core/replica": "batch batch_values lockstep",
+    "core/routing": "affinity balance index offers opportunistic rebalance router"
+    " split table targets threshold ways weighted",
     "sim/links": "handover link network",
     "sim/replicas": "cache gaps replica rounds steps",
     "sim/results": "ledger",

@@ -24,7 +24,7 @@ import numpy as np
 
 from common import run
 from potluck.catalog import models, nodes, prices
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.plan.allocate.colgen import relax
 from potluck.plan.allocate.cover_data import prepare
 from potluck.plan.allocate.deadline import Deadline

@@ -29,10 +29,10 @@ import numpy as np
 from common import run
 from potluck.catalog import models, nodes, prices
 from potluck.catalog import workloads as named
-from potluck.core.lengths import Lengths
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
-from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.brain.policy import Policy
+from potluck.core.values.lengths import Lengths
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.factors import scaled

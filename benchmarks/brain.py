@@ -12,12 +12,13 @@ import time
 from collections.abc import Sequence
 
 from common import run
-from potluck.core.actions import Start
-from potluck.core.brain import Brain
-from potluck.core.events import Arrived, Event, Finished, FirstToken, Planned, ReplicaReady, SegmentDone
-from potluck.core.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.layout import single
-from potluck.core.plan import (
+from potluck.core.brain.actions import Start
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Arrived, Event, Finished, FirstToken, Planned, ReplicaReady, SegmentDone
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
+from potluck.core.brain.policy import Balance, Policy
+from potluck.core.values.layout import single
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Deployment,
@@ -29,8 +30,7 @@ from potluck.core.plan import (
     Template,
     TemplateKind,
 )
-from potluck.core.policy import Balance, Policy
-from potluck.core.types import Request, Role
+from potluck.core.values.types import Request, Role
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1155, 211
 OPEN = 200

@@ -20,18 +20,18 @@ import time
 from common import run
 from potluck.catalog import models, nodes
 from potluck.cli.emulate import emulation
-from potluck.core.batch import Limits
-from potluck.core.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.config import Config
-from potluck.engine.executor import Draw, Executor, LocalExecutor
-from potluck.engine.loop import Loop
-from potluck.engine.paced import Paced, steps_of
+from potluck.core.replica.batch import Limits
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
+from potluck.engine.compute.paced import Paced, steps_of
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.sample import Sampling
+from potluck.engine.loop.loop import Loop
+from potluck.engine.loop.requests import Job, Token
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.pipeline.run import Run
-from potluck.engine.requests import Job, Token
-from potluck.engine.runner import Runner, Size, Work
-from potluck.engine.sample import Sampling
+from potluck.engine.pipeline.under_way import PipelineStep
 from potluck.perf.phases import decode_step_s
 from potluck.perf.roofline import roofline
 from potluck.perf.step import StepTimer
@@ -121,7 +121,7 @@ def overlap(rounds: int) -> dict[str, float]:
         executor.grow(row, 2 * rounds + 20)
     executor.step([Work(row, 0, [1] * 8, "none") for lane in lanes for row in lane], [])
 
-    def begin(lane: list[int]) -> Run:
+    def begin(lane: list[int]) -> PipelineStep:
         works = [Work(row, executor.held(row), [1]) for row in lane]
         return executor.submit(works, [Draw(Sampling(), 1)] * len(works))
 

@@ -91,11 +91,11 @@ class Ours:
         import torch
 
         from potluck.cli.engine import described
-        from potluck.core.batch import Limits
-        from potluck.engine.checkpoint import Files
-        from potluck.engine.config import read_config
-        from potluck.engine.loop import Loop
-        from potluck.engine.prefix import PrefixCache
+        from potluck.core.replica.batch import Limits
+        from potluck.engine.loop.loop import Loop
+        from potluck.engine.memory.prefix import PrefixCache
+        from potluck.engine.model.checkpoint import Files
+        from potluck.engine.model.config import read_config
         from potluck.engine.serve import Settings, local_executor
 
         torch.set_num_threads(1)
@@ -109,7 +109,7 @@ class Ours:
 
     def cpu_s(self, wanted: Sequence[Ask]) -> float:
         """CPU-seconds to answer all, submitted at once."""
-        from potluck.engine.requests import Job
+        from potluck.engine.loop.requests import Job
 
         loop = self._loop
         self._runs += 1

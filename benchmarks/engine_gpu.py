@@ -20,10 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from potluck.core.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.checkpoint import Files, Seeded, Source
-from potluck.engine.config import Config, Rope, read_config
-from potluck.engine.runner import Runner, Size, Work
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.model.checkpoint import Files, Seeded, Source
+from potluck.engine.model.config import Config, Rope, read_config
 
 DATA = Path(__file__).resolve().parents[1] / "src" / "potluck" / "engine" / "data"
 SHIPPED = Model(

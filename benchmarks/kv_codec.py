@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common import cpu_s, run
-from potluck.kv.codec import Codec, decode, encode, sizes
-from potluck.kv.codec_reference import from_floats, to_floats
+from potluck.kv.codec.convert import Codec, decode, encode, sizes
+from potluck.kv.codec.reference import from_floats, to_floats
 
 if TYPE_CHECKING:
-    from potluck.engine.handover import Parcel
-    from potluck.engine.runner import Runner
+    from potluck.engine.compute.runner import Runner
+    from potluck.engine.memory.handover import Parcel
 
 SHAPE = (2048, 2, 8, 128)
 PREFIX, SCORED = 384, 128
@@ -129,8 +129,8 @@ def scored(runner: Runner, tokens: list[int], parcels: list[Parcel]) -> float:
     """The loss of the tokens behind the prefix, summed."""
     import torch
 
-    from potluck.engine.handover import Arrival, manifest
-    from potluck.engine.runner import Work
+    from potluck.engine.compute.runner import Work
+    from potluck.engine.memory.handover import Arrival, manifest
 
     row = runner.tables.open()
     arrival = Arrival(runner, row, manifest(runner, tokens, 0, PREFIX), tokens)
@@ -149,10 +149,10 @@ def perplexities(name: str, dtype: str, quick: bool) -> Iterator[tuple[str, floa
 
     import potluck.engine
     from potluck.cli.engine import described
-    from potluck.engine.checkpoint import Files
-    from potluck.engine.config import read_config
-    from potluck.engine.handover import pack
-    from potluck.engine.runner import Runner, Size, Work
+    from potluck.engine.compute.runner import Runner, Size, Work
+    from potluck.engine.memory.handover import pack
+    from potluck.engine.model.checkpoint import Files
+    from potluck.engine.model.config import read_config
 
     torch.set_num_threads(1)
     directory = Path(potluck.engine.__file__).parent / "data" / name

@@ -18,12 +18,12 @@ import zlib
 
 import common
 from potluck.core.errors import FormatError
-from potluck.kv import wire
-from potluck.kv.assembly import Assembly
-from potluck.kv.check import sums
-from potluck.kv.codec_layout import CODEC_IDS, Codec, sizes
-from potluck.kv.load import Load, pack
+from potluck.kv.codec.layout import CODEC_IDS, Codec, sizes
 from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.receive.assembly import Assembly
+from potluck.kv.send.load import Load, pack
+from potluck.kv.wire import frames as wire
+from potluck.kv.wire.check import sums
 
 SEED = 20
 WINDOW_BYTES, CHUNK_BYTES = 1 << 15, 1 << 10

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from potluck.kv.handles import bound_to
-from potluck.kv.links import Links
+from potluck.kv.link.links import Links
 from potluck.kv.parcels import Manifest, Parcel
-from potluck.kv.receiver import Wanted, fetch
-from potluck.kv.sender import Outbox
-from potluck.kv.shipment import Shipment
+from potluck.kv.receive.fetch import Wanted, fetch
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.shipment import Shipment
 
 FINGERPRINT, TOKEN_HASH, REQUEST = "f" * 32, "ab" * 32, "benchmark"
 HEADS, DIM, ITEM_BYTES = 8, 128, 2

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from common import ROOT, cpu_s, run
 from potluck.catalog.models import model
-from potluck.core.block_layout import checkpoints_at, pool_layout
-from potluck.core.blocks import BlockPool, Changes, Found
+from potluck.core.replica.block_layout import checkpoints_at, pool_layout
+from potluck.core.replica.blocks import BlockPool, Changes, Found
 from potluck.core.routing.index import Announcer, GlobalIndex
 
 TRACE = "mooncake_fast25_conversation.jsonl.gz"

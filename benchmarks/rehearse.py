@@ -17,9 +17,9 @@ import numpy as np
 
 from common import run
 from potluck.catalog import models, nodes, prices
-from potluck.core.lengths import Binned
-from potluck.core.policy import Policy
-from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.brain.policy import Policy
+from potluck.core.values.lengths import Binned
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of

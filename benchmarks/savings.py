@@ -13,7 +13,7 @@ import time
 
 from common import run
 from potluck.catalog import models, nodes, prices
-from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.verify import verify

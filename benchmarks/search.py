@@ -24,7 +24,7 @@ import numpy as np
 
 from common import cpu_s, run
 from potluck.catalog import gpus, models, nodes
-from potluck.core.types import NodeType, Role, Slo
+from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step import steps
 from potluck.plan.search.bound import class_bound, exact_bound
 from potluck.plan.search.costs import Calibrated, Peak, Timing

@@ -24,8 +24,8 @@ import numpy as np
 
 import simulate_fleets as fleets
 from common import ROOT, cpu_s, run
-from potluck.core.batch import FINISHED, Limits
-from potluck.core.plan import Confidence
+from potluck.core.replica.batch import FINISHED, Limits
+from potluck.core.values.plan import Confidence
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps
 from potluck.sim.replicas import steps

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from potluck.catalog import models, nodes
 from potluck.catalog import workloads as named
-from potluck.core.layout import single
-from potluck.core.plan import (
+from potluck.core.values.layout import single
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Deployment,
@@ -19,7 +19,7 @@ from potluck.core.plan import (
     Template,
     TemplateKind,
 )
-from potluck.core.types import Offer, Region, Role, Slo
+from potluck.core.values.types import Offer, Region, Role, Slo
 from potluck.perf.roofline import roofline
 from potluck.perf.throughput import best_operating
 from potluck.sim.load.workload import Workload, synthetic, with_prefixes

@@ -24,7 +24,7 @@ import numpy as np
 
 from common import cpu_s, run
 from potluck.catalog import models, nodes
-from potluck.core.types import NodeType, Slo
+from potluck.core.values.types import NodeType, Slo
 from potluck.plan.library import pipeline_libraries
 from potluck.plan.stage_rates import StageRates, stage_rates
 from potluck.plan.templates.pipeline import MAX_NODES, PipelineLibrary, pipeline_library

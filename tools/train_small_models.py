@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from potluck.core.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
-from potluck.engine.config import Config, Rope, write_config
-from potluck.engine.reference import Fresh, Reference
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
+from potluck.engine.model.config import Config, Rope, write_config
+from potluck.engine.model.reference import Fresh, Reference
 
 VOCAB, HIDDEN, INNER, CONTEXT = 4096, 256, 704, 2048
 END = "<|end|>"

@@ -14,7 +14,7 @@ from potluck.catalog import huggingface
 from potluck.catalog.hf_families import FAMILIES
 from potluck.catalog.hf_fields import Fields
 from potluck.core.errors import InputError
-from potluck.core.model import FullAttention, LatentAttention, LinearAttention, MoeFfn
+from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, MoeFfn
 from potluck.perf import memory
 
 BASE: dict[str, Any] = {

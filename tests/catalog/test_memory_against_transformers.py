@@ -11,7 +11,7 @@ import pytest
 from transformers_reference import CONFIG_CLASSES, reference_config
 
 from potluck.catalog import huggingface, models
-from potluck.core.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
+from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.perf import memory
 
 torch = pytest.importorskip("torch")

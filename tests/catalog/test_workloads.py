@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from potluck.catalog import workloads
 from potluck.cli.catalog import catalog
 from potluck.core.errors import UnknownNameError
-from potluck.core.lengths import Fixed, LogNormal
-from potluck.core.types import Traffic
+from potluck.core.values.lengths import Fixed, LogNormal
+from potluck.core.values.types import Traffic
 from potluck.sim.load.lengths import draw
 from potluck.spec.named import length_bins
 

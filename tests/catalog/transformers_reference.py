@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from potluck.core.model import DenseFfn, FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
+from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 
 CONFIG_CLASSES = {
     "Llama-3.1-8B": "LlamaConfig",

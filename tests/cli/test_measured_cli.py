@@ -9,7 +9,7 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
-from potluck.core.plan import Plan, plan_from_json
+from potluck.core.values.plan import Plan, plan_from_json
 from potluck.perf.profile import Profile, ProfilePoint, profile_to_json
 from potluck.perf.roofline import roofline
 from potluck.perf.step import steps

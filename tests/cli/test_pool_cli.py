@@ -10,7 +10,7 @@ import pytest
 
 from potluck.cli.main import run
 from potluck.cli.search_trace import sparkline, svg, ticks
-from potluck.core.plan import plan_from_json
+from potluck.core.values.plan import plan_from_json
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPEC = """\

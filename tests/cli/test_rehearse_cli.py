@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from potluck.cli.main import run
-from potluck.core.plan import plan_from_json
+from potluck.core.values.plan import plan_from_json
 
 SPEC = """\
 models:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from potluck.cli.main import run
-from potluck.core.plan import plan_from_json
+from potluck.core.values.plan import plan_from_json
 
 SPEC = """\
 models:

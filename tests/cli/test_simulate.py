@@ -9,7 +9,7 @@ import pytest
 
 from potluck.cli.goodput import Step, search
 from potluck.cli.main import run
-from potluck.core.brain import Brain
+from potluck.core.brain.brain import Brain
 from potluck.sim.results import eventlog
 
 SPEC = """\

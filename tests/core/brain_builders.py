@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from potluck.core.actions import Abandon, Action, Drain, Flip, Refuse, Run, Start, Stop
-from potluck.core.brain import Brain
-from potluck.core.events import (
+from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Refuse, Run, Start, Stop
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import (
     Arrived,
     Drained,
     Event,
@@ -21,10 +21,11 @@ from potluck.core.events import (
     ReplicaReady,
     SegmentDone,
 )
-from potluck.core.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.layout import single
-from potluck.core.member import Member
-from potluck.core.plan import (
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.brain.policy import Policy
+from potluck.core.values.layout import single
+from potluck.core.values.member import Member
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Deployment,
@@ -36,8 +37,7 @@ from potluck.core.plan import (
     Template,
     TemplateKind,
 )
-from potluck.core.policy import Policy
-from potluck.core.types import Request, Role
+from potluck.core.values.types import Request, Role
 
 Phase = Literal["closed", "prefill", "decode"]
 SPLIT = SplitFacts(k_p=2.4e-4, b_p=0.004, k_ctxp=1.6e-6, k_ctxd=2.5e-7, b_c=0.032, chunk_tokens=512)

@@ -6,8 +6,8 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.model import (
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.model import (
     DenseFfn,
     FullAttention,
     LatentAttention,
@@ -17,7 +17,7 @@ from potluck.core.model import (
     Model,
     MoeFfn,
 )
-from potluck.core.plan import (
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Confidence,
@@ -31,8 +31,8 @@ from potluck.core.plan import (
     Template,
     TemplateKind,
 )
-from potluck.core.route import Route, Segment
-from potluck.core.types import (
+from potluck.core.values.route import Route, Segment
+from potluck.core.values.types import (
     Codec,
     Gpu,
     Interconnect,

@@ -8,16 +8,16 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from potluck.core.actions import Action, Drain, Start, Stop
-from potluck.core.capacity import Blueprint, Key, blueprints
-from potluck.core.events import LinkReported
-from potluck.core.fleet import Fleet, Unit
-from potluck.core.layout import single
-from potluck.core.plan import Bucket, BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
-from potluck.core.rates import Rates, total
-from potluck.core.reconcile import Progress, Step, reconcile
-from potluck.core.types import Role
-from potluck.core.window import LengthCount, ModelObserved, Observed
+from potluck.core.brain.actions import Action, Drain, Start, Stop
+from potluck.core.brain.events import LinkReported
+from potluck.core.brain.fleet import Fleet, Unit
+from potluck.core.scale.capacity import Blueprint, Key, blueprints
+from potluck.core.scale.rates import Rates, total
+from potluck.core.scale.reconcile import Progress, Step, reconcile
+from potluck.core.scale.window import LengthCount, ModelObserved, Observed
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Bucket, BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.values.types import Role
 
 
 def template(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.events import Cached
+from potluck.core.brain.events import Cached
 from potluck.core.routing.affinity import best_holder
 from potluck.core.routing.index import GlobalIndex
 

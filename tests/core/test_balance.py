@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.actions import Run
-from potluck.core.facts import ReplicaFacts
-from potluck.core.fleet import View
-from potluck.core.member import Member
-from potluck.core.policy import Policy
+from potluck.core.brain.actions import Run
+from potluck.core.brain.facts import ReplicaFacts
+from potluck.core.brain.fleet import View
+from potluck.core.brain.policy import Policy
 from potluck.core.routing.balance import Least, decode_seconds, prefill_seconds, request_seconds
 from potluck.core.routing.targets import PLAIN, Target
+from potluck.core.values.member import Member
 
 
 def targets(count: int) -> list[Target]:

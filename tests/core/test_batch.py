@@ -9,8 +9,8 @@ from batch_reference import PlainBatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, Happening, Limits
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, Happening, Limits
 
 Op = tuple[str, int, int, int, int]
 """What, and four figures of which each kind of operation takes what it needs."""

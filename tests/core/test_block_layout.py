@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from potluck.catalog.models import model, names
-from potluck.core.block_layout import checkpoints_at, pool_layout
-from potluck.core.blocks import Found
-from potluck.core.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model
+from potluck.core.replica.block_layout import checkpoints_at, pool_layout
+from potluck.core.replica.blocks import Found
+from potluck.core.values.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model
 
 FULL = FullAttention(4, 2, 16, 24)
 SHORT = FullAttention(4, 2, 16, 16, window=24)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from potluck.core.blocks import BlockPool, Checkpoint, Name, Placed, block_hashes
 from potluck.core.errors import InputError
+from potluck.core.replica.blocks import BlockPool, Checkpoint, Name, Placed, block_hashes
 
 SIZE = 4
 PROMPTS = st.builds(

@@ -7,11 +7,11 @@ from collections import Counter
 import brain_builders as build
 import pytest
 
-from potluck.core.actions import Abandon, Action, Drain, Refuse, Run, Start, Stop
-from potluck.core.brain import Brain
-from potluck.core.events import Arrived, Cancelled, Failed, Finished, Planned, Tick
-from potluck.core.policy import Policy
-from potluck.core.route import aggregated
+from potluck.core.brain.actions import Abandon, Action, Drain, Refuse, Run, Start, Stop
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Arrived, Cancelled, Failed, Finished, Planned, Tick
+from potluck.core.brain.policy import Policy
+from potluck.core.values.route import aggregated
 
 ONE = build.template("one", closed=(1.0, 1.0))
 PLAIN = build.plan((ONE,), {("one", "near"): 1}, {("one", "near", "closed"): (0.5, 0.5)})

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from potluck.core.actions import Recount
-from potluck.core.brain import Brain
-from potluck.core.events import (
+from potluck.core.brain.actions import Recount
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import (
     Arrived,
     Cached,
     Cancelled,
@@ -25,7 +25,7 @@ from potluck.core.events import (
     Status,
     Tick,
 )
-from potluck.core.policy import Policy
+from potluck.core.brain.policy import Policy
 
 TEMPLATES = (
     build.template("plain", ("mixed", "mixed"), closed=(4.0, 1.0)),

@@ -7,13 +7,13 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.actions import Run
-from potluck.core.events import Reported, Status, Tick
-from potluck.core.fleet import Fleet
-from potluck.core.member import Member
-from potluck.core.policy import Policy
-from potluck.core.recovery import QUARANTINE_S
-from potluck.core.types import Slo
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Reported, Status, Tick
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
+from potluck.core.brain.recovery import QUARANTINE_S
+from potluck.core.values.member import Member
+from potluck.core.values.types import Slo
 
 ONE = build.template("one", closed=(1.0,))
 THREE = build.plan((ONE,), {("one", "near"): 3}, {("one", "near", "closed"): (1.5,)}, longest=(200_000,))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import brain_builders as build
 import pytest
 
-from potluck.core.actions import Action, Move, Recount, Run
-from potluck.core.events import Cached, Reported, Status, Tick
-from potluck.core.policy import Policy
+from potluck.core.brain.actions import Action, Move, Recount, Run
+from potluck.core.brain.events import Cached, Reported, Status, Tick
+from potluck.core.brain.policy import Policy
 
 MIXED = build.template("mix", closed=(2.0, 2.0))
 PLAN = build.plan((MIXED,), {("mix", "near"): 3}, {("mix", "near", "closed"): (3.0, 3.0)})

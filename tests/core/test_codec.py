@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core import layout, model, plan, route, types
 from potluck.core.codec import decode, dumps, encode, loads
 from potluck.core.errors import FormatError
-from potluck.core.model import Layer, Model
-from potluck.core.plan import Plan, Prediction, plan_from_json, plan_to_json
-from potluck.core.route import Route, Segment
-from potluck.core.types import Gpu, Slo
+from potluck.core.values import layout, model, plan, route, types
+from potluck.core.values.model import Layer, Model
+from potluck.core.values.plan import Plan, Prediction, plan_from_json, plan_to_json
+from potluck.core.values.route import Route, Segment
+from potluck.core.values.types import Gpu, Slo
 
 Place = tuple[Any, ...]
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from potluck.core.blocks import BlockPool, block_hashes
+from potluck.core.brain.events import Cached
 from potluck.core.errors import InputError
-from potluck.core.events import Cached
+from potluck.core.replica.blocks import BlockPool, block_hashes
 from potluck.core.routing.index import SWEEP_AT, Announcer, GlobalIndex, Match
 from potluck.core.routing.rebalance import Costs, Heat, Hot, Load, rebalance
 

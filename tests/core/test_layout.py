@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from potluck.core.errors import InputError
-from potluck.core.layout import Layout, Stage, StageNode, single
+from potluck.core.values.layout import Layout, Stage, StageNode, single
 
 
 @given(build.layouts)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import World, plan_of, served, target_per_s, template
 
-from potluck.core.actions import Drain, Flip, Start, Stop
-from potluck.core.capacity import Key, blueprints
-from potluck.core.events import Status
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.member import Member
-from potluck.core.plan import Replica
-from potluck.core.reconcile import restored, wanted_counts
+from potluck.core.brain.actions import Drain, Flip, Start, Stop
+from potluck.core.brain.events import Status
+from potluck.core.scale.capacity import Key, blueprints
+from potluck.core.scale.reconcile import restored, wanted_counts
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.member import Member
+from potluck.core.values.plan import Replica
 
 TEMPLATES = (
     template("small", 3.0),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.route import Route, Segment, aggregated, handed_over
+from potluck.core.values.route import Route, Segment, aggregated, handed_over
 
 LENGTH = 6
 """Prompt tokens in the brute-force check; segments are drawn from 0 to here."""

@@ -7,10 +7,10 @@ from collections import Counter
 import brain_builders as build
 import pytest
 
-from potluck.core.actions import Abandon, Flip, Run
-from potluck.core.events import Cached, LinkReported
-from potluck.core.fleet import Fleet
-from potluck.core.policy import Policy
+from potluck.core.brain.actions import Abandon, Flip, Run
+from potluck.core.brain.events import Cached, LinkReported
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.routing.table import Table
 
 P = build.template("p", ("prefill",), prefill=(2.0, 2.0))
@@ -199,10 +199,10 @@ def test_lanes_follow_each_replica_as_if_built_anew() -> None:
     fresh.adopt(LENGTHS)
     for view in world.brain.fleet.views.values():
         fresh.update(view.member.unit, view)
-    for (bucket, _), lane in old.models["m"].lanes.items():
-        again = fresh.lane(fresh.models["m"], bucket, 600)
-        for mine, theirs in zip([lane.closed, *lane.flows], [again.closed, *again.flows], strict=True):
-            assert lane.ways.weight(mine) == again.ways.weight(theirs)
+    for (bucket, _), ways in old.models["m"].ways.items():
+        again = fresh.ways(fresh.models["m"], bucket, 600)
+        for mine, theirs in zip([ways.closed, *ways.flows], [again.closed, *again.flows], strict=True):
+            assert ways.turns.weight(mine) == again.turns.weight(theirs)
             assert mine.prefills.total == theirs.prefills.total
     assert isinstance(world.brain.fleet, Fleet)
 

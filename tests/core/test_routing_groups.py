@@ -8,15 +8,15 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.actions import Run
-from potluck.core.events import Cancelled, Reported, SegmentDone, Status
-from potluck.core.facts import ReplicaFacts
-from potluck.core.fleet import View
-from potluck.core.member import Member
-from potluck.core.policy import Policy
-from potluck.core.route import aggregated, handed_over
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Cancelled, Reported, SegmentDone, Status
+from potluck.core.brain.facts import ReplicaFacts
+from potluck.core.brain.fleet import View
+from potluck.core.brain.policy import Policy
 from potluck.core.routing.opportunistic import busier, in_place, step_seconds
 from potluck.core.routing.split import partial_tokens
+from potluck.core.values.member import Member
+from potluck.core.values.route import aggregated, handed_over
 
 COMBO = build.template("combo", ("prefill", "decode", "decode"), "combo", closed=(2.0, 2.0))
 COMBOS = build.plan((COMBO,), {("combo", "near"): 1}, {("combo", "near", "closed"): (1.0, 1.0)})

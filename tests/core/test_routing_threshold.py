@@ -8,7 +8,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.events import LinkReported
+from potluck.core.brain.events import LinkReported
 from potluck.core.routing.offers import Crossing, Offer, Offers
 from potluck.core.routing.threshold import (
     MOST_RAISED,

@@ -14,19 +14,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scale_builders import World, fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.capacity import blueprints
-from potluck.core.events import Status
-from potluck.core.fleet import Fleet
-from potluck.core.member import Member
-from potluck.core.plan import Bucket, BucketCapacity, Plan
-from potluck.core.policy import Policy
-from potluck.core.rates import Rates, rates_of
-from potluck.core.reconcile import wanted_counts
+from potluck.core.brain.events import Status
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import AskReplan, Resize, ScaleDecision
+from potluck.core.scale.capacity import blueprints
 from potluck.core.scale.cauchy import Cauchy
 from potluck.core.scale.cover import Option, cheapest_cover, largest_within
-from potluck.core.types import Offer, Region, Request
-from potluck.core.window import ModelObserved, Window
+from potluck.core.scale.rates import Rates, rates_of
+from potluck.core.scale.reconcile import wanted_counts
+from potluck.core.scale.window import ModelObserved, Window
+from potluck.core.values.member import Member
+from potluck.core.values.plan import Bucket, BucketCapacity, Plan
+from potluck.core.values.types import Offer, Region, Request
 
 POLICY = Policy(scaling="cauchy")
 SMALL, LARGE = template("small", 10.0), template("large", 25.0, nodes={"big": 1})

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.plan import Bucket, BucketCapacity, Plan, Share
-from potluck.core.policy import Policy
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import Resize
 from potluck.core.scale.cauchy import Cauchy
 from potluck.core.scale.parts import busy_copies, missing_copies, served_by
-from potluck.core.types import Offer, Region
-from potluck.core.window import LengthCount
+from potluck.core.scale.window import LengthCount
+from potluck.core.values.plan import Bucket, BucketCapacity, Plan, Share
+from potluck.core.values.types import Offer, Region
 
 SHORT, LONG = 1000, 100_000
 BUCKETS = (Bucket("m", 0, SHORT, 6.0), Bucket("m", 1, LONG, 2.0))

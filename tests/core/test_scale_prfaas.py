@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.events import LinkReported
-from potluck.core.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.plan import Flow, Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.events import LinkReported
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import FlipRole, ScaleDecision, SetThreshold
 from potluck.core.scale.prfaas import (
     NEVER_TOKENS,
@@ -27,8 +26,9 @@ from potluck.core.scale.prfaas import (
     split_lengths,
 )
 from potluck.core.scale.roles import Flippable, decode_per_s, prefill_per_s
-from potluck.core.types import Request, Role
-from potluck.core.window import LengthCount, ModelObserved, Window
+from potluck.core.scale.window import LengthCount, ModelObserved, Window
+from potluck.core.values.plan import Flow, Plan
+from potluck.core.values.types import Request, Role
 from potluck.plan import threshold as planner
 
 POLICY = Policy(scaling="prfaas")

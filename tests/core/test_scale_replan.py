@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
+from potluck.core.brain.events import Status
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy, Scaling
 from potluck.core.errors import InputError
-from potluck.core.events import Status
-from potluck.core.facts import Facts
-from potluck.core.plan import Plan, Prediction
-from potluck.core.policy import Policy, Scaling
 from potluck.core.scale import NoScaling, scaler_of
 from potluck.core.scale.base import AskReplan, ScaleDecision
 from potluck.core.scale.cauchy import Cauchy
 from potluck.core.scale.prfaas import PrfaasSplit
 from potluck.core.scale.replan import PeriodicReplan
 from potluck.core.scale.shift import ShiftFlips
-from potluck.core.types import Request
-from potluck.core.window import ModelObserved, Window
+from potluck.core.scale.window import ModelObserved, Window
+from potluck.core.values.plan import Plan, Prediction
+from potluck.core.values.types import Request
 
 POLICY = Policy(scaling="replan")
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.facts import Facts, ReplicaFacts
-from potluck.core.fleet import Fleet
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import FlipRole, ScaleDecision
 from potluck.core.scale.roles import Flippable, decode_per_s, flippable, prefill_per_s
 from potluck.core.scale.shift import LEAST_GAIN, MAX_FLIPS, ShiftFlips, best_flips
-from potluck.core.types import Request, Role
-from potluck.core.window import ModelObserved, Window
+from potluck.core.scale.window import ModelObserved, Window
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Request, Role
 
 TIMED = ReplicaFacts(
     prefill_s_per_token=1e-4,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.facts import ReplicaFacts, SplitFacts
+from potluck.core.brain.facts import ReplicaFacts, SplitFacts
 from potluck.core.routing.split import (
     chunked_s,
     keeps_decode,

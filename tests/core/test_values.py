@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model, MoeFfn
-from potluck.core.plan import Deployment
-from potluck.core.types import (
+from potluck.core.values.model import (
+    DenseFfn,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Model,
+    MoeFfn,
+)
+from potluck.core.values.plan import Deployment
+from potluck.core.values.types import (
     Gpu,
     Interconnect,
     LengthBin,

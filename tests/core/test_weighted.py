@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.layout import Layout, Stage, StageNode
 from potluck.core.routing.stages import StageTurns, node_speeds
 from potluck.core.routing.weighted import Turns
+from potluck.core.values.layout import Layout, Stage, StageNode
 
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 

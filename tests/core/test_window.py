@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.events import LinkReported
-from potluck.core.types import Request, Slo
-from potluck.core.window import SLOTS, ModelObserved, Window
+from potluck.core.brain.events import LinkReported
+from potluck.core.scale.window import SLOTS, ModelObserved, Window
+from potluck.core.values.types import Request, Slo
 
 LENGTHS = st.integers(1, 200_000)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from potluck.core.model import (
+from potluck.core.values.model import (
     Attention,
     DenseFfn,
     FullAttention,
@@ -18,10 +18,10 @@ from potluck.core.model import (
     Model,
     MoeFfn,
 )
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.config import Config, Rope, Routing
-from potluck.engine.exact import rows_are_independent
-from potluck.engine.runner import Runner, Size, Work
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config, Rope, Routing
+from potluck.engine.numbers.exact import rows_are_independent
 
 VOCAB = 200
 WINDOW = 24

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
-from potluck.core.model import Model
-from potluck.engine.checkpoint import Seeded
+from potluck.api.tokens import Text
+from potluck.core.values.model import Model
 from potluck.engine.face.app import build
 from potluck.engine.face.service import FaceLimits, Service
+from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.serve import Settings, local_executor, service_of
-from potluck.engine.tokens import Text
 
 NAME = "tiny"
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]

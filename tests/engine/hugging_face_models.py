@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from potluck.catalog.huggingface import read_model
-from potluck.engine.checkpoint import Files
-from potluck.engine.config import Config, read_config
-from potluck.engine.runner import Runner, Size
+from potluck.engine.compute.runner import Runner, Size
+from potluck.engine.model.checkpoint import Files
+from potluck.engine.model.config import Config, read_config
 
 BASE: dict[str, Any] = {
     "hidden_size": 32,

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from engine_models import KINDS, VOCAB, prompt
 
-from potluck.core.batch import Limits
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.config import Config
-from potluck.engine.executor import Executor, LocalExecutor
-from potluck.engine.handover import Manifest, Parcel
-from potluck.engine.loop import Loop
-from potluck.engine.prefix import PrefixCache
-from potluck.engine.requests import Ended, Event, Job, Room, Sent, Token
-from potluck.engine.runner import Runner, Size
+from potluck.core.replica.batch import Limits
+from potluck.engine.compute.executor import Executor, LocalExecutor
+from potluck.engine.compute.runner import Runner, Size
+from potluck.engine.loop.loop import Loop
+from potluck.engine.loop.requests import Ended, Event, Job, Room, Sent, Token
+from potluck.engine.memory.handover import Manifest, Parcel
+from potluck.engine.memory.prefix import PrefixCache
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config
 
 __all__ = ["KINDS", "VOCAB", "Desk", "desk", "prompt"]
 

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
 
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.config import Config
-from potluck.engine.executor import Draw, Executor, LocalExecutor
+from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.sample import Choice, Sampling
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import PipelineStage, Place, launch, parse_stages
 from potluck.engine.pipeline.serving import serve
-from potluck.engine.runner import Runner, Size, Work
-from potluck.engine.sample import Choice, Sampling
 
 SECRET = b"a secret of the tests, long enough"
 SEED = 7

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hugging_face_models import FAMILIES, load, make
 
-from potluck.engine.runner import Work
+from potluck.engine.compute.runner import Work
 
 TOKENS = 50
 """More than twice the windows that are tried."""

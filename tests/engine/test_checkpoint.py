@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from potluck.core.errors import InputError, PotluckError
-from potluck.core.model import FullAttention, Layer, LinearAttention, Model
-from potluck.engine.checkpoint import Files, InMemory, Seeded, fingerprint, save
-from potluck.engine.config import Config, read_config
-from potluck.engine.reference import Fresh, Reference
-from potluck.engine.runner import Runner, Size
+from potluck.core.values.model import FullAttention, Layer, LinearAttention, Model
+from potluck.engine.compute.runner import Runner, Size
+from potluck.engine.model.checkpoint import Files, InMemory, Seeded, fingerprint, save
+from potluck.engine.model.config import Config, read_config
+from potluck.engine.model.reference import Fresh, Reference
 
 SIZE = Size(rows=1, blocks=20, max_tokens=64)
 

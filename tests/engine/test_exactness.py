@@ -10,9 +10,10 @@ from engine_models import KINDS, VOCAB, greedy, opened, prompt, run, runner, sam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine.config import Config
-from potluck.engine.exact import (
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.compute.runner import Runner, Work
+from potluck.engine.model.config import Config
+from potluck.engine.numbers.exact import (
     LONGEST_SUM,
     PART,
     cut_of,
@@ -25,7 +26,6 @@ from potluck.engine.exact import (
     silu,
     softplus,
 )
-from potluck.engine.runner import Runner, Work
 
 LENGTH = 600
 """Beyond the places (256, 384, 512) where sums over the context are cut."""

@@ -18,10 +18,10 @@ from engine_models import KINDS, prompt
 from face_kit import NAME, face, make_service, played, spell, tokens_in
 
 from potluck.cli.main import run
-from potluck.engine.checkpoint import Seeded, save
 from potluck.engine.face import app, bodies, hub, openai
 from potluck.engine.face.service import FaceLimits, Service
-from potluck.engine.reference import Reference
+from potluck.engine.model.checkpoint import Seeded, save
+from potluck.engine.model.reference import Reference
 from potluck.engine.serve import serve
 
 TOKENS = prompt(40)

@@ -14,10 +14,10 @@ from face_kit import face, make_service, played, tokens_in
 from loop_kit import desk
 
 from potluck.engine.face.service import FaceLimits
-from potluck.engine.handover import Manifest, token_hash
+from potluck.engine.memory.handover import Manifest, token_hash
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.sender import Outbox
-from potluck.kv.stream import OutboxLimits
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.stream import OutboxLimits
 
 TOKENS, OUTPUT = prompt(90), 10
 QUICK = FaceLimits(handover_s=2.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)

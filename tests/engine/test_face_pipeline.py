@@ -11,13 +11,13 @@ from face_kit import NAME, Client, face, letters, make_service, played, spell, t
 from loop_kit import Desk
 from pipeline_workers import HYBRID, PLAIN, SECRET, SEED, placed, standing
 
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.config import Config
-from potluck.engine.executor import Executor, LocalExecutor
+from potluck.engine.compute.executor import Executor, LocalExecutor
+from potluck.engine.compute.runner import Runner, Size
 from potluck.engine.face.service import Service
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import launch
-from potluck.engine.runner import Runner, Size
 from potluck.engine.serve import Settings, service_of
 from potluck.kv.handles import new_handle
 

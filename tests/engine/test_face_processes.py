@@ -21,9 +21,9 @@ from loop_kit import desk
 from potluck.cli.engine import api_key, serve
 from potluck.cli.main import run
 from potluck.core.errors import InputError
-from potluck.engine.checkpoint import Seeded, save
-from potluck.engine.config import write_config
-from potluck.engine.reference import Reference
+from potluck.engine.model.checkpoint import Seeded, save
+from potluck.engine.model.config import write_config
+from potluck.engine.model.reference import Reference
 from potluck.kv.handles import new_handle
 
 TOKENS, OUTPUT = prompt(90), 10

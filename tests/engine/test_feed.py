@@ -9,10 +9,10 @@ import pytest
 from face_kit import face, make_service, played, tokens_in
 from loop_kit import prompt
 
-from potluck.core.block_values import block_hashes
-from potluck.core.events import Cached
+from potluck.core.brain.events import Cached
+from potluck.core.replica.block_values import block_hashes
 from potluck.core.routing.index import GlobalIndex
-from potluck.engine import feed as feeds
+from potluck.engine.memory import feed as feeds
 
 
 def read(answer: dict[str, Any], replica: str) -> list[Cached]:

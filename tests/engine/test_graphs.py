@@ -7,10 +7,10 @@ import torch
 from engine_models import DENSE, KINDS, LINEAR, WINDOW, opened, prompt, runner, stack
 
 from potluck.core.errors import InputError
-from potluck.core.model import FullAttention
-from potluck.engine.config import Config
-from potluck.engine.graphs import DecodeGraphs, recordable
-from potluck.engine.runner import Runner, Work
+from potluck.core.values.model import FullAttention
+from potluck.engine.compute.graphs import DecodeGraphs, recordable
+from potluck.engine.compute.runner import Runner, Work
+from potluck.engine.model.config import Config
 
 NARROW = FullAttention(4, 2, 8, 8)
 """Too narrow for the compiled kernels, so that pages lie as on a GPU."""

@@ -10,8 +10,8 @@ from engine_models import KINDS, WINDOW, greedy, opened, prompt, run, runner, sa
 from torch import Tensor
 
 from potluck.core.errors import PotluckError
-from potluck.engine.handover import Arrival, Manifest, Parcel, manifest, pack, token_hash
-from potluck.engine.runner import Runner, Work
+from potluck.engine.compute.runner import Runner, Work
+from potluck.engine.memory.handover import Arrival, Manifest, Parcel, manifest, pack, token_hash
 
 LENGTH = 300
 TOKENS = prompt(LENGTH)

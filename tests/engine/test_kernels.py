@@ -11,16 +11,17 @@ from engine_models import KINDS, opened, prompt, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.model import DenseFfn, FullAttention, Layer, Model
-from potluck.engine import threads
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.config import Config
-from potluck.engine.exact import rms_norm
-from potluck.engine.ffn import gated
-from potluck.engine.kernels import attention, delta, lanes, tiles
-from potluck.engine.kernels.compiled import compiled
-from potluck.engine.matrix import Norm, Tiled, across, add_product, feed_forward, product
-from potluck.engine.runner import Runner, Size
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
+from potluck.engine.compute.runner import Runner, Size
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config
+from potluck.engine.model.ffn import gated
+from potluck.engine.numbers import threads
+from potluck.engine.numbers.exact import rms_norm
+from potluck.engine.numbers.kernels import attention, delta, tiles
+from potluck.engine.numbers.kernels import vector as lanes
+from potluck.engine.numbers.kernels.compiled import compiled
+from potluck.engine.numbers.matrix import Norm, Tiled, across, add_product, feed_forward, product
 
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="this processor has no matrix tiles")
 
@@ -283,6 +284,6 @@ def test_what_goes_wrong_in_a_thread_is_heard_of() -> None:
 
 
 def test_code_on_disk_is_of_all_files() -> None:
-    """A change of lanes.py alone must not leave old code of attention.py in use."""
+    """A change of vector.py alone must not leave old code of attention.py in use."""
     cache_file = getattr(attention.attend, "_cache")._cache_file  # noqa: B009
-    assert {name for name, _, _ in cache_file._source_stamp} >= {"lanes.py", "tiles.py", "attention.py"}
+    assert {name for name, _, _ in cache_file._source_stamp} >= {"vector.py", "tiles.py", "attention.py"}

@@ -10,12 +10,12 @@ import pytest
 from engine_models import KINDS, prompt
 from loop_kit import Desk, desk
 
-from potluck.core.batch import Limits, Step
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.executor import Deliver, Draw, Export, LocalExecutor, WorkerLost
-from potluck.engine.lanes import Flight, Lanes
-from potluck.engine.runner import Runner, Size, Work
-from potluck.engine.sample import Choice, Sampling
+from potluck.core.replica.batch import Limits, Step
+from potluck.engine.compute.executor import Deliver, Draw, Export, LocalExecutor, WorkerLost
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.sample import Choice, Sampling
+from potluck.engine.loop.lanes import Lanes, StepUnderWay
+from potluck.engine.model.checkpoint import Seeded
 
 SIZE = Size(24, 1000, 1024, 512)
 
@@ -154,7 +154,7 @@ def test_rows_that_are_lost_end_whatever_lane_they_are_in() -> None:
 def test_what_a_step_loses_goes_with_all_that_belongs_to_it() -> None:
     works = [Work(row, 0, [1], "none" if row == 2 else "last") for row in (1, 2, 3)]
     draws = [Draw(Sampling(seed=row), 1) for row in (1, 3)]
-    flight = Flight(Step([], 3, 0, 0, []), 0.0, works, draws, [Export(2, 0, 1)])
+    flight = StepUnderWay(Step([], 3, 0, 0, []), 0.0, works, draws, [Export(2, 0, 1)])
     assert flight.lost(WorkerLost([2, 9], "gone")) == {2, 9}
     assert flight.lost(WorkerLost([9], "gone")) == flight.lost(RuntimeError()) | {9} == {1, 2, 3, 9}
     flight.without({1})
@@ -186,7 +186,7 @@ def test_there_are_no_more_lanes_than_the_longest_request_leaves() -> None:
 
 def test_an_engine_that_stops_refuses_from_then_on() -> None:
     """Nothing that is asked is left without an answer, whenever it is asked."""
-    from potluck.engine.driver import Driver, Stopped
+    from potluck.engine.loop.driver import Driver, Stopped
 
     driver = Driver(desk("full").loop)
     driver.start()

@@ -8,10 +8,10 @@ import pytest
 from loop_kit import KINDS, VOCAB, carry, desk, prompt
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.engine.executor import Draw, WorkerLost
-from potluck.engine.requests import Job
-from potluck.engine.runner import Work
-from potluck.engine.sample import Sampling
+from potluck.engine.compute.executor import Draw, WorkerLost
+from potluck.engine.compute.runner import Work
+from potluck.engine.compute.sample import Sampling
+from potluck.engine.loop.requests import Job
 
 LENGTH, OUTPUT = 150, 12
 

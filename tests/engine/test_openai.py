@@ -10,9 +10,9 @@ from engine_models import prompt
 from face_kit import NAME, Client, face, letters, make_service, played, spell
 from loop_kit import desk
 
+from potluck.api.tokens import Text, plain_chat
 from potluck.core.errors import InputError
-from potluck.engine.sample import Sampling
-from potluck.engine.tokens import Text, plain_chat
+from potluck.engine.compute.sample import Sampling
 
 TEXT = spell(prompt(40))
 OUTPUT = 12

@@ -16,17 +16,17 @@ from pipeline_workers import HYBRID, PLAIN, PROMPTS, SECRET, SEED, SIZE, generat
 
 from potluck.catalog import models, nodes
 from potluck.cli.emulate import emulation, executor_maker
+from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
-from potluck.core.facts import BLOCK_TOKENS
-from potluck.core.plan import Confidence
-from potluck.engine.checkpoint import Seeded
-from potluck.engine.executor import Executor, Export, LocalExecutor
-from potluck.engine.handover import Parcel
-from potluck.engine.paced import KvPace, Paced, Pacer, card_of, emulated_blocks, steps_of
+from potluck.core.values.plan import Confidence
+from potluck.engine.compute.executor import Executor, Export, LocalExecutor
+from potluck.engine.compute.paced import KvPace, Paced, Pacer, card_of, emulated_blocks, steps_of
+from potluck.engine.compute.runner import Work
+from potluck.engine.memory.handover import Parcel
+from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.runner import Work
 from potluck.engine.serve import Settings, service_of
-from potluck.kv.codec_parcels import packed
+from potluck.kv.codec.parcels import packed
 from potluck.perf.memory import kv_bytes
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, steps

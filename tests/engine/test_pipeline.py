@@ -24,14 +24,14 @@ from pipeline_workers import (
 )
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.engine.executor import Draw, Executor, Export, LocalExecutor
-from potluck.engine.handover import Manifest, Parcel, token_hash
+from potluck.engine.compute.executor import Draw, Executor, Export, LocalExecutor
+from potluck.engine.compute.runner import Work
+from potluck.engine.compute.sample import Choice, Sampling
+from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import launch, parse_stages
-from potluck.engine.pipeline.run import Run
+from potluck.engine.pipeline.under_way import PipelineStep
 from potluck.engine.pipeline.wire import LinkError
-from potluck.engine.runner import Work
-from potluck.engine.sample import Choice, Sampling
 
 TOKENS = PROMPTS[2]
 
@@ -182,7 +182,7 @@ def test_steps_under_way_at_once_do_not_disturb_each_other(
     for row in (each for group in rows for each in group):
         shared.grow(row, 150)
 
-    def begin(group: int) -> Run:
+    def begin(group: int) -> PipelineStep:
         held = [shared.held(row) for row in rows[group]]
         works = [Work(r, h, t[h:]) for r, h, t in zip(rows[group], held, tokens[group], strict=True)]
         return shared.submit(works, [Draw(Sampling(), len(each)) for each in tokens[group]])

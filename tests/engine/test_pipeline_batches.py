@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.engine.compute.step import Work
 from potluck.engine.pipeline.batches import LEAST_TOKENS, cut
 from potluck.engine.pipeline.launch import lanes_of, parse_stages
-from potluck.engine.step import Work
 
 SIZES = st.lists(st.one_of(st.just(1), st.integers(1, 600)), min_size=1, max_size=24)
 

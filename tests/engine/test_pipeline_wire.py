@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, PotluckError
+from potluck.engine.compute.sample import Sampling
 from potluck.engine.pipeline import wire
 from potluck.engine.pipeline.inputs import Arrived, Inputs
 from potluck.engine.pipeline.messages import (
@@ -26,7 +27,6 @@ from potluck.engine.pipeline.messages import (
     to_bytes,
 )
 from potluck.engine.pipeline.wire import HEADER, MAGIC, Connection, LinkError, connect, welcome
-from potluck.engine.sample import Sampling
 
 SECRET = b"0123456789abcdef"
 Pair = tuple[Connection, Connection, socket.socket]

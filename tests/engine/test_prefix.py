@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from engine_models import KINDS, opened, prompt, run, runner
 
-from potluck.core.block_layout import pool_layout
-from potluck.engine.handover import Parcel, pack
-from potluck.engine.prefix import PrefixCache
-from potluck.engine.runner import Runner
-from potluck.kv.disk import DiskTier
+from potluck.core.replica.block_layout import pool_layout
+from potluck.engine.compute.runner import Runner
+from potluck.engine.memory.handover import Parcel, pack
+from potluck.engine.memory.prefix import PrefixCache
+from potluck.kv.store.disk import DiskTier
 
 
 def computed(engine: Runner, tokens: list[int]) -> int:

@@ -17,10 +17,10 @@ from test_paced import FakeTime
 from potluck.catalog import models, nodes
 from potluck.cli.main import run
 from potluck.core.errors import CapacityError, InputError
+from potluck.engine.compute.paced import Paced
 from potluck.engine.face.app import build
-from potluck.engine.measure import Bounds, Grid, LocalBench, grid
-from potluck.engine.measure_http import HttpBench
-from potluck.engine.paced import Paced
+from potluck.engine.measure.http import HttpBench
+from potluck.engine.measure.local import Bounds, Grid, LocalBench, grid
 from potluck.engine.serve import Settings, service_of
 from potluck.perf.profile import ProfilePoint, ProfileTimer, profile_from_json
 from potluck.perf.roofline import roofline

@@ -9,11 +9,11 @@ import torch
 from engine_models import KINDS, LATENT, LINEAR, SIGMOID_MOE, VOCAB, opened, prompt, run, runner, same, stack
 
 from potluck.core.errors import PotluckError
-from potluck.core.model import DenseFfn, FullAttention
-from potluck.engine.checkpoint import Files, Seeded, save
-from potluck.engine.config import Config, read_config
-from potluck.engine.reference import Fresh, Reference
-from potluck.engine.runner import Runner, Size, Work
+from potluck.core.values.model import DenseFfn, FullAttention
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.model.checkpoint import Files, Seeded, save
+from potluck.engine.model.config import Config, read_config
+from potluck.engine.model.reference import Fresh, Reference
 
 TOKENS = prompt(90, seed=5)
 

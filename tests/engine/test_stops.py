@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.api.stops import StopScanner
 from potluck.core.errors import InputError
-from potluck.engine.stops import StopScanner
 
 WORDS = st.text("ab", max_size=12)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.engine.tables import Group, Tables
+from potluck.engine.memory.tables import Group, Tables
 
 ROWS, BLOCKS, WINDOW, WINDOW_BLOCKS, MOST = 5, 40, 37, 22, 400
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from potluck.kv import shm
+from potluck.kv.link import shm
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from potluck.kv import shm
-from potluck.kv.codec_layout import sizes
+from potluck.kv.codec.layout import sizes
 from potluck.kv.handles import bound_to, new_handle
-from potluck.kv.links import LinkLimits, Links
+from potluck.kv.link import shm
+from potluck.kv.link.links import LinkLimits, Links
 from potluck.kv.parcels import Manifest, Parcel
-from potluck.kv.receiver import Fetched, Wanted, fetch
-from potluck.kv.sender import Outbox
-from potluck.kv.shipment import Shipment
-from potluck.kv.stream import OutboxLimits
+from potluck.kv.receive.fetch import Fetched, Wanted, fetch
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.shipment import Shipment
+from potluck.kv.send.stream import OutboxLimits
 
 FINGERPRINT, TOKENS_HASH, REQUEST = "0123456789abcdef" * 2, "5a" * 32, "r-1"
 ABOUT = Manifest(FINGERPRINT, 0, 33, TOKENS_HASH)

@@ -7,13 +7,13 @@ from math import prod
 import numpy as np
 import pytest
 
-from potluck.kv.codec_layout import sizes
-from potluck.kv.codec_reference import decode_reference, encode_reference, from_floats
+from potluck.kv.codec.layout import sizes
+from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats
 
 torch = pytest.importorskip("torch", reason="needs torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
-gpu = pytest.importorskip("potluck.kv.kernels.gpu", reason="needs Triton")
+gpu = pytest.importorskip("potluck.kv.codec.kernels.gpu", reason="needs Triton")
 
 CASES = [
     ("kv", (130, 2, 2, 64)),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.codec import Codec, Part, sizes
-from potluck.kv.codec_parcels import packed, restored
-from potluck.kv.codec_reference import decode_reference, encode_reference, from_floats
+from potluck.kv.codec.convert import Codec, Part, sizes
+from potluck.kv.codec.parcels import packed, restored
+from potluck.kv.codec.reference import decode_reference, encode_reference, from_floats
 from potluck.kv.parcels import Parcel
 
 SHAPES: dict[Part, tuple[int, ...]] = {

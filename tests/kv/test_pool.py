@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from potluck.core.blocks import Checkpoint, block_hashes
 from potluck.core.errors import InputError
-from potluck.kv.disk import HEADER, DiskTier
-from potluck.kv.pool import PrefixPool
+from potluck.core.replica.blocks import Checkpoint, block_hashes
+from potluck.kv.store.disk import HEADER, DiskTier
+from potluck.kv.store.pool import PrefixPool
 
 SIZE, BYTES = 4, 32
 PROMPTS = st.builds(

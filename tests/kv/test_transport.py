@@ -23,10 +23,10 @@ from kv_kit import (
 
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.kv.handles import new_handle
-from potluck.kv.links import Links
+from potluck.kv.link.links import Links
 from potluck.kv.parcels import Manifest, Parcel, TransferError
-from potluck.kv.receiver import Fetching, Wanted, fetch
-from potluck.kv.sender import Outbox
+from potluck.kv.receive.fetch import Fetching, Wanted, fetch
+from potluck.kv.send.outbox import Outbox
 
 
 @pytest.mark.parametrize("degree", [1, 2, 5])

@@ -21,7 +21,7 @@ from kv_kit import (
 
 from potluck.core.errors import PotluckError
 from potluck.kv.parcels import TransferError
-from potluck.kv.wire import PREFIX, Ack, Chunk, End, Hello, Opening, frame, label_of
+from potluck.kv.wire.frames import PREFIX, Ack, Chunk, End, Hello, Opening, frame, label_of
 
 PARCELS = made(5, 8)
 RIGHT = {parcel.layer: plain(parcel) for parcel in PARCELS}

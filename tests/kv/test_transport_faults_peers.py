@@ -25,12 +25,12 @@ from kv_kit import (
 )
 
 from potluck.core.errors import PotluckError
-from potluck.kv.check import sums
 from potluck.kv.handles import bound_to, new_handle, new_session
-from potluck.kv.links import Links
+from potluck.kv.link.links import Links
 from potluck.kv.parcels import TransferError
-from potluck.kv.receiver import Wanted, fetch
-from potluck.kv.wire import (
+from potluck.kv.receive.fetch import Wanted, fetch
+from potluck.kv.wire.check import sums
+from potluck.kv.wire.frames import (
     Ack,
     Beat,
     Chunk,

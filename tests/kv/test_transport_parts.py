@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from kv_kit import BOUND, made, plain
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.assembly import Assembly
-from potluck.kv.check import sums
 from potluck.kv.handles import Handles, bound_to, checked_handle, new_handle, new_session
-from potluck.kv.link import TcpInfo, parse, report
-from potluck.kv.load import Load, pack
+from potluck.kv.link.report import TcpInfo, parse, report
 from potluck.kv.parcels import Parcel
-from potluck.kv.wire import Ack, Chunk, End, FrameReader, Label, Problem, frame
+from potluck.kv.receive.assembly import Assembly
+from potluck.kv.send.load import Load, pack
+from potluck.kv.wire.check import sums
+from potluck.kv.wire.frames import Ack, Chunk, End, FrameReader, Label, Problem, frame
 
 
 class Receiver:
@@ -36,9 +36,9 @@ class Receiver:
     def _give(self, buffer: memoryview) -> None:
         self.out_bytes -= len(buffer)
 
-    def take(self, chunk: Chunk, data: bytes, lane: int) -> list[int]:
+    def take(self, chunk: Chunk, data: bytes, strand: int) -> list[int]:
         """A chunk arrives; which parcels are complete."""
-        place = self.assembly.place(chunk, lane)
+        place = self.assembly.place(chunk, strand)
         if place is None:
             return []
         place[:] = data
@@ -66,11 +66,11 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
     window = largest + draw.randrange(20000)
     load, receiver = Load(chunk_bytes), Receiver(window, chunk_bytes)
     load.open(window)
-    lanes, keys = list(range(degree)), degree
-    for lane in lanes:
-        load.join(lane, 4)
-    wire: dict[int, list[tuple[Chunk, bytes]]] = {lane: [] for lane in lanes}
-    taken = dict.fromkeys(lanes, 0)
+    strands, keys = list(range(degree)), degree
+    for strand in strands:
+        load.join(strand, 4)
+    wire: dict[int, list[tuple[Chunk, bytes]]] = {strand: [] for strand in strands}
+    taken = dict.fromkeys(strands, 0)
     full: list[int] = []
     to_put = list(parcels)
     for step in range(200_000):
@@ -80,33 +80,33 @@ def test_whatever_is_lost_on_the_way_everything_comes_once_and_whole(
             load.put(pack(to_put.pop(0), chunk_bytes))
             if not to_put:
                 load.finish()
-        lane = draw.choice(lanes)
-        todo = load.next(lane)
+        strand = draw.choice(strands)
+        todo = load.next(strand)
         if isinstance(todo, End):
             receiver.assembly.ended(todo)
         elif todo is not None:
             assert not isinstance(todo, Problem)
             ((message, data),) = FrameReader().feed(frame(todo[0]) + bytes(todo[1]))
             assert isinstance(message, Chunk)
-            wire[lane].append((message, data))
+            wire[strand].append((message, data))
         if draw.random() < loss and step % 7 == 0:
-            load.lost(lane)  # What is on it is gone, or has come and nobody said so.
-            for chunk, data in wire.pop(lane)[: draw.randrange(3)]:
-                full += receiver.take(chunk, data, lane)
-            lanes.remove(lane)
-            lanes.append(keys)
+            load.lost(strand)  # What is on it is gone, or has come and nobody said so.
+            for chunk, data in wire.pop(strand)[: draw.randrange(3)]:
+                full += receiver.take(chunk, data, strand)
+            strands.remove(strand)
+            strands.append(keys)
             load.join(keys, 4)
             wire[keys], taken[keys] = [], 0
             keys += 1
-        elif wire[lane] and draw.random() < 0.7:
-            full += receiver.take(*wire[lane].pop(0), lane)
-            taken[lane] += 1
-            load.ack(lane, Ack(taken[lane], receiver.assembly.released_bytes))
+        elif wire[strand] and draw.random() < 0.7:
+            full += receiver.take(*wire[strand].pop(0), strand)
+            taken[strand] += 1
+            load.ack(strand, Ack(taken[strand], receiver.assembly.released_bytes))
         if full and draw.random() < 0.5:
             receiver.assembly.release(full.pop())
             load.ack(
-                lane, Ack(taken.get(lane, 0), receiver.assembly.released_bytes)
-            ) if lane in lanes else None
+                strand, Ack(taken.get(strand, 0), receiver.assembly.released_bytes)
+            ) if strand in strands else None
     assert receiver.assembly.complete
     assert receiver.got == {parcel.layer: plain(parcel) for parcel in parcels}
     assert receiver.most_bytes <= window
@@ -214,8 +214,8 @@ def test_a_parcel_larger_than_the_window_goes_alone() -> None:
 
 def test_a_failed_load_tells_every_connection() -> None:
     load = Load(64)
-    for lane in (0, 1):
-        load.join(lane, 4)
+    for strand in (0, 1):
+        load.join(strand, 4)
     load.put(pack(made()[0], 64))
     load.fail("no more")
     assert load.held_bytes == 0

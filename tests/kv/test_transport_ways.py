@@ -11,14 +11,14 @@ import pytest
 from kv_kit import ABOUT, BOUND, FINGERPRINT, REQUEST, SMALL, SMALL_LINKS, TOKENS_HASH, made, plain
 
 from potluck.core.errors import InputError
-from potluck.kv import shm
 from potluck.kv.handles import new_handle
-from potluck.kv.links import Links
+from potluck.kv.link import shm
+from potluck.kv.link.links import Links
+from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.parcels import TransferError
-from potluck.kv.receiver import Wanted, fetch
-from potluck.kv.sender import Outbox
-from potluck.kv.tls import client_context, server_context
-from potluck.kv.wire import Shared
+from potluck.kv.receive.fetch import Wanted, fetch
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.wire.frames import Shared
 
 # Shared memory.
 

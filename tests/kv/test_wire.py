@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kv_kit import ABOUT, BOUND
 
 from potluck.core.errors import FormatError
-from potluck.kv import check, wire
-from potluck.kv.codec_layout import CODEC_IDS, sizes
+from potluck.kv.codec.layout import CODEC_IDS, sizes
 from potluck.kv.handles import new_handle
-from potluck.kv.wire import (
+from potluck.kv.wire import check
+from potluck.kv.wire import frames as wire
+from potluck.kv.wire.frames import (
     Ack,
     Beat,
     Chunk,

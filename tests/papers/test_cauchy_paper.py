@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from potluck.core.policy import Policy
+from potluck.core.brain.policy import Policy
 from potluck.papers import cauchy
 from potluck.papers.cauchy import LOADS, Effort, goodput_per_s, latencies, table3_policy, table3_problem
 from potluck.papers.cauchy_rows import TABLE3, Measured, Pair, rows

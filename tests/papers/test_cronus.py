@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.actions import Run
-from potluck.core.events import Arrived, Finished, FirstToken, ReplicaReady
-from potluck.core.facts import Facts
-from potluck.core.policy import Policy
-from potluck.core.types import Request
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Arrived, Finished, FirstToken, ReplicaReady
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
+from potluck.core.values.types import Request
 from potluck.papers import cronus
 from potluck.papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
 from potluck.papers.cronus_dispatch import COMPUTING, QueueLimited

@@ -13,7 +13,7 @@ from potluck.cli.accuracy_report import report
 from potluck.perf.calibration import bundled, chip_of, curves_for
 from potluck.perf.study.accuracy import OPERATORS, expected_errors, kinds_of
 from potluck.perf.study.calibrate import fit_operator, fit_residuals, keys_of
-from potluck.perf.study.measured import Rows, read_all
+from potluck.perf.study.measured import Measurements, read_all
 from potluck.perf.study.scores import stored_scores
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_a_fit_without_a_gpu_never_sees_its_rows() -> None:
 
 
 def test_known_figures_are_found_again() -> None:
-    """Rows made with known shares give those shares back, and the residual surface finds nothing to do."""
+    """Measurements made with known shares give those shares back, and the residual surface finds nothing to do."""
     rng = np.random.default_rng(3)
     size = 400
     columns = {
@@ -85,7 +85,7 @@ def test_known_figures_are_found_again() -> None:
     truth = GemmCurve(0.62, 0.81, 2.5e-6, (0.93, 0.95, 0.97, 1.0), 90.0, 2.4)
     seconds = gemm_s(columns["m"], columns["n"], columns["k"], chips["L4"], truth)
     names = np.full(size, "L4"), np.full(size, "made up"), np.full(size, "")
-    rows = Rows("gemm", *names, columns, seconds, np.zeros(size), columns["m"])
+    rows = Measurements("gemm", *names, columns, seconds, np.zeros(size), columns["m"])
     fit = fit_operator(rows, chips)
     compute, bandwidth, _ = np.exp(fit.scales["L4", "made up"])
     assert compute == pytest.approx(0.62, rel=0.05)

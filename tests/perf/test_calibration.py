@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.catalog import gpus
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import FormatError
-from potluck.core.types import Gpu
+from potluck.core.values.types import Gpu
 from potluck.perf.calibration import (
     CALIBRATION_VERSION,
     FORMAT,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError
-from potluck.core.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
 from potluck.perf.capacity import StageMemory, max_requests, require_fit, stage_memory
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes, weight_bytes
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.model import DenseFfn, FullAttention, Layer, LinearAttention, Model, MoeFfn
-from potluck.core.types import Gpu
+from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model, MoeFfn
+from potluck.core.values.types import Gpu
 from potluck.perf.cauchy import (
     CauchyModel,
     CauchyTimer,

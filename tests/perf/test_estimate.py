@@ -6,7 +6,7 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.types import Role, Slo
+from potluck.core.values.types import Role, Slo
 from potluck.perf.estimate import Estimate, estimate
 from potluck.perf.memory import kv_bytes, weight_bytes
 from potluck.perf.phases import decode_step_s, prefill_s

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.catalog import models
-from potluck.core.model import DenseFfn, FullAttention, LatentAttention, Layer, LinearAttention, Model, MoeFfn
+from potluck.core.values.model import (
+    DenseFfn,
+    FullAttention,
+    LatentAttention,
+    Layer,
+    LinearAttention,
+    Model,
+    MoeFfn,
+)
 from potluck.perf.arithmetic import StepSums, step_sums
 from potluck.perf.cauchy import CauchyModel
 from potluck.perf.layers import Gemm, LinearWork, SoftmaxWork, head_gemm, layer_work, layer_works

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models
 from potluck.core.errors import InputError
-from potluck.core.model import FullAttention, LinearAttention
+from potluck.core.values.model import FullAttention, LinearAttention
 from potluck.perf import memory
 
 MIB = 2**20

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
-from potluck.core.layout import Layout, Stage, StageNode, single
-from potluck.core.types import NodeType
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.types import NodeType
 from potluck.perf.capacity import max_requests, stage_memory
 from potluck.perf.network import handover_s
 from potluck.perf.pipeline import layout_requests, pipeline, stage_layers

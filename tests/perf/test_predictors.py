@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.types import Gpu
+from potluck.core.values.types import Gpu
 from potluck.perf.cauchy import CauchyModel, CauchyTimer
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, chunked_prefill_s
 from potluck.perf.step import steps

@@ -42,7 +42,7 @@ def test_beyond_the_grid_the_edge_holds(x: float, y: float) -> None:
 
 
 def test_no_feature_at_all_is_the_low_edge() -> None:
-    """Rows of a batch without chunks or decodes ask for feature 0; their time is 0 whatever the factor."""
+    """Measurements of a batch without chunks or decodes ask for feature 0; their time is 0 whatever the factor."""
     assert SURFACE.factor(0.0, 0.0) == pytest.approx(1.0)
 
 

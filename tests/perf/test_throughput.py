@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.plan import Confidence
-from potluck.core.types import Role, Slo
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import Role, Slo
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.step import Floats, Steps
 from potluck.perf.throughput import MAX_BATCH, Operating, best_operating

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.core.types import Link
+from potluck.core.values.types import Link
 from potluck.perf.transfer import (
     AlphaBeta,
     alpha_beta,

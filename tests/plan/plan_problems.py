@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from potluck.catalog import models, nodes
-from potluck.core.pool import Pool
-from potluck.core.types import LengthBin, Link, Offer, Region, Slo, Traffic
+from potluck.core.values.pool import Pool
+from potluck.core.values.types import LengthBin, Link, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Ask, Problem, ask
 
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from potluck.catalog import gpus, models, nodes
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.plan.search.pool import Pool, PoolNode, Workload, uniform_pool
 
 CONVERSATION, CODING = (1155, 211), (2000, 28)

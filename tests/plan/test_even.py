@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.plan import Deployment, Plan, Share
+from potluck.core.values.plan import Deployment, Plan, Share
 from potluck.plan.even import evened
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop

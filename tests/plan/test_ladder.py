@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.plan import Plan
-from potluck.core.types import Link, Slo
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Link, Slo
 from potluck.plan.explain import without_nodes
 from potluck.plan.ladder import best_answer, ladder, survivors
 from potluck.plan.problem import Problem

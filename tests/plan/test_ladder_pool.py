@@ -12,9 +12,9 @@ from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import catalog_node
 
 from potluck.core.errors import InputError
-from potluck.core.plan import Plan
-from potluck.core.pool import Pool
-from potluck.core.types import Slo
+from potluck.core.values.plan import Plan
+from potluck.core.values.pool import Pool
+from potluck.core.values.types import Slo
 from potluck.plan.explain import without_nodes
 from potluck.plan.ladder import Answer, best_answer, ladder
 from potluck.plan.problem import Problem

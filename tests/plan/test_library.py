@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.perf.calibration import bundled
 from potluck.plan import library
 from potluck.plan.library import cached_library, cached_stage_rates, library_key, pipeline_libraries

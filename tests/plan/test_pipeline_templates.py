@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.plan.multisets import multisets
 from potluck.plan.stage_rates import StageRates, stage_rates
 from potluck.plan.templates.pipeline import memory_limit, pipeline_library, solve

@@ -12,10 +12,10 @@ from plan_problems import a_problem, an_ask, pool_problem
 from search_pools import catalog_node, random_pool
 
 from potluck.core.errors import InputError
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Deployment, Replica, plan_from_json, plan_to_json
-from potluck.core.pool import Pool, PoolNode, uniform_pool
-from potluck.core.types import Codec, Slo
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Deployment, Replica, plan_from_json, plan_to_json
+from potluck.core.values.pool import Pool, PoolNode, uniform_pool
+from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
 from potluck.plan.columns import columns, plan_of
 from potluck.plan.machines import machine_of, named, region_pool

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask, demands_of, prefill_work
 
 LLAMA = models.model("Llama-3.1-8B")

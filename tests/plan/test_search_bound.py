@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search_pools import catalog_node, random_pool, workload
 
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, ModelColumns
 from potluck.plan.allocate.solve import solve
 from potluck.plan.search import bound_program

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from search_pools import paper_pool, random_pool, workload
 
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.plan.search import deduce
 from potluck.plan.search.costs import Peak
 from potluck.plan.search.deduce import deducer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from search_pools import CLOUD, CODING, CONVERSATION, catalog_node, paper_node, paper_pool, workload
 
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.perf.step import steps
 from potluck.plan.search.costs import Calibrated, Peak, Timing
 from potluck.plan.search.pool import uniform_pool

@@ -9,7 +9,7 @@ from search_pools import CODING, catalog_node, paper_pool, workload
 
 from potluck.catalog import models
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.types import LengthBin, Slo, Traffic
+from potluck.core.values.types import LengthBin, Slo, Traffic
 from potluck.plan.problem import Ask, ask
 from potluck.plan.search.costs import Calibrated, Peak
 from potluck.plan.search.groups import joined

@@ -10,7 +10,7 @@ import pytest
 from search_pools import catalog_node, paper_pool, random_pool, workload
 
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.plan.problem import ask
 from potluck.plan.search.bound import exact_bound
 from potluck.plan.search.costs import Calibrated, Peak
@@ -147,7 +147,7 @@ def test_bad_pools_are_one_clear_line() -> None:
 
 def test_a_demand_becomes_a_workload_of_the_same_tokens() -> None:
     from potluck.catalog import models
-    from potluck.core.types import LengthBin, Traffic
+    from potluck.core.values.types import LengthBin, Traffic
 
     model = models.model("Llama-3.1-8B")
     traffic = Traffic("chat", 5.0, (LengthBin(300, 250, 0.5), LengthBin(2000, 100, 0.5)))

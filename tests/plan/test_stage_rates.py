@@ -9,8 +9,8 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.core.model import FullAttention, Model
-from potluck.core.types import NodeType, Slo
+from potluck.core.values.model import FullAttention, Model
+from potluck.core.values.types import NodeType, Slo
 from potluck.perf.capacity import max_requests, stage_memory
 from potluck.perf.network import handover_s
 from potluck.perf.phases import decode_step_s

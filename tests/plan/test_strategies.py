@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.plan import Deployment, plan_from_json, plan_to_json
-from potluck.core.types import Link, Slo
+from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
+from potluck.core.values.types import Link, Slo
 from potluck.plan.explain import explain, without_nodes
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Template
-from potluck.core.types import Slo
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Template
+from potluck.core.values.types import Slo
 from potluck.perf.phases import prefill_s
 from potluck.plan.rates import layout_timer, replica_capacity, wait_factor
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s

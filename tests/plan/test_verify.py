@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from plan_problems import a_problem, an_ask
 
-from potluck.core.plan import Deployment, Plan, Share
-from potluck.core.types import Link
+from potluck.core.values.plan import Deployment, Plan, Share
+from potluck.core.values.types import Link
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.verify import verify
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from potluck.catalog import models, nodes
-from potluck.core.policy import Policy
-from potluck.core.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.core.brain.policy import Policy
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.evidence import Trial

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
-from potluck.core.plan import Plan
+from potluck.core.values.plan import Plan
 from potluck.plan.even import evened
 from potluck.plan.strategies import Workshop
 from potluck.plan.verify import verify

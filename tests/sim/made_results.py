@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.sim.results.records import (
     ANSWERED,
     REFUSED,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED, Limits
-from potluck.core.events import Status
+from potluck.core.brain.events import Status
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED, Limits
 from potluck.sim.replicas.replica import Replica
 from potluck.sim.replicas.rounds import Table
 

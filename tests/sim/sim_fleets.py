@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from potluck.catalog import models, nodes
-from potluck.core.layout import single
-from potluck.core.plan import (
+from potluck.core.values.layout import single
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Deployment,
@@ -21,7 +21,7 @@ from potluck.core.plan import (
     Template,
     TemplateKind,
 )
-from potluck.core.types import Codec, Link, Offer, Region, Role, Slo
+from potluck.core.values.types import Codec, Link, Offer, Region, Role, Slo
 from potluck.sim.load.workload import Blocks, Workload, workload
 from potluck.sim.setup import SimProblem
 

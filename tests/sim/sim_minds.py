@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 from sim_fleets import MODEL
 
-from potluck.core.actions import Action, Run, Start
-from potluck.core.brain import Brain
-from potluck.core.events import Arrived, Event, Planned, Tick
-from potluck.core.facts import Facts
-from potluck.core.member import Member
-from potluck.core.policy import Policy
+from potluck.core.brain.actions import Action, Run, Start
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Arrived, Event, Planned, Tick
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
+from potluck.core.values.member import Member
 from potluck.sim.load.workload import Blocks, Workload, workload
 from potluck.sim.results.records import SimResult
 

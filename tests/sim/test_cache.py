@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.block_values import Changes
+from potluck.core.replica.block_values import Changes
 from potluck.sim.replicas.cache import PrefixCache
 
 CHAINS = [tuple(range(10 * group, 10 * group + length)) for group in range(4) for length in (1, 2, 4, 7)]

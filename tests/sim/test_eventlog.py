@@ -8,12 +8,12 @@ import pytest
 from sim_fleets import SLOW, closed_plan, combo, load, mixed, problem
 from sim_minds import Around
 
-from potluck.core.actions import Action, Replan, Run
-from potluck.core.brain import Brain
+from potluck.core.brain.actions import Action, Replan, Run
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Arrived, Event, Planned, Tick
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
 from potluck.core.errors import FormatError
-from potluck.core.events import Arrived, Event, Planned, Tick
-from potluck.core.facts import Facts
-from potluck.core.policy import Policy
 from potluck.sim.results import eventlog
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Faults, Rates

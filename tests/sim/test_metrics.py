@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_results import MODELS, SLOS, made_result
 
 from potluck.core.errors import FormatError
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.sim.results.metrics import Summary, cost_between, gap_spread, judge, merge_gaps, summarise
 from potluck.sim.results.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, SimResult
 

@@ -14,8 +14,8 @@ from math import factorial, inf
 import numpy as np
 import pytest
 
-from potluck.core.batch import FINISHED, Limits
-from potluck.core.plan import Confidence
+from potluck.core.replica.batch import FINISHED, Limits
+from potluck.core.values.plan import Confidence
 from potluck.perf.step import Floats, Steps
 from potluck.sim.replicas.replica import Replica
 from potluck.sim.replicas.rounds import step_table

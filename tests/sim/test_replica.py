@@ -11,10 +11,10 @@ import pytest
 from replica_scenarios import live, touches
 
 from potluck.catalog import models, nodes
-from potluck.core.batch import FINISHED, FIRST, PREEMPTED, Limits
 from potluck.core.errors import InputError
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Confidence
+from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, Limits
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Confidence
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.pipeline import pipeline
 from potluck.perf.roofline import roofline

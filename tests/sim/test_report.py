@@ -28,7 +28,7 @@ from potluck.sim.results.report.plots import (
     stairs,
     time_ticks,
 )
-from potluck.sim.results.series import BINS, ROWS, curve, lanes, series
+from potluck.sim.results.series import BINS, ROWS, bands, curve, series
 
 VOID = {"meta", "br", "path", "rect"}
 
@@ -113,7 +113,7 @@ def test_it_stays_small_however_large_the_run(requests: int, replicas: int) -> N
     text = report(made_result(requests, replicas))
     assert len(text.encode()) < 1_000_000
     over_time = series(made_result(1000, replicas))
-    assert len(over_time.lanes) <= ROWS
+    assert len(over_time.bands) <= ROWS
     assert over_time.utilisation is not None
     assert len(over_time.utilisation.cells) <= ROWS + 4
 
@@ -202,10 +202,10 @@ def test_utilisation_between_samples_adds_up_to_the_busy_time() -> None:
 
 
 def test_lanes_follow_a_replicas_life() -> None:
-    life = lanes([made_replica(4, 100.0)], 100.0)[0]
+    life = bands([made_replica(4, 100.0)], 100.0)[0]
     assert life.spans == ((0.0, 2.0, "starting", "decode"), (2.0, 60.0, "ready", "decode"))
     assert life.lost_s == 60.0
-    flipped = lanes([made_replica(6, 100.0)], 100.0)[0]
+    flipped = bands([made_replica(6, 100.0)], 100.0)[0]
     assert [span[2:] for span in flipped.spans] == [
         ("starting", "prefill"),
         ("ready", "prefill"),
@@ -214,7 +214,7 @@ def test_lanes_follow_a_replicas_life() -> None:
     ]
     assert flipped.spans[-1][1] == 75.0
     many = [made_replica(index, 100.0) for index in range(200)]
-    shown = {lane.label for lane in lanes(many, 100.0, 40)}
+    shown = {band.label for band in bands(many, 100.0, 40)}
     assert len(shown) == 40
     most = sorted(many, key=lambda one: -len(one.changes))[:10]
     assert {one.id for one in most} <= shown

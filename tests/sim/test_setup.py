@@ -21,8 +21,8 @@ from sim_fleets import (
 
 from potluck.catalog import models
 from potluck.core.errors import CapacityError, UnknownNameError
-from potluck.core.layout import Layout, Stage, StageNode, single
-from potluck.core.plan import NodeCount, Replica, Template
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import layout_requests

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Confidence
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Confidence
 from potluck.perf.pipeline import PipelineTimer, pipeline
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, StepTimer, steps

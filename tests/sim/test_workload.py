@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.lengths import (
+from potluck.core.values.lengths import (
     Binned,
     Fixed,
     Independent,
@@ -21,7 +21,7 @@ from potluck.core.lengths import (
     lognormal_from_mean,
     lognormal_from_quantiles,
 )
-from potluck.core.types import LengthBin, Traffic
+from potluck.core.values.types import LengthBin, Traffic
 from potluck.sim.load import arrivals
 from potluck.sim.load.lengths import draw, draw_law, draw_pairs
 from potluck.sim.load.workload import (

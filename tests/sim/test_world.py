@@ -24,8 +24,8 @@ from sim_fleets import (
 )
 from sim_minds import Around, Fixed, requests, ttft
 
-from potluck.core.actions import Action, Drain, Move, Replan, Stop
-from potluck.core.events import (
+from potluck.core.brain.actions import Action, Drain, Move, Replan, Stop
+from potluck.core.brain.events import (
     Cached,
     Drained,
     Event,
@@ -34,10 +34,10 @@ from potluck.core.events import (
     Reported,
     Tick,
 )
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
-from potluck.core.route import aggregated, handed_over
-from potluck.core.types import Codec
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.core.values.route import aggregated, handed_over
+from potluck.core.values.types import Codec
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import roofline

@@ -22,11 +22,11 @@ from sim_fleets import (
     problem,
 )
 
-from potluck.core.actions import Action
-from potluck.core.brain import Brain
-from potluck.core.events import Event
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.actions import Action
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Event
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan
 from potluck.sim.load.workload import Workload
 from potluck.sim.results import eventlog
 from potluck.sim.results.records import ANSWERED, OPEN, REFUSED

@@ -8,11 +8,11 @@ import pytest
 from sim_fleets import closed_plan, decode_only, flow_plan, load, mixed, prefill_only, problem
 from sim_minds import Fixed, requests, ttft
 
-from potluck.core.actions import Action, Run
+from potluck.core.brain.actions import Action, Run
+from potluck.core.brain.events import Arrived, Event, Failed
+from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
-from potluck.core.events import Arrived, Event, Failed
-from potluck.core.policy import Policy
-from potluck.core.route import aggregated, handed_over
+from potluck.core.values.route import aggregated, handed_over
 from potluck.sim.links.handover import STUCK_S
 from potluck.sim.results.records import ANSWERED, REFUSED
 from potluck.sim.run import build, result_of, simulate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spec_texts import changed, good
 
 from potluck.core.errors import InputError
-from potluck.core.lengths import Z99
+from potluck.core.values.lengths import Z99
 from potluck.spec import lengths
 from potluck.spec.lengths import Group
 from potluck.spec.schema import LengthsIn

@@ -8,7 +8,7 @@ import pytest
 from spec_texts import GOOD, changed, complaint, good, problems
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.types import Link
+from potluck.core.values.types import Link
 from potluck.spec.load import MAX_PROBLEMS, known_keys, load_spec
 from potluck.spec.problems import SHOWN, SpecError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from spec_texts import GOOD, complaint, good, problems
 
-from potluck.core.types import Link, Offer
+from potluck.core.values.types import Link, Offer
 from potluck.spec.load import load_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 from potluck.catalog.names import Names
 from potluck.catalog.sources import Facts, Figure, Source, entry_source, load_toml, source
 from potluck.core.errors import UnknownNameError
-from potluck.core.types import Gpu
+from potluck.core.values.types import Gpu
 
 RATES = (
     "fp16_tflops",

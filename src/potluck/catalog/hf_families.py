@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from potluck.catalog.hf_fields import MOST_LAYERS, Fields
-from potluck.core.model import (
+from potluck.core.values.model import (
     Attention,
     DenseFfn,
     Ffn,

@@ -7,7 +7,7 @@ from pathlib import Path
 from potluck.catalog.hf_families import FAMILIES
 from potluck.catalog.hf_fields import Fields, read_json
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.model import Model
+from potluck.core.values.model import Model
 
 DTYPE_BITS = {
     "float32": 32.0,

@@ -9,7 +9,7 @@ from typing import Any
 from potluck.catalog.names import Names
 from potluck.catalog.sources import Facts, Figure, entry_source, load_toml, source
 from potluck.core.errors import FormatError
-from potluck.core.model import (
+from potluck.core.values.model import (
     Attention,
     DenseFfn,
     Ffn,

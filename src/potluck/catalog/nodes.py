@@ -13,7 +13,7 @@ from typing import Any
 from potluck.catalog import gpus
 from potluck.catalog.sources import Facts, Figure, entry_source, load_toml
 from potluck.core.errors import InputError, UnknownNameError, did_you_mean
-from potluck.core.types import Interconnect, NodeType
+from potluck.core.values.types import Interconnect, NodeType
 
 LISTED_COUNTS = (1, 2, 4, 8)
 MOST_GPUS = 8

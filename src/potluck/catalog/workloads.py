@@ -9,7 +9,7 @@ from typing import Any
 
 from potluck.catalog.names import Names
 from potluck.catalog.sources import Facts, Figure, Source, entry_source, load_toml
-from potluck.core.lengths import Fixed, Independent, Law, LogNormal, Quantiles, lognormal_from_mean
+from potluck.core.values.lengths import Fixed, Independent, Law, LogNormal, Quantiles, lognormal_from_mean
 
 SIDES = ("input", "output")
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.plan import node_name
+from potluck.cli.problems import node_name
 from potluck.core.errors import InputError, UnknownNameError, did_you_mean
-from potluck.core.types import LengthBin
+from potluck.core.values.types import LengthBin
 
 if TYPE_CHECKING:
-    from potluck.core.plan import Plan
+    from potluck.core.values.plan import Plan
     from potluck.plan.problem import Problem
     from potluck.spec.values import ModelSpec, Spec
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from potluck.cli.render import bytes_, count, emit_json, percent, seconds, short, table, usd
-from potluck.core.model import Model
+from potluck.core.values.model import Model
 from potluck.spec.load import load_spec
 from potluck.spec.problems import SpecError
 from potluck.spec.values import ModelSpec, Spec

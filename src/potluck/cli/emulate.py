@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.core.errors import InputError
-from potluck.core.model import Model
-from potluck.core.types import NodeType
+from potluck.core.values.model import Model
+from potluck.core.values.types import NodeType
 
 if TYPE_CHECKING:
-    from potluck.engine.checkpoint import Source
-    from potluck.engine.config import Config
-    from potluck.engine.executor import Executor
-    from potluck.engine.paced import Paced
+    from potluck.engine.compute.executor import Executor
+    from potluck.engine.compute.paced import Paced
+    from potluck.engine.compute.runner import Size
+    from potluck.engine.model.checkpoint import Source
+    from potluck.engine.model.config import Config
     from potluck.engine.pipeline.launch import PipelineStage
     from potluck.engine.pipeline.messages import Emulated
-    from potluck.engine.runner import Size
     from potluck.engine.serve import MakeExecutor
 
 
@@ -38,7 +38,7 @@ class Emulation:
 
     def paced(self, executor: Executor) -> Paced:
         """An executor in this process that takes the node's time."""
-        from potluck.engine.paced import KvPace, Paced, card_of
+        from potluck.engine.compute.paced import KvPace, Paced, card_of
         from potluck.perf.roofline import roofline
 
         node = self._only
@@ -49,7 +49,7 @@ class Emulation:
 
     def blocks(self) -> int:
         """KV blocks that the node would have room for; of a pipeline's nodes the one with the fewest."""
-        from potluck.engine.paced import emulated_blocks
+        from potluck.engine.compute.paced import emulated_blocks
 
         many = self.model.layer_count
         if len(self.nodes) == 1:

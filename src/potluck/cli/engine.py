@@ -11,7 +11,7 @@ import click
 
 from potluck.cli.emulate import executor_maker
 from potluck.core.errors import InputError
-from potluck.core.model import Model
+from potluck.core.values.model import Model
 
 MB = 1_000_000
 KEY_VARIABLE = "POTLUCK_API_KEY"

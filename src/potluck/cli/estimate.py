@@ -10,10 +10,10 @@ import click
 
 from potluck.cli.render import bytes_, count, emit_json, percent, seconds, table, usd
 from potluck.core.errors import InputError
-from potluck.core.types import NodeType, Role, Slo
+from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
-    from potluck.core.model import Model
+    from potluck.core.values.model import Model
     from potluck.perf.estimate import Estimate
     from potluck.perf.profile import Profile
 

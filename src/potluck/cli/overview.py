@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.plan import read_spec
+from potluck.cli.problems import read_spec
 from potluck.cli.render import emit_json, seconds, table, usd
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +12,7 @@ import click
 
 from potluck.cli.estimate import profile_option, read_profiles
 from potluck.cli.plan_show import Compared, show_compared, show_plan, show_reasons
+from potluck.cli.problems import load_problem, read_spec
 from potluck.cli.progress import progress
 from potluck.cli.rehearse import rehearsal_json, rehearsal_options, rehearsed, show_rehearsal
 from potluck.cli.render import emit_json
@@ -20,15 +20,13 @@ from potluck.cli.search_trace import require_kind, show_search, write_trace
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from potluck.core.plan import Deployment
+    from potluck.core.values.plan import Deployment
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
-    from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
 _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
-_WHAT_IF = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<count>\d+)\Z")
 
 
 def _options(command: Command) -> Command:
@@ -104,7 +102,7 @@ def plan(
       potluck plan potluck.yaml --running plan.json --init-penalty 0.2
       potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
-    from potluck.core.plan import plan_from_json, plan_to_json
+    from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.explain import explain
     from potluck.plan.strategies import Settings, Workshop
     from potluck.plan.verify import verify
@@ -234,65 +232,14 @@ def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:
     return STRATEGIES[name]
 
 
-def read_spec(path: Path | None) -> Spec:
-    """The spec at a path, or the bundled example."""
-    from potluck.spec.load import load_spec, parse_spec
-
-    if path is not None:
-        return load_spec(path)
-    raw = resources.files("potluck.spec").joinpath("data/example.yaml").read_bytes()
-    return parse_spec(raw, file="example.yaml")
-
-
-def load_problem(
-    spec: Spec, headroom: float, budget: float | None, what_if: tuple[str, ...], init_penalty: float
-) -> Problem:
-    """The planning problem that a spec and the options pose."""
-    from potluck.plan.explain import without_nodes
-    from potluck.plan.problem import Problem, ask
-
-    if not 0 < headroom <= 1:
-        raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
-    asks = tuple(ask(m.name, m.model, m.slo, m.traffic) for m in spec.models)
-    limit = budget if budget is not None else spec.budget_usd_per_h
-    problem = Problem(
-        asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool
-    )
-    for text in what_if:
-        match = _WHAT_IF.match(text)
-        if match is None:
-            raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
-        region, node = match["region"], node_name(problem, match["node"], "what-if")
-        if region not in {each.name for each in problem.regions}:
-            raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
-        problem = without_nodes(problem, region, node, int(match["count"]))
-    return problem
-
-
 def _measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
     """With the step times in profiles, where they apply."""
     found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
     return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
 
 
-def node_name(problem: Problem, name: str, field: str) -> str:
-    """A node of the problem by any spelling the catalog knows."""
-    from potluck.catalog import nodes
-
-    known = {node.name for node in problem.nodes}
-    if name in known:
-        return name
-    try:
-        canonical = nodes.canonical(name)
-    except InputError:
-        canonical = name
-    if canonical not in known:
-        raise UnknownNameError(f"{field}: node", name, known)
-    return canonical
-
-
 def _pin(text: str) -> Deployment:
-    from potluck.core.plan import Deployment
+    from potluck.core.values.plan import Deployment
 
     match = _PIN.match(text)
     if match is None:

@@ -12,7 +12,7 @@ from potluck.cli.render import percent, seconds, table, usd
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from potluck.core.plan import Plan
+    from potluck.core.values.plan import Plan
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome

@@ -12,8 +12,8 @@ import click
 from potluck.cli.emulate import emulation
 from potluck.cli.progress import progress
 from potluck.cli.render import emit_json, percent, seconds, table
+from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
-from potluck.core.facts import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from potluck.perf.profile import Profile, ProfilePoint
@@ -104,11 +104,11 @@ def _local(options: Options) -> Profile:
     import torch
 
     from potluck.cli.engine import described
-    from potluck.engine.checkpoint import Files
-    from potluck.engine.config import read_config
-    from potluck.engine.executor import Executor, LocalExecutor
-    from potluck.engine.measure import LocalBench, grid
-    from potluck.engine.runner import Runner, Size
+    from potluck.engine.compute.executor import Executor, LocalExecutor
+    from potluck.engine.compute.runner import Runner, Size
+    from potluck.engine.measure.local import LocalBench, grid
+    from potluck.engine.model.checkpoint import Files
+    from potluck.engine.model.config import read_config
     from potluck.engine.serve import shipped_model
 
     directory = options.model or shipped_model()
@@ -140,8 +140,8 @@ def _remote(url: str, options: Options) -> Profile:
     from aiohttp import ClientSession
 
     from potluck.cli.engine import api_key
-    from potluck.engine.measure import grid
-    from potluck.engine.measure_http import HttpBench
+    from potluck.engine.measure.http import HttpBench
+    from potluck.engine.measure.local import grid
 
     if not url.startswith(("http://", "https://")):
         raise InputError("URL", f"{url!r} must begin with http:// or https://")

@@ -76,7 +76,7 @@ def rehearsed(
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return None
     from potluck.cli.simulation import Inputs, sim_problem
-    from potluck.core.policy import Policy
+    from potluck.core.brain.policy import Policy
     from potluck.rehearse.evidence import Trial
     from potluck.rehearse.loop import Rules, rehearse
     from potluck.sim.settings import Settings as Running

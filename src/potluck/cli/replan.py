@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.changes import Changes, changed_problem, changed_spec
-from potluck.cli.plan import load_problem, read_spec
 from potluck.cli.plan_show import show_groups
+from potluck.cli.problems import load_problem, read_spec
 from potluck.cli.progress import progress
 from potluck.cli.render import emit_json, percent, seconds, table, usd
 from potluck.core.errors import CapacityError, InputError
@@ -71,7 +71,7 @@ def replan(
       potluck replan plan.json potluck.yaml --rate chat=2x --link us-east-1:lab=1gbps
       potluck replan plan.json pool.yaml --lose node3,node7 --workload coding
     """
-    from potluck.core.plan import plan_from_json, plan_to_json
+    from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.ladder import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES, Settings
     from potluck.plan.verify import verify

@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from potluck.cli.plan import load_problem, read_spec
+from potluck.cli.problems import load_problem, read_spec
 from potluck.cli.workloads import DEFAULT_REQUESTS, Asked, load
+from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
-from potluck.core.plan import Plan, plan_from_json
-from potluck.core.policy import Policy
+from potluck.core.values.plan import Plan, plan_from_json
 
 if TYPE_CHECKING:
     from potluck.plan.problem import Problem

@@ -13,25 +13,25 @@ from pathlib import Path
 import torch
 from aiohttp import web
 
-from potluck.core.batch import Limits
+from potluck.api.tokens import Text
+from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.facts import BLOCK_TOKENS
-from potluck.core.model import Model
-from potluck.engine.checkpoint import Files, Seeded, Source
-from potluck.engine.config import Config, read_config
-from potluck.engine.driver import Driver
-from potluck.engine.executor import Draw, Executor, LocalExecutor
+from potluck.core.replica.batch import Limits
+from potluck.core.values.model import Model
+from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.sample import Sampling
 from potluck.engine.face.app import build, server_log
 from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.hub import Hub
 from potluck.engine.face.service import FaceLimits, Service
-from potluck.engine.loop import Loop
-from potluck.engine.prefix import PrefixCache
-from potluck.engine.runner import Runner, Size, Work
-from potluck.engine.sample import Sampling
-from potluck.engine.status import Role
-from potluck.engine.tokens import Text
-from potluck.kv.disk import DiskTier
+from potluck.engine.loop.driver import Driver
+from potluck.engine.loop.loop import Loop
+from potluck.engine.loop.status import Role
+from potluck.engine.memory.prefix import PrefixCache
+from potluck.engine.model.checkpoint import Files, Seeded, Source
+from potluck.engine.model.config import Config, read_config
+from potluck.kv.store.disk import DiskTier
 from potluck.perf.memory import kv_bytes_per_token
 
 SHUTDOWN_S = 5.0

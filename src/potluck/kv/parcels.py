@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
-from potluck.kv.codec_layout import Codec, Part
+from potluck.kv.codec.layout import Codec, Part
 
 Buffer = bytes | bytearray | memoryview
 

@@ -24,10 +24,10 @@ from functools import cache
 import numpy as np
 
 from potluck.catalog import workloads
-from potluck.core.layout import Layout
-from potluck.core.plan import Template
-from potluck.core.policy import Balance, Policy
-from potluck.core.types import NodeType, Role, Slo
+from potluck.core.brain.policy import Balance, Policy
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import Template
+from potluck.core.values.types import NodeType, Role, Slo
 from potluck.papers import fleets
 from potluck.papers.cronus import FITTED_HOST_S
 from potluck.sim.load.workload import Workload, synthetic

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from potluck.core.policy import Balance
+from potluck.core.brain.policy import Balance
 from potluck.papers.cauchy import (
     DECODES,
     LATENCY_SHARE,

@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.catalog import workloads
+from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Template
-from potluck.core.policy import Policy
-from potluck.core.types import NodeType
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Template
+from potluck.core.values.types import NodeType
 from potluck.papers import fleets
 from potluck.papers.cronus_dispatch import QueueLimited
 from potluck.sim.load.lengths import draw

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.catalog import workloads
-from potluck.core.policy import Policy
+from potluck.core.brain.policy import Policy
 from potluck.papers import cronus, fleets
 from potluck.perf.roofline import HOST_S
 from potluck.sim.load.lengths import draw

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from potluck.core.actions import Action, Refuse, Run
-from potluck.core.brain import Brain
-from potluck.core.events import Arrived, Event, Failed, Finished, FirstToken, ReplicaReady
-from potluck.core.facts import Facts
-from potluck.core.policy import Policy
-from potluck.core.route import aggregated
-from potluck.core.types import Request
+from potluck.core.brain.actions import Action, Refuse, Run
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Arrived, Event, Failed, Finished, FirstToken, ReplicaReady
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
+from potluck.core.values.route import aggregated
+from potluck.core.values.types import Request
 
 COMPUTING = 1
 """Prompts that are neither waiting nor answered yet."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from potluck.catalog import models, nodes
-from potluck.core.layout import Layout, single
-from potluck.core.plan import (
+from potluck.core.values.layout import Layout, single
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Deployment,
@@ -17,7 +17,7 @@ from potluck.core.plan import (
     Template,
     TemplateKind,
 )
-from potluck.core.types import NodeType, Offer, Region, Role, Slo
+from potluck.core.values.types import NodeType, Offer, Region, Role, Slo
 from potluck.sim.setup import Engine, SimProblem
 
 MODEL, REGION = "model", "here"

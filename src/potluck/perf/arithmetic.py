@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.core.model import Model
+from potluck.core.values.model import Model
 from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.memory import Layers
 from potluck.perf.operators import mean_keys

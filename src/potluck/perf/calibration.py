@@ -22,8 +22,8 @@ from importlib import resources
 import numpy as np
 
 from potluck.core.codec import loads
-from potluck.core.plan import Confidence
-from potluck.core.types import Gpu
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import Gpu
 from potluck.perf.operators import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
 from potluck.perf.residual import Residual
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import floor
 
 from potluck.core.errors import CapacityError
-from potluck.core.model import LinearAttention, Model
-from potluck.core.types import NodeType
+from potluck.core.values.model import LinearAttention, Model
+from potluck.core.values.types import NodeType
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 
 USABLE_SHARE = 0.9

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.model import DenseFfn, FullAttention, Model
-from potluck.core.plan import Confidence
-from potluck.core.types import Gpu
+from potluck.core.values.model import DenseFfn, FullAttention, Model
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import Gpu
 from potluck.perf.step import Floats, Steps
 
 S_PER_H = 3600.0

@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.model import Model
-from potluck.core.plan import Confidence
-from potluck.core.types import NodeType, Role, Slo
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.calibration import ExpectedError, bundled
 from potluck.perf.capacity import max_requests, require_fit, stage_memory

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from potluck.core.model import (
+from potluck.core.values.model import (
     Attention,
     FullAttention,
     LatentAttention,

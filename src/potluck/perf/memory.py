@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.model import (
+from potluck.core.values.model import (
     Attention,
     DenseFfn,
     Ffn,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.core.types import Interconnect, NodeType
+from potluck.core.values.types import Interconnect, NodeType
 from potluck.perf.calibration import Network
 from potluck.perf.step import Floats
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.layout import Layout, Stage
-from potluck.core.model import Model
-from potluck.core.plan import Confidence
-from potluck.core.types import NodeType
+from potluck.core.values.layout import Layout, Stage
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import NodeType
 from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.network import handover_s

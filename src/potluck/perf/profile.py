@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
-from potluck.core.model import Model
-from potluck.core.plan import Confidence
-from potluck.core.types import NodeType
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import NodeType
 from potluck.perf.fit import mean_ape, relative_weights, solve
 from potluck.perf.step import Floats, Steps, steps
 

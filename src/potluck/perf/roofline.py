@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.core.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
-from potluck.core.plan import Confidence
-from potluck.core.types import NodeType
+from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import NodeType
 from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
 from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.network import all_reduce_s

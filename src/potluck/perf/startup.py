@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from potluck.core.errors import InputError
-from potluck.core.plan import Confidence
+from potluck.core.values.plan import Confidence
 
 
 @dataclass(frozen=True, slots=True)

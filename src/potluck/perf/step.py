@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.plan import Confidence
+from potluck.core.values.plan import Confidence
 
 Floats = NDArray[np.float64]
 

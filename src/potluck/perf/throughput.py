@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from potluck.core.types import Role, Slo
+from potluck.core.values.types import Role, Slo
 from potluck.perf.phases import (
     CHUNK_TOKENS,
     chunked_iteration_s,

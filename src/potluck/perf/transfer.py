@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.core.types import Codec, Link
+from potluck.core.values.types import Codec, Link
 from potluck.perf.step import Floats
 
 CODEC_BITS: dict[Codec, tuple[float, float]] = {"fp16": (16.0, 0.0), "int8": (8.0, 16.0), "int4": (4.0, 32.0)}

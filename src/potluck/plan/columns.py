@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.core.errors import UnknownNameError
-from potluck.core.plan import (
+from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
     Confidence,
@@ -19,7 +19,7 @@ from potluck.core.plan import (
     Share,
     Template,
 )
-from potluck.core.types import Link
+from potluck.core.values.types import Link
 from potluck.perf.pipeline import ORDER
 from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.program import Bucket as DemandRow

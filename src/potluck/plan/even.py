@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from potluck.core.plan import Flow, Plan, Prediction, Share
+from potluck.core.values.plan import Flow, Plan, Prediction, Share
 from potluck.plan.allocate.solve import solve
 from potluck.plan.columns import columns, plan_of
 from potluck.plan.problem import Ask, Problem

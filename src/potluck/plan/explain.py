@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import InputError
-from potluck.core.layout import single
-from potluck.core.plan import Plan
-from potluck.core.types import Offer, Region
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Offer, Region
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import check_tp
 from potluck.plan.problem import Problem

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from potluck.core.plan import BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
-from potluck.core.types import Offer, Region, Role
+from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.values.types import Offer, Region, Role
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.plan.allocate.solve import solve

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from potluck import __version__
 from potluck.core.codec import encode
-from potluck.core.model import Model
-from potluck.core.types import NodeType, Slo
+from potluck.core.values.model import Model
+from potluck.core.values.types import NodeType, Slo
 from potluck.perf.calibration import Calibration
 from potluck.perf.pipeline import ORDER
 from potluck.plan.multisets import multisets

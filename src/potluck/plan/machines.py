@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from potluck.core.layout import Layout
-from potluck.core.pool import RTT_S, Pool, PoolNode
-from potluck.core.types import NodeType
+from potluck.core.values.layout import Layout
+from potluck.core.values.pool import RTT_S, Pool, PoolNode
+from potluck.core.values.types import NodeType
 from potluck.perf.network import HANDOVER_FIXED_S, HANDOVER_SHARE
 from potluck.perf.pipeline import pipeline
 from potluck.perf.step import StepTimer

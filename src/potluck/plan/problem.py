@@ -14,9 +14,9 @@ from math import ceil
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.model import Model
-from potluck.core.pool import Pool
-from potluck.core.types import LengthBin, Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.model import Model
+from potluck.core.values.pool import Pool
+from potluck.core.values.types import LengthBin, Link, NodeType, Region, Slo, Traffic
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.memory import kv_bytes
 from potluck.perf.profile import Profile

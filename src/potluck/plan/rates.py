@@ -20,9 +20,9 @@ from math import ceil
 import numpy as np
 
 from potluck.core.errors import CapacityError
-from potluck.core.layout import Layout
-from potluck.core.plan import BucketCapacity
-from potluck.core.types import NodeType, Role, Slo
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import BucketCapacity
+from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.phases import CHUNK_TOKENS, prefill_s
 from potluck.perf.pipeline import PipelineTimer, layout_requests, pipeline
 from potluck.perf.profile import ProfileTimer, profile_for

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from potluck.core.errors import CapacityError
-from potluck.core.plan import Plan, Replica, Template
-from potluck.core.types import Codec
+from potluck.core.values.plan import Plan, Replica, Template
+from potluck.core.values.types import Codec
 from potluck.plan.machines import named, region_pool
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.pool import workload_of

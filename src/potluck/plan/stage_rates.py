@@ -34,9 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.model import Model
-from potluck.core.plan import Confidence
-from potluck.core.types import NodeType, Slo
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import NodeType, Slo
 from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import STEP_TOKENS, USABLE_SHARE, stage_memory
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu

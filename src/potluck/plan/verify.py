@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import isclose
 
-from potluck.core.plan import BucketCapacity, Plan, Template
-from potluck.core.types import Role
+from potluck.core.values.plan import BucketCapacity, Plan, Template
+from potluck.core.values.types import Role
 from potluck.plan.columns import crossing_room_s, crossing_s
 from potluck.plan.machines import machine_of, timer_of
 from potluck.plan.problem import Ask, Problem

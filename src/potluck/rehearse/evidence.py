@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate

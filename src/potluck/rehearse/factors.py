@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from potluck.core.plan import Plan
+from potluck.core.values.plan import Plan
 from potluck.plan.problem import Problem
 
 ROUNDING = 1e-9

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from potluck.core.errors import CapacityError
-from potluck.core.plan import Plan
+from potluck.core.values.plan import Plan
 from potluck.plan.even import evened
 from potluck.plan.problem import Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop

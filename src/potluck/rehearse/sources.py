@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.types import Traffic
+from potluck.core.values.types import Traffic
 from potluck.sim.load.workload import Workload, at_rate, merge, of_traffic
 
 FRESH = 1_000_000

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import IO
 
-from potluck.core.brain import Brain
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.brain.policy import Policy
 from potluck.core.errors import CapacityError, UnknownNameError
-from potluck.core.facts import BLOCK_TOKENS
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
-from potluck.core.types import Role
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Role
 from potluck.sim.links.link import Pipe
 from potluck.sim.load.workload import Workload
 from potluck.sim.replicas.gaps import BINS_PER_DOUBLING, LEAST_S

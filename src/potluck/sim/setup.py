@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import floor
 
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.errors import UnknownNameError
-from potluck.core.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.layout import Layout
-from potluck.core.model import Model
-from potluck.core.plan import Plan, Template
-from potluck.core.types import Codec, Link, NodeType, Region, Slo
+from potluck.core.values.layout import Layout
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.types import Codec, Link, NodeType, Region, Slo
 from potluck.perf.capacity import require_fit, stage_memory
 from potluck.perf.memory import (
     kv_bytes_per_gpu,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from potluck.core.errors import InputError, did_you_mean
-from potluck.core.types import Gpu, Interconnect, NodeType
+from potluck.core.values.types import Gpu, Interconnect, NodeType
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import GpuIn, NodeIn
 

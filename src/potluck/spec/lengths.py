@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.lengths import LEAST_MASS
-from potluck.core.types import LengthBin
+from potluck.core.values.lengths import LEAST_MASS
+from potluck.core.values.types import LengthBin
 
 INPUT_GROUPS = 16
 OUTPUT_GROUPS = 4

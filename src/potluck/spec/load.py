@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from potluck.core.errors import did_you_mean
-from potluck.core.pool import REGION
+from potluck.core.values.pool import REGION
 from potluck.spec.marks import MAX_BYTES, read_marked
 from potluck.spec.problems import Loc, Problem, Problems, SpecError, one_line, shown
 from potluck.spec.resolve import resolve

@@ -6,8 +6,8 @@ from math import exp, inf
 
 import numpy as np
 
-from potluck.core.lengths import Binned, Fixed, Law, Lengths, LogNormal
-from potluck.core.types import LengthBin
+from potluck.core.values.lengths import Binned, Fixed, Law, Lengths, LogNormal
+from potluck.core.values.types import LengthBin
 from potluck.spec import lengths
 
 TAIL_SIGMAS = 9.0

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from potluck.core.pool import REGION, RTT_S, Pool, PoolNode
-from potluck.core.types import Link, NodeType, Offer, Region
+from potluck.core.values.pool import REGION, RTT_S, Pool, PoolNode
+from potluck.core.values.types import Link, NodeType, Offer, Region
 from potluck.spec.hardware import Hardware
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import MachineIn, PoolIn

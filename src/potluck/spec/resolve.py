@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
-from potluck.core.model import Model
-from potluck.core.types import Link, NodeType, Offer, Region, Slo
+from potluck.core.values.model import Model
+from potluck.core.values.types import Link, NodeType, Offer, Region, Slo
 from potluck.spec.hardware import Hardware
 from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown

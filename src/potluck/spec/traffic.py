@@ -6,8 +6,8 @@ from math import exp
 from pathlib import Path
 
 from potluck.core.errors import InputError
-from potluck.core.lengths import lognormal_from_mean, lognormal_from_quantiles
-from potluck.core.types import LengthBin, Traffic
+from potluck.core.values.lengths import lognormal_from_mean, lognormal_from_quantiles
+from potluck.core.values.types import LengthBin, Traffic
 from potluck.spec import lengths
 from potluck.spec.problems import Loc, Problems
 from potluck.spec.schema import LengthsIn, TrafficIn

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from potluck.core.errors import UnknownNameError
-from potluck.core.model import Model
-from potluck.core.pool import Pool
-from potluck.core.types import Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.model import Model
+from potluck.core.values.pool import Pool
+from potluck.core.values.types import Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
 

@@ -2,22 +2,22 @@
 
     score = affinity x seconds of prefill saved - seconds of waiting more
 
-The index of `index.py` says who holds what; here is what that means for the targets of a lane.
+The index of `index.py` says who holds what; here is what that means for the targets of these ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.core.facts import Facts
-from potluck.core.fleet import Fleet, View
-from potluck.core.flight import Flight
-from potluck.core.policy import Policy
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.fleet import Fleet, View
+from potluck.core.brain.flight import Flight
+from potluck.core.brain.policy import Policy
 from potluck.core.routing.balance import Chooser, decode_seconds
 from potluck.core.routing.index import GlobalIndex
-from potluck.core.routing.lanes import Lane
 from potluck.core.routing.table import Table
 from potluck.core.routing.targets import Target
+from potluck.core.routing.ways import Ways
 
 
 class Affinity:
@@ -71,12 +71,12 @@ class Affinity:
             return 0
         return self._cached_where(flight, lambda view: True)
 
-    def by_side(self, flight: Flight, lane: Lane) -> tuple[int, int]:
+    def by_side(self, flight: Flight, ways: Ways) -> tuple[int, int]:
         """Tokens cached where the request would be decoded, and where it could be prefilled instead."""
         if not flight.request.blocks or self._policy.affinity == 0 or not len(self._index):
             return 0, 0
-        there = {way.source for way in lane.flows if way.crosses}
-        here = {way.target for way in lane.flows if way.crosses}
+        there = {way.source for way in ways.flows if way.crosses}
+        here = {way.target for way in ways.flows if way.crosses}
         return (
             self._cached_where(flight, lambda view: view.member.region in here),
             self._cached_where(flight, lambda view: view.member.region in there),
@@ -103,7 +103,7 @@ class Affinity:
         return (view, held) if held > own else None
 
     def _holder(self, replica: str, chooser: Chooser, flight: Flight) -> Target | None:
-        """The target of this lane that would prefill on a replica, if any."""
+        """The target of these ways that would prefill on a replica, if any."""
         view = self._fleet.views.get(replica)
         if view is None or not view.serves or replica in flight.avoid:
             return None

@@ -18,8 +18,8 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Protocol
 
-from potluck.core.facts import BLOCK_TOKENS, ReplicaFacts
-from potluck.core.policy import Balance
+from potluck.core.brain.facts import BLOCK_TOKENS, ReplicaFacts
+from potluck.core.brain.policy import Balance
 from potluck.core.routing.targets import Target
 
 BY_LOAD: frozenset[Balance] = frozenset({"token", "least-work"})

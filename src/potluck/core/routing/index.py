@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from potluck.core.block_values import Changes
+from potluck.core.brain.events import Cached
 from potluck.core.errors import InputError
-from potluck.core.events import Cached
+from potluck.core.replica.block_values import Changes
 
 MOST_BLOCKS = 1_000_000
 MOST_LATE = 64

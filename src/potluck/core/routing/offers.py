@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from potluck.core.plan import BucketCapacity, Plan, Template
-from potluck.core.policy import Balance
+from potluck.core.brain.policy import Balance
+from potluck.core.values.plan import BucketCapacity, Plan, Template
 
 Phase = Literal["closed", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from potluck.core.facts import ReplicaFacts
-from potluck.core.fleet import View
+from potluck.core.brain.facts import ReplicaFacts
+from potluck.core.brain.fleet import View
 
 Step = Callable[[View], float]
 """Seconds of a replica's decode step with one request more than it has."""

@@ -1,6 +1,6 @@
 """One request's route: the table says where it may go, the policies say where it goes.
 
-    lane of its bucket ─▶ way (by turn, or by length threshold) ─▶ target (balance, prefix affinity) ─▶ segments
+    ways of its bucket ─▶ way (by turn, or by length threshold) ─▶ target (balance, prefix affinity) ─▶ segments
                                                           plain: in place      combo: opportunistic
                                                           pair: split          flow: prefill, then decode
 
@@ -12,15 +12,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from enum import Enum
 
-from potluck.core.events import LinkReported
-from potluck.core.facts import BLOCK_TOKENS, Facts, SplitFacts
-from potluck.core.fleet import Fleet, View
-from potluck.core.flight import RUNNING, WAITING, Flight
-from potluck.core.policy import Policy
-from potluck.core.route import Route, Segment, handed_over
+from potluck.core.brain.events import LinkReported
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts, SplitFacts
+from potluck.core.brain.fleet import Fleet, View
+from potluck.core.brain.flight import RUNNING, WAITING, Flight
+from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.balance import BY_LOAD, Chooser, decode_seconds, prefill_seconds
-from potluck.core.routing.lanes import Lane, Way
 from potluck.core.routing.opportunistic import busier, in_place, least_loaded, shortest_queue, step_seconds
 from potluck.core.routing.split import (
     MOST_IN_LOW,
@@ -32,7 +30,9 @@ from potluck.core.routing.split import (
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
 from potluck.core.routing.targets import COMBO, PLAIN, Target
 from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
+from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
+from potluck.core.values.route import Route, Segment, handed_over
 
 TRIES = 4
 """Turns that are looked at for one that a failed request need not avoid, before all are."""
@@ -90,12 +90,12 @@ class Router:
         """Choose a route for a request that is not on its way."""
         prompt, total = flight.prompt_tokens, flight.total_tokens
         bucket = bisect_left(table.longest_tokens, prompt)
-        lane = table.lanes.get((bucket, 0)) if total <= table.limits_tokens[0] else None
-        if lane is None:
-            lane = self._table.lane(table, bucket, total)
-        if lane.simple and not (self._by_load or flight.avoid or flight.request.blocks):
+        ways = table.ways.get((bucket, 0)) if total <= table.limits_tokens[0] else None
+        if ways is None:
+            ways = self._table.ways(table, bucket, total)
+        if ways.simple and not (self._by_load or flight.avoid or flight.request.blocks):
             # By far the most requests: written out, as each call would cost as much as the decision.
-            target = lane.closed.prefills.pick()
+            target = ways.closed.prefills.pick()
             if target is not None:
                 view = target.view
                 if view is None:
@@ -104,26 +104,26 @@ class Router:
                 flight.last_tokens = prompt
                 self._fleet.open(view, prompt, total)
                 return SENT
-        answer = self._through(lane, flight, table)
+        answer = self._through(ways, flight, table)
         if answer is Answer.NOBODY:
             for bucket in (CLOSED, ANY):
-                spare = self._table.lane(table, bucket, total)
+                spare = self._table.ways(table, bucket, total)
                 target = self._target(spare.closed.prefills, flight)
                 if target is not None:
                     return self._to(target, flight)
         return answer
 
-    def _through(self, lane: Lane, flight: Flight, table: ModelTable) -> Answer:
-        if lane.simple:
-            target = self._target(lane.closed.prefills, flight)
+    def _through(self, ways: Ways, flight: Flight, table: ModelTable) -> Answer:
+        if ways.simple:
+            target = self._target(ways.closed.prefills, flight)
             return self._to(target, flight) if target is not None else Answer.NOBODY
         fetch = False
-        turns = [lane.ways]
+        turns = [ways.turns]
         threshold = self.thresholds.get(flight.request.model)
         if threshold is not None:
-            choice = decide(threshold, flight.prompt_tokens, *self._affinity.by_side(flight, lane))
+            choice = decide(threshold, flight.prompt_tokens, *self._affinity.by_side(flight, ways))
             fetch = choice.fetch
-            turns = [lane.remote, lane.local] if choice.remote else [lane.local, lane.remote]
+            turns = [ways.remote, ways.local] if choice.remote else [ways.local, ways.remote]
         for each in turns:
             way = self._way(each, flight)
             if way is not None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from math import ceil, floor
 
-from potluck.core.facts import ReplicaFacts, SplitFacts
+from potluck.core.brain.facts import ReplicaFacts, SplitFacts
 from potluck.core.routing.opportunistic import step_seconds
 
 MOST_IN_LOW = 2

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from potluck.core.errors import InputError
-from potluck.core.layout import Layout
 from potluck.core.routing.weighted import Turns
+from potluck.core.values.layout import Layout
 
 
 def node_speeds(layout: Layout, gpu_speed: Mapping[str, float]) -> tuple[tuple[float, ...], ...]:

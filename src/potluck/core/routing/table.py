@@ -1,12 +1,12 @@
 """A plan made ready for routing: per model and bucket, the ways a request may go.
 
-A lane is put together when its first request comes, and from then on a change of the fleet touches only the
-lanes of that model and in them only the replica that changed: O(buckets log n). Should a lane's ways all be
+Ways are put together when its first request comes, and from then on a change of the fleet touches only the
+ways of that model and in them only the replica that changed: O(buckets log n). Should ways all be
 shut, there are two more to fall back on: any target of the model that does whole requests, then any of its
 replicas by itself.
 
-Replicas differ in how long a request they hold. Where a request fits only some, it gets a lane of just those:
-lengths are sorted into classes by the templates' limits, and each class has lanes of its own.
+Replicas differ in how long a request they hold. Where a request fits only some, it gets ways of just those:
+lengths are sorted into classes by the templates' limits, and each class has ways of its own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from potluck.core.facts import Facts, ReplicaFacts
-from potluck.core.fleet import Fleet, Unit, View
-from potluck.core.flight import Flight
-from potluck.core.plan import Plan, Template
-from potluck.core.policy import Policy
+from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.fleet import Fleet, Unit, View
+from potluck.core.brain.flight import Flight
+from potluck.core.brain.policy import Policy
 from potluck.core.routing.balance import Chooser, Least, kv_tokens
-from potluck.core.routing.lanes import Lane, Weights
 from potluck.core.routing.offers import Offer, Offers, Phase, merged, offers
 from potluck.core.routing.targets import PLAIN, Target, intact_share, kind_of
 from potluck.core.routing.threshold import Threshold, planned
+from potluck.core.routing.ways import Ways, Weights
 from potluck.core.routing.weighted import Turns
+from potluck.core.values.plan import Plan, Template
 
 UNBOUNDED_TOKENS = 1 << 62
 CLOSED, ANY = -1, -2
@@ -33,15 +33,15 @@ CLOSED, ANY = -1, -2
 
 @dataclass(slots=True, eq=False)
 class ModelTable:
-    """One model's lanes."""
+    """One model's ways."""
 
     offers: Offers
     limits_tokens: list[int]
     """How long a request its templates hold, rising, without repeats."""
     threshold: Threshold | None = None
     """The plan's length threshold between regions, if it has one; then every way is open to every bucket."""
-    lanes: dict[tuple[int, int], Lane] = field(default_factory=dict)
-    """(bucket, class) to lane, as far as asked for."""
+    ways: dict[tuple[int, int], Ways] = field(default_factory=dict)
+    """(bucket, class) to ways, as far as asked for."""
 
     longest_tokens: tuple[float, ...] = field(init=False)
     """The longest prompt of each bucket; the last is infinite."""
@@ -106,21 +106,21 @@ class Table:
         table = self.models.get(changed.member.model)
         if table is None:
             return
-        for (bucket, length_class), lane in table.lanes.items():
+        for (bucket, length_class), ways in table.ways.items():
             if single is not None:
-                self._put(table, lane, bucket, length_class, single, ready)
+                self._put(table, ways, bucket, length_class, single, ready)
             if group is not None:
-                self._put(table, lane, bucket, length_class, group, unit is not None)
-            lane.settle()
+                self._put(table, ways, bucket, length_class, group, unit is not None)
+            ways.settle()
 
-    def lane(self, table: ModelTable, bucket: int, total_tokens: int) -> Lane:
+    def ways(self, table: ModelTable, bucket: int, total_tokens: int) -> Ways:
         """Where requests of a bucket go that get no longer than this. The caller checks the model's limit."""
         limits = table.limits_tokens
         length_class = 0 if total_tokens <= limits[0] else bisect_left(limits, total_tokens)
-        lane = table.lanes.get((bucket, length_class))
-        if lane is None:
-            lane = table.lanes[bucket, length_class] = self._build(table, bucket, length_class)
-        return lane
+        ways = table.ways.get((bucket, length_class))
+        if ways is None:
+            ways = table.ways[bucket, length_class] = self._build(table, bucket, length_class)
+        return ways
 
     def _group(self, unit_id: str, unit: Unit | None, changed: View) -> Target | None:
         template = self._templates.get(changed.member.template)
@@ -135,7 +135,7 @@ class Table:
             del self.groups[unit_id]
         return group
 
-    def _build(self, table: ModelTable, bucket: int, length_class: int) -> Lane:
+    def _build(self, table: ModelTable, bucket: int, length_class: int) -> Ways:
         flows: list[tuple[str, str, float]] = []
         if bucket >= 0:
             for flow in table.offers.flows:
@@ -144,11 +144,11 @@ class Table:
                     rate = sum(flow.rates_per_s) / len(flow.rates_per_s)
                 if rate:
                     flows.append((flow.source, flow.target, rate))
-        lane = Lane(self._chooser, flows)
+        ways = Ways(self._chooser, flows)
         for target in (*self.singles.values(), *self.groups.values()):
-            self._put(table, lane, bucket, length_class, target, True)
-        lane.settle()
-        return lane
+            self._put(table, ways, bucket, length_class, target, True)
+        ways.settle()
+        return ways
 
     def _chooser(self) -> Chooser:
         if self._policy.balance == "token":
@@ -158,9 +158,9 @@ class Table:
         return Turns()
 
     def _put(
-        self, table: ModelTable, lane: Lane, bucket: int, length_class: int, target: Target, there: bool
+        self, table: ModelTable, ways: Ways, bucket: int, length_class: int, target: Target, there: bool
     ) -> None:
-        """Set what a target weighs in a lane; nothing when it is another model's, too small or gone."""
+        """Set what a target weighs in these ways; nothing when it is another model's, too small or gone."""
         views = _views(target)
         if views and views[0].member.model != table.offers.model:
             return
@@ -168,12 +168,12 @@ class Table:
             weights = (
                 Weights("", 0.0, 0.0, 0.0) if not views else Weights(views[0].member.region, 0.0, 0.0, 0.0)
             )
-            lane.put(target, weights)
+            ways.put(target, weights)
             return
-        lane.put(target, self._weights(table, lane, bucket, target, views))
+        ways.put(target, self._weights(table, ways, bucket, target, views))
 
     def _weights(
-        self, table: ModelTable, lane: Lane, bucket: int, target: Target, views: list[View]
+        self, table: ModelTable, ways: Ways, bucket: int, target: Target, views: list[View]
     ) -> Weights:
         member = views[0].member
         template = self._templates[member.template]
@@ -201,9 +201,9 @@ class Table:
         prefill = self._plain(table, offer, template, "prefill", bucket) if role != "decode" else 0.0
         decode = self._plain(table, offer, template, "decode", bucket) if role != "prefill" else 0.0
         if role != member.role and role == "prefill" and not prefill:
-            prefill = self._borrowed(lane.prefill(region), views[0], "prefill")
+            prefill = self._borrowed(ways.prefill(region), views[0], "prefill")
         if role != member.role and role == "decode" and not decode:
-            decode = self._borrowed(lane.decode(region), views[0], "decode")
+            decode = self._borrowed(ways.decode(region), views[0], "decode")
         return Weights(region, closed, prefill, decode)
 
     def _plain(self, table: ModelTable, offer: Offer, template: Template, phase: Phase, bucket: int) -> float:

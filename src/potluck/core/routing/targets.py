@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from potluck.core.fleet import Unit, View
-from potluck.core.plan import Template
-from potluck.core.route import Route, aggregated
+from potluck.core.brain.fleet import Unit, View
+from potluck.core.values.plan import Template
+from potluck.core.values.route import Route, aggregated
 
 PLAIN, COMBO, PAIR = 0, 1, 2
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from potluck.core.events import LinkReported
+from potluck.core.brain.events import LinkReported
 from potluck.core.routing.offers import Offers
 
 CONGESTED, CLEAR, ABUNDANT = 0.9, 0.7, 0.5

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from potluck.core.facts import Facts
-from potluck.core.policy import Policy
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import (
     AskReplan,
     FlipRole,

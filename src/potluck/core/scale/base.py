@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from potluck.core.fleet import Fleet, Unit
-from potluck.core.plan import Plan, Template
-from potluck.core.types import Region, Role
-from potluck.core.window import Observed
+from potluck.core.brain.fleet import Fleet, Unit
+from potluck.core.scale.window import Observed
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.types import Region, Role
 
 Nodes = dict[tuple[str, str], int]
 """(region, node type) to how many."""

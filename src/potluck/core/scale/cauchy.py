@@ -26,11 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
-from potluck.core.capacity import Key, Resource
-from potluck.core.fleet import Fleet
-from potluck.core.plan import Plan, Template
-from potluck.core.policy import Policy
-from potluck.core.rates import NOTHING, Rates, buckets_of, rates_of, total
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import (
     AskReplan,
     Notes,
@@ -41,10 +38,13 @@ from potluck.core.scale.base import (
     unit_price_usd_per_h,
     used_nodes,
 )
+from potluck.core.scale.capacity import Key, Resource
 from potluck.core.scale.cover import Option, cheapest_cover, largest_within
 from potluck.core.scale.parts import busy_copies, missing_copies, served_by
-from potluck.core.types import Region
-from potluck.core.window import ModelObserved, Observed
+from potluck.core.scale.rates import NOTHING, Rates, buckets_of, rates_of, total
+from potluck.core.scale.window import ModelObserved, Observed
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.types import Region
 
 NOISE = 3.0
 """Standard deviations: at a steady rate one window in about 700 is as far off."""

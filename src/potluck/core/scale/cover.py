@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from potluck.core.capacity import Key, Resource
+from potluck.core.scale.capacity import Key, Resource
 
 SEARCH_STEPS = 20_000
 ROUNDING = 1e-9

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil, inf
 
-from potluck.core.capacity import Key, Resource
-from potluck.core.plan import Plan
-from potluck.core.rates import Rates
+from potluck.core.scale.capacity import Key, Resource
+from potluck.core.scale.rates import Rates
+from potluck.core.values.plan import Plan
 
 ROUNDING = 1e-9
 

@@ -21,14 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from potluck.core.facts import Facts, ModelFacts, ReplicaFacts
-from potluck.core.fleet import Fleet
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetThreshold
 from potluck.core.scale.roles import Flippable, flippable, prefill_per_s
-from potluck.core.types import Codec, Role
-from potluck.core.window import LengthCount, ModelObserved, Observed
+from potluck.core.scale.window import LengthCount, ModelObserved, Observed
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Codec, Role
 
 NEVER_TOKENS = 10**9
 """A threshold above all prompts: everything stays local."""

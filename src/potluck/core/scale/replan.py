@@ -9,11 +9,11 @@ leave.
 
 from __future__ import annotations
 
-from potluck.core.fleet import Fleet
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import AskReplan, Notes, ScaleDecision, queued_requests
-from potluck.core.window import ModelObserved, Observed
+from potluck.core.scale.window import ModelObserved, Observed
+from potluck.core.values.plan import Plan
 
 LEAST_MOVE = 0.05
 MARGIN = 0.05

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from potluck.core.facts import Facts, ReplicaFacts
-from potluck.core.fleet import Fleet, View
-from potluck.core.types import Role
+from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.fleet import Fleet, View
+from potluck.core.values.types import Role
 
 FLIPPABLE = frozenset({"homogeneous", "pipeline", "group", "remote_prefill"})
 

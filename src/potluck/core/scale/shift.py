@@ -17,14 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import hypot
 
-from potluck.core.facts import Facts
-from potluck.core.fleet import Fleet
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import FlipRole, Notes, ScaleDecision
 from potluck.core.scale.roles import Flippable, flippable, last_of_role
-from potluck.core.types import Role
-from potluck.core.window import ModelObserved, Observed
+from potluck.core.scale.window import ModelObserved, Observed
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Role
 
 MAX_FLIPS = 4
 LEAST_GAIN = 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from potluck.api.tokens import Text
+from potluck.engine.compute.sample import Choice
 from potluck.engine.face.generate import Delta
-from potluck.engine.sample import Choice
-from potluck.engine.tokens import Text
 
 Json = dict[str, object]
 

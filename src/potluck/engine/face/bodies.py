@@ -12,9 +12,9 @@ from aiohttp import web
 
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
+from potluck.engine.compute.sample import Sampling
 from potluck.engine.face.errors import Refused
-from potluck.engine.sample import Sampling
-from potluck.kv.codec_layout import Codec
+from potluck.kv.codec.layout import Codec
 
 T = TypeVar("T")
 IGNORED = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.core.errors import InputError, PotluckError
-from potluck.engine.driver import Driver
 from potluck.engine.face.hub import Channel
-from potluck.engine.requests import Ended
-from potluck.kv.codec_layout import Codec
-from potluck.kv.codec_parcels import packed
-from potluck.kv.link import LinkReport
-from potluck.kv.links import ANY_PORT, Address, LinkLimits, Links
+from potluck.engine.loop.driver import Driver
+from potluck.engine.loop.requests import Ended
+from potluck.kv.codec.layout import Codec
+from potluck.kv.codec.parcels import packed
+from potluck.kv.link.links import ANY_PORT, Address, LinkLimits, Links
+from potluck.kv.link.report import LinkReport
+from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.parcels import Manifest, Parcel, TransferError
-from potluck.kv.receiver import Fetched, Fetching, Wanted
-from potluck.kv.sender import Outbox
-from potluck.kv.shipment import Shipment
-from potluck.kv.stream import OutboxLimits
-from potluck.kv.tls import client_context, server_context
+from potluck.kv.receive.fetch import Fetched, Fetching, Wanted
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.shipment import Shipment
+from potluck.kv.send.stream import OutboxLimits
 
 MOST_AT_ONCE = 128
 """Fetches, and parcels being put; others wait for their turn."""

@@ -15,8 +15,8 @@ from potluck.core.errors import InputError
 from potluck.engine.face.bodies import read_object
 from potluck.engine.face.metrics import CONTENT_TYPE
 from potluck.engine.face.service import SERVICE, Service
-from potluck.engine.feed import as_json
-from potluck.engine.status import role_of
+from potluck.engine.loop.status import role_of
+from potluck.engine.memory.feed import as_json
 
 ACTIONS = ("init", "activate", "show", "stop")
 

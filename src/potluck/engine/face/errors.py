@@ -9,9 +9,9 @@ from http import HTTPStatus
 from aiohttp import web
 
 from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
-from potluck.engine.driver import Stopped
-from potluck.engine.executor import WorkerLost
-from potluck.engine.requests import Ended
+from potluck.engine.compute.executor import WorkerLost
+from potluck.engine.loop.driver import Stopped
+from potluck.engine.loop.requests import Ended
 
 log = logging.getLogger(__name__)
 

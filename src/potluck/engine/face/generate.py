@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from potluck.api.stops import StopScanner
+from potluck.engine.compute.sample import Choice
 from potluck.engine.face.errors import ended
 from potluck.engine.face.service import Service
-from potluck.engine.requests import Ended, Job, Token
-from potluck.engine.sample import Choice
-from potluck.engine.stops import StopScanner
+from potluck.engine.loop.requests import Ended, Job, Token
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from potluck.core.errors import PotluckError
-from potluck.engine.driver import Ask, Driver
 from potluck.engine.face.errors import Refused
-from potluck.engine.requests import Ended, Event, Job, Room, Sent, Times, Token
+from potluck.engine.loop.driver import Ask, Driver
+from potluck.engine.loop.requests import Ended, Event, Job, Room, Sent, Times, Token
 
 T = TypeVar("T")
 LAST_WORD_S = 5.0

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from potluck.engine.requests import Ended, Job
-from potluck.engine.status import Counters, Status
+from potluck.engine.loop.requests import Ended, Job
+from potluck.engine.loop.status import Counters, Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")

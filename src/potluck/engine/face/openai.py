@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from potluck.api.stops import StopScanner
+from potluck.api.tokens import SPEAKERS
 from potluck.core.errors import CapacityError, InputError
+from potluck.engine.compute.sample import Sampling
 from potluck.engine.face.answers import Head, part_choice, usage, whole_choice
 from potluck.engine.face.bodies import Common, chat_of, completion_of, read_object
 from potluck.engine.face.errors import Refused, error_body
 from potluck.engine.face.generate import Delta, answer, whole_answer
 from potluck.engine.face.service import SERVICE, Service
-from potluck.engine.requests import Job
-from potluck.engine.sample import Sampling
-from potluck.engine.stops import StopScanner
-from potluck.engine.tokens import SPEAKERS
+from potluck.engine.loop.requests import Job
 
 
 async def models(request: web.Request) -> web.Response:

@@ -20,12 +20,12 @@ from potluck.engine.face.carriage import address_of
 from potluck.engine.face.errors import Refused, ended
 from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
-from potluck.engine.handover import Manifest, token_hash
-from potluck.engine.requests import Computed, Ended, Job, Token
-from potluck.kv.codec_parcels import restored
+from potluck.engine.loop.requests import Computed, Ended, Job, Token
+from potluck.engine.memory.handover import Manifest, token_hash
+from potluck.kv.codec.parcels import restored
 from potluck.kv.handles import bound_to, checked_handle, new_handle
 from potluck.kv.parcels import Declined, Parcel, TransferError
-from potluck.kv.receiver import Wanted
+from potluck.kv.receive.fetch import Wanted
 
 
 async def segments(request: web.Request) -> web.StreamResponse:

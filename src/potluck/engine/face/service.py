@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from potluck import __version__
+from potluck.api.tokens import Text
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
-from potluck.engine.driver import Driver
+from potluck.engine.compute.paced import Paced
 from potluck.engine.face.carriage import Carriage, KvSettings
 from potluck.engine.face.errors import Refused
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
-from potluck.engine.feed import CacheFeed
-from potluck.engine.handover import Parcel
-from potluck.engine.loop import Loop
-from potluck.engine.paced import Paced
-from potluck.engine.requests import Job
-from potluck.engine.status import Counters, Role, Status, step_times
-from potluck.engine.tokens import Text
+from potluck.engine.loop.driver import Driver
+from potluck.engine.loop.loop import Loop
+from potluck.engine.loop.requests import Job
+from potluck.engine.loop.status import Counters, Role, Status, step_times
+from potluck.engine.memory.feed import CacheFeed
+from potluck.engine.memory.handover import Parcel
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
     remote.py     the driver's side of one worker: asking it, noticing that it is gone
     spawn.py      workers as processes of this machine
     launch.py     from a description of stages to a running pipeline
-    driver.py     PipelineExecutor: all workers as one executor for the engine's loop;  run.py: one step under way
+    driver.py     PipelineExecutor: all workers as one executor for the engine's loop;  under_way.py: one step
 
 A request gets one worker in each stage, by weighted round robin, and keeps them: its cache is there. The driver holds
 the same tables of rows and blocks as each worker does and makes the same changes to them, so it knows what there is

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from potluck.core.errors import FormatError, PotluckError
-from potluck.core.model import LinearAttention
-from potluck.engine.handover import Manifest, Parcel
+from potluck.core.values.model import LinearAttention
+from potluck.engine.memory.handover import Manifest, Parcel
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline.messages import Accept, Arrive, Command, Finish, label_of, numbers
 from potluck.engine.pipeline.remote import Remote
 from potluck.engine.pipeline.wire import Bytes
 
-if TYPE_CHECKING:
-    from potluck.engine.pipeline.driver import PipelineExecutor
+
+class Workers(Protocol):
+    """What a hand-over needs of the pipeline's driver."""
+
+    @property
+    def config(self) -> Config: ...
+
+    def workers(self, row: int) -> Sequence[tuple[Remote, int]]:
+        """Who has the row in each stage, and under which number."""
+
+    def stage_of(self, layer: int) -> int: ...
+
+    def ask(
+        self, row: int, remote: Remote, command: Callable[[int], Command], bodies: Sequence[Bytes] = ()
+    ) -> object: ...
 
 
 class PipelineArrival:
     """An `Incoming`. The workers check everything; the driver only knows where a layer lives."""
 
-    def __init__(self, driver: PipelineExecutor, row: int, about: Manifest, tokens: Sequence[int]) -> None:
+    def __init__(self, driver: Workers, row: int, about: Manifest, tokens: Sequence[int]) -> None:
         self._driver, self._row, self._about = driver, row, about
         self._workers = driver.workers(row)
         layers = driver.config.model.layers

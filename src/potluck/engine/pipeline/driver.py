@@ -18,12 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.model import LinearAttention
 from potluck.core.routing.weighted import Turns
-from potluck.engine.cache import windows_of
-from potluck.engine.config import Config
-from potluck.engine.executor import Deliver, Draw, Export, WorkerLost
-from potluck.engine.handover import Manifest, Parcel
+from potluck.core.values.model import LinearAttention
+from potluck.engine.compute.executor import Deliver, Draw, Export, WorkerLost
+from potluck.engine.compute.runner import Size, Work
+from potluck.engine.compute.sample import Choice
+from potluck.engine.compute.step import check
+from potluck.engine.memory.cache import windows_of
+from potluck.engine.memory.handover import Manifest, Parcel
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline.arrival import PipelineArrival
 from potluck.engine.pipeline.batches import Path, Piece, cut
 from potluck.engine.pipeline.messages import (
@@ -38,11 +41,8 @@ from potluck.engine.pipeline.messages import (
     parcels_of,
 )
 from potluck.engine.pipeline.remote import Event, Remote
-from potluck.engine.pipeline.run import Run, StepFailed
+from potluck.engine.pipeline.under_way import PipelineStep, StepFailed
 from potluck.engine.pipeline.wire import Bytes
-from potluck.engine.runner import Size, Work
-from potluck.engine.sample import Choice
-from potluck.engine.step import check
 
 LAST_WORD_S = 2.0
 """A worker that misses another's states may say so before the other one's end is noticed."""
@@ -75,7 +75,7 @@ class PipelineExecutor:
         self.lanes = lanes
         self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
         self._layers, self._worth = layers, worth_tokens
-        self._flying: list[Run] = []
+        self._flying: list[PipelineStep] = []
         self._calls = itertools.count(1)
         self._answers: dict[int, tuple[Answer, bytearray] | None] = {}
         """What was asked and is waited for."""
@@ -165,21 +165,21 @@ class PipelineExecutor:
         draws: Sequence[Draw],
         exports: Sequence[Export] = (),
         deliver: Deliver | None = None,
-    ) -> Run:
+    ) -> PipelineStep:
         """Begin a step. Others may be begun before it is collected, of other rows: so that all stages have work."""
         self._look()
         self._check_works(works, draws)
         gone = [work.row for work in works if self._lost_of(work.row)]
         if gone:
             raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
-        run = Run(works, draws, exports, deliver, time.monotonic())
+        run = PipelineStep(works, draws, exports, deliver, time.monotonic())
         self._flying.append(run)
         paths = [self._rows[work.row].path for work in works]
         for batch in cut(works, paths, self._batches, self._worth):
             self._post(run, batch)
         return run
 
-    def collect(self, run: Run) -> list[Choice]:
+    def collect(self, run: PipelineStep) -> list[Choice]:
         """The end of a step that was begun; deliveries of others under way are made meanwhile, too."""
         deadline = time.monotonic() + self._wait_s
         while run.awaited and run.failed is None:
@@ -194,7 +194,7 @@ class PipelineExecutor:
         self._steps += 1
         return run.choices()
 
-    def _post(self, run: Run, batch: list[Piece]) -> None:
+    def _post(self, run: PipelineStep, batch: list[Piece]) -> None:
         """A micro-batch to all workers that have a part in it."""
         call = next(self._calls)
         self._micro_batches += 1
@@ -233,7 +233,7 @@ class PipelineExecutor:
         if len(draws) != sum(work.logits == "last" for work in works):
             raise InputError("draws", "must be one for each work that asks for its last logits")
 
-    def _settle(self, works: Sequence[Work], run: Run, failure: StepFailed) -> WorkerLost:
+    def _settle(self, works: Sequence[Work], run: PipelineStep, failure: StepFailed) -> WorkerLost:
         """After a step that failed: which rows are lost; the others are as they were before."""
         lost = set(self._rows_lost()) | run.begun_exports
         if not self._can_go_back:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import InputError
-from potluck.engine.cache import groups_of
-from potluck.engine.config import Config
+from potluck.engine.compute.runner import Size
+from potluck.engine.memory.cache import groups_of
+from potluck.engine.memory.tables import Tables
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.messages import Connect, Done, Emulated, Failed, Ready, Setup, error_of
 from potluck.engine.pipeline.remote import Event, Remote
 from potluck.engine.pipeline.serving import DRIVER
 from potluck.engine.pipeline.wire import LinkError, connect
-from potluck.engine.runner import Size
-from potluck.engine.tables import Tables
 
 LOAD_S = 600.0
 """Reading weights and making room for caches takes a while."""

@@ -14,13 +14,13 @@ import numpy as np
 
 from potluck.core.codec import decode, encode
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
-from potluck.core.model import Model
-from potluck.core.types import NodeType
-from potluck.engine.config import Config
-from potluck.engine.handover import Manifest, Parcel, Part
+from potluck.core.values.model import Model
+from potluck.core.values.types import NodeType
+from potluck.engine.compute.sample import Choice, Sampling
+from potluck.engine.compute.step import Work
+from potluck.engine.memory.handover import Manifest, Parcel, Part
+from potluck.engine.model.config import Config
 from potluck.engine.pipeline.wire import LinkError
-from potluck.engine.sample import Choice, Sampling
-from potluck.engine.step import Work
 
 OPEN, CLOSE, GROW, BACK = 0, 1, 2, 3
 LOGITS = ("none", "last", "all")
@@ -75,7 +75,7 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowChanges:
     """Open, close and grow rows, or set them back to fewer tokens. Body: [ops, 4] of (what, row, tokens, since).
     Not answered."""
 
@@ -161,7 +161,7 @@ class Stop:
     call: int
 
 
-Command = Setup | Connect | Rows | Step | Pack | Arrive | Accept | Finish | Check | Stop
+Command = Setup | Connect | RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from potluck.core.errors import PotluckError
+from potluck.engine.memory.tables import Tables
 from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.messages import (
     BACK,
@@ -16,14 +17,13 @@ from potluck.engine.pipeline.messages import (
     OPEN,
     Answer,
     Command,
-    Rows,
+    RowChanges,
     Stop,
     numbers,
     read_answer,
     to_bytes,
 )
 from potluck.engine.pipeline.wire import Bytes, Connection, LinkError
-from potluck.engine.tables import Tables
 
 Event = tuple["Remote", Answer | str, bytearray]
 """A worker's answer with its body; or, as text, why there will be no more."""
@@ -95,7 +95,7 @@ class Remote:
             return
         try:
             if self._ops:
-                self._link.send(to_bytes(Rows(len(self._ops))), [numbers(self._ops)])
+                self._link.send(to_bytes(RowChanges(len(self._ops))), [numbers(self._ops)])
                 self._ops = []
             self._link.send(to_bytes(command), bodies)
         except LinkError as error:

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.engine.checkpoint import Files, Seeded
-from potluck.engine.handover import Arrival, pack
-from potluck.engine.paced import Pacer
+from potluck.engine.compute.paced import Pacer
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.sample import sample
+from potluck.engine.memory.handover import Arrival, pack
+from potluck.engine.model.checkpoint import Files, Seeded
 from potluck.engine.pipeline.inputs import Arrived, Inputs
 from potluck.engine.pipeline.messages import (
     BACK,
@@ -42,7 +44,7 @@ from potluck.engine.pipeline.messages import (
     Pack,
     Parcels,
     Ready,
-    Rows,
+    RowChanges,
     Setup,
     States,
     Step,
@@ -56,8 +58,6 @@ from potluck.engine.pipeline.messages import (
     to_bytes,
 )
 from potluck.engine.pipeline.wire import Bytes, Connection, LinkError, connect
-from potluck.engine.runner import Runner, Size, Work
-from potluck.engine.sample import sample
 from potluck.perf.roofline import roofline
 
 Received = tuple[Command, bytearray]
@@ -88,7 +88,7 @@ class Worker:
     def _obey(self) -> None:
         while (received := self._commands.get()) is not None:
             command, body = received
-            if isinstance(command, Rows):
+            if isinstance(command, RowChanges):
                 self._rows(command, body)
                 continue
             try:
@@ -106,7 +106,7 @@ class Worker:
                 head, body = self._driver.receive()
                 command = read_command(head)
                 if not isinstance(
-                    command, Rows | Step | Pack | Arrive | Accept | Finish | Check | Setup | Connect
+                    command, RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Setup | Connect
                 ):
                     break
                 self._commands.put((command, body))
@@ -179,7 +179,7 @@ class Worker:
             self._next.append(connect(address, self._secret, who, f"stage {stage} worker {place}"))
         return Done(command.call)
 
-    def _rows(self, command: Rows, body: bytearray) -> None:
+    def _rows(self, command: RowChanges, body: bytearray) -> None:
         """Changes that the driver has made to its copy of the tables already, and must succeed here too."""
         try:
             tables = self._ready.tables

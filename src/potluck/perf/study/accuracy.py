@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.model import Model
-from potluck.core.types import Gpu, NodeType
+from potluck.core.values.model import Model
+from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
 from potluck.perf.operators import Chip
 from potluck.perf.roofline import roofline
@@ -35,7 +35,7 @@ from potluck.perf.study.calibrate import (
     harness_shift,
     keys_of,
 )
-from potluck.perf.study.measured import Operator, Rows, read_all
+from potluck.perf.study.measured import Measurements, Operator, read_all
 from potluck.perf.study.measured_steps import read_steps
 
 Question = Literal["calibrated", "GPU left out", "model left out"]
@@ -96,7 +96,7 @@ def study(
     return tuple(scores)
 
 
-def kinds_of(rows: Rows) -> dict[Kind, NDArray[np.bool_]]:
+def kinds_of(rows: Measurements) -> dict[Kind, NDArray[np.bool_]]:
     """Which rows are which kind of work.
 
     Prefill-size is 256 new tokens or more in a chunk, decode-size at most 64; matrices below 1024 on a side
@@ -125,7 +125,7 @@ def expected_errors(scores: Iterable[Score]) -> dict[str, ExpectedError]:
     return result
 
 
-def _scores(question: Question, rows: Rows, seconds: Floats, group: str = "") -> list[Score]:
+def _scores(question: Question, rows: Measurements, seconds: Floats, group: str = "") -> list[Score]:
     error = np.abs(seconds / rows.seconds - 1.0)
     found = []
     for kind, wanted in kinds_of(rows).items():
@@ -137,7 +137,9 @@ def _scores(question: Question, rows: Rows, seconds: Floats, group: str = "") ->
     return found
 
 
-def _calibrated(rows: dict[Operator, Rows], chips: dict[str, Chip], progress: Progress) -> Iterable[Score]:
+def _calibrated(
+    rows: dict[Operator, Measurements], chips: dict[str, Chip], progress: Progress
+) -> Iterable[Score]:
     for operator, part in rows.items():
         if operator == "stream":  # element-wise work is too small a share to judge by
             continue
@@ -149,7 +151,7 @@ def _calibrated(rows: dict[Operator, Rows], chips: dict[str, Chip], progress: Pr
 
 
 def _without_gpu(
-    gpu: str, rows: dict[Operator, Rows], gpus: dict[str, Gpu], chips: dict[str, Chip], folder: Path
+    gpu: str, rows: dict[Operator, Measurements], gpus: dict[str, Gpu], chips: dict[str, Chip], folder: Path
 ) -> tuple[list[Score], Calibration]:
     fits = {op: fit_operator(part.where(part.gpu != gpu), chips, sample=400) for op, part in rows.items()}
     calibration = build(fits, gpus, folder, leave_out=frozenset(SIBLINGS.get(gpu, {gpu})))
@@ -210,7 +212,7 @@ def _carried(
     return logs + harness_shift(fit).get(harness, np.zeros_like(logs))
 
 
-def _without_model(rows: Rows, chips: dict[str, Chip]) -> list[Score]:
+def _without_model(rows: Measurements, chips: dict[str, Chip]) -> list[Score]:
     """Only Vidur measured several models on one GPU."""
     found: list[Score] = []
     part = rows.where(rows.harness == "vidur")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.types import Gpu
+from potluck.core.values.types import Gpu
 from potluck.perf.calibration import Calibration, ExpectedError, Power, Scales, Shapes, chip_of
 from potluck.perf.operators import (
     Chip,
@@ -31,7 +31,7 @@ from potluck.perf.operators import (
 )
 from potluck.perf.residual import Residual, fit_residual
 from potluck.perf.step import Floats
-from potluck.perf.study.measured import Operator, Rows, read_all
+from potluck.perf.study.measured import Measurements, Operator, read_all
 from potluck.perf.study.smaller_fits import fit_networks, fit_power, layer_scales
 
 Key = tuple[str, str]
@@ -64,7 +64,7 @@ class OperatorFit:
     scales: dict[Key, Floats]
 
     def predict(
-        self, rows: Rows, chips: dict[str, Chip], residuals: dict[Key, Residual] | None = None
+        self, rows: Measurements, chips: dict[str, Chip], residuals: dict[Key, Residual] | None = None
     ) -> Floats:
         keys = keys_of(rows)
         seconds = np.empty(len(rows))
@@ -78,18 +78,18 @@ class OperatorFit:
         return seconds
 
 
-def keys_of(rows: Rows) -> list[Key]:
+def keys_of(rows: Measurements) -> list[Key]:
     return [(str(gpu), str(harness)) for gpu, harness in zip(rows.gpu, rows.harness, strict=True)]
 
 
-def stacked(rows: Rows, chips: dict[str, Chip]) -> Chip:
+def stacked(rows: Measurements, chips: dict[str, Chip]) -> Chip:
     """One Chip whose figures are arrays, one entry per row."""
     names = Chip.__dataclass_fields__
     values = {name: np.array([getattr(chips[gpu], name) for gpu in rows.gpu]) for name in names}
     return Chip(**values)
 
 
-def formula(rows: Rows, chip: Chip, shapes: Floats, scale: Floats) -> Floats:
+def formula(rows: Measurements, chip: Chip, shapes: Floats, scale: Floats) -> Floats:
     """The operator's formula on measured rows; `scale` has one column per row."""
     column = rows.columns
     if rows.operator == "gemm":
@@ -111,7 +111,7 @@ def formula(rows: Rows, chip: Chip, shapes: Floats, scale: Floats) -> Floats:
     return decode_attention_s(count, moved, column["cached"], kv_heads, chip, decode, warm_share=rows.warm)
 
 
-def features(rows: Rows) -> tuple[Floats, Floats, Floats]:
+def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
     """The three features of an operator's residual surface; `perf.roofline` uses the same."""
     column = rows.columns
     if rows.operator == "gemm":
@@ -122,7 +122,9 @@ def features(rows: Rows) -> tuple[Floats, Floats, Floats]:
     return rows.work, kv_heads, heads / kv_heads
 
 
-def fit_operator(rows: Rows, chips: dict[str, Chip], *, sample: int = 600, seed: int = 1) -> OperatorFit:
+def fit_operator(
+    rows: Measurements, chips: dict[str, Chip], *, sample: int = 600, seed: int = 1
+) -> OperatorFit:
     """Fit one operator to all its rows; each (GPU, harness) weighs the same."""
     from scipy.optimize import least_squares
     from scipy.sparse import lil_matrix
@@ -151,7 +153,7 @@ def fit_operator(rows: Rows, chips: dict[str, Chip], *, sample: int = 600, seed:
     return OperatorFit(rows.operator, found.x[:shared], dict(zip(keys, scales, strict=True)))
 
 
-def _balanced(rows: Rows, sample: int, seed: int) -> tuple[Rows, np.ndarray, list[Key]]:
+def _balanced(rows: Measurements, sample: int, seed: int) -> tuple[Measurements, np.ndarray, list[Key]]:
     """At most `sample` rows of each (GPU, harness), the index of each row's key, and the keys."""
     random = np.random.default_rng(seed)
     row_keys = keys_of(rows)
@@ -242,7 +244,7 @@ def _scales_of(gpu: str, fits: dict[Operator, OperatorFit]) -> Scales:
     return Scales(gpu, values["gemm"], values["prefill"], values["decode"], values["stream"])  # type: ignore[arg-type]
 
 
-def fit_residuals(rows: Rows, fit: OperatorFit, chips: dict[str, Chip]) -> dict[Key, Residual]:
+def fit_residuals(rows: Measurements, fit: OperatorFit, chips: dict[str, Chip]) -> dict[Key, Residual]:
     """A residual surface for every (GPU, harness)."""
     found: dict[Key, Residual] = {}
     for gpu, harness in fit.scales:

@@ -38,7 +38,7 @@ LLAMA31_8B = (4096, 32, 8, 128, 14336)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Measurements:
     """Measurements of one operator; every array has one entry per measurement."""
 
     operator: Operator
@@ -56,7 +56,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.seconds)
 
-    def where(self, mask: NDArray[np.bool_]) -> Rows:
+    def where(self, mask: NDArray[np.bool_]) -> Measurements:
         return replace(
             self,
             gpu=self.gpu[mask],
@@ -69,9 +69,9 @@ class Rows:
         )
 
 
-def read_all(folder: Path) -> dict[Operator, Rows]:
+def read_all(folder: Path) -> dict[Operator, Measurements]:
     """Every operator's rows; a missing file is an error that names it."""
-    parts: dict[Operator, list[Rows]] = {"gemm": [], "prefill": [], "decode": [], "stream": []}
+    parts: dict[Operator, list[Measurements]] = {"gemm": [], "prefill": [], "decode": [], "stream": []}
     for rows in (*_aiconfigurator(folder), *_vidur(folder), *_vidur_fork(folder), *_llmservingsim(folder)):
         parts[rows.operator].append(rows)
     return {operator: _valid(_join(rows)) for operator, rows in parts.items()}
@@ -104,10 +104,10 @@ def _rows(
     *,
     group: str = "",
     warm: float = 0.0,
-) -> Rows:
+) -> Measurements:
     size = len(seconds)
     full = {name: np.broadcast_to(np.asarray(value, np.float64), size) for name, value in columns.items()}
-    return Rows(
+    return Measurements(
         operator,
         np.full(size, gpu),
         np.full(size, harness),
@@ -119,11 +119,11 @@ def _rows(
     )
 
 
-def _gemm(gpu: str, harness: str, m: Floats, n: float, k: float, seconds: Floats, group: str) -> Rows:
+def _gemm(gpu: str, harness: str, m: Floats, n: float, k: float, seconds: Floats, group: str) -> Measurements:
     return _rows("gemm", gpu, harness, seconds, m, {"m": m, "n": n, "k": k}, group=group)
 
 
-def _aiconfigurator(folder: Path) -> list[Rows]:
+def _aiconfigurator(folder: Path) -> list[Measurements]:
     parts = []
     for name, gpu in AIC_GPUS.items():
         warm = float(gpu in AIC_WARM)
@@ -141,7 +141,9 @@ def _aiconfigurator(folder: Path) -> list[Rows]:
     return parts
 
 
-def _aic_attention(table: dict[str, NDArray[np.generic]], gpu: str, warm: float, prefill: bool) -> Rows:
+def _aic_attention(
+    table: dict[str, NDArray[np.generic]], gpu: str, warm: float, prefill: bool
+) -> Measurements:
     batch, length = _floats(table, "batch_size"), _floats(table, "isl") + _floats(table, "step")
     window = _floats(table, "window_size") if "window_size" in table else np.zeros(len(batch))
     heads, kv_heads = _floats(table, "num_heads"), _floats(table, "num_key_value_heads")
@@ -170,7 +172,7 @@ def _projections(
     gpu: str,
     harness: str,
     group: str,
-) -> list[Rows]:
+) -> list[Measurements]:
     """Vidur's four projections and its element-wise operators, for one model and tensor-parallel degree."""
     hidden, heads, kv_heads, head_dim, inner = model
     qkv = (heads // tp + 2 * max(kv_heads // tp, 1)) * head_dim
@@ -193,9 +195,9 @@ def _projections(
     return parts
 
 
-def _vidur(folder: Path) -> list[Rows]:
+def _vidur(folder: Path) -> list[Measurements]:
     table = read_table(folder, "vidur_mlp_medians")
-    parts: list[Rows] = []
+    parts: list[Measurements] = []
     gpus, models = np.asarray(table["gpu"], str), np.asarray(table["model"], str)
     degrees = _floats(table, "num_tensor_parallel_workers")
     for key, gpu in VIDUR_GPUS.items():
@@ -211,7 +213,7 @@ def _vidur(folder: Path) -> list[Rows]:
 
 def _vidur_attention(
     table: Mapping[str, NDArray[np.generic]], gpu: str, heads: int, kv_heads: int, group: str
-) -> list[Rows]:
+) -> list[Measurements]:
     prefill = np.asarray(table["is_prefill"], bool)
     batch, cached = _floats(table, "batch_size"), _floats(table, "kv_cache_size")
     new = np.where(prefill, _floats(table, "prefill_chunk_size"), 1.0)
@@ -233,7 +235,7 @@ def _vidur_attention(
     return parts
 
 
-def _vidur_fork(folder: Path) -> list[Rows]:
+def _vidur_fork(folder: Path) -> list[Measurements]:
     table = read_table(folder, "vidurfork_a30_qwen2_7b_mlp")
     everything = np.ones(len(table["num_tokens"]), bool)
     parts = _projections(table, everything, QWEN2_7B, 1, "A30", "vidur-fork", "Qwen2-7B")
@@ -242,7 +244,7 @@ def _vidur_fork(folder: Path) -> list[Rows]:
     return parts + _vidur_attention(attention, "A30", 28, 4, "Qwen2-7B")
 
 
-def _llmservingsim(folder: Path) -> list[Rows]:
+def _llmservingsim(folder: Path) -> list[Measurements]:
     gpu, harness, group = "RTX4090", "llmservingsim", "Llama-3.1-8B"
     table = read_table(folder, "llmservingsim_rtx4090_llama31_8b_dense")
     hidden, heads, kv_heads, head_dim, inner = LLAMA31_8B
@@ -265,7 +267,7 @@ def _llmservingsim(folder: Path) -> list[Rows]:
     return parts + _mixed_attention(folder, gpu, harness, group)
 
 
-def _mixed_attention(folder: Path, gpu: str, harness: str, group: str) -> list[Rows]:
+def _mixed_attention(folder: Path, gpu: str, harness: str, group: str) -> list[Measurements]:
     table = read_table(folder, "llmservingsim_rtx4090_llama31_8b_attention")
     _, heads, kv_heads, head_dim, _ = LLAMA31_8B
     chunk, count = _floats(table, "prefill_chunk"), _floats(table, "n_decode")
@@ -288,7 +290,7 @@ def _mixed_attention(folder: Path, gpu: str, harness: str, group: str) -> list[R
     ]
 
 
-def _join(parts: list[Rows]) -> Rows:
+def _join(parts: list[Measurements]) -> Measurements:
     first = parts[0]
     return replace(
         first,
@@ -302,6 +304,6 @@ def _join(parts: list[Rows]) -> Rows:
     )
 
 
-def _valid(rows: Rows) -> Rows:
+def _valid(rows: Measurements) -> Measurements:
     """Without rows that hold no time, or no work."""
     return rows.where(np.isfinite(rows.seconds) & (rows.seconds > 0) & (rows.work > 0))

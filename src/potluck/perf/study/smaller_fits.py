@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.types import Gpu
+from potluck.core.values.types import Gpu
 from potluck.perf.calibration import FAMILIES, Calibration, Network, Power, Scales, curves_for
 from potluck.perf.operators import gemm_s
 from potluck.perf.step import Floats

@@ -41,7 +41,7 @@ from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 
-from potluck.core.types import Role
+from potluck.core.values.types import Role
 from potluck.plan.search.bound_program import Column, Links, best_value
 from potluck.plan.search.costs import Timing
 from potluck.plan.search.deduce import PHASES, Deduced, Deducer, Takes, deducer

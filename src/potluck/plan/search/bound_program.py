@@ -142,7 +142,7 @@ def _whole(
     """The bound of the whole program over some columns."""
     count = len(columns)
     j = np.arange(count)
-    rows = Rows(2 * count)  # n, then x
+    rows = ProgramRows(2 * count)  # n, then x
     both = np.concatenate([j, count + j])
     rows.add(count, both, np.concatenate([j, j]), np.concatenate([-table.rate, np.ones(count)]))
     sign = np.where(table.phase == PREFILL, 1.0, np.where(table.phase == DECODE, -1.0, 0.0))
@@ -174,7 +174,7 @@ def _whole(
     return -answer.bound
 
 
-def _add_links(rows: Rows, columns: list[Column], links: Links, count: int) -> None:
+def _add_links(rows: ProgramRows, columns: list[Column], links: Links, count: int) -> None:
     """out_a and in_b, with F_ab as further columns; then into_ab and out_ab."""
     nodes = len(links.most)
     first = rows.size
@@ -194,7 +194,9 @@ def _add_links(rows: Rows, columns: list[Column], links: Links, count: int) -> N
         _add_parts(rows, columns, phase, links.out if phase == PREFILL else links.into, numbers, axis)
 
 
-def _add_parts(rows: Rows, columns: list[Column], phase: int, each: Floats, numbers: Ints, axis: int) -> None:
+def _add_parts(
+    rows: ProgramRows, columns: list[Column], phase: int, each: Floats, numbers: Ints, axis: int
+) -> None:
     """F_ab is at most what the nodes carry that copies of this phase have at a (prefill) or b (decode)."""
     for a, b in np.argwhere(np.isfinite(each)).tolist():
         place = (a, b)[axis]
@@ -206,7 +208,7 @@ def _add_parts(rows: Rows, columns: list[Column], phase: int, each: Floats, numb
 
 
 @dataclass(slots=True)
-class Rows:
+class ProgramRows:
     """Rows in the making: sum of value x column, at most a limit or equal to it."""
 
     size: int

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.model import Model
-from potluck.core.plan import Confidence
-from potluck.core.types import NodeType
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
+from potluck.core.values.types import NodeType
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import USABLE_SHARE, stage_memory

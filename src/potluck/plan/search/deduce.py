@@ -31,7 +31,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from potluck.core.types import Role
+from potluck.core.values.types import Role
 from potluck.plan.rates import HANDOVER_SHARE
 from potluck.plan.search.costs import Costs, Timing, costs_of
 from potluck.plan.search.deduce_kernel import (

@@ -11,9 +11,9 @@ from math import isfinite
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.model import Model
-from potluck.core.pool import Pool, PoolNode, uniform_pool
-from potluck.core.types import Codec, Slo
+from potluck.core.values.model import Model
+from potluck.core.values.pool import Pool, PoolNode, uniform_pool
+from potluck.core.values.types import Codec, Slo
 from potluck.perf.memory import kv_bytes
 from potluck.perf.network import HANDOVER_FIXED_S, HANDOVER_SHARE
 from potluck.perf.step import Floats

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import Replica, Template
-from potluck.core.pool import Pool
-from potluck.core.types import Codec
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import Replica, Template
+from potluck.core.values.pool import Pool
+from potluck.core.values.types import Codec
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.deduce import NAMES, PHASES, Deduced, StageTake, Takes
 from potluck.plan.search.evaluate import TIE_WEIGHT, Group, Score, State

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from potluck.core.errors import CapacityError
-from potluck.core.types import Role
+from potluck.core.values.types import Role
 from potluck.plan.search.costs import Calibrated, Timing
 from potluck.plan.search.deduce import PHASES, Deduced, deducer
 from potluck.plan.search.evaluate import Evaluator, Group, Score, State

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from potluck.core.plan import Deployment, Plan, Template
+from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import solve
 from potluck.plan.columns import Columns, columns, plan_of

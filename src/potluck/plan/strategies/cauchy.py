@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from potluck.core.plan import Deployment, Plan, Template
+from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.plan import Template
+from potluck.core.values.plan import Template
 from potluck.plan.machines import gpus_of, region_pool
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.pool import workload_of

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from potluck.core.plan import Template
+from potluck.core.values.plan import Template
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_mc

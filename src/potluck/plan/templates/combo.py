@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from potluck.core.plan import BucketCapacity, NodeCount, Template
-from potluck.core.types import Role
+from potluck.core.values.plan import BucketCapacity, NodeCount, Template
+from potluck.core.values.types import Role
 from potluck.perf.pipeline import ORDER
 from potluck.plan.problem import Ask
 from potluck.plan.rates import useful

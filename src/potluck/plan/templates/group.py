@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.core.layout import Layout
-from potluck.core.plan import BucketCapacity, NodeCount, Replica, Template
-from potluck.core.types import Codec
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.types import Codec
 from potluck.perf.pipeline import ORDER
 from potluck.perf.transfer import codec_ratio
 from potluck.plan.allocate.highs import Milp, solve_milp

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from potluck.core.errors import InputError
-from potluck.core.layout import single
-from potluck.core.plan import BucketCapacity, NodeCount, Replica, Template
-from potluck.core.types import NodeType, Role
+from potluck.core.values.layout import single
+from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.types import NodeType, Role
 from potluck.perf.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, replica_capacity, useful

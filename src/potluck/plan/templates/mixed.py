@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.plan import NodeCount, Replica, Template
+from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.plan.library import pipeline_libraries
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, replica_capacity, useful

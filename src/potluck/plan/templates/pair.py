@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from potluck.core.plan import BucketCapacity, NodeCount, Replica, Template
-from potluck.core.types import NodeType
+from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.types import NodeType
 from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import ORDER, layout_requests
 from potluck.perf.step import StepTimer

@@ -36,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.layout import Layout, Stage, StageNode
-from potluck.core.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.perf.memory import weight_bytes
 from potluck.perf.pipeline import ORDER
 from potluck.plan.multisets import Multisets, multisets

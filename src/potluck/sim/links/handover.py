@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from potluck.sim.links.link import Pipe
 from potluck.sim.links.network import Network
-from potluck.sim.world.state import Flight, Handover, Site
+from potluck.sim.world.state import Handover, Journey, Site
 
 if TYPE_CHECKING:
     from potluck.sim.world.agenda import Agenda
@@ -54,20 +54,20 @@ class Handovers:
     def __len__(self) -> int:
         return len(self._open)
 
-    def expect(self, now_s: float, flight: Flight, size_bytes: float) -> None:
+    def expect(self, now_s: float, journey: Journey, size_bytes: float) -> None:
         """The segment under way was given to its replica; its KV will go to the next."""
-        source, target = flight.sites[flight.place], flight.sites[flight.place + 1]
-        hand = Handover(self._next_key, flight, source, target, size_bytes)
+        source, target = journey.sites[journey.place], journey.sites[journey.place + 1]
+        hand = Handover(self._next_key, journey, source, target, size_bytes)
         self._next_key += 1
         self._open[hand.key] = hand
-        flight.hand = hand
-        source.computing.append(flight)
-        if source.computing[0] is flight:
+        journey.hand = hand
+        source.computing.append(journey)
+        if source.computing[0] is journey:
             self._computing(now_s, hand)
 
-    def computed(self, now_s: float, flight: Flight) -> None:
+    def computed(self, now_s: float, journey: Journey) -> None:
         """The segment's last token is computed."""
-        hand = flight.hand
+        hand = journey.hand
         assert hand is not None
         hand.computed_s = now_s
         self._leave(now_s, hand)
@@ -120,15 +120,15 @@ class Handovers:
             return False
         hand.over = True
         del self._open[hand.key]
-        hand.flight.hand = None
+        hand.journey.hand = None
         return True
 
-    def drop(self, now_s: float, flight: Flight) -> None:
-        """Forget a flight's hand-over: it failed, was cancelled or re-routed."""
-        hand = flight.hand
+    def drop(self, now_s: float, journey: Journey) -> None:
+        """Forget a journey's hand-over: it failed, was cancelled or re-routed."""
+        hand = journey.hand
         if hand is None:
             return
-        flight.hand = None
+        journey.hand = None
         hand.over = True
         self._open.pop(hand.key, None)
         if hand.pipe is not None and hand.key in hand.pipe:
@@ -144,10 +144,10 @@ class Handovers:
         pipe.start(now_s, key, size_bytes)
         self.schedule(pipe)
 
-    def broken(self, pipe: Pipe) -> list[Flight]:
-        """Flights whose KV is on a pipe."""
+    def broken(self, pipe: Pipe) -> list[Journey]:
+        """Journeys whose KV is on a pipe."""
         hands = (self._open[key] for key in pipe.keys)
-        return [hand.flight for hand in hands if isinstance(hand, Handover)]
+        return [hand.journey for hand in hands if isinstance(hand, Handover)]
 
     def schedule(self, pipe: Pipe) -> None:
         """Put a pipe's next end on the agenda unless an earlier look is there already."""
@@ -164,9 +164,9 @@ class Handovers:
     def _leave(self, now_s: float, hand: Handover) -> None:
         """It is not computed here any more; the next in line is."""
         line = hand.source.computing
-        if hand.flight not in line:
+        if hand.journey not in line:
             return
-        line.remove(hand.flight)
+        line.remove(hand.journey)
         if line:
             following = line[0].hand
             if following is not None and following.began_s == inf:
@@ -187,8 +187,8 @@ class Handovers:
 
     def _reserved(self, now_s: float, hand: Handover) -> bool:
         """Whether there is room for it; then what the receiver does next may be due earlier."""
-        flight, target = hand.flight, hand.target
-        hand.reserved = target.replica.reserve(now_s, flight.key, flight.segments[flight.place].stop or 0)
+        journey, target = hand.journey, hand.target
+        hand.reserved = target.replica.reserve(now_s, journey.key, journey.segments[journey.place].stop or 0)
         self._agenda.look(target)
         return hand.reserved
 

@@ -11,7 +11,7 @@ That is exact while at most one end is contended, and never gives a link more th
 
 from __future__ import annotations
 
-from potluck.core.types import Link
+from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
 from potluck.sim.links.link import Pipe
 from potluck.sim.setup import SimProblem

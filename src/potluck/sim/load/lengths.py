@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.lengths import Binned, Fixed, Law, Lengths, LogNormal
+from potluck.core.values.lengths import Binned, Fixed, Law, Lengths, LogNormal
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.lengths import Binned, Lengths
-from potluck.core.types import Traffic
+from potluck.core.values.lengths import Binned, Lengths
+from potluck.core.values.types import Traffic
 from potluck.sim.load import arrivals
 from potluck.sim.load.lengths import draw
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import compress, filterfalse, islice, repeat, takewhile
 from math import ceil
 
-from potluck.core.block_values import Changes
+from potluck.core.replica.block_values import Changes
 
 
 class PrefixCache:

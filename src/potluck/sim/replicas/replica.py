@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from math import inf
 
-from potluck.core.batch import PREEMPTED, RESUMED, Batcher, Happening, Limits, Step
+from potluck.core.brain.events import Status
 from potluck.core.errors import InputError
-from potluck.core.events import Status
+from potluck.core.replica.batch import PREEMPTED, RESUMED, Batcher, Happening, Limits, Step
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.throughput import MAX_BATCH
 from potluck.sim.replicas.gaps import Gaps
@@ -20,7 +20,7 @@ from potluck.sim.replicas.rounds import Table
 from potluck.sim.replicas.steps import Row
 
 TimedHappening = tuple[float, int, int]
-"""When, what (FIRST, DONE, FINISHED, PREEMPTED of `core.batch`), to whom (key)."""
+"""When, what (FIRST, DONE, FINISHED, PREEMPTED of `core.replica.batch`), to whom (key)."""
 
 
 def replica_limits(

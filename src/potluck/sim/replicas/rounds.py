@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from potluck.core.plan import Confidence
+from potluck.core.values.plan import Confidence
 from potluck.perf.pipeline import PipelineTimer
 from potluck.perf.step import Floats, Steps, StepTimer, steps
 from potluck.sim.replicas.steps import CONTEXTS, ROWS, Chunks, Row, StepTable

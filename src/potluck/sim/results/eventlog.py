@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
-from potluck.core import actions, events
-from potluck.core.actions import Action
+from potluck.core.brain import actions, events
+from potluck.core.brain.actions import Action
+from potluck.core.brain.events import Event
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode, encode
 from potluck.core.errors import FormatError
-from potluck.core.events import Event
-from potluck.core.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.member import Member
-from potluck.core.plan import Plan
-from potluck.core.policy import Policy
-from potluck.core.route import Route, Segment
-from potluck.core.types import Region, Request
+from potluck.core.values.member import Member
+from potluck.core.values.plan import Plan
+from potluck.core.values.route import Route, Segment
+from potluck.core.values.types import Region, Request
 from potluck.sim.world.world import Mind
 
 FORMAT, VERSION = "potluck.log", 1

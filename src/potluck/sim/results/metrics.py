@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core import codec
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.sim.results.records import (
     ANSWERED,
     CANCELLED,

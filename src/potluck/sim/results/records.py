@@ -31,8 +31,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.actions import RefusalReason
-from potluck.core.types import Slo
+from potluck.core.brain.actions import RefusalReason
+from potluck.core.values.types import Slo
 
 OPEN, ANSWERED, REFUSED, CANCELLED = 0, 1, 2, 3
 OUTCOMES = ("open", "answered", "refused", "cancelled")

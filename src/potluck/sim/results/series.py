@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.core.types import Slo
+from potluck.core.values.types import Slo
 from potluck.sim.results.metrics import cost_between, judge, tpot
 from potluck.sim.results.records import ANSWERED, REFUSED, Records, ReplicaRecord, Samples, SimResult
 
@@ -37,7 +37,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class Band:
     """One replica's life: (from_s, to_s, state, role) without gaps."""
 
     label: str
@@ -75,9 +75,9 @@ class Series:
     ttft: tuple[Curve, ...]
     tpot: tuple[Curve, ...]
     e2e: tuple[Curve, ...]
-    lanes: tuple[Lane, ...]
+    bands: tuple[Band, ...]
     replicas: int
-    """How many there were; `lanes` may hold fewer."""
+    """How many there were; `bands` may hold fewer."""
     utilisation: HeatMap | None
     queue: HeatMap | None
     memory: HeatMap | None
@@ -107,7 +107,7 @@ def series(result: SimResult, bins: int = BINS) -> Series:
         _curves(records, result.slos, "ttft"),
         _curves(records, result.slos, "tpot"),
         _curves(records, result.slos, "e2e"),
-        lanes(result.replicas, end_s),
+        bands(result.replicas, end_s),
         len(result.replicas),
         *maps,
         _links(result, edges),
@@ -145,7 +145,7 @@ def curve(values: Floats, points: int = POINTS) -> tuple[tuple[float, float], ..
     return tuple(zip(np.quantile(values, levels).tolist(), levels.tolist(), strict=True))
 
 
-def lanes(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> tuple[Lane, ...]:
+def bands(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> tuple[Band, ...]:
     """The replicas' lives; where there are too many, those with most to tell, in their order."""
     chosen = list(range(len(replicas)))
     if len(replicas) > most:
@@ -163,7 +163,7 @@ def lanes(replicas: Sequence[ReplicaRecord], end_s: float, most: int = ROWS) -> 
             if state not in ("lost", "stopped") and min(to_s, end_s) > from_s:
                 spans.append((from_s, min(to_s, end_s), state, role))
         what = f"{replica.model}, {' + '.join(replica.nodes)}, {replica.region}"
-        found.append(Lane(replica.id, what, tuple(spans), lost_s))
+        found.append(Band(replica.id, what, tuple(spans), lost_s))
     return tuple(found)
 
 

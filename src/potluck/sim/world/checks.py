@@ -72,7 +72,7 @@ def _idle(world: World) -> list[str]:
         return []
     found = []
     for site in world.yard.all_sites:
-        left = len(site.flights) + len(site.computing) + sum(not hand.over for hand in site.waiting)
+        left = len(site.journeys) + len(site.computing) + sum(not hand.over for hand in site.waiting)
         if left:
             found.append(f"{site.id} still has {left} requests")
         if site.there and site.replica.used_blocks:

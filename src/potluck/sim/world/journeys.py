@@ -11,15 +11,23 @@ from heapq import heappush
 from math import inf
 from typing import TYPE_CHECKING
 
-from potluck.core.actions import Abandon, Refuse, Run
-from potluck.core.batch import DONE, FINISHED, FIRST, PREEMPTED
-from potluck.core.events import Cancelled, Drained, Failed, FailureKind, Finished, FirstToken, SegmentDone
-from potluck.core.facts import BLOCK_TOKENS
-from potluck.core.types import Request
+from potluck.core.brain.actions import Abandon, Refuse, Run
+from potluck.core.brain.events import (
+    Cancelled,
+    Drained,
+    Failed,
+    FailureKind,
+    Finished,
+    FirstToken,
+    SegmentDone,
+)
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
+from potluck.core.values.types import Request
 from potluck.sim.links.network import reachable
 from potluck.sim.results import records
 from potluck.sim.world.agenda import REPLICA
-from potluck.sim.world.state import Flight, Handover, Site
+from potluck.sim.world.state import Handover, Journey, Site
 
 if TYPE_CHECKING:
     from potluck.sim.replicas.cache import PrefixCache
@@ -69,8 +77,8 @@ class Journeys:
         self._outcome = world.ledger.outcome
         self._streamed = world.ledger.streamed_tokens
         self._chatty = world.settings.first_tokens is not False or world.workload.blocks is not None
-        self.open: dict[int, Request | Flight] = {}
-        """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its flight."""
+        self.open: dict[int, Request | Journey] = {}
+        """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its journey."""
         self.ended_s = 0.0
         """When the last one ended so far."""
 
@@ -83,7 +91,7 @@ class Journeys:
             return
         self._attempts[key] += 1
         segments = route.segments
-        if isinstance(request, Flight):
+        if isinstance(request, Journey):
             self.drop(at_s, key)
             request = request.request
         if attempt or len(segments) > 1 or request.blocks:
@@ -99,8 +107,8 @@ class Journeys:
             self._failed(at_s, key, "memory", where, 0)
             return
         self._prefill[key] = self._decode[key] = site.index
-        flight = Flight(key, request, prompt_tokens, before_tokens, segments, (site,))
-        self.open[key] = site.flights[key] = flight
+        journey = Journey(key, request, prompt_tokens, before_tokens, segments, (site,))
+        self.open[key] = site.journeys[key] = journey
         replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority)
         self._agenda.look(site)
         if self._reporting and not site.touched:
@@ -116,8 +124,8 @@ class Journeys:
                 self._failed(at_s, key, "replica", segment.replica, streamed)
                 return
             sites.append(site)
-        flight = Flight(key, request, action.prompt_tokens, streamed, segments, tuple(sites))
-        problem = self._obstacle(flight)
+        journey = Journey(key, request, action.prompt_tokens, streamed, segments, tuple(sites))
+        problem = self._obstacle(journey)
         if problem is not None:
             self._failed(at_s, key, *problem, streamed)
             return
@@ -127,45 +135,45 @@ class Journeys:
         ledger.prefill_replica[key] = sites[0].index
         ledger.decode_replica[key] = sites[-1].index
         ledger.cached_tokens[key] = 0
-        self.open[key] = flight
+        self.open[key] = journey
         for site in sites:
-            site.flights[key] = flight
-        self._begin(at_s, flight)
+            site.journeys[key] = journey
+        self._begin(at_s, journey)
 
-    def _obstacle(self, flight: Flight) -> tuple[FailureKind, str] | None:
+    def _obstacle(self, journey: Journey) -> tuple[FailureKind, str] | None:
         """Why a route cannot be gone: a replica too small, or no link for its KV."""
-        output_tokens = flight.request.max_output_tokens - flight.before_tokens
-        if flight.prompt_tokens + output_tokens > flight.sites[-1].room_tokens:
-            return "memory", flight.sites[-1].id
-        for source, target in zip(flight.sites, flight.sites[1:], strict=False):
+        output_tokens = journey.request.max_output_tokens - journey.before_tokens
+        if journey.prompt_tokens + output_tokens > journey.sites[-1].room_tokens:
+            return "memory", journey.sites[-1].id
+        for source, target in zip(journey.sites, journey.sites[1:], strict=False):
             if not reachable(self._network, source, target):
                 return "link", f"{source.member.region}->{target.member.region}"
-        for segment, site in zip(flight.segments[:-1], flight.sites, strict=False):
+        for segment, site in zip(journey.segments[:-1], journey.sites, strict=False):
             if segment.stop is not None and segment.stop > site.room_tokens:
                 return "memory", site.id
         return None
 
-    def _begin(self, at_s: float, flight: Flight) -> None:
+    def _begin(self, at_s: float, journey: Journey) -> None:
         """Give the segment under way to its replica."""
-        place = flight.place
-        site, segment, request = flight.sites[place], flight.segments[place], flight.request
+        place = journey.place
+        site, segment, request = journey.sites[place], journey.segments[place], journey.request
         stop, start = segment.stop, segment.start
         output = 0
         if stop is None:
-            stop = flight.prompt_tokens
-            output = request.max_output_tokens - flight.before_tokens
+            stop = journey.prompt_tokens
+            output = request.max_output_tokens - journey.before_tokens
         if request.blocks and site.cache is not None and start < stop:
             hit = self._hit(at_s, site, request, stop)
             if hit > start:
                 cached = self.ledger.cached_tokens
-                cached[flight.key] = max(cached[flight.key], hit)
+                cached[journey.key] = max(cached[journey.key], hit)
                 start = hit
-        site.replica.add(at_s, flight.key, stop - start, start, output, request.priority)
+        site.replica.add(at_s, journey.key, stop - start, start, output, request.priority)
         self.touch(at_s, site)
         if site.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV
             self._handovers.room(at_s, site)
         if output == 0:
-            self._expect(at_s, flight, stop)
+            self._expect(at_s, journey, stop)
 
     def _hit(self, at_s: float, site: Site, request: Request, stop: int) -> int:
         """Tokens of a prefix that a replica holds; the last token is always computed."""
@@ -186,18 +194,18 @@ class Journeys:
         """Give up cached blocks whose room running requests need."""
         cache.shrink(site.replica.free_blocks(at_s) * BLOCK_TOKENS)
 
-    def _expect(self, at_s: float, flight: Flight, stop: int) -> None:
+    def _expect(self, at_s: float, journey: Journey, stop: int) -> None:
         """The KV of [0, stop) will go to the next segment's replica, less what that one holds."""
-        source, target = flight.sites[flight.place], flight.sites[flight.place + 1]
+        source, target = journey.sites[journey.place], journey.sites[journey.place + 1]
         if source is target:
             return
-        request, model, have = flight.request, source.member.model, 0
+        request, model, have = journey.request, source.member.model, 0
         if request.blocks and target.cache is not None:
             have = self._hit(at_s, target, request, stop + 1)
         codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
         size_bytes = self._kits.kv[model].wire_bytes(have, stop, codec)
-        self.ledger.wire_bytes[flight.key] += size_bytes
-        self._handovers.expect(at_s, flight, size_bytes)
+        self.ledger.wire_bytes[journey.key] += size_bytes
+        self._handovers.expect(at_s, journey, size_bytes)
 
     def replica_due(self, at_s: float, site: Site) -> None:
         if at_s != site.due_s or not site.serves:
@@ -220,20 +228,20 @@ class Journeys:
             return
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
-        flights, first_s = site.flights, self._first_s
+        journeys, first_s = site.journeys, self._first_s
         for when_s, kind, key in happened:
-            flight = flights.get(key)
-            if flight is None:
+            journey = journeys.get(key)
+            if journey is None:
                 continue
             if kind == FIRST:
                 if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
                     first_s[key] = when_s
                 if self._chatty:
-                    self._first(when_s, site, flight)
+                    self._first(when_s, site, journey)
             elif kind == FINISHED:
-                self._finished(when_s, site, flight)
+                self._finished(when_s, site, journey)
             elif kind == DONE:
-                self._computed(when_s, site, flight)
+                self._computed(when_s, site, journey)
             elif kind == PREEMPTED:
                 self.ledger.preemptions[key] += 1
         if site.waiting:
@@ -245,17 +253,17 @@ class Journeys:
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
 
-    def _first(self, at_s: float, site: Site, flight: Flight) -> None:
-        request = flight.request
+    def _first(self, at_s: float, site: Site, journey: Journey) -> None:
+        request = journey.request
         # KV that came whole from elsewhere was kept when it arrived.
-        if request.blocks and flight.segments[-1].start < flight.prompt_tokens:
+        if request.blocks and journey.segments[-1].start < journey.prompt_tokens:
             self.keep(at_s, site, request.blocks)
         self._tell(at_s, FirstToken(request.id))
 
-    def _finished(self, at_s: float, site: Site, flight: Flight) -> None:
-        request, key = flight.request, flight.key
+    def _finished(self, at_s: float, site: Site, journey: Journey) -> None:
+        request, key = journey.request, journey.key
         tokens = request.max_output_tokens
-        del self.open[key], site.flights[key]
+        del self.open[key], site.journeys[key]
         self._finish_s[key] = self.ended_s = at_s
         self._outcome[key] = records.ANSWERED
         self._streamed[key] = tokens
@@ -263,63 +271,63 @@ class Journeys:
             self._left(at_s, site, key)
         self._tell(at_s, Finished(request.id, tokens))
 
-    def _computed(self, at_s: float, site: Site, flight: Flight) -> None:
+    def _computed(self, at_s: float, site: Site, journey: Journey) -> None:
         """A segment that hands over is computed."""
-        blocks = flight.request.blocks
-        if blocks and flight.segments[flight.place].stop == flight.prompt_tokens:
+        blocks = journey.request.blocks
+        if blocks and journey.segments[journey.place].stop == journey.prompt_tokens:
             self.keep(at_s, site, blocks)
-        if flight.hand is not None:
-            self._handovers.computed(at_s, flight)
+        if journey.hand is not None:
+            self._handovers.computed(at_s, journey)
         else:
-            site.replica.release(at_s, flight.key)
-            self._next_segment(at_s, flight)
+            site.replica.release(at_s, journey.key)
+            self._next_segment(at_s, journey)
 
     def handed(self, at_s: float, hand: Handover) -> None:
         if not self._handovers.handed(hand):
             return
-        flight, source = hand.flight, hand.source
+        journey, source = hand.journey, hand.source
         if source.replica.wake_s <= at_s:
             self.catch_up(at_s, source)
-        source.replica.release(at_s, flight.key)
-        self._left(at_s, source, flight.key)
+        source.replica.release(at_s, journey.key)
+        self._left(at_s, source, journey.key)
         self.touch(at_s, source)
         if source.waiting:
             self._handovers.room(at_s, source)
         target = hand.target
-        whole = flight.segments[flight.place].stop == flight.prompt_tokens
-        if whole and flight.request.blocks:
-            self.keep(at_s, target, flight.request.blocks)
-        self._next_segment(at_s, flight)
+        whole = journey.segments[journey.place].stop == journey.prompt_tokens
+        if whole and journey.request.blocks:
+            self.keep(at_s, target, journey.request.blocks)
+        self._next_segment(at_s, journey)
 
-    def _next_segment(self, at_s: float, flight: Flight) -> None:
-        place = flight.place
-        flight.place = place + 1
-        target = flight.sites[place + 1]
+    def _next_segment(self, at_s: float, journey: Journey) -> None:
+        place = journey.place
+        journey.place = place + 1
+        target = journey.sites[place + 1]
         if target.replica.wake_s <= at_s:
             self.catch_up(at_s, target)
-        if self.open.get(flight.key) is not flight:
+        if self.open.get(journey.key) is not journey:
             return
-        self._begin(at_s, flight)
-        self._tell(at_s, SegmentDone(flight.request.id, place))
+        self._begin(at_s, journey)
+        self._tell(at_s, SegmentDone(journey.request.id, place))
 
     def _left(self, at_s: float, site: Site, key: int) -> None:
         """A request has nothing more to do at a replica."""
-        site.flights.pop(key, None)
-        if site.state == "draining" and not site.flights:
+        site.journeys.pop(key, None)
+        if site.state == "draining" and not site.journeys:
             self._tell(at_s, Drained(site.id))
 
     def drop(self, at_s: float, key: int) -> int:
-        """Take a flight off all its replicas and pipes; how many tokens it had streamed to the user."""
-        flight = self.open.get(key)
-        if not isinstance(flight, Flight):
+        """Take a journey off all its replicas and pipes; how many tokens it had streamed to the user."""
+        journey = self.open.get(key)
+        if not isinstance(journey, Journey):
             return self.ledger.streamed_tokens[key]
-        self.open[key] = flight.request
-        self._handovers.drop(at_s, flight)
-        streamed = flight.before_tokens
-        for place, site in enumerate(flight.sites):
-            if place == flight.place == len(flight.sites) - 1 and site.flights.get(key) is flight:
+        self.open[key] = journey.request
+        self._handovers.drop(at_s, journey)
+        streamed = journey.before_tokens
+        for place, site in enumerate(journey.sites):
+            if place == journey.place == len(journey.sites) - 1 and site.journeys.get(key) is journey:
                 streamed += site.replica.streamed(at_s, key)
-            if site.flights.get(key) is flight:
+            if site.journeys.get(key) is journey:
                 site.replica.cancel(at_s, key)
                 self._left(at_s, site, key)
                 if site.there:
@@ -353,8 +361,8 @@ class Journeys:
 
     def abandon(self, at_s: float, action: Abandon) -> None:
         key = int(action.request)
-        flight = self.open.get(key)
-        if isinstance(flight, Flight) and any(site.id in action.replicas for site in flight.sites):
+        journey = self.open.get(key)
+        if isinstance(journey, Journey) and any(site.id in action.replicas for site in journey.sites):
             self.drop(at_s, key)
 
     def _end(self, at_s: float, key: int, outcome: int) -> None:

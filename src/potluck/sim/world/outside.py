@@ -110,8 +110,8 @@ class Outside:
         self._note(at_s, f"link {ends[0]}->{ends[1]} at {rate / network.full_rate(ends):.0%}")
         self._set_rate(at_s, ends, rate)
         if rate <= 0:
-            for flight in world.handovers.broken(network.links[ends]):
-                world.journeys.fail(at_s, flight.key, "link", f"{ends[0]}->{ends[1]}")
+            for journey in world.handovers.broken(network.links[ends]):
+                world.journeys.fail(at_s, journey.key, "link", f"{ends[0]}->{ends[1]}")
         if fault.duration_s < inf:
             full = network.full_rate(ends)
             world.agenda.push(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import floor
 
-from potluck.core.events import Cached, Event, LinkReported, Reported
+from potluck.core.brain.events import Cached, Event, LinkReported, Reported
 from potluck.sim.links.network import Network
 from potluck.sim.settings import Settings
 from potluck.sim.world.agenda import COLLECT, DELIVER, Agenda

@@ -6,11 +6,11 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from potluck.core.facts import BLOCK_TOKENS
-from potluck.core.member import Member
-from potluck.core.route import Segment
+from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.routing.index import Announcer
-from potluck.core.types import Request, Role
+from potluck.core.values.member import Member
+from potluck.core.values.route import Segment
+from potluck.core.values.types import Request, Role
 
 if TYPE_CHECKING:
     from potluck.sim.links.link import Pipe
@@ -48,8 +48,8 @@ class Site:
         "changes",
         "computing",
         "due_s",
-        "flights",
         "index",
+        "journeys",
         "kit",
         "machines",
         "member",
@@ -85,9 +85,9 @@ class Site:
         self.serves = False
         """Whether it takes requests: it is up, if only for a while."""
         self.changes: list[tuple[float, str, str]] = []
-        self.flights: dict[int, Flight] = {}
+        self.journeys: dict[int, Journey] = {}
         """Requests with a segment here that is not over."""
-        self.computing: deque[Flight] = deque()
+        self.computing: deque[Journey] = deque()
         """Those of them whose segment here is to be handed on, in the order they came."""
         self.waiting: deque[Handover] = deque()
         """Hand-overs that wait for room here."""
@@ -119,8 +119,8 @@ class Site:
         self.changes.append((at_s, state, self.role))
 
 
-class Flight:
-    """A request on its way along a route; a retry is a new flight."""
+class Journey:
+    """A request on its way along a route; a retry is a new journey."""
 
     __slots__ = (
         "before_tokens",
@@ -161,7 +161,7 @@ class Handover:
     __slots__ = (
         "began_s",
         "computed_s",
-        "flight",
+        "journey",
         "key",
         "over",
         "pipe",
@@ -174,9 +174,9 @@ class Handover:
         "waits_s",
     )
 
-    def __init__(self, key: int, flight: Flight, source: Site, target: Site, size_bytes: float) -> None:
+    def __init__(self, key: int, journey: Journey, source: Site, target: Site, size_bytes: float) -> None:
         self.key = key
-        self.flight = flight
+        self.journey = journey
         self.source = source
         self.target = target
         self.size_bytes = size_bytes

@@ -20,11 +20,23 @@ from itertools import repeat
 from math import inf, nextafter
 from typing import Any, Protocol
 
-from potluck.core.actions import Abandon, Action, Drain, Flip, Move, Recount, Refuse, Replan, Run, Start, Stop
+from potluck.core.brain.actions import (
+    Abandon,
+    Action,
+    Drain,
+    Flip,
+    Move,
+    Recount,
+    Refuse,
+    Replan,
+    Run,
+    Start,
+    Stop,
+)
+from potluck.core.brain.events import Arrived, Event, Planned, Tick
 from potluck.core.errors import CapacityError
-from potluck.core.events import Arrived, Event, Planned, Tick
-from potluck.core.plan import Plan
-from potluck.core.types import Request
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Request
 from potluck.sim.links.handover import Handovers
 from potluck.sim.links.network import Network
 from potluck.sim.load.workload import Workload
@@ -226,7 +238,7 @@ class World:
 
     def _tick(self, at_s: float, _: object) -> None:
         for hand in self.handovers.stuck(at_s):
-            self.journeys.fail(at_s, hand.flight.key, "memory", hand.target.id)
+            self.journeys.fail(at_s, hand.journey.key, "memory", hand.target.id)
         self.tell(at_s, Tick())
         self.agenda.push(at_s + self.settings.tick_s, TICK, None)
         journeys = self.journeys

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from potluck.core.actions import Drain, Flip, Start, Stop
+from potluck.core.brain.actions import Drain, Flip, Start, Stop
+from potluck.core.brain.events import Drained, ReplicaLost, ReplicaReady
 from potluck.core.errors import InputError
-from potluck.core.events import Drained, ReplicaLost, ReplicaReady
-from potluck.core.types import Role
+from potluck.core.values.types import Role
 from potluck.sim.links.network import machine_name
 from potluck.sim.replicas.cache import PrefixCache
 from potluck.sim.world.agenda import CALL, READY
@@ -71,7 +71,7 @@ class Yard:
         if site is None or site.state in ("leaving", "draining"):
             return
         site.become(at_s, "draining")
-        if not site.flights:
+        if not site.journeys:
             self._world.tell(at_s, Drained(site.id))
 
     def stop(self, at_s: float, action: Stop) -> None:
@@ -111,7 +111,7 @@ class Yard:
             site.become(at_s, "stopped")
         del world.sites[site.id]
         site.waiting.clear()
-        for key in list(site.flights):
+        for key in list(site.journeys):
             world.journeys.fail(at_s, key, "replica", site.id)
         for machine in site.machines:
             machine.sites.remove(site)

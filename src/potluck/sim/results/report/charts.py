@@ -26,7 +26,7 @@ from potluck.sim.results.report.plots import (
     svg,
     time_ticks,
 )
-from potluck.sim.results.series import Curve, HeatMap, Lane, Line
+from potluck.sim.results.series import Band, Curve, HeatMap, Line
 
 GUTTER = 204.0
 LEVELS = 10
@@ -115,40 +115,40 @@ def distribution(curves: Sequence[Curve], title: str) -> str:
     return svg(frame, "".join(parts), title, hover)
 
 
-def timeline(lanes: Sequence[Lane], end_s: float, faults: Sequence[tuple[float, str]]) -> str:
+def timeline(bands: Sequence[Band], end_s: float, faults: Sequence[tuple[float, str]]) -> str:
     """A row per replica: its states and roles; a cross where it was lost, a mark above for each fault."""
-    row = _row_height(len(lanes))
-    frame = Frame(FULL_WIDTH, 22 + row * len(lanes) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=22)
+    row = _row_height(len(bands))
+    frame = Frame(FULL_WIDTH, 22 + row * len(bands) + 34, (0.0, end_s), (0.0, 1.0), left=GUTTER, top=22)
     parts = [axes(frame, time_ticks(end_s), ())]
-    for index, lane in enumerate(lanes):
+    for index, band in enumerate(bands):
         y = frame.top + index * row
-        parts.append(_row_label(lane.label, lane.what, y, row))
-        for from_s, to_s, state, role in lane.spans:
+        parts.append(_row_label(band.label, band.what, y, row))
+        for from_s, to_s, state, role in band.spans:
             x, width = frame.x(from_s), max(frame.x(to_s) - frame.x(from_s), 0.8)
-            told = escape(f"{lane.label}: {state}, {role}, {duration(to_s - from_s)} ({lane.what})")
+            told = escape(f"{band.label}: {state}, {role}, {duration(to_s - from_s)} ({band.what})")
             parts.append(
                 f'<rect class="span {escape(state)} {escape(role)}" x="{x:.1f}" y="{y + 1:.1f}" '
                 f'width="{width:.1f}" height="{row - 2:.1f}"><title>{told}</title></rect>'
             )
-        if lane.lost_s is not None:
-            x, middle, arm = frame.x(lane.lost_s), y + row / 2, min(row / 2 - 1, 5.0)
+        if band.lost_s is not None:
+            x, middle, arm = frame.x(band.lost_s), y + row / 2, min(row / 2 - 1, 5.0)
             span = 2 * arm
             cross = f"M{x - arm:.1f} {middle - arm:.1f}l{span:g} {span:g}m{-span:g} 0l{span:g} {-span:g}"
-            parts.append(f'<path class="lost" d="{cross}"><title>{escape(lane.label)}: lost</title></path>')
+            parts.append(f'<path class="lost" d="{cross}"><title>{escape(band.label)}: lost</title></path>')
     for at_s, what in faults:
         x = frame.x(at_s)
         parts.append(f'<path class="fault" d="M{x:.1f} 20V{frame.height - frame.bottom:.1f}"/>')
         parts.append(f'<path class="flag" d="M{x - 5:.1f} 8h10l-5 9z"><title>{escape(what)}</title></path>')
     keys = [("span ready prefill", "prefill"), ("span ready decode", "decode"), ("span ready mixed", "mixed")]
     keys += [("span starting mixed", "starting"), ("span draining mixed", "draining"), ("lost", "lost")]
-    shown = {f"span {state} {role}" for lane in lanes for _, _, state, role in lane.spans}
+    shown = {f"span {state} {role}" for band in bands for _, _, state, role in band.spans}
     states = {name.split()[1] for name in shown}
     kept = [
         (name, text)
         for name, text in keys
         if name in shown
         or text in states
-        or (text == "lost" and any(lane.lost_s is not None for lane in lanes))
+        or (text == "lost" and any(band.lost_s is not None for band in bands))
     ]
     if faults:
         kept.append(("flag", "fault"))

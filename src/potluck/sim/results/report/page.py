@@ -168,15 +168,15 @@ def _plots(over_time: Series) -> str:
         rates.append(over_time.refused_per_s)
     words = "Requests are counted at the time they arrived."
     sections.append(_section("Rate and goodput", charts.over_time(edges_s, rates, "requests/s"), words))
-    if over_time.lanes:
-        shown = len(over_time.lanes)
+    if over_time.bands:
+        shown = len(over_time.bands)
         words = (
             ""
             if shown == over_time.replicas
             else f"{shown} of {over_time.replicas:,}: those with most changes."
         )
         sections.append(
-            _section("Replicas", charts.timeline(over_time.lanes, end_s, over_time.faults), words)
+            _section("Replicas", charts.timeline(over_time.bands, end_s, over_time.faults), words)
         )
     for grid, title, percent, words in (
         (over_time.utilisation, "Utilisation", True, "Share of time in steps."),

@@ -1,0 +1,1 @@
+"""OpenAI's API without sockets: text to tokens and back, chat templates, stop strings."""

@@ -1,0 +1,67 @@
+"""From a spec and a few options to the problem that a planner is asked."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from potluck.core.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.plan.problem import Problem
+    from potluck.spec.values import Spec
+
+_WHAT_IF = re.compile(r"(?P<region>[^:=]+):(?P<node>[^:=]+)=(?P<count>\d+)\Z")
+
+
+def read_spec(path: Path | None) -> Spec:
+    """The spec at a path, or the bundled example."""
+    from potluck.spec.load import load_spec, parse_spec
+
+    if path is not None:
+        return load_spec(path)
+    raw = resources.files("potluck.spec").joinpath("data/example.yaml").read_bytes()
+    return parse_spec(raw, file="example.yaml")
+
+
+def load_problem(
+    spec: Spec, headroom: float, budget: float | None, what_if: tuple[str, ...], init_penalty: float
+) -> Problem:
+    """The planning problem that a spec and the options pose."""
+    from potluck.plan.explain import without_nodes
+    from potluck.plan.problem import Problem, ask
+
+    if not 0 < headroom <= 1:
+        raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
+    asks = tuple(ask(m.name, m.model, m.slo, m.traffic) for m in spec.models)
+    limit = budget if budget is not None else spec.budget_usd_per_h
+    problem = Problem(
+        asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool
+    )
+    for text in what_if:
+        match = _WHAT_IF.match(text)
+        if match is None:
+            raise InputError("what-if", f"{text!r} is not REGION:NODE=COUNT, such as us-east-1:8xH100=0")
+        region, node = match["region"], node_name(problem, match["node"], "what-if")
+        if region not in {each.name for each in problem.regions}:
+            raise UnknownNameError("what-if: region", region, (each.name for each in problem.regions))
+        problem = without_nodes(problem, region, node, int(match["count"]))
+    return problem
+
+
+def node_name(problem: Problem, name: str, field: str) -> str:
+    """A node of the problem by any spelling the catalog knows."""
+    from potluck.catalog import nodes
+
+    known = {node.name for node in problem.nodes}
+    if name in known:
+        return name
+    try:
+        canonical = nodes.canonical(name)
+    except InputError:
+        canonical = name
+    if canonical not in known:
+        raise UnknownNameError(f"{field}: node", name, known)
+    return canonical

@@ -1,0 +1,83 @@
+"""What is to be done: everything that the Brain ever asks for. Gateway, controller and simulator carry it out."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from potluck.core.values.member import Member
+from potluck.core.values.route import Route
+from potluck.core.values.types import Role
+
+RefusalReason = Literal["no_capacity", "too_long", "deadline", "retries", "unknown_model", "overloaded"]
+
+
+class Run(NamedTuple):
+    """Send a request along a route. On a retry the prompt is the user's plus what was streamed so far."""
+
+    request: str
+    route: Route
+    attempt: int
+    prompt_tokens: int
+    streamed_tokens: int
+
+
+class Refuse(NamedTuple):
+    """Tell the user no, and why."""
+
+    request: str
+    reason: RefusalReason
+    detail: str
+
+
+class Abandon(NamedTuple):
+    """Stop working on a request at these replicas: it was cancelled, refused or re-routed."""
+
+    request: str
+    replicas: tuple[str, ...]
+
+
+class Start(NamedTuple):
+    """Bring a replica up; `ReplicaReady` answers."""
+
+    member: Member
+
+
+class Drain(NamedTuple):
+    """Give it no new requests; `Drained` answers when the last one is done."""
+
+    replica: str
+
+
+class Stop(NamedTuple):
+    replica: str
+
+
+class Flip(NamedTuple):
+    """Change a replica's role in place, weights and running requests kept."""
+
+    replica: str
+    role: Role
+
+
+class Replan(NamedTuple):
+    """Ask the planner, which the core cannot: for which rates, and why. `Planned` answers."""
+
+    rates_per_s: tuple[tuple[str, float], ...]
+    reason: str
+
+
+class Recount(NamedTuple):
+    """Ask a replica for all that its prefix cache holds: a report was lost. `Cached` with `whole` answers."""
+
+    replica: str
+
+
+class Move(NamedTuple):
+    """Copy a hot prefix to another replica (the cache-rebalancing of PrfaaS 3.2)."""
+
+    blocks: tuple[int, ...]
+    source: str
+    target: str
+
+
+Action = Run | Refuse | Abandon | Start | Drain | Stop | Flip | Replan | Recount | Move

@@ -1,0 +1,147 @@
+"""What is known of all replicas' prefix caches, and what is done about it: the Brain's part of PrfaaS 3.2.
+
+Reports go into the index; when one was lost the replica is asked for all it holds. Prefixes that are asked for often
+are copied to replicas that have less to do than all who hold them, while links have room. A copy must be worth it:
+the prefill that it saves per second, and the bytes that may be spent on it.
+"""
+
+from __future__ import annotations
+
+from potluck.core.brain.actions import Action, Move, Recount
+from potluck.core.brain.events import Cached, LinkReported
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts
+from potluck.core.brain.fleet import Fleet, View
+from potluck.core.brain.policy import Policy
+from potluck.core.routing.index import GlobalIndex
+from potluck.core.routing.rebalance import Copy, Costs, Heat, Hot, Load, rebalance
+from potluck.core.routing.table import Table
+from potluck.core.values.types import Request
+
+PATIENCE_S = 5.0
+"""A replica that was asked for all it holds is asked again after so long."""
+SETTLING_S = 30.0
+"""A copy is not made again before it can have arrived and been reported."""
+HOTTEST = 16
+LEAST_SAVED = 0.01
+"""Seconds of prefill per second that are asked for again and again: below, a prefix is not hot."""
+SPARE_LINK = 0.5
+"""Share of what a link has left that copies may take."""
+LOCAL_GBPS = 10.0
+"""What copies may take inside a region, whose network is not among the facts."""
+MEMORY = 0.3
+"""Weight of the last look at how busy a replica is."""
+
+
+class Caches:
+    """Changed by the Brain alone."""
+
+    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet, table: Table) -> None:
+        self._facts, self._policy, self._fleet, self._table = facts, policy, fleet, table
+        self.index = GlobalIndex()
+        self._asked_s: dict[str, float] = {}
+        self._heat: dict[str, Heat] = {}
+        """By model."""
+        self._busy: dict[str, float] = {}
+        """Of replicas, on average."""
+        self._use: dict[tuple[str, str], float] = {}
+        """How full links are."""
+        self._copied_s: dict[tuple[int, str], float] = {}
+
+    def reported(self, at_s: float, event: Cached) -> list[Action]:
+        """Take in what a replica says."""
+        replica = event.replica
+        view = self._fleet.views.get(replica)
+        if view is None or self._policy.affinity == 0:
+            return []
+        if not self.index.apply(event, view.member.region):
+            self._asked_s.pop(replica, None)
+            return []
+        if at_s - self._asked_s.get(replica, -PATIENCE_S) < PATIENCE_S:
+            return []
+        self._asked_s[replica] = at_s
+        return [Recount(replica)]
+
+    def forget(self, replica: str) -> None:
+        self.index.forget(replica)
+        self._asked_s.pop(replica, None)
+        self._busy.pop(replica, None)
+
+    def linked(self, event: LinkReported) -> None:
+        self._use[event.source, event.target] = event.utilisation if event.gbps > 0 else 1.0
+
+    def asked_for(self, at_s: float, request: Request) -> None:
+        """A request came; what somebody holds of it was used once more."""
+        if not self._policy.rebalance or not len(self.index):
+            return
+        found = self.index.longest(request.blocks)
+        depth = max((match.blocks for match in found.values()), default=0)
+        if depth:
+            heat = self._heat.get(request.model)
+            if heat is None:
+                heat = self._heat[request.model] = Heat()
+            heat.add(request.blocks[:depth], at_s)
+
+    def tick(self, at_s: float) -> list[Action]:
+        """Copies to be made now."""
+        if not self._heat:
+            return []
+        for key in [key for key, until_s in self._copied_s.items() if until_s <= at_s]:
+            del self._copied_s[key]
+        actions: list[Action] = []
+        for model, heat in self._heat.items():
+            for copy in self._copies(at_s, model, heat):
+                self._copied_s[copy.block, copy.target] = at_s + SETTLING_S
+                actions.append(Move(copy.chain, copy.source, copy.target))
+        return actions
+
+    def _copies(self, at_s: float, model: str, heat: Heat) -> list[Copy]:
+        facts = self._facts.models.get(model)
+        views = [view for view in self._fleet.views.values() if view.member.model == model and view.serves]
+        if facts is None or len(views) < 2:
+            return []
+        loads = {}
+        for view in views:
+            load = self._load(view, facts.block_tokens)
+            if load is not None:
+                loads[view.member.id] = load
+        hot = [
+            each
+            for each in heat.hottest(HOTTEST, at_s)
+            if self._worth(each, views, facts.block_tokens)
+            and not any((each.block, replica) in self._copied_s for replica in loads)
+        ]
+        if not hot:
+            return []
+        costs = Costs(
+            round(facts.kv_bytes_per_token * facts.block_tokens), round(facts.state_bytes), facts.exact_prefix
+        )
+        return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
+
+    def _load(self, view: View, block_tokens: int) -> Load | None:
+        """How busy a replica that prefills is, a full batch counting as much as a second of waiting prompts.
+
+        None for those that only decode, and where nothing was reported.
+        """
+        facts = self._table.replica_facts(view)
+        if facts is None or view.status is None or view.role == "decode":
+            return None
+        name, waiting_s = view.member.id, view.open_prefill_tokens * facts.prefill_s_per_token
+        now = waiting_s + view.open_requests / max(1, facts.decode_batch)
+        busy = self._busy.get(name, now)
+        self._busy[name] = busy = busy + MEMORY * (now - busy)
+        return Load(view.member.region, busy, view.status.free_blocks * BLOCK_TOKENS // block_tokens)
+
+    def _worth(self, hot: Hot, views: list[View], block_tokens: int) -> bool:
+        facts = self._table.replica_facts(views[0])
+        if facts is None:
+            return False
+        return hot.uses_per_s * hot.blocks * block_tokens * facts.prefill_s_per_token >= LEAST_SAVED
+
+    def _room_bytes(self, views: list[View]) -> dict[tuple[str, str], int]:
+        """What may be sent until the next tick."""
+        regions = {view.member.region for view in views}
+        per_gbps = SPARE_LINK * self._policy.tick_s * 1e9 / 8
+        room = {(region, region): round(LOCAL_GBPS * per_gbps) for region in regions}
+        for ends, gbps in self._facts.links_gbps.items():
+            room[ends] = round(gbps * max(0.0, 1.0 - self._use.get(ends, 0.0)) * per_gbps)
+        return room

@@ -1,0 +1,75 @@
+"""What decisions need to know and cannot work out: times and sizes, put together once by whoever builds a Brain.
+
+The core has no performance model. `perf` has; its answers come in here as a few numbers per template and model,
+small enough that a decision costs microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from potluck.core.values.types import Region, Slo
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """One model's KV, and what its users were promised."""
+
+    kv_bytes_per_token: float
+    """What crosses a link per token, before the codec."""
+    state_bytes: float = 0.0
+    """What crosses whatever the length: the state of linear-attention layers."""
+    exact_prefix: bool = False
+    """A prefix can only be resumed at lengths where state was kept: linear or window layers."""
+    block_tokens: int = BLOCK_TOKENS
+    slo: Slo | None = None
+    """None: every answer counts as in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """One of a template's replicas: how fast and how large."""
+
+    prefill_s_per_token: float
+    prefill_fixed_s: float
+    decode_step_s: float
+    """A decode step at the batch it was planned for."""
+    decode_batch: int
+    """That batch."""
+    total_blocks: int
+    """Blocks of KV it holds."""
+    max_tokens: int
+    """Longest prompt and answer together."""
+    decode_first_s: float = 0.0
+    """A decode step of one request alone; 0 when not known, so that steps count as proportional to their batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitFacts:
+    """CRONUS's two predictors for a pair: the low-end GPU's prefill, the high-end one's chunked iteration.
+
+    T_parprefill = k_p L + b_p                          low-end, L tokens
+    t_chunked    = k_ctxp L_p + k_ctxd sum L_d + b_c    high-end, one iteration of `chunk_tokens`
+    """
+
+    k_p: float
+    b_p: float
+    k_ctxp: float
+    k_ctxd: float
+    b_c: float
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All of it. Keys: model; (template, index of the replica in it); template; (source, target) region."""
+
+    models: Mapping[str, ModelFacts]
+    replicas: Mapping[tuple[str, int], ReplicaFacts]
+    splits: Mapping[str, SplitFacts] = field(default_factory=dict)
+    links_gbps: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    regions: tuple[Region, ...] = ()
+    """What can be rented where and at what price; scaling needs it. Empty: not known, so nothing is ruled out."""

@@ -1,0 +1,68 @@
+"""A request on its way: where it was sent, what of it is done, and what it weighs on replicas meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from potluck.core.brain.actions import Run
+from potluck.core.brain.fleet import View
+from potluck.core.values.route import Route
+from potluck.core.values.types import Request
+
+if TYPE_CHECKING:
+    from potluck.core.routing.targets import Target
+
+RUNNING, HELD, WAITING = 0, 1, 2
+"""Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica."""
+
+
+class Flight:
+    """One accepted request, from its arrival to its end. The Brain alone changes it.
+
+    What most requests never change is the class's: making one by the million is then nearly free.
+    """
+
+    route: Route | None = None
+    last: View | None = None
+    """Where it decodes."""
+    last_tokens = 0
+    """Prompt tokens open there; 0 once the first token came."""
+    streamed_tokens = 0
+    attempt = 0
+    state = HELD
+    earlier: tuple[tuple[View, int], ...] = ()
+    """Segments before the last: where, and how many tokens count as open there."""
+    done = 0
+    """How many of these are done."""
+    charges: tuple[tuple[Target, float], ...] = ()
+    """What balances by load counted for it: where, and how much."""
+    pair: Target | None = None
+    """The pair whose low-end replica it is in, or waits for."""
+    avoid: frozenset[str] = frozenset()
+    """Replicas and links (`source->target`) that failed it."""
+    held_s = -1.0
+    """Since when it is held; below 0 when it was not since it was last sent."""
+    first_s = -1.0
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.prompt_tokens = request.prompt_tokens
+        """The user's prompt and what was streamed before the last failure."""
+        self.total_tokens = request.prompt_tokens + request.max_output_tokens
+        """The longest it can get, which is what it counts for where it decodes; the same on every attempt."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens still to come, at most."""
+        return self.request.max_output_tokens - self.streamed_tokens
+
+    def run(self) -> Run:
+        """What sends it along its route."""
+        assert self.route is not None
+        return Run(self.request.id, self.route, self.attempt, self.prompt_tokens, self.streamed_tokens)
+
+    def workers(self) -> list[str]:
+        """Replicas that still work on it, those of later segments included."""
+        assert self.last is not None
+        views = [view for view, _ in self.earlier[self.done :]] + [self.last]
+        return list(dict.fromkeys(view.member.id for view in views))

@@ -1,0 +1,1 @@
+"""Inside one replica: what it computes next, and which blocks hold what."""

@@ -1,0 +1,351 @@
+"""One replica's block pool: which prefixes lie in which blocks, what a hand-over takes, what goes for lack of room.
+
+The pool is so many equal blocks. A block holds 16 tokens of all layers that keep every token; its name is a chained
+hash, which stands for its own tokens and all before them. Layers with a window or a state cannot resume after any
+block, only at lengths where what they need was put aside: a *checkpoint*, which takes whole blocks of the same pool.
+So there is one pool for all groups of layers, and nothing is set apart for one of them.
+
+    prefix blocks     kept while there is room, found by whoever begins alike; complete before they can be found
+    transfer blocks   of one hand-over; gone when it is done, or made prefix blocks where they are (`adopt`)
+
+Prefixes make a tree. A block is kept only while the one before it is, so how much of a prompt there is can be found
+by bisection. Only what nothing builds on and nobody has pinned can go, the least recently used first. The use of a
+block is the use of all before it, but only the last one is written to: a block learns of later use when those behind
+it go.
+
+The pool holds names and places; whoever owns it holds the data (`kv.pool`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import InputError
+from potluck.core.replica.block_values import NOTHING, Changes, Checkpoint, Found, Name, Placed, block_hashes
+
+__all__ = ["NOTHING", "BlockPool", "Changes", "Checkpoint", "Found", "Name", "Placed", "block_hashes"]
+
+
+class _Node:
+    __slots__ = ("children", "marks", "name", "parent", "pins", "places", "queued", "stamp")
+
+    def __init__(self, name: Name, parent: _Node | None, places: tuple[int, ...], stamp: int) -> None:
+        self.name = name
+        self.parent = parent
+        self.places = places
+        """None left: it is gone."""
+        self.stamp = stamp
+        self.children = 0
+        self.pins = 0
+        self.queued = False
+        """Whether the queue has an entry for it, perhaps with an older stamp."""
+        self.marks: list[_Node] | None = None
+
+
+class BlockPool:
+    """Names and places, and their only mutator. Ask first what there is, then keep what is new."""
+
+    def __init__(self, blocks: int, *, exact: bool = False, block_tokens: int = BLOCK_TOKENS) -> None:
+        if blocks < 0 or block_tokens < 1:
+            raise InputError("block pool", "needs a size that is not negative and blocks of a token or more")
+        self.blocks = blocks
+        self.exact = exact
+        """Whether only checkpoints can be resumed."""
+        self.block_tokens = block_tokens
+        self._free = list(range(blocks - 1, -1, -1))
+        self._nodes: dict[int, _Node] = {}
+        self._root = _Node(0, None, (), 0)
+        self._marks: dict[Checkpoint, _Node] = {}
+        self._queue: list[tuple[int, int, _Node]] = []
+        """What may be able to go: (stamp when it was put here, number, node)."""
+        self._pushed = 0
+        self._tick = 0
+        self._transfers: dict[int, tuple[int, ...]] = {}
+        self._block_news: dict[int, bool] = {}
+        self._mark_news: dict[int, bool] = {}
+
+    def __len__(self) -> int:
+        """Blocks and checkpoints."""
+        return len(self._nodes) + len(self._marks)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in (self._marks if isinstance(name, Checkpoint) else self._nodes)
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def transfer_blocks(self) -> int:
+        return sum(map(len, self._transfers.values()))
+
+    def places(self, name: Name) -> tuple[int, ...]:
+        """Where something is."""
+        return self._node(name).places
+
+    def names(self) -> Iterable[Name]:
+        """All blocks and checkpoints; a block before what builds on it."""
+        yield from self._nodes
+        yield from self._marks
+
+    def depth(self, hashes: Sequence[int]) -> int:
+        """How many leading blocks there are; not a use of them."""
+        nodes = self._nodes
+        return bisect_left(hashes, True, key=lambda name: name not in nodes)
+
+    def longest(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int) -> Found:
+        """What there is of a prompt, at most `most_tokens`; the use counts as recent."""
+        if most_tokens < 1:
+            return NOTHING
+        depth = self.depth(hashes)
+        if not self.exact:
+            depth = min(depth, most_tokens // self.block_tokens)
+            if depth:
+                self._tick += 1
+                self._nodes[hashes[depth - 1]].stamp = self._tick
+            return Found(depth * self.block_tokens, depth, None, depth)
+        node: _Node | None = self._nodes[hashes[depth - 1]] if depth else self._root
+        blocks = depth
+        while node is not None:
+            best = _longest_rest(node, tokens, blocks * self.block_tokens, most_tokens)
+            if best is not None:
+                self._tick += 1
+                best.stamp = self._tick
+                assert isinstance(best.name, Checkpoint)
+                size = blocks * self.block_tokens + len(best.name.rest)
+                return Found(size, blocks, best.name, depth)
+            node = node.parent
+            blocks -= 1
+        return Found(0, 0, None, depth)
+
+    def keep(self, hashes: Sequence[int]) -> tuple[list[Placed], list[Placed]]:
+        """Keep a chain of blocks as far as there is room: (the new ones in order, those that went)."""
+        depth, node = self._end(hashes)
+        if depth == len(hashes):
+            return [], []
+        node.pins += 1
+        gone = self._make_room(len(hashes) - depth)
+        node.pins -= 1
+        new = []
+        for name in hashes[depth : depth + len(self._free)]:
+            places = (self._free.pop(),)
+            node = self._add_block(name, node, places)
+            new.append(Placed(name, places))
+        self._enqueue(node)
+        return new, gone
+
+    def keep_checkpoint(
+        self, hashes: Sequence[int], rest: Sequence[int], blocks: int
+    ) -> tuple[Placed | None, list[Placed]]:
+        """A checkpoint of so many blocks, behind a chain that is kept: (it, unless there or too large; who went)."""
+        checkpoint = Checkpoint(hashes[-1] if hashes else 0, tuple(rest))
+        parent = self._nodes.get(hashes[-1]) if hashes else self._root
+        if parent is None or blocks < 1 or len(hashes) + blocks > self.blocks:
+            return None, []
+        self._tick += 1
+        there = self._marks.get(checkpoint)
+        if there is not None:
+            there.stamp = self._tick
+            return None, []
+        parent.pins += 1
+        gone = self._make_room(blocks)
+        parent.pins -= 1
+        if len(self._free) < blocks:
+            self._enqueue(parent)
+            return None, gone
+        node = _Node(checkpoint, parent, self._take(blocks), self._tick)
+        parent.children += 1
+        parent.marks = [*(parent.marks or ()), node]
+        self._marks[checkpoint] = node
+        self._enqueue(node)
+        if hashes and not rest:
+            _note(self._mark_news, hashes[-1], True)
+        return Placed(checkpoint, node.places), gone
+
+    def pin(self, name: Name) -> None:
+        """Keep it, and so all before it, until it is unpinned as often."""
+        self._node(name).pins += 1
+
+    def unpin(self, name: Name) -> None:
+        node = self._node(name)
+        if not node.pins:
+            raise InputError("block pool", "what is not pinned cannot be unpinned")
+        node.pins -= 1
+        self._enqueue(node)
+
+    def transfer(self, key: int, blocks: int) -> tuple[tuple[int, ...] | None, list[Placed]]:
+        """Blocks for a hand-over, until `finish` or `adopt`: (their places, unless there are too few; who went)."""
+        if key in self._transfers or blocks < 1:
+            raise InputError("transfer", f"{key} has blocks already, or asks for none")
+        gone = self._make_room(blocks)
+        if len(self._free) < blocks:
+            return None, gone
+        self._transfers[key] = self._take(blocks)
+        return self._transfers[key], gone
+
+    def finish(self, key: int) -> None:
+        """The hand-over is over, however it ended."""
+        self._free.extend(self._transfers.pop(key, ()))
+
+    def adopt(self, key: int, hashes: Sequence[int]) -> list[Placed]:
+        """The first blocks of a transfer hold this whole chain: what of it is new stays, the rest is freed."""
+        places = self._transfers.get(key, ())
+        if len(hashes) > len(places):
+            raise InputError("transfer", f"{key} has {len(places)} blocks, the chain {len(hashes)}")
+        depth, node = self._end(hashes)
+        new = []
+        for name, place in zip(hashes[depth:], places[depth : len(hashes)], strict=True):
+            node = self._add_block(name, node, (place,))
+            new.append(Placed(name, (place,)))
+        self._enqueue(node)
+        del self._transfers[key]
+        self._free.extend(places[:depth])
+        self._free.extend(places[len(hashes) :])
+        return new
+
+    def drop(self, name: Name) -> list[Placed]:
+        """It turned out to be bad: it goes, and all that builds on it, pinned or not."""
+        lost = {id(self._node(name))}
+        later = [node for node in self._nodes.values() if self._behind(node, lost)]
+        marks = [mark for mark in self._marks.values() if id(mark) in lost or id(mark.parent) in lost]
+        return [self._remove(node) for node in (*marks, *reversed(later))]
+
+    def changes(self) -> Changes:
+        """What the world should hear, since it was last asked for. What came and went in between is in neither."""
+        blocks, marks = self._block_news, self._mark_news
+        found = Changes(
+            tuple(name for name, here in blocks.items() if here),
+            tuple(name for name, here in blocks.items() if not here),
+            tuple(name for name, here in marks.items() if here),
+            tuple(name for name, here in marks.items() if not here),
+        )
+        blocks.clear()
+        marks.clear()
+        return found
+
+    def everything(self) -> Changes:
+        """All there is, for one who has lost track; `changes` goes on from here."""
+        self._block_news.clear()
+        self._mark_news.clear()
+        marked = tuple(mark.after for mark in self._marks if mark.after and not mark.rest)
+        return Changes(tuple(self._nodes), (), marked)
+
+    def check(self) -> None:
+        """Every block is in one place, every count is right; AssertionError if not."""
+        nodes = [*self._nodes.values(), *self._marks.values()]
+        used = [place for node in nodes for place in node.places]
+        used += [place for places in self._transfers.values() for place in places]
+        if sorted(used + self._free) != list(range(self.blocks)):
+            raise AssertionError(f"{self.blocks} blocks, {len(used)} used, {len(self._free)} free")
+        blocks = set(self._nodes.values())
+        counts: dict[int, int] = {}
+        for node in nodes:
+            parent = node.parent
+            if parent is None or (parent is not self._root and parent not in blocks):
+                raise AssertionError(f"{node.name} is kept without what comes before it")
+            counts[id(parent)] = counts.get(id(parent), 0) + 1
+        for node in [self._root, *nodes]:
+            if node.children != counts.get(id(node), 0):
+                raise AssertionError(f"{node.name} counts {node.children} behind it")
+            if node is not self._root and not (node.children or node.pins or node.queued):
+                raise AssertionError(f"{node.name} could never go")
+
+    # Inside.
+
+    def _node(self, name: Name) -> _Node:
+        node = self._marks.get(name) if isinstance(name, Checkpoint) else self._nodes.get(name)
+        if node is None:
+            raise InputError("block pool", f"{name} is not kept")
+        return node
+
+    def _behind(self, node: _Node, lost: set[int]) -> bool:
+        """Whether it is lost, given that nodes are asked about in order."""
+        if id(node) in lost or id(node.parent) in lost:
+            lost.add(id(node))
+            return True
+        return False
+
+    def _end(self, hashes: Sequence[int]) -> tuple[int, _Node]:
+        """How many leading blocks there are and the last of these, used now. The others must all be new."""
+        depth = self.depth(hashes)
+        others = hashes[depth:]
+        if not self._nodes.keys().isdisjoint(others) or len(set(others)) != len(others):
+            raise InputError("block pool", "names must be chained: none without those before it, none twice")
+        self._tick += 1
+        node = self._nodes[hashes[depth - 1]] if depth else self._root
+        node.stamp = self._tick
+        return depth, node
+
+    def _take(self, blocks: int) -> tuple[int, ...]:
+        return tuple(self._free.pop() for _ in range(blocks))
+
+    def _add_block(self, name: int, parent: _Node, places: tuple[int, ...]) -> _Node:
+        node = self._nodes[name] = _Node(name, parent, places, self._tick)
+        parent.children += 1
+        _note(self._block_news, name, True)
+        return node
+
+    def _enqueue(self, node: _Node) -> None:
+        if not (node.children or node.pins or node.queued) and node is not self._root and node.places:
+            node.queued = True
+            self._pushed += 1
+            heappush(self._queue, (node.stamp, self._pushed, node))
+
+    def _make_room(self, blocks: int) -> list[Placed]:
+        """Let go until so many are free, or nothing else can go."""
+        gone = []
+        queue = self._queue
+        while len(self._free) < blocks and queue:
+            stamp, _, node = heappop(queue)
+            node.queued = False
+            if node.children or node.pins or not node.places:
+                continue
+            if node.stamp != stamp:
+                self._enqueue(node)
+                continue
+            gone.append(self._remove(node))
+        return gone
+
+    def _remove(self, node: _Node) -> Placed:
+        name, parent, places = node.name, node.parent, node.places
+        assert parent is not None
+        if isinstance(name, Checkpoint):
+            del self._marks[name]
+            assert parent.marks is not None
+            parent.marks = [mark for mark in parent.marks if mark is not node] or None
+            if name.after and not name.rest:
+                _note(self._mark_news, name.after, False)
+        else:
+            del self._nodes[name]
+            _note(self._block_news, name, False)
+        self._free.extend(places)
+        node.places = ()
+        parent.children -= 1
+        parent.stamp = max(parent.stamp, node.stamp)
+        self._enqueue(parent)
+        return Placed(name, places)
+
+
+def _longest_rest(node: _Node, tokens: Sequence[int], start: int, most_tokens: int) -> _Node | None:
+    """The checkpoint behind a block that goes furthest along `tokens`."""
+    best, most = None, -1
+    for mark in node.marks or ():
+        assert isinstance(mark.name, Checkpoint)
+        rest = mark.name.rest
+        size = len(rest)
+        if not most < size <= most_tokens - start:
+            continue
+        if rest and tuple(tokens[start + size - 1 : start + size]) != rest[-1:]:
+            continue  # the last token tells most of them apart
+        if tuple(tokens[start : start + size]) == rest:
+            best, most = mark, size
+    return best
+
+
+def _note(news: dict[int, bool], name: int, here: bool) -> None:
+    """Note a change, unless it undoes one that nobody has heard of."""
+    if news.pop(name, here) is here:
+        news[name] = here

@@ -1,0 +1,115 @@
+"""The Brain's slow half: what was asked lately, how much of the fleet is wanted, and the next step towards it.
+
+`core.window` watches, a rule of `core.scale` decides, `core.reconcile` works towards the counts. This joins the
+three; the Brain carries out what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+
+from potluck.core.brain.actions import Action, Flip, Replan
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.flight import Flight
+from potluck.core.brain.policy import Policy
+from potluck.core.scale import AskReplan, FlipRole, Resize, SetThreshold, scaler_of
+from potluck.core.scale.base import available_nodes
+from potluck.core.scale.capacity import Blueprint, Key, blueprints
+from potluck.core.scale.reconcile import Progress, reconcile, restored, wanted_counts
+from potluck.core.scale.window import Window
+from potluck.core.values.plan import Plan
+
+
+class Steward:
+    """Wanted counts and the way there. Owned by the Brain, which tells it what happens."""
+
+    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet) -> None:
+        self._facts = facts
+        self._policy = policy
+        self._fleet = fleet
+        self._available = available_nodes(facts.regions)
+        self._scaler = scaler_of(policy, facts)
+        self.watches = policy.scaling != "none"
+        """Whether anybody looks at the window."""
+        self.window = Window(policy.window_s, policy.global_window_s)
+        self.plan: Plan | None = None
+        self._wanted: dict[Key, int] = {}
+        self._known: dict[str, Blueprint] = {}
+        self._progress = Progress()
+        self._due_s = inf
+        self._version = -1
+        """The fleet's when it was last looked at."""
+        self.notes: tuple[str, ...] = ()
+        """What cannot be done at present, and why."""
+
+    def adopt(self, at_s: float, plan: Plan) -> tuple[Action, ...]:
+        self.plan = plan
+        self._wanted = wanted_counts(plan, self._wanted)
+        self._known.update(blueprints(plan))
+        if self.watches:
+            for model in sorted({each.model for each in plan.templates}):
+                known = self._facts.models.get(model)
+                self.window.watch(at_s, model, known.slo if known is not None else None)
+        return (*restored(self._fleet), *self.step(at_s))
+
+    def drained(self, at_s: float, replica: str) -> tuple[Action, ...]:
+        self._progress = self._progress.drained(replica)
+        return self.step(at_s)
+
+    def tick(
+        self, at_s: float, held: Mapping[str, int]
+    ) -> tuple[tuple[Action, ...], tuple[SetThreshold, ...]]:
+        """What to do now; thresholds come apart, as they are the router's."""
+        if self.plan is None:
+            return (), ()
+        actions: list[Action] = []
+        thresholds: list[SetThreshold] = []
+        resized = False
+        if self.watches:
+            observed = self.window.observed(at_s, held)
+            for decision in self._scaler.on_tick(at_s, observed, self._fleet, self.plan):
+                match decision:
+                    case Resize(template, region, count):
+                        resized |= self._wanted.get((template, region)) != count
+                        self._wanted[template, region] = count
+                    case FlipRole(replica, role):
+                        if replica in self._fleet.views:
+                            actions.append(Flip(replica, role))
+                    case AskReplan(rates_per_s, reason):
+                        actions.append(Replan(rates_per_s, reason))
+                    case SetThreshold():
+                        thresholds.append(decision)
+        if resized or self._fleet.version != self._version or at_s >= self._due_s:
+            actions += self.step(at_s)
+        return tuple(actions), tuple(thresholds)
+
+    def finished(self, at_s: float, flight: Flight, output_tokens: int) -> None:
+        """Count an answer with its latencies."""
+        first_s = flight.first_s if flight.first_s >= 0 else at_s
+        tpot_s = (at_s - first_s) / (output_tokens - 1) if output_tokens > 1 else 0.0
+        request = flight.request
+        self.window.finished(at_s, request.model, output_tokens, first_s - request.arrival_s, tpot_s)
+
+    def step(self, at_s: float) -> tuple[Action, ...]:
+        """The next actions towards what is wanted."""
+        step = reconcile(
+            self._fleet,
+            self._wanted,
+            self._known,
+            self._progress,
+            at_s,
+            available=self._available,
+            grace_s=self._policy.grace_s,
+            dip=self._policy.dip,
+        )
+        self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
+        return step.actions
+
+    def settled(self) -> None:
+        """The Brain has carried out a step: this is the fleet that was looked at."""
+        self._version = self._fleet.version
+
+    def why(self) -> str:
+        return self._scaler.why()

@@ -1,0 +1,1 @@
+"""The nouns: hardware, models, layouts, templates, plans, requests and routes."""

@@ -1,0 +1,198 @@
+"""Templates and plans: what is deployed together, how much of it where, and how requests flow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from potluck.core.codec import dumps, loads
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout
+from potluck.core.values.types import Codec, Role
+
+PLAN_VERSION = 1
+
+TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefill", "group"]
+Confidence = Literal["measured", "transferred", "assumed"]
+"""measured: this GPU was measured; transferred: predicted from measurements of its relatives;
+assumed: nothing near it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine instance of a template."""
+
+    role: Role
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCapacity:
+    """What one copy of a template does for one bucket of a model's prompts, when it does nothing else."""
+
+    bucket: int
+    """Index of the bucket among the model's."""
+    prefill_per_s: float
+    """Prompts a second whose KV another replica decodes; 0 when it may not, or not within the objective."""
+    decode_per_s: float
+    """Requests a second that others prefilled."""
+    closed_per_s: float
+    """Requests a second it serves by itself, from prompt to last token."""
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCount:
+    """So many nodes of a type."""
+
+    node: str
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError(f"{self.node}: count", f"must be at least 1, is {self.count}")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A group of replicas that is deployed together: one column of the planner's program."""
+
+    name: str
+    kind: TemplateKind
+    model: str
+    nodes: tuple[NodeCount, ...]
+    """What one copy rents. Several small replicas may share a node."""
+    replicas: tuple[Replica, ...]
+    capacity: tuple[BucketCapacity, ...]
+    confidence: Confidence
+    codec: Codec = "fp16"
+    """In which KV crosses between its own replicas."""
+
+    @property
+    def node_counts(self) -> dict[str, int]:
+        return {each.node: each.count for each in self.nodes}
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """GPUs that one copy takes of each machine that it names."""
+        gpus: dict[str, int] = {}
+        for replica in self.replicas:
+            for machine, count in replica.layout.machines.items():
+                gpus[machine] = gpus.get(machine, 0) + count
+        return gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """So many copies of a template in a region."""
+
+    template: str
+    region: str
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise InputError(f"deployment {self.template}@{self.region}: count", "must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Prompts of one model up to a length: where the buckets meet are the plan's length thresholds."""
+
+    model: str
+    bucket: int
+    longest_tokens: int
+    rate_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How much of a bucket a deployment takes in one phase: the routing weights."""
+
+    template: str
+    region: str
+    bucket: int
+    phase: Literal["prefill", "decode", "closed"]
+    rate_per_s: float
+
+    def __post_init__(self) -> None:
+        _not_negative(f"share {self.template}@{self.region}: rate_per_s", self.rate_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Requests of one bucket that are prefilled in one region and decoded in another, or in the same."""
+
+    model: str
+    bucket: int
+    prefill_region: str
+    decode_region: str
+    rate_per_s: float
+    codec: Codec = "fp16"
+
+    def __post_init__(self) -> None:
+        _not_negative(f"flow {self.model}: rate_per_s", self.rate_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the planner expects of a model under this plan."""
+
+    model: str
+    demand_per_s: float
+    capacity_per_s: float
+    ttft_s: float
+    tpot_s: float
+    confidence: Confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to rent, how it is laid out and how requests flow, with the price and the promise."""
+
+    strategy: str
+    templates: tuple[Template, ...]
+    deployments: tuple[Deployment, ...]
+    buckets: tuple[Bucket, ...]
+    shares: tuple[Share, ...]
+    flows: tuple[Flow, ...]
+    predictions: tuple[Prediction, ...]
+    cost_usd_per_h: float
+    gap: float
+    """Proven relative distance to the cheapest plan of this strategy's columns; 0 when proven optimal."""
+    fraction: float = 1.0
+    """Share of every demand that is met; below 1 when the fleet does not suffice."""
+
+    def __post_init__(self) -> None:
+        for name in ("cost_usd_per_h", "gap", "fraction"):
+            _not_negative(f"plan: {name}", getattr(self, name))
+
+    def template(self, name: str) -> Template:
+        return next(template for template in self.templates if template.name == name)
+
+    @property
+    def nodes(self) -> dict[tuple[str, str], int]:
+        """(region, node type) to how many are rented."""
+        counts: dict[tuple[str, str], int] = {}
+        for deployment in self.deployments:
+            for each in self.template(deployment.template).nodes:
+                key = (deployment.region, each.node)
+                counts[key] = counts.get(key, 0) + each.count * deployment.count
+        return counts
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The text of a plan file."""
+    return dumps(plan, format_name="potluck.plan", version=PLAN_VERSION)
+
+
+def plan_from_json(text: str) -> Plan:
+    """Read a plan file; another version or an unknown key is an error that names it."""
+    return loads(Plan, text, format_name="potluck.plan", version=PLAN_VERSION)
+
+
+def _not_negative(field: str, value: float) -> None:
+    if not 0 <= value < inf:
+        raise InputError(field, f"must not be negative, is {value}")

@@ -1,0 +1,1 @@
+"""One step of a batch: laid out, computed, and a token drawn for each sequence that wants one."""

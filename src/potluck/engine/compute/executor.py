@@ -1,0 +1,218 @@
+"""What the engine's loop needs of whatever computes: one process, a pipeline of them, or one that is slowed down.
+
+The loop is the only caller, from one thread. It opens a row per sequence, grows it before each step, says what to
+compute and how to draw tokens, and closes it. Caches go out as parcels, layer by layer while a step runs (`exports`)
+or afterwards (`export`), and come in through an `Incoming`. Prefix caching is the same: parcels kept for oneself.
+
+Promises that the loop relies on:
+
+- `grow` succeeds as long as the blocks of all rows together, tokens rounded up to whole blocks, are at most
+  `size.blocks`, and the rows at most `size.rows`. (Where requests are spread over several workers, each of them
+  must be able to hold the whole.)
+- A call that raises an InputError or CapacityError has changed nothing but the rows that it names.
+- A step that cannot be completed raises `WorkerLost` with every row that is not as it was before the step; the
+  loop fails those and runs the step again with the others.
+- No call waits without a deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from potluck.core.errors import PotluckError
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.sample import Choice, Sampling, sample
+from potluck.engine.memory.handover import Arrival, Manifest, Parcel, pack
+from potluck.engine.model.config import Config
+
+__all__ = ["Deliver", "Draw", "Executor", "Export", "Incoming", "LocalExecutor", "WorkerLost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token behind a work is drawn; `position` is the place that it will take."""
+
+    way: Sampling
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A row whose cache of [start, stop) goes out with the step that completes it."""
+
+    row: int
+    start: int
+    stop: int
+
+
+Deliver = Callable[[int, tuple[Parcel, ...]], None]
+"""(row, the parcels of one layer). Called from the thread that called `step`, before `step` returns."""
+
+
+class WorkerLost(PotluckError):
+    """A process that computed is gone, with the rows that it had."""
+
+    def __init__(self, rows: Sequence[int], why: str) -> None:
+        self.rows = tuple(rows)
+        super().__init__(why)
+
+
+class Incoming(Protocol):
+    """A cache on its way into a row. Whatever is wrong with a parcel is an InputError; the row can then be closed."""
+
+    @property
+    def missing(self) -> int:
+        """Parcels that have not come."""
+
+    def accept(self, parcel: Parcel) -> None: ...
+
+    def finish(self) -> None:
+        """All are there: the row holds the tokens [0, stop)."""
+
+
+class Executor(Protocol):
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def size(self) -> Size: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model with its weights; caches of different ones never mix."""
+
+    @property
+    def lanes(self) -> int:
+        """Steps that may be under way at once, of different rows, with something to gain."""
+
+    def open(self) -> int: ...
+
+    def close(self, row: int) -> None: ...
+
+    def held(self, row: int) -> int:
+        """Tokens whose cache entries the row has."""
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        """Room for `tokens`; windows need none for what no query from `since` on can see."""
+
+    def step(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> list[Choice]:
+        """Compute all works and draw a token for each that asks for its last logits, in the order of the works.
+        What `exports` names is delivered layer by layer, each as soon as it can be."""
+
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        """`step` in two halves: what is returned waits for its end. Until then its rows must not be touched;
+        other rows may, and deliveries may be made meanwhile, whatever is called."""
+
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+        """What a layer has of a row that is not being stepped."""
+
+    def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> Incoming: ...
+
+    def check(self) -> None:
+        """Raise AssertionError when a block is leaked; called when idle."""
+
+    def health(self) -> str:
+        """Why it cannot go on, in one line; empty when it can. Any thread may ask, as for the two below."""
+
+    def degraded(self) -> str:
+        """What is missing though it goes on, in one line; empty when nothing is."""
+
+    def notes(self) -> Mapping[str, float]:
+        """Figures of its own for /status, such as steps that an emulation could not keep up with."""
+
+    def shutdown(self) -> None: ...
+
+
+class LocalExecutor:
+    """A whole model in this process."""
+
+    lanes = 1
+
+    def __init__(self, runner: Runner, size: Size) -> None:
+        self._runner = runner
+        self.size = size
+
+    @property
+    def config(self) -> Config:
+        return self._runner.config
+
+    @property
+    def fingerprint(self) -> str:
+        return self._runner.fingerprint
+
+    def open(self) -> int:
+        return self._runner.tables.open()
+
+    def close(self, row: int) -> None:
+        self._runner.tables.close(row)
+
+    def held(self, row: int) -> int:
+        return self._runner.tables.lengths[row]
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        self._runner.tables.grow(row, tokens, since)
+
+    def step(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> list[Choice]:
+        on_layer = None
+        if exports and deliver is not None:
+            send = deliver
+
+            def on_layer(layer: int) -> None:
+                for item in exports:
+                    send(item.row, pack(self._runner, item.row, layer, item.start, item.stop))
+
+        logits = self._runner.step(works, on_layer=on_layer)
+        if not draws:
+            return []
+        return sample(logits, [draw.way for draw in draws], [draw.position for draw in draws])
+
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        found = self.step(works, draws, exports, deliver)
+        return lambda: found
+
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+        return pack(self._runner, row, layer, start, stop)
+
+    def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> Incoming:
+        return Arrival(self._runner, row, about, tokens)
+
+    def check(self) -> None:
+        self._runner.tables.check()
+
+    def health(self) -> str:
+        return ""
+
+    def degraded(self) -> str:
+        return ""
+
+    def notes(self) -> Mapping[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""

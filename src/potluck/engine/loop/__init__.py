@@ -1,0 +1,1 @@
+"""The loop: jobs come in, steps are made of them, tokens go out. One thread."""

@@ -1,0 +1,120 @@
+"""Jobs and their rows: a row is opened when a job begins, with as much of its prompt as the prefix cache knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.engine.compute.executor import Executor, Incoming
+from potluck.engine.compute.runner import Work
+from potluck.engine.loop.requests import Job, Times
+from potluck.engine.loop.status import Counters
+from potluck.engine.memory.handover import Manifest, Parcel, token_hash
+from potluck.engine.memory.prefix import PrefixCache
+
+
+class LiveJob:
+    """A job while it is here. Written by the loop and by Rows."""
+
+    __slots__ = (
+        "computed",
+        "exact",
+        "fetched_from",
+        "found",
+        "incoming",
+        "job",
+        "kept_until_s",
+        "row",
+        "times",
+        "tokens",
+    )
+
+    def __init__(self, job: Job, now_s: float) -> None:
+        self.job = job
+        self.tokens = list(job.prompt)
+        """The prompt and what was drawn behind it."""
+        self.row: int | None = None
+        self.times = Times(now_s)
+        self.found: tuple[int, list[Parcel]] | None = None
+        """A known prefix, put aside for when there is a row."""
+        self.incoming: Incoming | None = None
+        self.fetched_from: int | None = None
+        """The receiver is there and has so many tokens already."""
+        self.computed = False
+        self.exact = True
+        """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""
+        self.kept_until_s: float | None = None
+
+    @property
+    def whole(self) -> int:
+        """Tokens that the row holds before the next output token, or before handing on."""
+        return self.job.whole if self.job.hands_on else len(self.tokens)
+
+
+class Rows:
+    """Who has which row."""
+
+    def __init__(
+        self, executor: Executor, prefixes: PrefixCache, chunk_tokens: int, counters: Counters
+    ) -> None:
+        self._executor, self._prefixes = executor, prefixes
+        self._chunk, self._counters = chunk_tokens, counters
+        self.keys: dict[int, int] = {}
+        """Row to job."""
+
+    def find(self, run: LiveJob, most_tokens: int) -> tuple[int, list[Parcel]]:
+        """What is known of the job's first tokens, and how many those are."""
+        return self._prefixes.find(run.tokens, most_tokens)
+
+    def begin(self, run: LiveJob, most_tokens: int) -> int:
+        """Open a row and put what is known of the job's first `most_tokens` into it."""
+        row = run.row = self._executor.open()
+        self.keys[row] = run.job.key
+        tokens, parcels = run.found or self.find(run, most_tokens)
+        run.found = None
+        if tokens:
+            about = Manifest(self._executor.fingerprint, 0, tokens, token_hash(run.tokens[:tokens]))
+            arrival = self._executor.arrival(row, about, run.tokens)
+            for parcel in parcels:
+                arrival.accept(parcel)
+            arrival.finish()
+        if run.times.first_s is None:
+            self._counters.prefix_queries += run.whole
+            self._counters.prefix_hits += tokens
+            run.times = replace(run.times, cached_tokens=tokens)
+        return row
+
+    def close(self, run: LiveJob) -> None:
+        if run.row is not None:
+            self._executor.close(run.row)
+            del self.keys[run.row]
+            run.row = None
+
+    def keep(self, run: LiveJob) -> None:
+        """What the row holds can be used by others from now on."""
+        row = run.row
+        if row is None or not run.exact or not self._prefixes.enabled:
+            return
+
+        def read(layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+            return self._executor.export(row, layer, start, stop)
+
+        self._prefixes.keep(run.tokens, self._executor.held(row), read)
+
+    def catch_up(self, run: LiveJob, row: int, goal: int) -> None:
+        """Compute what must come in steps of its own: what is too long for one (a prefix was lost since it was
+        counted on), and the part of a prompt that ends where layers with a state can be resumed."""
+        start = self._executor.held(row)
+        if start + 1 >= goal:
+            return
+        stops = set(range(start + self._chunk, goal, self._chunk))
+        last_block = (len(run.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        keeps = self._prefixes.exact and self._prefixes.enabled and start < last_block < goal
+        if keeps:
+            stops.add(last_block)
+        for stop in sorted(stops):
+            start = self._executor.held(row)
+            self._executor.grow(row, stop, since=start)
+            self._executor.step([Work(row, start, run.tokens[start:stop], "none")], [])
+            if keeps and stop == last_block:
+                self.keep(run)

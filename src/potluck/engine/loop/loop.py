@@ -1,0 +1,400 @@
+"""The engine's loop: schedule, run, tell. One object, called from one thread, that owns executor and Batcher.
+
+    turn     let hand-overs in; ask the Batcher for a step; compute it; commit it; say what happened
+    submit, cancel                              what may be asked between two turns (`driver.py` brings it here)
+    attach                                      of a sender: the receiver is there
+    look_up, want, expect, accept, arrived      of a receiver, in this order
+
+The Batcher decides by numbers of tokens, and believes that a prompt is computed as it scheduled it. What is really
+computed is what the row lacks: a prefix that was found in the cache makes a chunk smaller or empty, never larger.
+
+A hand-over takes a row beside the Batcher's slots, from when it may begin until its blocks are free (sender) or it
+runs (receiver), so that there is always a row for what the Batcher lets in. Half of these rows are for those that
+receive, half for the others: receivers wait for senders, perhaps in a ring of engines, and must not keep them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.replica.batch import DONE, FINISHED, Limits, Step
+from potluck.engine.compute.executor import Draw, Executor, Export, Incoming, WorkerLost
+from potluck.engine.compute.runner import Work
+from potluck.engine.compute.sample import Choice
+from potluck.engine.loop.gates import Gate
+from potluck.engine.loop.jobs import LiveJob, Rows
+from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
+from potluck.engine.loop.requests import Computed, Ended, Event, Job, Room, Sent, Token
+from potluck.engine.loop.status import Counters
+from potluck.engine.memory.handover import Manifest, Parcel, token_hash
+from potluck.engine.memory.prefix import PrefixCache
+
+Tell = Callable[[list[tuple[int, Event]]], None]
+FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
+"""What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
+
+
+class Loop:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits,
+        tell: Tell,
+        *,
+        prefixes: PrefixCache | None = None,
+        lease_s: float = 60.0,
+    ) -> None:
+        if limits.total_blocks > executor.size.blocks:
+            raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
+        spare = executor.size.rows - limits.max_running
+        if spare < 2:
+            raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
+        self.executor = executor
+        self.counters = Counters()
+        chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
+        longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
+        self.lanes = Lanes(replace(limits, chunk_tokens=chunk), executor.lanes, longest)
+        self._tell = tell
+        self.prefixes = prefixes or PrefixCache(executor.config, 0)
+        self._rows = Rows(executor, self.prefixes, chunk, self.counters)
+        self._lease_s = lease_s
+        self._runs: dict[int, LiveJob] = {}
+        self._senders = Gate(spare - spare // 2)
+        self._receivers = Gate(spare // 2)
+        self._said: list[tuple[int, Event]] = []
+        self._now_s = 0.0
+
+    # What is asked between turns.
+
+    def submit(self, job: Job, now_s: float) -> None:
+        """Take a job, or raise why not; from then on it ends in exactly one `Ended`."""
+        self._now_s = now_s
+        job.must_fit(self.executor.config.model.vocab, self.most_tokens)
+        if job.key in self._runs:
+            raise InputError("request", f"{job.key} is already here")
+        self._runs[job.key] = LiveJob(job, now_s)
+        self.counters.accepted += 1
+        if job.received:
+            return  # until its cache comes
+        if job.hands_on:
+            self._senders.lobby.append(job.key)
+        else:
+            self.lanes.add(job.key, job.whole, 0, job.output_tokens, job.priority)
+
+    def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
+        """End a request, in whatever state; an unknown one has ended already."""
+        self._now_s = now_s
+        if key in self._runs:
+            self._end(key, reason or ("error" if problem else "cancelled"), problem)
+            self.flush()
+
+    def attach(self, key: int, have: int, now_s: float) -> Manifest:
+        """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed."""
+        self._now_s = now_s
+        run = self._runs.get(key)
+        if run is None or not run.job.hands_on or run.fetched_from is not None:
+            raise InputError("handle", "is unknown, has expired, or was used")
+        if not 0 <= have < run.job.whole:
+            raise InputError("have", f"must be 0 to {run.job.whole - 1}, is {have}")
+        run.fetched_from = have
+        if run.computed:
+            self._send_kept(run)
+        return Manifest(
+            self.executor.fingerprint, have, run.job.whole, token_hash(run.job.prompt[: run.job.whole])
+        )
+
+    def look_up(self, key: int) -> int:
+        """Tokens of a cache that is to come which are here already. They are put aside until it comes."""
+        run = self._here(key)
+        # The sender has at least one token to send.
+        run.found = self._rows.find(run, run.job.received - 1)
+        return run.found[0]
+
+    def want(self, key: int) -> None:
+        """The cache is coming in: `Room` will say when there is a row and blocks for it."""
+        self._here(key)
+        self._receivers.lobby.append(key)
+
+    def expect(self, key: int, about: Manifest) -> None:
+        """The sender has said what will come for `key`, which has room by now."""
+        run = self._here(key)
+        if run.row is None or run.incoming is not None or about.stop != run.job.received:
+            raise InputError(
+                "hand-over", f"is of {about.stop}, not {run.job.received}, tokens, or unasked for"
+            )
+        run.incoming = self.executor.arrival(run.row, about, run.job.prompt)
+
+    def accept(self, key: int, parcel: Parcel, *, lossy: bool = False) -> None:
+        self._incoming(key).accept(parcel)
+        self._here(key).exact &= not lossy
+        self.counters.received_bytes += len(parcel.data)
+
+    def arrived(self, key: int) -> None:
+        """All parcels are there: the request may run."""
+        self._incoming(key).finish()
+        run = self._here(key)
+        run.incoming, job = None, run.job
+        self.lanes.add(key, job.whole - job.received, job.received, job.output_tokens, job.priority)
+
+    def _here(self, key: int) -> LiveJob:
+        run = self._runs.get(key)
+        if run is None:
+            raise InputError("hand-over", "the request has ended")
+        return run
+
+    def _incoming(self, key: int) -> Incoming:
+        incoming = self._here(key).incoming
+        if incoming is None:
+            raise InputError("hand-over", "nothing is expected")
+        return incoming
+
+    # A turn.
+
+    def turn(self, now_s: float, clock: Callable[[], float] | None = None) -> bool:
+        """A step of the next lane that has something to do; false when none has."""
+        self._now_s = now_s
+        self._expire()
+        self._let_in()
+        busy = any(self._advance(self.lanes.next(), clock) for _ in self.lanes.all)
+        self.flush()
+        return busy
+
+    def _advance(self, lane: Lane, clock: Callable[[], float] | None) -> bool:
+        """Await the lane's step, and begin the next; a single lane's is awaited, too. Whether there was any."""
+        if (last := lane.flight) is not None:
+            self._land(lane, last, clock)
+        step = lane.batcher.next_step()
+        for key in step.preempted:
+            self._rows.close(self._runs[key])
+            self.counters.preemptions += 1
+        lane.flight = flight = self._plan(lane, step)
+        self._begin(flight)
+        if len(self.lanes.all) == 1 or not flight.works:
+            self._land(lane, flight, clock)
+        return last is not None or bool(step.chunks or step.decodes)
+
+    def flush(self) -> None:
+        if self._said:
+            said, self._said = self._said, []
+            self._tell(said)
+
+    def next_expiry_s(self) -> float | None:
+        """When a lease ends, if nothing else happens before."""
+        return min((r.kept_until_s for r in self._runs.values() if r.kept_until_s is not None), default=None)
+
+    def check(self) -> None:
+        """When idle every block, row and hand-over place is free; AssertionError if not."""
+        if not self.idle:
+            return
+        self.executor.check()
+        self.prefixes.verify()
+        lanes = self.lanes
+        if lanes.free_blocks != lanes.limits.total_blocks or lanes.keys():
+            raise AssertionError(f"{lanes.free_blocks} blocks are free and nobody is here")
+        if self._rows.keys or lanes.todo_tokens or not (self._senders.empty and self._receivers.empty):
+            raise AssertionError("rows or hand-overs are left behind")
+        self.counters.checks += 1
+
+    # Figures.
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one sequence."""
+        return min(self.executor.size.max_tokens, self.lanes.most_tokens)
+
+    @property
+    def idle(self) -> bool:
+        return not self._runs and not self.lanes.flying
+
+    @property
+    def waiting(self) -> int:
+        return self.lanes.queued + len(self._senders.lobby) + len(self._receivers.lobby)
+
+    # Inside a turn.
+
+    def _let_in(self) -> None:
+        for key in self._senders.next():
+            job = self._runs[key].job
+            self.lanes.add(key, job.whole, 0, 0, job.priority)
+            self._senders.enter(key)
+        for key in self._receivers.next():
+            run = self._runs[key]
+            if not self.lanes.reserve(key, run.job.whole):
+                break
+            try:
+                self._rows.begin(run, run.job.received - 1)
+            except FAILURES as error:
+                self._lose([key], error)
+                continue
+            self._said.append((key, Room()))
+            self._receivers.enter(key)
+        self.flush()
+
+    def _plan(self, lane: Lane, step: Step) -> StepUnderWay:
+        decoding = lane.batcher.decoding
+        goals = [(key, len(self._runs[key].tokens)) for key in decoding.keys()]  # noqa: SIM118
+        goals += [(key, before + tokens) for key, tokens, before in step.chunks]
+        works: list[Work] = []
+        draws: list[Draw] = []
+        exports: list[Export] = []
+        for key, goal in goals:
+            run = self._runs[key]
+            try:
+                row, start = self._ready(run, goal)
+            except FAILURES as error:
+                self._lose([key], error)
+                continue
+            if start >= goal:
+                continue
+            draws_token = goal == run.whole and not run.job.hands_on
+            works.append(Work(row, start, run.tokens[start:goal], "last" if draws_token else "none"))
+            if draws_token:
+                draws.append(Draw(run.job.sampling, goal))
+            elif goal == run.whole and run.fetched_from is not None:
+                exports.append(Export(row, run.fetched_from, goal))
+        return StepUnderWay(step, self._now_s, works, draws, exports)
+
+    def _ready(self, run: LiveJob, goal: int) -> tuple[int, int]:
+        """The job's row, with room up to `goal`, and what it holds."""
+        row = self._rows.begin(run, run.whole - 1) if run.row is None else run.row
+        if run.times.began_s is None:
+            run.times = replace(run.times, began_s=self._now_s)
+            if not run.job.hands_on:
+                self._receivers.leave(run.job.key)
+        self._rows.catch_up(run, row, goal)
+        start = self.executor.held(row)
+        if start < goal:
+            self.executor.grow(row, goal, since=start)
+        return row, start
+
+    def _begin(self, flight: StepUnderWay) -> None:
+        """Put a step under way, without the rows that turn out to be lost."""
+        while flight.works:
+            try:
+                flight.land = self.executor.begin(flight.works, flight.draws, flight.exports, self._send)
+                return
+            except FAILURES as error:
+                self._leave_out(flight, error)
+
+    def _landed(self, flight: StepUnderWay) -> dict[int, Choice]:
+        """Wait for a step; if rows are lost on the way it is run again without them. Tokens by key."""
+        while flight.works:
+            assert flight.land is not None
+            try:
+                found = zip(flight.drawn, flight.land(), strict=True)
+                return {self._rows.keys[row]: choice for row, choice in found}
+            except FAILURES as error:
+                self._leave_out(flight, error)
+                self._begin(flight)
+        return {}
+
+    def _leave_out(self, flight: StepUnderWay, error: Exception) -> None:
+        lost = flight.lost(error) & set(self._rows.keys)
+        keys = [self._rows.keys[row] for row in lost]
+        self._lose([key for key in keys if key in self._runs], error)
+        flight.without(lost)
+
+    def _land(self, lane: Lane, flight: StepUnderWay, clock: Callable[[], float] | None) -> None:
+        """The end of a step: what was drawn, who is done."""
+        size, count = flight.tokens, len(flight.works)
+        choices = self._landed(flight)
+        if clock is not None:
+            self._now_s = clock()
+        lane.flight = None
+        found = lane.batcher.commit(flight.step)
+        for run in flight.left:
+            self.lanes.cancel(run.job.key)
+            self._rows.close(run)
+        for key, choice in choices.items():
+            self._drew(key, choice)
+        for what, key in found:
+            if what == FINISHED and key in self._runs:
+                self._end(key, "length")
+            elif what == DONE and key in self._runs:
+                self._done(self._runs[key], flight)
+        if count:
+            self.counters.step(size, count, self._now_s - flight.began_s)
+
+    def _lose(self, keys: list[int], error: Exception) -> None:
+        self.counters.failures += len(keys)
+        again = isinstance(error, WorkerLost | CapacityError)
+        for key in keys:
+            self._end(key, "error", (str(error).splitlines() or [type(error).__name__])[0], again=again)
+
+    def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
+        last = parcels[-1].layer == self.executor.config.model.layer_count - 1
+        self.counters.sent_bytes += sum(len(parcel.data) for parcel in parcels)
+        if (run := self._runs.get(self._rows.keys[row])) is not None:
+            self._said.append((run.job.key, Sent(parcels, last, run.exact)))
+            self.flush()
+
+    def _drew(self, key: int, choice: Choice) -> None:
+        run = self._runs.get(key)
+        if run is None:
+            return
+        gap_s = None if run.times.last_s is None else self._now_s - run.times.last_s
+        first = run.times.first_s is None
+        run.times = replace(
+            run.times, first_s=self._now_s if first else run.times.first_s, last_s=self._now_s
+        )
+        if first:
+            self.counters.prompt_tokens += len(run.job.prompt)
+            self._keep(run)
+        run.tokens.append(choice.token)
+        self.counters.output_tokens += 1
+        self._said.append((key, Token(choice, gap_s)))
+        if choice.token in run.job.ends:
+            self._end(key, "stop")
+
+    def _done(self, run: LiveJob, flight: StepUnderWay) -> None:
+        """A segment that hands on is computed."""
+        run.computed = True
+        self.counters.prompt_tokens += run.job.whole - run.job.received
+        self._keep(run)
+        self._said.append((run.job.key, Computed(run.times)))
+        if run.fetched_from is None:
+            run.kept_until_s = self._now_s + self._lease_s
+        elif any(export.row == run.row for export in flight.exports):
+            self._end(run.job.key, "handed_on")
+        else:  # the receiver came while the step was under way
+            self._send_kept(run)
+
+    def _send_kept(self, run: LiveJob) -> None:
+        """The receiver came after the work was done."""
+        assert run.row is not None and run.fetched_from is not None  # noqa: PT018
+        try:
+            for layer in range(self.executor.config.model.layer_count):
+                self._send(run.row, self.executor.export(run.row, layer, run.fetched_from, run.job.whole))
+            self._end(run.job.key, "handed_on")
+        except FAILURES as error:
+            self._lose([run.job.key], error)
+        self.flush()
+
+    def _keep(self, run: LiveJob) -> None:
+        """For the prefix cache. Where a worker that has it is gone, the next step says so."""
+        try:
+            self._rows.keep(run)
+        except FAILURES:
+            self.counters.failures += 1
+
+    def _expire(self) -> None:
+        for key, run in list(self._runs.items()):
+            if run.kept_until_s is not None and run.kept_until_s <= self._now_s:
+                self._end(key, "error", "nobody fetched the cache within its lease")
+
+    def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False) -> None:
+        run = self._runs.pop(key)
+        self._senders.leave(key)
+        self._receivers.leave(key)
+        flight = self.lanes.flight_of(key, run.row)
+        if flight is not None:
+            flight.left.append(run)
+        else:
+            if reason in ("stop", "length"):
+                self._keep(run)
+            self._rows.close(run)
+            self.lanes.cancel(key)
+        self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
+        self._said.append((key, Ended(reason, run.times, problem, again)))

@@ -1,0 +1,180 @@
+"""A sequence's cache as bytes, layer by layer, and back into another runner.
+
+What crosses is exactly what the receiver needs to go on at token `stop`: keys and values (or latents) of the tokens
+[start, stop) that it lacks, of windows only what a query at `stop` can still see, of linear layers the state after
+`stop` tokens. Any cut will do, also inside a block. A layer can be sent as soon as it was computed:
+
+    sender      runner.step(works, on_layer=lambda layer: send(pack(runner, row, layer, start, stop)))
+    receiver    arrival = Arrival(runner, row, manifest, tokens)
+                arrival.accept(parcel)          for each, in any order
+                arrival.finish()
+
+Data is C-contiguous and little-endian. The receiver believes nothing: model, tokens, layers, shapes, formats and
+values are checked, and whatever is wrong is one error; the row can then be closed, and the runner lives on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import FormatError, InputError
+from potluck.engine.compute.runner import Runner
+from potluck.engine.memory.cache import Pages, States
+from potluck.kv.codec.layout import Part
+from potluck.kv.parcels import Manifest, Parcel
+
+__all__ = ["Arrival", "Manifest", "Parcel", "Part", "manifest", "pack", "token_hash"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    part: Part
+    first: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def token_hash(tokens: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
+
+
+def manifest(runner: Runner, tokens: Sequence[int], start: int, stop: int) -> Manifest:
+    return Manifest(runner.fingerprint, start, stop, token_hash(tokens[:stop]))
+
+
+def pack(runner: Runner, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+    """What a layer has of a row's tokens [start, stop). States exist at the row's present length only."""
+    kept = runner.cache.layer(layer)
+    held = runner.tables.lengths[row]
+    if not 0 <= start < stop <= held or (isinstance(kept, States) and stop != held):
+        raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
+    parcels = []
+    for expected in _expected(runner, layer, start, stop):
+        tensor = _read(runner, row, layer, expected, stop)
+        raw = tensor.cpu().contiguous().view(torch.uint8).numpy()
+        name = str(expected.dtype).removeprefix("torch.")
+        data = memoryview(raw.data).cast("B")
+        parcels.append(Parcel(layer, expected.part, expected.first, stop, name, tuple(tensor.shape), data))
+    return tuple(parcels)
+
+
+def _expected(runner: Runner, layer: int, start: int, stop: int) -> tuple[_Expected, ...]:
+    kept = runner.cache.layer(layer)
+    if isinstance(kept, States):
+        return (
+            _Expected("conv", stop, kept.conv.dtype, tuple(kept.conv.shape[1:])),
+            _Expected("memory", stop, kept.memory.dtype, tuple(kept.memory.shape[1:])),
+        )
+    window = runner.tables.groups[kept.group].window
+    first = start if window is None else max(start, stop - window + 1)
+    shape = (
+        (stop - first, kept.heads, kept.dim) if kept.parts == 1 else (stop - first, 2, kept.heads, kept.dim)
+    )
+    return (_Expected("latent" if kept.parts == 1 else "kv", first, kept.entries.dtype, shape),)
+
+
+def _slots(runner: Runner, row: int, kept: Pages, first: int, stop: int) -> Tensor:
+    places = np.arange(first, stop)
+    blocks = runner.tables.table(kept.group)[row, places // BLOCK_TOKENS]
+    if not blocks.all():
+        raise InputError(f"row {row}", f"no longer holds all of the tokens [{first}, {stop})")
+    return torch.from_numpy(blocks * BLOCK_TOKENS + places % BLOCK_TOKENS).to(runner.device)
+
+
+@torch.inference_mode()
+def _read(runner: Runner, row: int, layer: int, expected: _Expected, stop: int) -> Tensor:
+    kept = runner.cache.layer(layer)
+    if isinstance(kept, States):
+        return (kept.conv if expected.part == "conv" else kept.memory)[row].clone()
+    return kept.read(_slots(runner, row, kept, expected.first, stop)).view(expected.shape)
+
+
+class Arrival:
+    """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
+
+    def __init__(self, runner: Runner, row: int, about: Manifest, tokens: Sequence[int]) -> None:
+        if sys.byteorder != "little":
+            raise InputError("hand-over", "needs a little-endian machine")
+        if about.fingerprint != runner.fingerprint:
+            raise InputError("hand-over: fingerprint", "is of another model or other weights")
+        held = runner.tables.lengths[row]
+        if not 0 <= about.start < about.stop <= len(tokens) or about.start > held:
+            raise InputError(
+                "hand-over: tokens",
+                f"[{about.start}, {about.stop}) does not go on from the {held} tokens held",
+            )
+        if about.token_hash != token_hash(tokens[: about.stop]):
+            raise InputError("hand-over: token_hash", "is of other tokens")
+        runner.tables.grow(row, about.stop, since=about.stop)
+        self._runner, self._row, self._about = runner, row, about
+        layers = range(runner.stack.first, runner.stack.last)
+        self._missing: dict[tuple[int, str], _Expected] = {
+            (layer, expected.part): expected
+            for layer in layers
+            for expected in _expected(runner, layer, about.start, about.stop)
+        }
+
+    @property
+    def missing(self) -> int:
+        """Parcels that have not come."""
+        return len(self._missing)
+
+    @torch.inference_mode()
+    def accept(self, parcel: Parcel) -> None:
+        """Check a parcel and put it in its place."""
+        where = f"hand-over: layer {parcel.layer} {parcel.part}"
+        expected = self._missing.get((parcel.layer, parcel.part))
+        if expected is None:
+            raise FormatError(where, "is not expected, or came before")
+        if (parcel.first, parcel.stop) != (expected.first, self._about.stop):
+            raise FormatError(
+                where,
+                f"is of [{parcel.first}, {parcel.stop}), expected [{expected.first}, {self._about.stop})",
+            )
+        dtype = str(expected.dtype).removeprefix("torch.")
+        if parcel.dtype != dtype or tuple(parcel.shape) != expected.shape:
+            raise FormatError(
+                where, f"is {parcel.dtype} {list(parcel.shape)}, expected {dtype} {list(expected.shape)}"
+            )
+        tensor = _tensor(parcel, expected, where)
+        self._write(parcel.layer, expected, tensor)
+        del self._missing[parcel.layer, parcel.part]
+
+    def _write(self, layer: int, expected: _Expected, tensor: Tensor) -> None:
+        kept, row = self._runner.cache.layer(layer), self._row
+        tensor = tensor.to(self._runner.device)
+        if isinstance(kept, States):
+            (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
+        else:
+            slots = _slots(self._runner, row, kept, expected.first, self._about.stop)
+            kept.write(slots, tensor.view(len(slots), -1))
+
+    def finish(self) -> None:
+        """All parcels are there: the row holds [0, stop)."""
+        if self._missing:
+            layer, part = min(self._missing)
+            raise FormatError(
+                "hand-over", f"{len(self._missing)} parcels are missing, the first is layer {layer} {part}"
+            )
+        self._runner.tables.advance(self._row, self._about.stop)
+        self._runner.tables.trim(self._row)
+
+
+def _tensor(parcel: Parcel, expected: _Expected, where: str) -> Tensor:
+    size = int(np.prod(expected.shape)) * expected.dtype.itemsize
+    if len(parcel.data) != size:
+        raise FormatError(where, f"has {len(parcel.data)} bytes, expected {size}")
+    raw = torch.from_numpy(np.frombuffer(parcel.data, dtype=np.uint8).copy())
+    tensor = raw.view(expected.dtype).view(expected.shape)
+    if not bool(torch.isfinite(tensor).all()):
+        # One such number would spread through masked positions to sequences beside it.
+        raise FormatError(where, "has values that are not finite")
+    return tensor

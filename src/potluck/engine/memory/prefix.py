@@ -1,0 +1,159 @@
+"""Prefix caching: the caches of prompts that were computed, kept as bytes, and put into sequences that begin alike.
+
+It is a hand-over to oneself: parcels out of one row, and later into another. Layers that keep every token are stored
+block by block, so that prefixes share what they have in common. If there are others (windows, states), what they need
+at the end of the prefix is stored as a checkpoint, with what paged layers have behind the last whole block.
+`kv.store.pool` holds the bytes, `core.replica.blocks` says what is where and what goes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.replica.blocks import Changes, Found, block_hashes
+from potluck.core.values.model import Attention, FullAttention, LatentAttention
+from potluck.engine.memory.handover import Parcel
+from potluck.engine.model.config import Config
+from potluck.kv.store.disk import DiskTier
+from potluck.kv.store.pool import PrefixPool
+
+Read = Callable[[int, int, int], tuple[Parcel, ...]]
+"""(layer, start, stop) to what that layer has of a row."""
+
+
+def keeps_all(attention: Attention) -> bool:
+    """Whether the layer's cache is one entry per token, all kept."""
+    if isinstance(attention, FullAttention):
+        return attention.window is None
+    return isinstance(attention, LatentAttention)
+
+
+class PrefixCache:
+    """Parcels by prefix. Changed by the engine's loop alone."""
+
+    def __init__(
+        self, config: Config, capacity_bytes: int, salt: str = "", disk: DiskTier | None = None
+    ) -> None:
+        attentions = [layer.attention for layer in config.model.layers]
+        self._paged = [index for index, kind in enumerate(attentions) if keeps_all(kind)]
+        self._others = [index for index, kind in enumerate(attentions) if not keeps_all(kind)]
+        self._capacity_bytes = capacity_bytes
+        self._salt = salt
+        self._disk = disk
+        self._pool: PrefixPool | None = None
+        """Made when the first prefix is kept: only then is it known how large a block is."""
+        self._kinds: list[tuple[Parcel, int]] = []
+        """Of each paged layer an empty parcel, and the bytes of a block."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether a prefix can be resumed only at lengths at which `keep` was called."""
+        return bool(self._others)
+
+    @property
+    def used_bytes(self) -> int:
+        return 0 if self._pool is None else self._pool.used_bytes
+
+    @property
+    def enabled(self) -> bool:
+        return self._capacity_bytes > 0
+
+    def find(self, tokens: Sequence[int], most_tokens: int) -> tuple[int, list[Parcel]]:
+        """The longest known prefix of at most so many tokens, and the parcels of [0, that)."""
+        if self._pool is None or most_tokens < 1:
+            return 0, []
+        hashes = self._hashes(tokens[:most_tokens])
+        found = self._pool.find(tokens, hashes, most_tokens)
+        return (found.tokens, self._parcels(self._pool, hashes, found)) if found.tokens else (0, [])
+
+    def keep(self, tokens: Sequence[int], held: int, read: Read) -> None:
+        """Keep what a row has of its first `held` tokens, which is all that it holds."""
+        if not self.enabled or not held:
+            return
+        hashes = self._hashes(tokens[:held])
+        if hashes:
+            self._keep_blocks(hashes, read)
+        if self.exact:
+            self._keep_rest(tokens, hashes, held, read)
+
+    def changes(self) -> Changes:
+        """Blocks that came and went since last asked for, for whoever keeps track of who has what."""
+        return Changes() if self._pool is None else self._pool.changes()
+
+    def everything(self) -> Changes:
+        """All that there is; `changes` goes on from here."""
+        return Changes() if self._pool is None else self._pool.everything()
+
+    def verify(self) -> None:
+        """Something to do when idle: look for bytes that have changed, and for blocks that are lost."""
+        if self._pool is not None:
+            self._pool.verify()
+            self._pool.check()
+
+    def flush(self) -> None:
+        """Before the process ends: what is in memory goes to disk, where there is one."""
+        if self._pool is not None:
+            self._pool.flush()
+
+    def _hashes(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return block_hashes(tokens, self._salt) if self._paged else ()
+
+    def _keep_blocks(self, hashes: tuple[int, ...], read: Read) -> None:
+        known = 0 if self._pool is None else self._pool.index.depth(hashes)
+        start, stop = known * BLOCK_TOKENS, len(hashes) * BLOCK_TOKENS
+        runs = [read(layer, start, stop)[0] for layer in self._paged] if start < stop else []
+        pool = self._made(runs)
+        sizes = [size for _, size in self._kinds]
+        new = [
+            [memoryview(run.data)[place * size :][:size] for run, size in zip(runs, sizes, strict=True)]
+            for place in range(len(hashes) - known)
+        ]
+        pool.keep(hashes, new)
+
+    def _keep_rest(self, tokens: Sequence[int], hashes: tuple[int, ...], held: int, read: Read) -> None:
+        whole = len(hashes) * BLOCK_TOKENS
+        parcels = [parcel for layer in self._others for parcel in read(layer, 0, held)]
+        ends = [read(layer, whole, held)[0] for layer in self._paged] if whole < held else []
+        about = [(p.layer, p.part, p.first, p.stop, p.dtype, p.shape, len(p.data)) for p in parcels + ends]
+        head = json.dumps(about).encode()
+        pieces = [len(head).to_bytes(4, "little"), head, *(parcel.data for parcel in parcels + ends)]
+        self._made(ends, sum(map(len, pieces))).keep_checkpoint(hashes, tokens[whole:held], pieces)
+
+    def _made(self, runs: list[Parcel], otherwise_bytes: int = 0) -> PrefixPool:
+        """The pool. Its blocks are 16 tokens of all paged layers; without any, as large as the first checkpoint."""
+        if self._pool is None:
+            for run in runs:
+                size = len(run.data) // run.shape[0] * BLOCK_TOKENS
+                self._kinds.append((replace(run, first=0, stop=0, data=b""), size))
+            block_bytes = sum(size for _, size in self._kinds) or otherwise_bytes
+            self._pool = PrefixPool(self._capacity_bytes, block_bytes, exact=self.exact, disk=self._disk)
+        return self._pool
+
+    def _parcels(self, pool: PrefixPool, hashes: Sequence[int], found: Found) -> list[Parcel]:
+        # Copies, since they may be put aside while others use the pool.
+        tail = [] if found.checkpoint is None else _unpacked(bytes(pool.read(found.checkpoint)))
+        parcels = [parcel for parcel in tail if parcel.layer in self._others]
+        ends = {parcel.layer: parcel.data for parcel in tail if parcel.layer not in self._others}
+        blocks = [memoryview(pool.read(name)) for name in hashes[: found.blocks]]
+        at = 0
+        for kind, size in self._kinds:
+            pieces = [block[at : at + size] for block in blocks]
+            data = b"".join([*pieces, ends[kind.layer]] if kind.layer in ends else pieces)
+            shape = (found.tokens, *kind.shape[1:])
+            parcels.append(replace(kind, stop=found.tokens, shape=shape, data=data))
+            at += size
+        return parcels
+
+
+def _unpacked(content: bytes) -> list[Parcel]:
+    """The parcels of a checkpoint."""
+    view = memoryview(content)
+    start = 4 + int.from_bytes(view[:4], "little")
+    found = []
+    for layer, part, first, stop, dtype, shape, size in json.loads(bytes(view[4:start])):
+        found.append(Parcel(layer, part, first, stop, dtype, tuple(shape), view[start : start + size]))
+        start += size
+    return found

@@ -1,0 +1,81 @@
+"""A mixture of experts: a router picks a few experts per token; shared experts see every token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from potluck.core.values.model import MoeFfn
+from potluck.engine.model.config import Config, Routing
+from potluck.engine.model.ffn import DenseLayer, gated, negated
+from potluck.engine.model.loading import Loader
+from potluck.engine.numbers.exact import sigmoid
+from potluck.engine.numbers.matrix import Norm, across, product
+
+
+def route(logits: Tensor, bias: Tensor | None, routing: Routing, active: int) -> tuple[Tensor, Tensor]:
+    """(experts, weights), both [tokens, active]. A correction bias sways the choice, not the weights."""
+    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else sigmoid(logits)
+    choice = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        grouped = choice.view(len(choice), routing.groups, -1)
+        best = grouped.amax(-1) if bias is None else grouped.topk(2, -1)[0].sum(-1)
+        out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups, -1)[1], False)
+        choice = grouped.masked_fill(out[..., None], 0.0 if bias is None else -torch.inf).flatten(1)
+    experts = choice.topk(active, -1)[1]
+    weights = scores.gather(1, experts)
+    if routing.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * routing.scale
+
+
+class MoeLayer:
+    def __init__(self, config: Config, part: MoeFfn, load: Loader) -> None:
+        self._part, self._routing = part, config.routing
+        hidden, width = config.model.hidden, part.intermediate
+        self._router = across(load.take("gate.weight", part.experts, hidden).float())
+        self._bias = (
+            load.take("gate.e_score_correction_bias", part.experts).float() if part.router_bias else None
+        )
+        gate, up, down = (
+            ("w1", "w3", "w2") if config.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+        )
+        experts = [load.under(f"experts.{index}") for index in range(part.experts)]
+        self._weights = [
+            negated(each.take(f"{gate}.weight", width, hidden), each.take(f"{up}.weight", width, hidden))
+            for each in experts
+        ]
+        self._downs = [across(each.take(f"{down}.weight", hidden, width)) for each in experts]
+        self._shared = self._shared_gate = None
+        if part.shared_intermediate:
+            name = "shared_expert" if part.shared_gate else "shared_experts"
+            self._shared = DenseLayer(hidden, part.shared_intermediate, load.under(name))
+        if part.shared_gate:
+            self._shared_gate = across(load.take("shared_expert_gate.weight", 1, hidden))
+
+    def __call__(self, norm: Norm, residual: Tensor) -> Tensor:
+        x = norm(residual)
+        experts, weights = route(
+            product(x.float(), self._router), self._bias, self._routing, self._part.active
+        )
+        out = residual + self._experts(x, experts, weights.to(x.dtype))
+        if self._shared is None:
+            return out
+        if self._shared_gate is None:
+            return self._shared.add(out, x)
+        return out + self._shared.add(torch.zeros_like(x), x) * sigmoid(product(x, self._shared_gate))
+
+    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Tokens sorted by expert, one product per expert in use, and back; a token's experts add up in its order."""
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        found = torch.empty(len(chosen), x.shape[1], dtype=x.dtype, device=x.device)
+        first = 0
+        for expert, count in enumerate(torch.bincount(chosen, minlength=self._part.experts).tolist()):
+            if count:
+                places = order[first : first + count]
+                rows = gated(x.index_select(0, places // self._part.active), self._weights[expert])
+                found.index_copy_(0, places, product(rows, self._downs[expert]))
+                first += count
+        found = found.view(*experts.shape, -1) * weights[..., None]
+        return found.sum(1)

@@ -1,0 +1,130 @@
+"""A range of layers: a whole model, or one stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from potluck.core.errors import InputError
+from potluck.core.values.model import (
+    Attention,
+    DenseFfn,
+    Ffn,
+    FullAttention,
+    LatentAttention,
+    LinearAttention,
+)
+from potluck.engine.compute.step import Step
+from potluck.engine.memory.cache import Cache, Kept
+from potluck.engine.model.attention.full import FullLayer, rotated
+from potluck.engine.model.attention.latent import LatentLayer
+from potluck.engine.model.attention.linear import LinearLayer
+from potluck.engine.model.config import Config
+from potluck.engine.model.ffn import DenseLayer
+from potluck.engine.model.loading import Loader
+from potluck.engine.model.moe import MoeLayer
+from potluck.engine.model.rope import Turns, angles
+from potluck.engine.numbers.matrix import Matrix, Norm, across, product
+
+Mixer = Callable[[Norm, Tensor, Kept, Step, Turns, Tensor | None], Tensor]
+"""The last argument says for which tokens the result is wanted; None: for all."""
+OnLayer = Callable[[int], None]
+
+
+class Stack:
+    """Layers [first, last) of a model, with the embedding before the first and the head behind the last."""
+
+    def __init__(self, config: Config, load: Loader, first: int, last: int) -> None:
+        model = config.model
+        if not 0 <= first < last <= model.layer_count:
+            raise InputError("layers", f"{first} to {last} is no range of the model's {model.layer_count}")
+        self.first, self.last = first, last
+        self._layers = [_Layer(config, index, load) for index in range(first, last)]
+        self._angles = {
+            dim: angles(config.rope, dim, model.max_context_tokens).to(load.device)
+            for dim in self._dims(config)
+        }
+        top = load.under("model")
+        head = not model.tied_embeddings and last == model.layer_count
+        whole = first == 0 or (last == model.layer_count and not head)
+        embedding = top.take("embed_tokens.weight", model.vocab, model.hidden) if whole else None
+        self._embedding = embedding if first == 0 else None
+        self._norm: Norm | None = None
+        self._head: Matrix | None = None
+        if last == model.layer_count:
+            self._norm = Norm(top.norm("norm.weight", model.hidden), config.norm_eps)
+            weight = load.take("lm_head.weight", model.vocab, model.hidden) if head else embedding
+            assert weight is not None
+            self._head = across(weight)
+
+    def _dims(self, config: Config) -> set[int]:
+        found = set()
+        for layer in config.model.layers[self.first : self.last]:
+            if isinstance(layer.attention, FullAttention):
+                found.add(rotated(config, layer.attention))
+            elif isinstance(layer.attention, LatentAttention):
+                found.add(layer.attention.qk_rope_head_dim)
+        return found
+
+    @property
+    def embeds(self) -> bool:
+        return self._embedding is not None
+
+    @property
+    def has_head(self) -> bool:
+        return self._head is not None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        assert self._embedding is not None
+        return F.embedding(tokens, self._embedding)
+
+    def __call__(self, x: Tensor, step: Step, cache: Cache, on_layer: OnLayer | None) -> Tensor:
+        """Hidden states in, hidden states out; `on_layer` hears of each layer whose cache entries are complete.
+
+        Where the head is, only states of tokens whose logits are wanted come out, in that order: of the others the
+        last layer needs no more than their cache entries.
+        """
+        turned_by = Turns(self._angles, step.positions)
+        for index, layer in enumerate(self._layers):
+            last = self.has_head and index == len(self._layers) - 1
+            x = layer(x, cache.layers[index], step, turned_by, step.wanted if last else None)
+            if on_layer is not None:
+                on_layer(self.first + index)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        assert self._norm is not None
+        assert self._head is not None
+        return product(x, self._head, norm=self._norm)
+
+
+class _Layer:
+    """Norm and attention, norm and feed-forward, each added to what came in."""
+
+    def __init__(self, config: Config, index: int, load: Loader) -> None:
+        layer, hidden = config.model.layers[index], config.model.hidden
+        load = load.under(f"model.layers.{index}")
+        self._before_mixer = Norm(load.norm("input_layernorm.weight", hidden), config.norm_eps)
+        self._before_ffn = Norm(load.norm("post_attention_layernorm.weight", hidden), config.norm_eps)
+        self._mixer = _mixer(config, layer.attention, load)
+        self._ffn = _ffn(config, layer.ffn, load)
+
+    def __call__(self, x: Tensor, kept: Kept, step: Step, turned_by: Turns, wanted: Tensor | None) -> Tensor:
+        x = self._mixer(self._before_mixer, x, kept, step, turned_by, wanted)
+        return self._ffn(self._before_ffn, x) if x.shape[0] else x
+
+
+def _mixer(config: Config, part: Attention, load: Loader) -> Mixer:
+    if isinstance(part, LinearAttention):
+        return LinearLayer(config, part, load)
+    if isinstance(part, LatentAttention):
+        return LatentLayer(config, part, load)
+    return FullLayer(config, part, load)
+
+
+def _ffn(config: Config, part: Ffn, load: Loader) -> Callable[[Norm, Tensor], Tensor]:
+    if isinstance(part, DenseFfn):
+        return DenseLayer(config.model.hidden, part.intermediate, load.under("mlp"), config.ffn_bias)
+    return MoeLayer(config, part, load.under("block_sparse_moe" if config.family == "mixtral" else "mlp"))

@@ -1,0 +1,149 @@
+"""One step of a pipeline under way: what was sent to whom, what has come back, what is awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from potluck.core.errors import FormatError
+from potluck.engine.compute.executor import Deliver, Draw, Export
+from potluck.engine.compute.runner import Work
+from potluck.engine.compute.sample import Choice, Sampling
+from potluck.engine.memory.handover import Parcel
+from potluck.engine.pipeline.batches import Piece
+from potluck.engine.pipeline.messages import (
+    NOBODY,
+    Answer,
+    Parcels,
+    Step,
+    Stepped,
+    numbers,
+    parcels_of,
+    read_numbers,
+    work_row,
+)
+from potluck.engine.pipeline.remote import Remote
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step cannot be completed, since a worker is gone; or, with its `call`, a micro-batch failed."""
+
+    call: int
+    why: str
+
+
+class PipelineStep:
+    """The driver posts and listens; this keeps the books."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export],
+        deliver: Deliver | None,
+        began_s: float,
+    ) -> None:
+        self.works, self.began_s = works, began_s
+        self.failed: StepFailed | None = None
+        self.awaited: dict[tuple[int, Remote], list[Piece]] = {}
+        """By micro-batch and worker, the earliest stage first: who has not answered yet, for what."""
+        self.busy_s = 0.0
+        self.late = 0
+        self._deliver = deliver
+        asking = [index for index, work in enumerate(works) if work.logits == "last"]
+        self._draws = dict(zip(asking, draws, strict=True))
+        self._exports = {item.row: item for item in exports} if deliver is not None else {}
+        self._found: dict[int, Choice] = {}
+        self._waiting: dict[int, dict[int, tuple[Parcel, ...]]] = {}
+        self._next_layer: dict[int, int] = {}
+        self._posted: list[tuple[int, Remote, list[Piece]]] = []
+
+    def post(
+        self, call: int, remote: Remote, pieces: list[Piece], rows: list[int], stage: int, stages: int
+    ) -> None:
+        """Send a worker its part of a micro-batch, and count it as done in its tables."""
+        table = [
+            work_row(
+                piece.part,
+                row,
+                piece.path[stage - 1] if stage else NOBODY,
+                piece.path[stage + 1] if stage + 1 < stages else NOBODY,
+                self._draws[piece.work].position if piece.part.logits == "last" else 0,
+            )
+            for piece, row in zip(pieces, rows, strict=True)
+        ]
+        exports = [
+            (place, self._exports[piece.part.row].start, self._exports[piece.part.row].stop)
+            for place, piece in enumerate(pieces)
+            if piece.last and piece.part.row in self._exports
+        ]
+        ways = tuple(_plain(self._draws[piece.work].way) for piece in pieces if piece.part.logits == "last")
+        tokens = [token for piece in pieces for token in piece.part.tokens] if not stage else []
+        command = Step(call, len(table), len(exports), ways if stage + 1 == stages else ())
+        self.awaited[call, remote] = pieces
+        self._posted.append((call, remote, pieces))
+        remote.post(command, [numbers(table), numbers(exports), numbers(tokens)])
+        for piece, row in zip(pieces, rows, strict=True):
+            remote.tables.advance(row, piece.part.start + len(piece.part.tokens))
+        for row in rows:
+            remote.tables.trim(row)
+
+    def hear(self, source: Remote, answer: Answer, body: bytearray) -> bool:
+        """Whether an answer belongs to this step."""
+        pieces = self.awaited.get((answer.call, source))
+        if pieces is None:
+            return False
+        if isinstance(answer, Parcels):
+            if not 0 <= answer.work < len(pieces):
+                raise FormatError("parcels", f"are of work {answer.work}, there are {len(pieces)}")
+            self._hand_out(pieces[answer.work].part.row, parcels_of(answer, body))
+            return True
+        if not isinstance(answer, Stepped):
+            return False
+        del self.awaited[answer.call, source]
+        self.busy_s += answer.busy_to_s - answer.busy_from_s
+        self.late += answer.late
+        if body:
+            self._keep([piece.work for piece in pieces if piece.part.logits == "last"], answer, body)
+        return True
+
+    def _hand_out(self, row: int, parcels: tuple[Parcel, ...]) -> None:
+        """Deliver layer by layer: a later stage's may be heard before an earlier one's."""
+        if not parcels or self._deliver is None:
+            return
+        waiting = self._waiting.setdefault(row, {})
+        waiting[parcels[0].layer] = parcels
+        while (layer := self._next_layer.get(row, 0)) in waiting:
+            self._next_layer[row] = layer + 1
+            self._deliver(row, waiting.pop(layer))
+
+    @property
+    def begun_exports(self) -> set[int]:
+        """Rows of which some layers have gone out: they cannot be computed again."""
+        return set(self._next_layer)
+
+    def _keep(self, works: list[int], answer: Stepped, body: bytearray) -> None:
+        choices = answer.choices or tuple(Choice(int(token)) for token in read_numbers(body, len(works)))
+        for work, choice in zip(works, choices, strict=True):
+            self._found[work] = choice
+
+    def choices(self) -> list[Choice]:
+        """Of the works that asked for one, in their order."""
+        return [self._found[work] for work in self._draws]
+
+    def fail(self, call: int, why: str) -> None:
+        """It cannot be completed; the first reason counts."""
+        self.failed = self.failed or StepFailed(call, why)
+
+    def involves(self, remote: Remote) -> bool:
+        return any(each is remote for _, each, _ in self._posted)
+
+    def rows_of(self, call: int) -> set[int]:
+        """Rows of one micro-batch."""
+        return {piece.part.row for number, _, pieces in self._posted if number == call for piece in pieces}
+
+
+def _plain(way: Sampling) -> Sampling:
+    """Greedy is greedy, whatever else is said."""
+    return way if way.temperature > 0 else Sampling(logprobs=way.logprobs)

@@ -1,0 +1,242 @@
+"""Quantise and restore on a CPU: the loops, compiled.
+
+A part is a matrix: rows lie `stride` elements apart, from `offset` on. Groups run down a column (`columns`: keys, a
+channel over tokens) or along a row (`rows`: values, channels of a token). A group's numbers are
+
+    low + q x scale        low at most the least, scale such that the greatest has at most the last q
+
+with low and scale as bfloat16, rounded down and up, so that no q can leave its range and nothing needs clamping.
+Two 4-bit numbers share a byte: the first half of a group lies in the lower four bits, the second half in the upper.
+So every step is the same for neighbours, and the compiler makes vectors of it.
+
+Compiled functions create no arrays; scratch space comes from the caller. `codec_reference.py` says the same in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.core import options
+
+from potluck.kv.codec.kernels.formats import LOWEST_NORMAL, F, U, from_order, load, order, store
+from potluck.kv.codec.layout import ROW_GROUP
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+WIDTH = 256
+"""Columns that are worked on at a time: their scratch space stays in the nearest cache."""
+
+
+def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile on first use; the machine code is kept on disk where numba finds a folder for it."""
+    chosen: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    if hasattr(options.DefaultOptions, "_nrt"):
+        chosen["_nrt"] = False
+    try:
+        return cast(Callable[P, R], numba.njit(cache=True, **chosen)(function))
+    except RuntimeError:  # numba's word for having found no folder
+        return cast(Callable[P, R], numba.njit(**chosen)(function))
+
+
+@numba.njit
+def _low(least):  # type: ignore[no-untyped-def]
+    """The bfloat16 at or below, as float32."""
+    bits = F(least).view(np.uint32)
+    size = U(bits & U(0x7FFFFFFF))
+    size = U(size + U(0xFFFF)) if bits > U(0x7FFFFFFF) else size
+    return U(U(size & U(0x7FFF0000)) | U(bits & U(0x80000000))).view(np.float32)
+
+
+@numba.njit
+def _scale(spread, share):  # type: ignore[no-untyped-def]
+    """The bfloat16 at or above spread x share (share: just above 1 / levels), as float32; 0 for no spread."""
+    exact = F(F(spread) * F(share))
+    exact = exact if exact > LOWEST_NORMAL else LOWEST_NORMAL
+    bits = U(U(F(exact).view(np.uint32) + U(0xFFFF)) & U(0xFFFF0000))
+    return bits.view(np.float32) if spread > F(0) else F(0)
+
+
+@numba.njit
+def _brain(number):  # type: ignore[no-untyped-def]
+    return np.uint16(U(F(number).view(np.uint32) >> U(16)))
+
+
+@numba.njit
+def _float(brain):  # type: ignore[no-untyped-def]
+    return U(U(brain) << U(16)).view(np.float32)
+
+
+@numba.njit
+def _q(number, low, inverse):  # type: ignore[no-untyped-def]
+    return np.uint8(np.int32(F(F(F(number) - low) * inverse) + F(0.5)))
+
+
+@_compiled
+def encode_columns(  # type: ignore[no-untyped-def]
+    source, rows, columns, stride, offset, group, share, finite, lows, scales, out, packed, ints, floats
+):
+    """True when all is finite. `lows`, `scales`: [groups, columns]; `out`: the bytes of the groups in turn."""
+    least, greatest = ints[0], ints[1]
+    low, inverse = floats[0], floats[1]
+    place = 0
+    for number in range((rows + group - 1) // group):
+        first = number * group
+        count = min(group, rows - first)
+        half = (count + 1) // 2 if packed else count
+        for left in range(0, columns, WIDTH):
+            width = min(WIDTH, columns - left)
+            for j in range(width):
+                least[j] = 0x7FFFFFFF
+                greatest[j] = -0x80000000
+            for i in range(first, first + count):
+                row = source[offset + i * stride + left : offset + i * stride + left + width]
+                for j in range(width):
+                    found = order(row[j])
+                    least[j] = min(least[j], found)
+                    greatest[j] = max(greatest[j], found)
+            for j in range(width):
+                if greatest[j] > finite or least[j] < -finite - 1:
+                    return False
+                bottom = _low(from_order(least[j], source[0]))
+                spread = F(from_order(greatest[j], source[0]) - bottom)
+                if not spread < F(np.inf):
+                    return False
+                scale = _scale(spread, share)
+                lows[number, left + j] = _brain(bottom)
+                scales[number, left + j] = _brain(scale)
+                low[j] = bottom
+                inverse[j] = F(F(1) / scale) if scale > F(0) else F(0)
+            for i in range(half):
+                start = offset + (first + i) * stride + left
+                row = source[start : start + width]
+                target = out[place + i * columns + left : place + i * columns + left + width]
+                if packed and half + i < count:
+                    other = source[start + half * stride : start + half * stride + width]
+                    for j in range(width):
+                        upper = _q(load(other[j]), low[j], inverse[j])
+                        target[j] = _q(load(row[j]), low[j], inverse[j]) | np.uint8(upper << np.uint8(4))
+                else:
+                    for j in range(width):
+                        target[j] = _q(load(row[j]), low[j], inverse[j])
+        place += half * columns
+    return True
+
+
+@_compiled
+def decode_columns(  # type: ignore[no-untyped-def]
+    source, rows, columns, lows, scales, group, packed, target, stride, offset, floats
+):
+    low, scale = floats[0], floats[1]
+    place = 0
+    for number in range((rows + group - 1) // group):
+        first = number * group
+        count = min(group, rows - first)
+        half = (count + 1) // 2 if packed else count
+        for left in range(0, columns, WIDTH):
+            width = min(WIDTH, columns - left)
+            for j in range(width):
+                low[j] = _float(lows[number, left + j])
+                scale[j] = _float(scales[number, left + j])
+            for i in range(half):
+                begin = place + i * columns + left
+                packs = source[begin : begin + width]
+                start = offset + (first + i) * stride + left
+                row = target[start : start + width]
+                if packed:
+                    for j in range(width):
+                        q = np.int32(packs[j] & np.uint8(15))
+                        row[j] = store(F(low[j] + F(F(q) * scale[j])), row[j])
+                else:
+                    for j in range(width):
+                        q = np.int32(packs[j])
+                        row[j] = store(F(low[j] + F(F(q) * scale[j])), row[j])
+                if packed and half + i < count:
+                    start += half * stride
+                    row = target[start : start + width]
+                    for j in range(width):
+                        q = np.int32(packs[j] >> np.uint8(4))
+                        row[j] = store(F(low[j] + F(F(q) * scale[j])), row[j])
+        place += half * columns
+
+
+@numba.njit(inline="always")
+def _encode_group(source, start, count, share, finite, out, place, packed):  # type: ignore[no-untyped-def]
+    """(low, scale, whether all is finite) of one group within a row."""
+    row = source[start : start + count]
+    least, greatest = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+    for j in range(count):
+        found = order(row[j])
+        least = min(least, found)
+        greatest = max(greatest, found)
+    low = _low(from_order(least, source[0]))
+    spread = F(from_order(greatest, source[0]) - low)
+    scale = _scale(spread, share)
+    inverse = F(F(1) / scale) if scale > F(0) else F(0)
+    half = (count + 1) // 2 if packed else count
+    target = out[place : place + half]
+    if packed:
+        other = source[start + half : start + count]
+        for j in range(count // 2):
+            upper = _q(load(other[j]), low, inverse)
+            target[j] = _q(load(row[j]), low, inverse) | np.uint8(upper << np.uint8(4))
+        if count % 2:
+            target[half - 1] = _q(load(row[half - 1]), low, inverse)
+    else:
+        for j in range(count):
+            target[j] = _q(load(row[j]), low, inverse)
+    return low, scale, greatest <= finite and least >= -finite - 1 and spread < F(np.inf)
+
+
+@_compiled
+def encode_rows(  # type: ignore[no-untyped-def]
+    source, rows, columns, stride, offset, share, finite, lows, scales, out, packed
+):
+    """True when all is finite. `lows`, `scales`: [rows, groups]; `out`: the bytes of the rows in turn."""
+    place = 0
+    fine = True
+    for i in range(rows):
+        for number in range((columns + ROW_GROUP - 1) // ROW_GROUP):
+            start = offset + i * stride + number * ROW_GROUP
+            count = min(ROW_GROUP, columns - number * ROW_GROUP)
+            # The same twice, so that the compiler sees a constant in the usual case.
+            if count == ROW_GROUP:
+                low, scale, good = _encode_group(source, start, ROW_GROUP, share, finite, out, place, packed)
+            else:
+                low, scale, good = _encode_group(source, start, count, share, finite, out, place, packed)
+            lows[i, number] = _brain(low)
+            scales[i, number] = _brain(scale)
+            fine &= good
+            place += (count + 1) // 2 if packed else count
+    return fine
+
+
+@_compiled
+def decode_rows(  # type: ignore[no-untyped-def]
+    source, rows, columns, lows, scales, packed, target, stride, offset
+):
+    place = 0
+    for i in range(rows):
+        for number in range((columns + ROW_GROUP - 1) // ROW_GROUP):
+            count = min(ROW_GROUP, columns - number * ROW_GROUP)
+            start = offset + i * stride + number * ROW_GROUP
+            row = target[start : start + count]
+            low, scale = _float(lows[i, number]), _float(scales[i, number])
+            half = (count + 1) // 2 if packed else count
+            packs = source[place : place + half]
+            if packed:
+                other = target[start + half : start + count]
+                for j in range(half):
+                    q = np.int32(packs[j] & np.uint8(15))
+                    row[j] = store(F(low + F(F(q) * scale)), row[j])
+                for j in range(count - half):
+                    q = np.int32(packs[j] >> np.uint8(4))
+                    other[j] = store(F(low + F(F(q) * scale)), row[j])
+            else:
+                for j in range(count):
+                    q = np.int32(packs[j])
+                    row[j] = store(F(low + F(F(q) * scale)), row[j])
+            place += half

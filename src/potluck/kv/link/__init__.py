@@ -1,0 +1,1 @@
+"""What both ends share: connections, shared memory, TLS, and how links fare."""

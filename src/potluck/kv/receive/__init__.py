@@ -1,0 +1,1 @@
+"""The receiver: a fetch over several connections, put together to parcels."""

@@ -1,0 +1,173 @@
+"""Chunks put together to parcels, in whatever order and over whatever connections they come. No I/O, no clock.
+
+The receiver believes nothing: all chunks of a parcel must say the same about it, lie on the grid that was agreed on,
+and fit into the window that it granted. Memory is taken for a parcel only then. A chunk is written by one connection
+at a time, and never again once it was found sound, so that a straggler cannot spoil it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from potluck.core.errors import FormatError
+from potluck.kv.codec.layout import sizes
+from potluck.kv.parcels import Parcel
+from potluck.kv.wire.frames import Chunk, End, Label
+
+MOST_OPEN = 4096
+"""Parcels that have begun and are not complete; those without bytes are not held back by the window."""
+SOUND = -1
+FREE = -2
+
+
+@dataclass(slots=True)
+class _Open:
+    label: Label
+    buffer: memoryview
+    left: int
+    cells: list[int] = field(default_factory=list)
+    """Per chunk: SOUND, FREE, or the connection that is writing it."""
+
+
+class Assembly:
+    """The parcels of one fetch; its caller sees to it that one thread at a time is in here."""
+
+    def __init__(
+        self,
+        window_bytes: int,
+        chunk_bytes: int,
+        take: Callable[[int], memoryview],
+        give: Callable[[memoryview], None],
+        parcel_bytes: int | None = None,
+    ) -> None:
+        """Memory for `window_bytes` of parcels, or for one alone that is larger, up to `parcel_bytes`."""
+        self.released_bytes = 0
+        self.used_bytes = 0
+        """Of parcels that hold memory."""
+        self.parcels = 0
+        """Complete ones."""
+        self._window_bytes, self._chunk_bytes = window_bytes, chunk_bytes
+        self._parcel_bytes = window_bytes if parcel_bytes is None else parcel_bytes
+        self._take, self._give = take, give
+        self._open: dict[int, _Open] = {}
+        self._full: dict[int, memoryview] = {}
+        self._seen: set[int] = set()
+        self._total_bytes = 0
+        self._highest = -1
+        self._end: End | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self._end is not None and self.parcels == self._end.parcels and not self._full
+
+    def writer(self, chunk: Chunk) -> int | None:
+        """The connection that is writing this very chunk, if one is."""
+        parcel = self._open.get(chunk.label.index)
+        if parcel is None:
+            return None
+        cell = parcel.cells[self._cell(chunk)]
+        return cell if cell >= 0 else None
+
+    def place(self, chunk: Chunk, strand: int) -> memoryview | None:
+        """Where its data goes; None if it is there already. Nobody else may be writing it."""
+        cell = self._cell(chunk)
+        index = chunk.label.index
+        if index in self._seen:
+            return None
+        parcel = self._open.get(index)
+        if parcel is None:
+            parcel = self._begin(chunk)
+        elif parcel.label != chunk.label:
+            raise FormatError(f"hand-over: parcel {index}", "is described in two ways")
+        if parcel.cells[cell] == SOUND:
+            return None
+        parcel.cells[cell] = strand
+        return parcel.buffer[chunk.offset : chunk.offset + chunk.count]
+
+    def landed(self, chunk: Chunk) -> Parcel | None:
+        """A chunk that was placed has come whole and sound; the parcel if it was the last of it."""
+        parcel = self._open[chunk.label.index]
+        parcel.cells[self._cell(chunk)] = SOUND
+        parcel.left -= 1
+        if parcel.left:
+            return None
+        label = parcel.label
+        del self._open[label.index]
+        self._seen.add(label.index)
+        self._full[label.index] = parcel.buffer
+        self.parcels += 1
+        split = sizes(label.part, label.dtype, label.shape, label.codec).parameter_bytes
+        data, parameters = parcel.buffer[split:].toreadonly(), parcel.buffer[:split].toreadonly()
+        return Parcel(
+            label.layer,
+            label.part,
+            label.first,
+            label.stop,
+            label.dtype,
+            label.shape,
+            data,
+            label.codec,
+            parameters,
+        )
+
+    def spoiled(self, chunk: Chunk) -> None:
+        """A chunk that was placed did not come whole: it may be placed again."""
+        parcel = self._open.get(chunk.label.index)
+        if parcel is not None and parcel.cells[self._cell(chunk)] != SOUND:
+            parcel.cells[self._cell(chunk)] = FREE
+
+    def release(self, index: int) -> None:
+        """A complete parcel has been used up."""
+        buffer = self._full.pop(index)
+        self.released_bytes += len(buffer)
+        self.used_bytes -= len(buffer)
+        self._give(buffer)
+
+    def ended(self, end: End) -> None:
+        if self._end not in (None, end):
+            raise FormatError("hand-over", "ends in two ways")
+        self._within(end, self._highest, self._total_bytes)
+        self._end = end
+
+    def _within(self, end: End | None, highest: int, total_bytes: int) -> None:
+        """What was begun must fit what the end says, and when all is there, exactly."""
+        if end is None:
+            return
+        if highest >= end.parcels:
+            raise FormatError("hand-over", f"has more parcels than the {end.parcels} that it names")
+        all_begun = len(self._seen) + len(self._open) == end.parcels
+        if total_bytes > end.total_bytes or (all_begun and total_bytes != end.total_bytes):
+            raise FormatError("hand-over", f"has {total_bytes} bytes and says {end.total_bytes}")
+
+    def _begin(self, chunk: Chunk) -> _Open:
+        size = chunk.parcel_bytes
+        fits = not self.used_bytes or self.used_bytes + size <= self._window_bytes
+        if not fits or size > self._parcel_bytes or len(self._open) >= MOST_OPEN:
+            raise FormatError("hand-over", f"begins a parcel of {size} bytes beyond the window")
+        highest = max(self._highest, chunk.label.index)
+        self._within(self._end, highest, self._total_bytes + size)
+        buffer = self._take(size)
+        self.used_bytes += size
+        self._total_bytes += size
+        self._highest = highest
+        count = max(1, -(-size // self._chunk_bytes))
+        parcel = _Open(chunk.label, buffer, count, [FREE] * count)
+        self._open[chunk.label.index] = parcel
+        return parcel
+
+    def _cell(self, chunk: Chunk) -> int:
+        cell, off = divmod(chunk.offset, self._chunk_bytes)
+        if off or chunk.count != min(self._chunk_bytes, chunk.parcel_bytes - chunk.offset):
+            raise FormatError(
+                "hand-over", f"has a chunk of {chunk.count} bytes at {chunk.offset}, off the grid"
+            )
+        return cell
+
+    def close(self) -> None:
+        """Give all memory back. Nobody may be writing any more."""
+        for buffer in [parcel.buffer for parcel in self._open.values()] + list(self._full.values()):
+            self._give(buffer)
+        self._open.clear()
+        self._full.clear()
+        self.used_bytes = 0

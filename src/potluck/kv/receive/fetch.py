@@ -1,0 +1,331 @@
+"""Fetch a cache: attach to a handle over several connections, and hand each parcel to a sink as it is complete.
+
+Each connection has a thread, which receives chunks straight into their places; the caller's thread runs the sink, one
+parcel at a time, while the next are under way. A connection that fails is replaced, and costs the chunks that were on
+it. The fetch fails at once when no connection is left, when the sender says that it cannot go on, when the sink
+raises, or when its time is over; then nothing of it is left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.kv.handles import bound_to, checked_handle, new_session
+from potluck.kv.link.links import Address, Links
+from potluck.kv.link.strand import Strand
+from potluck.kv.parcels import Manifest, Parcel, TransferError
+from potluck.kv.receive.assembly import Assembly
+from potluck.kv.receive.intake import Final, Intake, Stale
+from potluck.kv.wire.frames import Chunk, End, Hello, Opening
+
+GRACE_S = 0.2
+"""For connections to say that all is well, once all is there."""
+
+Sink = Callable[[Parcel], None]
+"""Uses a parcel up: its bytes are only there until it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is fetched, and what the handle must have been made for."""
+
+    handle: str
+    request: str
+    fingerprint: str
+    token_hash: str
+    have: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    manifest: Manifest
+    parcels: int
+    moved_bytes: int
+    wall_s: float
+    lost_connections: int
+    shared_memory: bool
+
+
+def fetch(
+    links: Links,
+    address: Address,
+    wanted: Wanted,
+    opened: Callable[[Manifest], None],
+    sink: Sink,
+    *,
+    degree: int = 4,
+    deadline_s: float = 30.0,
+) -> Fetched:
+    """Bring a cache here. `opened` is told once what is coming, before the first parcel."""
+    return Fetching(links, address, wanted, degree=degree, deadline_s=deadline_s).run(opened, sink)
+
+
+class Fetching:
+    """One fetch; `run` it in a thread of its own, and `cancel` it from any other."""
+
+    def __init__(
+        self, links: Links, address: Address, wanted: Wanted, *, degree: int = 4, deadline_s: float = 30.0
+    ) -> None:
+        links.checked(address)
+        checked_handle(wanted.handle)
+        if not 1 <= degree <= links.limits.most_degree:
+            raise InputError("degree", f"must be 1 to {links.limits.most_degree}, is {degree}")
+        self._links, self._address, self._wanted = links, address, wanted
+        self._begun_s = time.monotonic()
+        self._until_s = self._begun_s + deadline_s
+        self._session = new_session()
+        self._changed = threading.Condition()
+        self._assembly: Assembly | None = None
+        self._opening: Opening | None = None
+        self._ready: deque[tuple[int, Parcel]] = deque()
+        self._failure: Exception | None = None
+        self._over = False
+        self._strands: dict[int, Strand] = {}
+        self._attached: set[int] = set()
+        self._live = degree
+        self._retries = links.limits.retries
+        self._lost = 0
+        self._shared = False
+        self._threads = [
+            threading.Thread(target=self._connection, name=f"kv-in-{n}", daemon=True) for n in range(degree)
+        ]
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: `run` raises before long."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = TransferError("hand-over: was cancelled")
+            self._changed.notify_all()
+
+    # The caller's thread.
+
+    def run(self, opened: Callable[[Manifest], None], sink: Sink) -> Fetched:
+        for thread in self._threads:
+            thread.start()
+        moved_bytes = told = 0
+        try:
+            while (next_one := self._await()) is not None:
+                index, parcel = next_one
+                assert self._opening is not None
+                if not told:
+                    opened(self._opening.manifest)
+                    told = 1
+                sink(parcel)
+                moved_bytes += len(parcel.data) + len(parcel.parameters)
+                self._used_up(index)
+            assert self._opening is not None
+            if not told:
+                opened(self._opening.manifest)
+        finally:
+            self._stop()
+        wall_s = time.monotonic() - self._begun_s
+        self._links.moved(self._address, moved_bytes, wall_s)
+        parcels = self._assembly.parcels if self._assembly else 0
+        return Fetched(self._opening.manifest, parcels, moved_bytes, wall_s, self._lost, self._shared)
+
+    def _await(self) -> tuple[int, Parcel] | None:
+        with self._changed:
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if self._ready:
+                    return self._ready.popleft()
+                if self._assembly is not None and self._assembly.complete:
+                    return None
+                left_s = self._until_s - time.monotonic()
+                if left_s <= 0:
+                    raise TransferError(f"hand-over: was not there within its {self._given_s():g} s")
+                self._changed.wait(left_s)
+
+    def _given_s(self) -> float:
+        return round(self._until_s - self._begun_s, 3)
+
+    def _used_up(self, index: int) -> None:
+        with self._changed:
+            assert self._assembly is not None
+            self._assembly.release(index)
+            self._wake_one()
+
+    def _wake_one(self) -> None:
+        """Somebody must tell the sender of room. Connections that are receiving do, before they wait for more."""
+        strands = [strand for key, strand in self._strands.items() if key in self._attached]
+        if strands and all(strand.idle for strand in strands):
+            strands[0].wake()
+
+    def _stop(self) -> None:
+        """Nothing of the fetch goes on after this: no thread, no connection that is not sound, no memory."""
+        with self._changed:
+            self._over = True
+            well = self._assembly is not None and self._assembly.complete
+            for key, strand in self._strands.items():
+                if well and key in self._attached:
+                    strand.wake()
+                else:
+                    strand.abort()  # One that has not attached yet has nothing to say either.
+        patience_s = time.monotonic() + (GRACE_S if well else 0.0)
+        for thread in self._threads:
+            thread.join(max(0.0, patience_s - time.monotonic()))
+        with self._changed:
+            for strand in self._strands.values():
+                strand.abort()
+        for thread in self._threads:
+            thread.join()
+        if self._assembly is not None:
+            self._assembly.close()
+
+    # A connection's thread.
+
+    def _connection(self) -> None:
+        try:
+            while not self._over:
+                problem = self._attempt()
+                if problem is None or not self._again(problem):
+                    return
+        finally:
+            with self._changed:
+                self._live -= 1
+                if not self._live and not self._over and self._failure is None:
+                    self._failure = TransferError("hand-over: all connections to the sender are lost")
+                self._changed.notify_all()
+
+    def _attempt(self) -> Exception | None:
+        """One connection from its greeting to its end; what went wrong, if something did."""
+        links, strand, sound, used, intake = self._links, None, False, False, None
+        try:
+            strand, used = links.borrow(self._address)
+            with self._changed:
+                if self._over:
+                    return None
+                self._strands[strand.key] = strand
+            intake = Intake(self, strand)
+            sound = intake.run()
+            return None
+        except (OSError, PotluckError, Final) as error:
+            stale = used and intake is not None and not intake.attached
+            return Stale(str(error)) if stale and not isinstance(error, Final) else error
+        finally:
+            if strand is not None:
+                with self._changed:
+                    self._strands.pop(strand.key, None)
+                    self._attached.discard(strand.key)
+                    self._wake_one()  # What it should have told the sender, another one must.
+                links.give_back(self._address, strand, sound)
+
+    def _again(self, problem: Exception) -> bool:
+        """Whether a lost connection is replaced."""
+        with self._changed:
+            if self._over or self._failure is not None:
+                return False
+            if isinstance(problem, Stale):
+                return True
+            if isinstance(problem, Final):
+                self._failure = problem.error
+                return False
+            self._lost += 1
+            self._retries -= 1
+            gone = isinstance(problem, ConnectionRefusedError)
+            if self._retries >= 0 and not gone:
+                return True
+            if self._live == 1 and isinstance(problem, InputError):
+                self._failure = problem
+            elif self._live == 1:
+                line = " ".join(str(problem).split()) or type(problem).__name__
+                host, port = self._address
+                self._failure = TransferError(f"hand-over: {host}:{port} is lost ({line[:200]})")
+            return False
+
+    # What connections ask and tell.
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def complete(self) -> bool:
+        return self._assembly is not None and self._assembly.complete
+
+    @property
+    def session(self) -> bytes:
+        return self._session
+
+    @property
+    def opening(self) -> Opening | None:
+        return self._opening
+
+    @property
+    def released_bytes(self) -> int:
+        return self._assembly.released_bytes if self._assembly else 0
+
+    def hello(self, strand: Strand) -> Hello:
+        wanted, limits = self._wanted, self._links.limits
+        if strand.slots is None and self._links.shared_memory and strand.here:
+            strand.slots = self._links.share()
+        return Hello(
+            self._session,
+            bound_to(wanted.request, wanted.fingerprint, wanted.token_hash),
+            wanted.handle,
+            wanted.have,
+            limits.window_bytes,
+            limits.chunk_bytes,
+            max(0, int((self._until_s - time.monotonic()) * 1000)),
+            strand.slots.shared if strand.slots is not None else None,
+        )
+
+    def open(self, opening: Opening, strand: Strand) -> None:
+        about, wanted, limits = opening.manifest, self._wanted, self._links.limits
+        problem = ""
+        if about.fingerprint != wanted.fingerprint or about.token_hash != wanted.token_hash:
+            problem = "is the cache of another model, or of other tokens"
+        elif about.start > wanted.have:
+            problem = f"begins at {about.start}, behind the {wanted.have} tokens held"
+        elif opening.chunk_bytes > limits.chunk_bytes:
+            problem = f"has chunks of {opening.chunk_bytes} bytes, {limits.chunk_bytes} are taken"
+        if problem:
+            raise Final(FormatError("hand-over", problem))
+        with self._changed:
+            if self._opening is None:
+                self._opening = opening
+                take, give = self._links.buffers.take, self._links.buffers.give
+                self._assembly = Assembly(
+                    limits.window_bytes, opening.chunk_bytes, take, give, limits.parcel_bytes
+                )
+            elif (self._opening.manifest, self._opening.chunk_bytes) != (about, opening.chunk_bytes):
+                raise Final(FormatError("hand-over", "says two things about one cache"))
+            self._shared = self._shared or opening.shared
+            self._attached.add(strand.key)
+
+    def ended(self, end: End) -> None:
+        with self._changed:
+            assert self._assembly is not None
+            self._assembly.ended(end)
+            self._changed.notify_all()
+
+    def place(self, chunk: Chunk, strand: Strand) -> memoryview | None:
+        """Where a chunk goes. If it comes twice at once, the sender has given the other connection up."""
+        with self._changed:
+            assert self._assembly is not None
+            while (writer := self._assembly.writer(chunk)) is not None and not self._over:
+                other = self._strands.get(writer)
+                if other is not None:
+                    other.abort()
+                self._changed.wait(0.1)
+            if self._over:
+                raise TransferError("hand-over: is over")
+            return self._assembly.place(chunk, strand.key)
+
+    def placed(self, chunk: Chunk, sound: bool) -> None:
+        with self._changed:
+            assert self._assembly is not None
+            if not sound:
+                self._assembly.spoiled(chunk)
+            else:
+                parcel = self._assembly.landed(chunk)
+                if parcel is None:
+                    return
+                self._ready.append((chunk.label.index, parcel))
+            self._changed.notify_all()

@@ -1,0 +1,279 @@
+"""The sender's door: receivers connect, name a handle, and get its parcels as they are made.
+
+One thread accepts and looks after leases; each connection has a thread of its own, which sends and listens by turns.
+It listens on the loopback address unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import ssl
+import threading
+import time
+
+from potluck.core.errors import CapacityError, FormatError, PotluckError
+from potluck.kv.handles import Handles
+from potluck.kv.link import shm
+from potluck.kv.link.report import LinkReport, info, report
+from potluck.kv.link.strand import Strand
+from potluck.kv.parcels import TransferError
+from potluck.kv.send.shipment import Opened, Room, Shipment
+from potluck.kv.send.stream import OutboxLimits, Peer, Stream
+from potluck.kv.wire.frames import Beat, Hello, Opening, Problem, Refused
+
+MOST_PEERS = 256
+ANSWER_S = 60.0
+"""An engine answers between two steps."""
+
+
+class Outbox:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: OutboxLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+        shared_memory: bool = True,
+    ) -> None:
+        self.limits = limits or OutboxLimits()
+        self._tls, self._shared = tls, shared_memory and tls is None
+        self._room = Room(self.limits.most_bytes)
+        self._changed = self._room.changed
+        self._handles: Handles[Shipment] = Handles()
+        self._shipments: dict[str, Shipment] = {}
+        self._peers: dict[str, Peer] = {}
+        self._keys = itertools.count(1)
+        self._connections: dict[int, socket.socket] = {}
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._listener.settimeout(min(0.25, self.limits.lease_s / 4))
+        self._acceptor = threading.Thread(target=self._accept, name="kv-outbox", daemon=True)
+        self._acceptor.start()
+
+    # The engine's side.
+
+    def offer(self, handle: str, bound: bytes, opened: Opened, lasts_s: float) -> Shipment:
+        """A cache that can be fetched, once, within a time."""
+        expires_s = time.monotonic() + lasts_s
+        shipment = Shipment(self._room, self.limits.chunk_bytes, opened, expires_s)
+        with self._changed:
+            if self._closed:
+                raise CapacityError("outbox: is closed")
+            self._handles.offer(handle, bound, shipment, expires_s)
+            self._shipments[handle] = shipment
+            self._changed.notify_all()
+        return shipment
+
+    def withdraw(self, handle: str) -> None:
+        """Nobody may attach any more; whoever has goes on."""
+        with self._changed:
+            shipment = self._shipments.get(handle)
+            if shipment is not None and shipment.state == "offered":
+                shipment.end("gone")
+            self._forget()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._room.held_bytes
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def shipments(self) -> int:
+        return len(self._shipments)
+
+    def links(self) -> tuple[LinkReport, ...]:
+        """How the links fare to all that fetched from here."""
+        with self._changed:
+            queued: dict[str, int] = {}
+            for shipment in self._shipments.values():
+                for name in {strand.peer for strand in shipment.strands.values()}:
+                    queued[name] = queued.get(name, 0) + shipment.load.queued_bytes
+            return tuple(
+                report(
+                    name,
+                    [info(strand.connection) for strand in peer.strands.values()],
+                    moved_bytes=peer.moved_bytes,
+                    busy_s=peer.busy_s,
+                    sent_again_bytes=peer.sent_again_bytes,
+                    past_retransmits=peer.retransmits,
+                    queued_bytes=queued.get(name, 0),
+                )
+                for name, peer in self._peers.items()
+            )
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            asking = [shipment.asking for shipment in self._shipments.values()]
+            for shipment in self._shipments.values():
+                shipment.end("gone")
+            for connection in self._connections.values():
+                _shut(connection)
+            self._changed.notify_all()
+        self._acceptor.join()
+        for thread in [*self._threads, *asking]:
+            if thread is not None:
+                thread.join()
+
+    # Accepting, and leases.
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._closed:
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    self._sweep(time.monotonic())
+                    continue
+                except OSError:
+                    time.sleep(0.05)  # Out of descriptors, say: those in use come free again.
+                    continue
+                self._sweep(time.monotonic())
+                self._admit(connection)
+
+    def _admit(self, connection: socket.socket) -> None:
+        with self._changed:
+            if self._closed or len(self._connections) >= self.limits.most_connections:
+                connection.close()
+                return
+            key = next(self._keys)
+            thread = threading.Thread(
+                target=self._serve, args=(connection, key), name=f"kv-out-{key}", daemon=True
+            )
+            self._connections[key] = connection
+            self._threads = [one for one in self._threads if one.is_alive()]
+        thread.start()
+        self._threads.append(thread)
+
+    def _sweep(self, now_s: float) -> None:
+        with self._changed:
+            for shipment in self._shipments.values():
+                if shipment.opening or (shipment.strands and not shipment.load.outstanding):
+                    shipment.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
+                waited_s = now_s - shipment.stirred_s
+                attached = shipment.state != "offered"
+                if not shipment.over and (
+                    now_s >= shipment.expires_s or (attached and waited_s > self.limits.lease_s)
+                ):
+                    shipment.end("gone")
+                    for strand in shipment.strands.values():
+                        strand.abort()
+            self._forget()
+
+    def _forget(self) -> None:
+        for handle in [handle for handle, shipment in self._shipments.items() if shipment.over]:
+            self._handles.withdraw(handle)
+            del self._shipments[handle]
+
+    # One connection.
+
+    def _serve(self, connection: socket.socket, key: int) -> None:
+        strand = None
+        try:
+            connection.settimeout(self.limits.hello_s)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+                with self._changed:
+                    self._connections[key] = connection
+            strand = Strand(connection, self.limits.silence_s, key)
+            patience_s = self.limits.hello_s
+            while not self._closed and self._hear(strand, patience_s):
+                patience_s = self.limits.idle_s
+        except (OSError, PotluckError):
+            pass  # Its chunks went back to the shipment; the receiver sees that the connection is closed.
+        finally:
+            if strand is not None:
+                strand.close()
+            connection.close()
+            with self._changed:
+                self._connections.pop(key, None)
+
+    def _hear(self, strand: Strand, patience_s: float) -> bool:
+        """Serve one fetch; whether the connection may be used for another."""
+        if not strand.wait(patience_s):
+            return False
+        hello, _ = strand.read(self.limits.hello_s)
+        if not isinstance(hello, Hello):
+            raise FormatError("hand-over", "does not begin with a greeting")
+        shipment = self._claim(strand, hello)
+        if shipment is None:
+            return self._last_words(strand, Refused())
+        try:
+            about = shipment.manifest(hello.have, ANSWER_S, self.limits.beat_s, lambda: strand.send(Beat()))
+        except TransferError as error:
+            return self._last_words(strand, Problem(str(error)))
+        chunk_bytes = shipment.load.chunk_bytes
+        if chunk_bytes > hello.chunk_bytes:
+            return self._last_words(
+                strand, Problem(f"chunks of {chunk_bytes} bytes are larger than you take")
+            )
+        slots = self._slots(strand, hello)
+        strand.send(Opening(hello.session, about, chunk_bytes, slots is not None))
+        return Stream(strand, shipment, slots, self.limits).run(hello, self._peer(strand.peer))
+
+    def _slots(self, strand: Strand, hello: Hello) -> shm.Slots | None:
+        if hello.shared is None or not self._shared:
+            return None
+        if strand.slots is None or (strand.slots.shared, strand.slots.slot_bytes) != (
+            hello.shared,
+            hello.chunk_bytes,
+        ):
+            if strand.slots is not None:
+                strand.slots.close()
+            strand.slots = shm.join(hello.shared, hello.chunk_bytes)
+        return strand.slots
+
+    def _last_words(self, strand: Strand, message: Refused | Problem) -> bool:
+        strand.send(message)
+        strand.linger(self.limits.hello_s)
+        return False
+
+    def _claim(self, strand: Strand, hello: Hello) -> Shipment | None:
+        """The shipment of a handle, which may be offered only after it was asked for."""
+        now_s = beat_s = time.monotonic()
+        until_s = now_s + min(hello.wait_ms / 1000, self.limits.attach_s)
+        while not self._closed:
+            with self._changed:
+                found = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
+                if found is not None and len(found.strands) < self.limits.most_lanes:
+                    found.stirred_s = now_s
+                    if found.state == "offered":
+                        found.state = "attached"
+                    return found
+                if now_s >= until_s:
+                    return None
+                self._changed.wait(min(self.limits.beat_s, until_s - now_s))
+            now_s = time.monotonic()
+            if now_s - beat_s >= self.limits.beat_s:
+                beat_s = now_s
+                strand.send(Beat())
+                if strand.wait(0):
+                    raise FormatError("hand-over", "goes on before it was answered")
+        return None
+
+    def _peer(self, name: str) -> Peer:
+        with self._changed:
+            return self._known(name)
+
+    def _known(self, name: str) -> Peer:
+        while len(self._peers) >= MOST_PEERS and name not in self._peers:
+            idle = next((key for key, peer in self._peers.items() if not peer.strands), None)
+            if idle is None:
+                break
+            del self._peers[idle]
+        return self._peers.setdefault(name, Peer())
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    except OSError:
+        return  # It was not connected any more.

@@ -1,0 +1,163 @@
+"""One request's cache on its way out: filled by the engine, emptied by connections, given up when nobody comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from potluck.core.errors import CapacityError
+from potluck.kv.link.strand import Strand
+from potluck.kv.parcels import Manifest, Parcel, TransferError
+from potluck.kv.send.load import Load, pack
+
+State = Literal["offered", "attached", "fetched", "failed", "gone"]
+Opened = Callable[[int], Manifest]
+"""What the engine does when a receiver attaches that has so many tokens already: it says what it will send."""
+
+KEEPS_UP = 2
+"""Checks are made by whoever puts parcels in, at some 7 GB/s; more connections than these are faster than that, and
+make their own."""
+
+
+class Room:
+    """The memory that all shipments of an outbox share, and the lock that all of them are under."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.held_bytes = 0
+        self.changed = threading.Condition()
+
+
+class Shipment:
+    """`put` parcels as layers are computed, then `finish`, or `fail`."""
+
+    def __init__(self, room: Room, chunk_bytes: int, opened: Opened, expires_s: float) -> None:
+        self.room = room
+        self.load = Load(chunk_bytes)
+        self.state: State = "offered"
+        self.strands: dict[int, Strand] = {}
+        self.expires_s = expires_s
+        self.stirred_s = time.monotonic()
+        """When something last went right."""
+        self._opened = opened
+        self._manifest: Manifest | None = None
+        self._opening = False
+        self._problem = ""
+        self.asking: threading.Thread | None = None
+
+    @property
+    def opening(self) -> bool:
+        """Whether the engine was asked what it has, and has not said it."""
+        return self._opening and self._manifest is None
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("fetched", "failed", "gone")
+
+    # The engine's side.
+
+    def put(self, parcel: Parcel, wait_s: float = 0.0) -> None:
+        """Add a parcel, whose bytes must stay as they are. Waits for room in the outbox."""
+        packed = pack(parcel, self.load.chunk_bytes, now=len(self.strands) <= KEEPS_UP)
+        size, room = len(packed.body), self.room
+        with room.changed:
+            room.changed.wait_for(lambda: self.over or room.held_bytes + size <= room.most_bytes, wait_s)
+            if self.over:
+                raise TransferError(f"hand-over: the shipment is {self.state}, nobody waits for it")
+            if room.held_bytes + size > room.most_bytes:
+                raise CapacityError(
+                    f"outbox: no room for {size} bytes beside the {room.held_bytes} that wait"
+                )
+            with _Counted(self):
+                self.load.put(packed)
+            self.ring()
+
+    def finish(self) -> None:
+        with self.room.changed:
+            self.load.finish()
+            self.ring()
+
+    def fail(self, line: str) -> None:
+        """Tell the receiver that the rest will not come."""
+        with self.room.changed:
+            if not self.over:
+                with _Counted(self):
+                    self.load.fail(line)
+                self.ring()
+
+    def wait(self, timeout_s: float) -> State:
+        """Until it is over, one way or the other."""
+        with self.room.changed:
+            self.room.changed.wait_for(lambda: self.over, timeout_s)
+            return self.state
+
+    # The connections' side; all but `manifest` under the lock.
+
+    def manifest(self, have: int, timeout_s: float, beat_s: float, beat: Callable[[], None]) -> Manifest:
+        """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
+        with self.room.changed:
+            first, self._opening = not self._opening, True
+            if first:
+                self.asking = threading.Thread(target=self._ask, args=(have,), name="kv-open", daemon=True)
+                self.asking.start()
+        until_s = time.monotonic() + timeout_s
+        while True:
+            with self.room.changed:
+                self.room.changed.wait_for(lambda: self._manifest is not None or self.over, beat_s)
+                if self._manifest is not None:
+                    return self._manifest
+                if self.over or time.monotonic() > until_s:
+                    raise TransferError(self._problem or "the engine did not say what it has")
+            beat()
+
+    def _ask(self, have: int) -> None:
+        try:
+            found = self._opened(have)
+        except Exception as error:
+            with self.room.changed:
+                self._problem = " ".join(str(error).split()) or type(error).__name__
+                self.end("failed")
+            return
+        with self.room.changed:
+            self._manifest = found
+            self.room.changed.notify_all()
+
+    def end(self, state: State) -> None:
+        """Nothing more is going to be sent; its memory is free."""
+        if self.over:
+            return
+        self.state = state
+        with _Counted(self):
+            self.load.drop()
+        self.room.changed.notify_all()
+
+    def counted(self) -> _Counted:
+        return _Counted(self)
+
+    def ring(self) -> None:
+        """Wake as many idle connections as there is work for, and whoever waits for room."""
+        work = self.load.work if not self.over else len(self.strands)
+        for key, strand in self.strands.items():
+            if work <= 0:
+                break
+            if strand.idle and (self.over or self.load.may_take(key) or self.load.failed):
+                strand.idle = False
+                strand.wake()
+                work -= 1
+        self.room.changed.notify_all()
+
+
+class _Counted:
+    """Carries what a change of the load's bytes means over to the room."""
+
+    def __init__(self, shipment: Shipment) -> None:
+        self._shipment = shipment
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._before = self._shipment.load.held_bytes
+
+    def __exit__(self, *_: object) -> None:
+        self._shipment.room.held_bytes += self._shipment.load.held_bytes - self._before

@@ -1,0 +1,1 @@
+"""Prefixes that are kept: bytes behind a block pool, in memory and in files."""

@@ -1,0 +1,1 @@
+"""The bytes between two engines: frames and checksums. No I/O."""

@@ -1,0 +1,347 @@
+"""The bytes between two engines: frames, and what stands in them. No I/O here, and nothing that runs what it reads.
+
+    frame    "PLKV" | version u8 | kind u8 | head bytes u16 | data bytes u32 | crc32 u32 | head | data
+
+The CRC covers the frame up to itself and the head; data has a checksum of its own (`check.py`), named in the head.
+All numbers are little-endian. docs/kv-wire.md has every head. A reader knows how much it is willing to take before it
+takes it: sizes are checked against each other and against caps before memory is given to them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import get_args
+
+from potluck.core.errors import FormatError
+from potluck.kv.codec.layout import CODEC_IDS, CODECS, ITEM_BYTES, Codec, Part, sizes
+from potluck.kv.parcels import Manifest, Parcel
+
+MAGIC, VERSION = b"PLKV", 2
+HELLO, OPENING, REFUSED, CHUNK, END, PROBLEM, BEAT, ACK, DONE = range(1, 10)
+PREFIX = struct.Struct("<4sBBHII")
+_UNCHECKED = PREFIX.size - 4
+_HELLO = struct.Struct("<16s32sIQIIB")
+_SHARED = struct.Struct("<16s16sI")
+_OPENING = struct.Struct("<16sII32sIBB")
+_CHUNK = struct.Struct("<IHBBBBHIIQQIQQ")
+_END = struct.Struct("<IQ")
+_ACK = struct.Struct("<QQ")
+MOST_HEAD_BYTES = 1024
+MOST_CHUNK_BYTES = 1 << 26
+MOST_PARCEL_BYTES = 1 << 36
+MOST_DIMENSIONS = 6
+MOST_PARCELS = 1 << 20
+MOST_SLOTS = 64
+PARTS: tuple[Part, ...] = get_args(Part)
+DTYPES = tuple(sorted(ITEM_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Memory that the receiver offers for data in place of the connection: slots of a chunk's size each."""
+
+    name: bytes
+    proof: bytes
+    """What stands at its beginning: only who can see the memory can tell that both mean the same."""
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A receiver's first words on a connection."""
+
+    session: bytes
+    """Of one fetch: all its connections say the same, nobody else can."""
+    bound: bytes
+    handle: str
+    have: int
+    """Tokens that the receiver has already: only those behind them cross."""
+    window_bytes: int
+    """Parcels under way and not yet used up may hold so much of the receiver's memory."""
+    chunk_bytes: int
+    """The largest chunk that it takes, and the size of a shared slot."""
+    wait_ms: int
+    """How long it is willing to wait for a sender that has not heard of the handle."""
+    shared: Shared | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    session: bytes
+    """Whose greeting it answers."""
+    manifest: Manifest
+    chunk_bytes: int
+    """All parcels are cut at multiples of it."""
+    shared: bool
+    """Whether data of this connection goes through the memory that was offered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The handle is unknown, expired, used up, or for something else: always in the same words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a parcel is, without its bytes; the same in each of its chunks."""
+
+    index: int
+    layer: int
+    part: Part
+    dtype: str
+    codec: Codec
+    first: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def parcel_bytes(self) -> int:
+        return sizes(self.part, self.dtype, self.shape, self.codec).total_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a parcel: `count` bytes from `offset` on of its parameters and data, one behind the other."""
+
+    label: Label
+    parcel_bytes: int
+    offset: int
+    count: int
+    sums: tuple[int, int] | None
+    """None: made by whoever sends it, just before."""
+    inline: bool = True
+    """Whether its data follows; else it lies in the shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    parcels: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The sender cannot go on."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The sender lives, and has nothing to send yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    chunks: int
+    """Those that came whole over this connection, so far."""
+    released_bytes: int
+    """Of the parcels that the receiver has used up, so far, over all connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The receiver has everything: the sender may forget it."""
+
+
+Message = Hello | Opening | Refused | Chunk | End | Problem | Beat | Ack | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    kind: int
+    head_bytes: int
+    data_bytes: int
+    check: int
+
+
+def label_of(parcel: Parcel, index: int) -> Label:
+    return Label(
+        index, parcel.layer, parcel.part, parcel.dtype, parcel.codec, parcel.first, parcel.stop, parcel.shape
+    )
+
+
+# Writing.
+
+
+def frame(message: Message) -> bytes:
+    """All of a frame but its data."""
+    if isinstance(message, Chunk):
+        return _frame(CHUNK, _chunk_head(message), message.count if message.inline else 0)
+    if isinstance(message, Ack):
+        return _frame(ACK, _ACK.pack(message.chunks, message.released_bytes))
+    if isinstance(message, Hello):
+        return _frame(HELLO, _hello_head(message))
+    if isinstance(message, Opening):
+        about = message.manifest
+        name = about.fingerprint.encode("ascii")
+        digest = bytes.fromhex(about.token_hash)
+        head = _OPENING.pack(
+            message.session, about.start, about.stop, digest, message.chunk_bytes, message.shared, len(name)
+        )
+        return _frame(OPENING, head + name)
+    if isinstance(message, End):
+        return _frame(END, _END.pack(message.parcels, message.total_bytes))
+    if isinstance(message, Problem):
+        return _frame(PROBLEM, message.line.encode()[:MOST_HEAD_BYTES])
+    return _frame({Refused: REFUSED, Beat: BEAT, Done: DONE}[type(message)], b"")
+
+
+def _frame(kind: int, head: bytes, data_bytes: int = 0) -> bytes:
+    start = PREFIX.pack(MAGIC, VERSION, kind, len(head), data_bytes, 0)[:_UNCHECKED]
+    return start + struct.pack("<I", zlib.crc32(head, zlib.crc32(start))) + head
+
+
+def _hello_head(hello: Hello) -> bytes:
+    handle = hello.handle.encode("ascii")
+    head = _HELLO.pack(
+        hello.session,
+        hello.bound,
+        hello.have,
+        hello.window_bytes,
+        hello.chunk_bytes,
+        hello.wait_ms,
+        len(handle),
+    )
+    shared = hello.shared
+    return head + handle + (b"" if shared is None else _SHARED.pack(shared.name, shared.proof, shared.slots))
+
+
+def _chunk_head(chunk: Chunk) -> bytes:
+    label = chunk.label
+    assert chunk.sums is not None
+    return _CHUNK.pack(
+        label.index,
+        label.layer,
+        PARTS.index(label.part),
+        DTYPES.index(label.dtype),
+        CODEC_IDS[label.codec],
+        len(label.shape),
+        0,
+        label.first,
+        label.stop,
+        chunk.parcel_bytes,
+        chunk.offset,
+        chunk.count,
+        *chunk.sums,
+    ) + struct.pack(f"<{len(label.shape)}I", *label.shape)
+
+
+# Reading.
+
+
+def read_prefix(raw: bytes) -> Prefix:
+    """The first bytes of a frame; afterwards it is known how much more belongs to it."""
+    magic, version, kind, head_bytes, data_bytes, check = PREFIX.unpack(raw)
+    if magic != MAGIC:
+        raise FormatError("hand-over", "is not a stream of cache frames")
+    if version != VERSION:
+        raise FormatError("hand-over", f"is of version {version}, this side reads {VERSION}")
+    if not HELLO <= kind <= DONE:
+        raise FormatError("hand-over", f"has a frame of the unknown kind {kind}")
+    if head_bytes > MOST_HEAD_BYTES or data_bytes > (MOST_CHUNK_BYTES if kind == CHUNK else 0):
+        raise FormatError(
+            "hand-over", f"has a frame of {head_bytes} and {data_bytes} bytes, which is too large"
+        )
+    return Prefix(kind, head_bytes, data_bytes, check)
+
+
+def read_head(raw: bytes, prefix: Prefix, head: bytes) -> Message:
+    """The message of a frame, from its first bytes and its head."""
+    if zlib.crc32(head, zlib.crc32(raw[:_UNCHECKED])) != prefix.check:
+        raise FormatError("hand-over", "has a frame whose checksum is wrong")
+    try:
+        return _message(prefix, head)
+    except (struct.error, KeyError, IndexError, ValueError) as error:
+        raise FormatError("hand-over", "has a frame that is malformed") from error
+
+
+def _message(prefix: Prefix, head: bytes) -> Message:
+    kind = prefix.kind
+    if kind == CHUNK:
+        return _chunk(prefix, head)
+    if kind == ACK:
+        return Ack(*_ACK.unpack(head))
+    if kind == HELLO:
+        return _hello(head)
+    if kind == OPENING:
+        return _opening(head)
+    if kind == END:
+        end = End(*_END.unpack(head))
+        if end.parcels > MOST_PARCELS:
+            raise FormatError("hand-over", f"says that it has {end.parcels} parcels")
+        return end
+    if kind == PROBLEM:
+        return Problem(" ".join(head.decode("utf-8", "replace").split()))
+    if head:
+        raise FormatError("hand-over", "has a frame with more in it than there should be")
+    if kind == BEAT:
+        return Beat()
+    return Done() if kind == DONE else Refused()
+
+
+def _opening(head: bytes) -> Opening:
+    session, start, stop, digest, chunk, shared, length = _OPENING.unpack_from(head)
+    name = head[_OPENING.size :]
+    if shared > 1 or length != len(name) or not start < stop or not 0 < chunk <= MOST_CHUNK_BYTES:
+        raise FormatError("hand-over", "has a malformed opening")
+    return Opening(session, Manifest(name.decode("ascii"), start, stop, digest.hex()), chunk, bool(shared))
+
+
+def _hello(head: bytes) -> Hello:
+    session, bound, have, window, chunk, wait, length = _HELLO.unpack_from(head)
+    handle, rest = head[_HELLO.size : _HELLO.size + length], head[_HELLO.size + length :]
+    if len(handle) != length or not 0 < chunk <= MOST_CHUNK_BYTES:
+        raise FormatError("hand-over", "has a malformed greeting")
+    shared = Shared(*_SHARED.unpack(rest)) if rest else None
+    if shared is not None and not 0 < shared.slots <= MOST_SLOTS:
+        raise FormatError("hand-over", f"offers {shared.slots} slots of shared memory")
+    return Hello(session, bound, handle.decode("ascii"), have, window, chunk, wait, shared)
+
+
+def _chunk(prefix: Prefix, head: bytes) -> Chunk:
+    index, layer, part, dtype, codec, dimensions, zero, *numbers = _CHUNK.unpack_from(head)
+    first, stop, whole, offset, count, a, b = numbers
+    if zero or dimensions > MOST_DIMENSIONS or index >= MOST_PARCELS:
+        raise FormatError("hand-over", f"has a parcel {index} of {dimensions} dimensions")
+    shape = struct.unpack(f"<{dimensions}I", head[_CHUNK.size :])
+    label = Label(index, layer, PARTS[part], DTYPES[dtype], CODECS[codec], first, stop, shape)
+    if whole > MOST_PARCEL_BYTES or label.parcel_bytes != whole:
+        raise FormatError(
+            "hand-over", f"has a parcel of {whole} bytes, which its shape {list(shape)} contradicts"
+        )
+    if count > MOST_CHUNK_BYTES or offset + count > whole or (not count and whole):
+        raise FormatError("hand-over", f"has a chunk of {count} bytes at {offset} in a parcel of {whole}")
+    if prefix.data_bytes not in (0, count):
+        raise FormatError("hand-over", f"has a chunk of {count} bytes with {prefix.data_bytes} behind it")
+    return Chunk(label, whole, offset, count, (a, b), prefix.data_bytes == count)
+
+
+class FrameReader:
+    """Bytes in, messages out, each with its data: for whoever has no buffers to receive into."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[Message, bytes]]:
+        self._buffer += data
+        found: list[tuple[Message, bytes]] = []
+        while len(self._buffer) >= PREFIX.size:
+            raw = bytes(self._buffer[: PREFIX.size])
+            prefix = read_prefix(raw)
+            body = PREFIX.size + prefix.head_bytes
+            if len(self._buffer) < body:
+                break
+            message = read_head(raw, prefix, bytes(self._buffer[PREFIX.size : body]))
+            if len(self._buffer) < body + prefix.data_bytes:
+                break
+            found.append((message, bytes(self._buffer[body : body + prefix.data_bytes])))
+            del self._buffer[: body + prefix.data_bytes]
+        return found
+
+    def close(self) -> None:
+        """The stream has ended: it must not do so within a frame."""
+        if self._buffer:
+            raise FormatError("hand-over", "was cut short")
