@@ -18,8 +18,7 @@ from potluck.engine.model.config import Config
 from potluck.engine.model.ffn import gated
 from potluck.engine.numbers import threads
 from potluck.engine.numbers.exact import rms_norm
-from potluck.engine.numbers.kernels import attention, delta, tiles
-from potluck.engine.numbers.kernels import vector as lanes
+from potluck.engine.numbers.kernels import attention, delta, tiles, vector
 from potluck.engine.numbers.kernels.compiled import compiled
 from potluck.engine.numbers.matrix import Norm, Tiled, across, add_product, feed_forward, product
 
@@ -29,7 +28,7 @@ needs_tiles = pytest.mark.skipif(not tiles.available(), reason="this processor h
 @compiled
 def _exp(source, target, count):  # type: ignore[no-untyped-def]
     for place in range(0, 4 * count, 64):
-        lanes.store(target + place, lanes.exp(lanes.load(source + place)))
+        vector.store(target + place, vector.exp(vector.load(source + place)))
 
 
 def test_exp_is_exp() -> None:

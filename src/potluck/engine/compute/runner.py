@@ -1,8 +1,8 @@
 """A step of a batch: tokens or hidden states in, hidden states or logits out.
 
 A runner has a range of a model's layers, their cache, and the tables that say what lies where. Whoever drives it
-(the engine's loop, with `core.replica.batch`) opens a row per sequence, grows it before each step, says what to compute, and
-closes it. The runner knows nothing of requests.
+(the engine's loop, with `core.replica.batch`) opens a row per sequence, grows it before each step, says what to
+compute, and closes it. The runner knows nothing of requests.
 
     row = runner.tables.open()
     runner.tables.grow(row, len(prompt))
