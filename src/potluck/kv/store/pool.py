@@ -1,7 +1,8 @@
 """The bytes behind a block pool: one piece of memory cut into equal blocks, and files for what it has no room for.
 
-`core.replica.blocks` says what is where and what goes; this holds the data, moves what goes to disk, and brings it back
-when it is asked for. Names stand for all tokens before them, so a block from a file is as good as one that was never away.
+`core.replica.blocks` says what is where and what goes; this holds the data, moves what goes to disk, and brings it
+back when it is asked for. Names stand for all tokens before them, so a block from a file is as good as one that was
+never away.
 
 Every entry has a checksum from when it was written. When there is nothing else to do, `verify` goes round and
 compares: what has changed goes, with all that builds on it.
