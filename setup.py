@@ -12,7 +12,7 @@ import os
 from setuptools import setup
 
 COMPILED = {
-    "core/brain": "brain caches fleet flight recovery",
+    "core/brain": "brain caches fleet flight flights recovery",
     "core/replica": "batch batch_values lockstep",
     "core/routing": "affinity balance index offers opportunistic rebalance router"
     " split table targets threshold ways weighted",
