@@ -19,7 +19,7 @@ COMPILED = {
     "sim/links": "handover link network",
     "sim/replicas": "cache gaps replica rounds steps",
     "sim/results": "ledger",
-    "sim/world": "agenda journeys reports state world",
+    "sim/world": "agenda ground journeys reports state world",
 }
 
 

@@ -27,11 +27,11 @@ from potluck.core.values.types import Request
 from potluck.sim.links.network import reachable
 from potluck.sim.results import records
 from potluck.sim.world.agenda import REPLICA
+from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.state import Handover, Journey, Site
 
 if TYPE_CHECKING:
     from potluck.sim.replicas.cache import PrefixCache
-    from potluck.sim.world.world import World
 
 
 class Journeys:
@@ -59,24 +59,24 @@ class Journeys:
         "open",
     )
 
-    def __init__(self, world: World) -> None:
-        self._agenda = world.agenda
-        self._handovers = world.handovers
-        self._kits = world.kits
-        self._network = world.network
-        self._reports = world.reports
-        self._reporting = world.reports.on
-        self._sites = world.sites
-        self._tell = world.tell
-        self.ledger = world.ledger
-        self._attempts = world.ledger.attempts
-        self._prefill = world.ledger.prefill_replica
-        self._decode = world.ledger.decode_replica
-        self._first_s = world.ledger.first_token_s
-        self._finish_s = world.ledger.finish_s
-        self._outcome = world.ledger.outcome
-        self._streamed = world.ledger.streamed_tokens
-        self._chatty = world.settings.first_tokens is not False or world.workload.blocks is not None
+    def __init__(self, ground: Ground, tell: Tell) -> None:
+        self._agenda = ground.agenda
+        self._handovers = ground.handovers
+        self._kits = ground.kits
+        self._network = ground.network
+        self._reports = ground.reports
+        self._reporting = ground.reports.on
+        self._sites = ground.sites
+        self._tell = tell
+        self.ledger = ground.ledger
+        self._attempts = ground.ledger.attempts
+        self._prefill = ground.ledger.prefill_replica
+        self._decode = ground.ledger.decode_replica
+        self._first_s = ground.ledger.first_token_s
+        self._finish_s = ground.ledger.finish_s
+        self._outcome = ground.ledger.outcome
+        self._streamed = ground.ledger.streamed_tokens
+        self._chatty = ground.settings.first_tokens is not False or ground.workload.blocks is not None
         self.open: dict[int, Request | Journey] = {}
         """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its journey."""
         self.ended_s = 0.0
@@ -220,6 +220,11 @@ class Journeys:
             agenda = self._agenda
             agenda.sequence = sequence = agenda.sequence + 1
             heappush(agenda.heap, (due_s, sequence, REPLICA, site))
+
+    def catch_up_if_due(self, at_s: float, site: Site) -> None:
+        """Let what is due at a replica happen before something is done to it."""
+        if site.replica.wake_s <= at_s:
+            self.catch_up(at_s, site)
 
     def catch_up(self, at_s: float, site: Site) -> None:
         """Let a replica's happenings up to now happen. A step without any is no news."""

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from math import inf
-from typing import TYPE_CHECKING
 
 from potluck.core.errors import UnknownNameError
 from potluck.sim.results.records import FaultRecord
 from potluck.sim.world.agenda import CALL, FAULT
 from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
+from potluck.sim.world.ground import Ground
+from potluck.sim.world.journeys import Journeys
 from potluck.sim.world.state import Machine, Site
-
-if TYPE_CHECKING:
-    from potluck.sim.world.world import World
+from potluck.sim.world.yard import Yard
 
 
 class Outside:
     """Carries out what a fault file or chance has in store."""
 
-    __slots__ = ("_world", "noted", "supply")
+    __slots__ = ("_ground", "_journeys", "_yard", "noted", "supply")
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, ground: Ground, journeys: Journeys, yard: Yard) -> None:
+        self._ground = ground
+        self._journeys = journeys
+        self._yard = yard
         self.noted: list[FaultRecord] = []
         self.supply: dict[tuple[str, str], int] = {}
         """(region, node) to what there is, where that was ever said."""
@@ -31,17 +32,17 @@ class Outside:
         """Put everything on the agenda."""
         for fault in faults.drawn(seed, horizon_s):
             ends = (fault.source, fault.target)
-            if fault.kind == "link" and fault.pick is None and ends not in self._world.network.links:
-                known = ("->".join(each) for each in self._world.network.links)
+            if fault.kind == "link" and fault.pick is None and ends not in self._ground.network.links:
+                known = ("->".join(each) for each in self._ground.network.links)
                 raise UnknownNameError("faults: link", "->".join(ends), known)
-            self._world.agenda.push(fault.at_s, FAULT, fault)
+            self._ground.agenda.push(fault.at_s, FAULT, fault)
         changes: tuple[PriceChange | SupplyChange, ...] = (*faults.prices, *faults.availability)
         for change in changes:
-            self._world.agenda.push(change.at_s, FAULT, change)
+            self._ground.agenda.push(change.at_s, FAULT, change)
 
     def happen(self, at_s: float, what: Fault | PriceChange | SupplyChange) -> None:
         if isinstance(what, PriceChange):
-            self._world.purse.reprice(at_s, what.region, what.node, what.usd_per_h)
+            self._ground.purse.reprice(at_s, what.region, what.node, what.usd_per_h)
             self._note(at_s, f"{what.node} in {what.region} now costs {what.usd_per_h:g} USD/h")
         elif isinstance(what, SupplyChange):
             self.supply[what.region, what.node] = what.available
@@ -49,6 +50,11 @@ class Outside:
             self.enforce(at_s, what.region, what.node, what.notice_s)
         else:
             getattr(self, f"_{what.kind}")(at_s, what)
+
+    def started(self, at_s: float, site: Site) -> None:
+        """A replica took machines: there may be fewer than that by now."""
+        for node in sorted({node for node, _ in site.kit.places}):
+            self.enforce(at_s, site.member.region, node, 0.0)
 
     def enforce(self, at_s: float, region: str, node: str, notice_s: float) -> None:
         """Take machines away until no more are in use than there are."""
@@ -64,10 +70,10 @@ class Outside:
             self._note(at_s, f"no replica {fault.replica or 'is there'} to lose")
             return
         self._note(at_s, f"lost replica {site.id}")
-        self._world.yard.lose(at_s, site, "fault", fault.notice_s)
+        self._yard.lose(at_s, site, "fault", fault.notice_s)
 
     def _node(self, at_s: float, fault: Fault) -> None:
-        machines = list(self._world.yard.machines.values())
+        machines = list(self._yard.machines.values())
         machine: Machine | None = None
         if fault.pick is not None:
             machine = machines[int(fault.pick * len(machines))] if machines else None
@@ -81,14 +87,14 @@ class Outside:
 
     def _region(self, at_s: float, fault: Fault) -> None:
         self._note(at_s, f"lost region {fault.region}")
-        for machine in list(self._world.yard.machines.values()):
+        for machine in list(self._yard.machines.values()):
             if machine.region == fault.region:
                 self._lose_machine(at_s, machine, "region lost", 0.0)
 
     def _spot(self, at_s: float, fault: Fault) -> None:
         region, node = fault.region, fault.node
         if fault.pick is not None:
-            machines = list(self._world.yard.machines.values())
+            machines = list(self._yard.machines.values())
             if not machines:
                 self._note(at_s, "no spot node to take")
                 return
@@ -98,7 +104,7 @@ class Outside:
 
     def _link(self, at_s: float, fault: Fault) -> None:
         """A link slows down or breaks; what is on a broken one fails."""
-        world, network = self._world, self._world.network
+        ground, network = self._ground, self._ground.network
         ends = (fault.source, fault.target)
         if fault.pick is not None:
             if not network.links:
@@ -110,11 +116,11 @@ class Outside:
         self._note(at_s, f"link {ends[0]}->{ends[1]} at {rate / network.full_rate(ends):.0%}")
         self._set_rate(at_s, ends, rate)
         if rate <= 0:
-            for journey in world.handovers.broken(network.links[ends]):
-                world.journeys.fail(at_s, journey.key, "link", f"{ends[0]}->{ends[1]}")
+            for journey in ground.handovers.broken(network.links[ends]):
+                self._journeys.fail(at_s, journey.key, "link", f"{ends[0]}->{ends[1]}")
         if fault.duration_s < inf:
             full = network.full_rate(ends)
-            world.agenda.push(
+            ground.agenda.push(
                 at_s + fault.duration_s, CALL, lambda when_s: self._set_rate(when_s, ends, full)
             )
 
@@ -127,7 +133,7 @@ class Outside:
         self._note(at_s, f"replica {site.id} {factor:g} times slower")
         self._speed(at_s, site, factor)
         if fault.duration_s < inf:
-            self._world.agenda.push(
+            self._ground.agenda.push(
                 at_s + fault.duration_s, CALL, lambda when_s: self._speed(when_s, site, 1.0)
             )
 
@@ -136,26 +142,26 @@ class Outside:
             found = self._site(fault)
             sites = [] if found is None else [found]
         else:
-            sites = [site for site in self._world.sites.values() if fnmatchcase(site.id, fault.replica)]
+            sites = [site for site in self._ground.sites.values() if fnmatchcase(site.id, fault.replica)]
         for site in sites:
             site.muted_until_s = max(site.muted_until_s, at_s + fault.duration_s)
         self._note(at_s, f"reports of {len(sites)} replicas are lost for {fault.duration_s:.3g} s")
 
     def _cancel(self, at_s: float, fault: Fault) -> None:
-        self._world.journeys.cancel(at_s, fault.request)
+        self._journeys.cancel(at_s, fault.request)
 
     def _speed(self, at_s: float, site: Site, factor: float) -> None:
         if site.there:
-            self._world.catch_up(at_s, site)
+            self._journeys.catch_up_if_due(at_s, site)
             site.replica.set_speed(at_s, factor)
             # Its next happening may be later than the agenda thinks, which costs one look too many, or earlier.
-            self._world.journeys.touch(at_s, site)
+            self._journeys.touch(at_s, site)
 
     def _set_rate(self, at_s: float, ends: tuple[str, str], rate: float) -> None:
-        pipe = self._world.network.links[ends]
+        pipe = self._ground.network.links[ends]
         pipe.set_rate(at_s, rate)
-        self._world.handovers.schedule(pipe)
-        self._world.reports.link_touched(at_s)
+        self._ground.handovers.schedule(pipe)
+        self._ground.reports.link_touched(at_s)
 
     def _take(self, at_s: float, region: str, node: str, count: int, notice_s: float, reason: str) -> None:
         """Take so many machines of a type, the newest first."""
@@ -168,21 +174,21 @@ class Outside:
         """Machines of a type that are not already on their way out, oldest first."""
         return [
             machine
-            for machine in self._world.yard.machines.values()
+            for machine in self._yard.machines.values()
             if (machine.region, machine.node) == (region, node)
             and any(site.state != "leaving" for site in machine.sites)
         ]
 
     def _lose_machine(self, at_s: float, machine: Machine, reason: str, notice_s: float) -> None:
         for site in list(machine.sites):
-            self._world.yard.lose(at_s, site, reason, notice_s)
+            self._yard.lose(at_s, site, reason, notice_s)
 
     def _site(self, fault: Fault) -> Site | None:
-        sites = [site for site in self._world.sites.values() if site.state != "starting"]
+        sites = [site for site in self._ground.sites.values() if site.state != "starting"]
         if fault.pick is not None:
             return sites[int(fault.pick * len(sites))] if sites else None
         return next(
-            (site for site in self._world.sites.values() if fnmatchcase(site.id, fault.replica)), None
+            (site for site in self._ground.sites.values() if fnmatchcase(site.id, fault.replica)), None
         )
 
     def _note(self, at_s: float, what: str) -> None:

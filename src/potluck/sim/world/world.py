@@ -4,7 +4,7 @@ Arrivals come from the workload in order; everything else is due on the agenda. 
 only when something touches it or when its own next happening is due, so the cost grows with requests, not with
 tokens or replicas. `run` goes until every request has ended; `checks.py` holds the books to account.
 
-    world.py      the loop, and who is told what
+    world.py      the loop, and who is told what   ground.py     what the others share
     journeys.py   requests along their routes      handover.py   KV between segments, over network.py's pipes
     yard.py       replicas and machines            outside.py    faults, prices, supply
     reports.py    late news                        ledger.py     the books
@@ -37,11 +37,7 @@ from potluck.core.brain.events import Arrived, Event, Planned, Tick
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Request
-from potluck.sim.links.handover import Handovers
-from potluck.sim.links.network import Network
 from potluck.sim.load.workload import Workload
-from potluck.sim.results.ledger import Ledger, Purse
-from potluck.sim.results.sampler import Sampler
 from potluck.sim.settings import Settings
 from potluck.sim.setup import Kits
 from potluck.sim.world.agenda import (
@@ -57,12 +53,11 @@ from potluck.sim.world.agenda import (
     REPLICA,
     SAMPLE,
     TICK,
-    Agenda,
 )
+from potluck.sim.world.ground import Ground
 from potluck.sim.world.journeys import Journeys
 from potluck.sim.world.outside import Outside
-from potluck.sim.world.reports import Reports
-from potluck.sim.world.state import Site
+from potluck.sim.world.sampler import Sampler
 from potluck.sim.world.yard import Make, Yard
 
 Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
@@ -81,7 +76,7 @@ class Mind(Protocol):
     def on(self, at_s: float, event: Event) -> list[Action]: ...
 
 
-class World:
+class World(Ground):
     """Everything that is simulated. Made for one run."""
 
     def __init__(
@@ -94,26 +89,16 @@ class World:
         planner: Planner | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.kits = kits
+        super().__init__(kits, workload, settings)
         self._on = mind.on
-        self.workload = workload
-        self.settings = settings
         self.planner = planner
         self.progress = progress
         self.now_s = 0.0
         self.replans = 0
-        self.agenda = Agenda()
-        self.sites: dict[str, Site] = {}
-        """Replicas that are there, by id."""
-        self.network = Network(kits.problem)
-        self.handovers = Handovers(self.agenda, self.network, settings.overlap)
-        self.reports = Reports(self.agenda, self.network, settings)
-        self.ledger = Ledger(len(workload))
-        self.purse = Purse()
-        self.journeys = Journeys(self)
-        self.yard = Yard(self, make)
-        self.outside = Outside(self)
-        self.sampler = Sampler(self)
+        self.journeys = Journeys(self, self.tell)
+        self.yard = Yard(self, self.journeys, self.tell, make)
+        self.outside = Outside(self, self.journeys, self.yard)
+        self.sampler = Sampler(self, self.yard)
         self.arrived = 0
         """Requests that have come so far."""
         self._news: deque[tuple[float, Event]] = deque()
@@ -134,7 +119,7 @@ class World:
             Run: self.journeys.run,
             Refuse: self.journeys.refuse,
             Abandon: self.journeys.abandon,
-            Start: self.yard.start,
+            Start: self._start,
             Drain: self.yard.drain,
             Stop: self.yard.stop,
             Flip: self.yard.flip,
@@ -209,11 +194,6 @@ class World:
                 doers[type(action)](at_s, action)
         self._acting = False
 
-    def catch_up(self, at_s: float, site: Site) -> None:
-        """Let what is due at a replica happen before something is done to it."""
-        if site.replica.wake_s <= at_s:
-            self.journeys.catch_up(at_s, site)
-
     def _feed(self) -> Iterator[Request]:
         """All requests, in order. Their columns are turned into plain numbers many at a time."""
         load = self.workload
@@ -255,6 +235,9 @@ class World:
     def _deliver(self, at_s: float, events: list[Event]) -> None:
         for event in events:
             self.tell(at_s, event)
+
+    def _start(self, at_s: float, action: Start) -> None:
+        self.outside.started(at_s, self.yard.start(at_s, action))
 
     def _replan(self, at_s: float, action: Replan) -> None:
         self.replans += 1

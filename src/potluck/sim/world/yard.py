@@ -12,13 +12,14 @@ from potluck.core.values.types import Role
 from potluck.sim.links.network import machine_name
 from potluck.sim.replicas.cache import PrefixCache
 from potluck.sim.world.agenda import CALL, READY
+from potluck.sim.world.ground import Ground, Tell
+from potluck.sim.world.journeys import Journeys
 from potluck.sim.world.state import Machine, Site
 
 if TYPE_CHECKING:
     from potluck.sim.links.link import Pipe
     from potluck.sim.replicas.replica import Replica
     from potluck.sim.setup import Kit
-    from potluck.sim.world.world import World
 
 Make = Callable[["Kit", Role], "Replica"]
 
@@ -26,10 +27,12 @@ Make = Callable[["Kit", Role], "Replica"]
 class Yard:
     """All replicas that ever were, and the machines under them."""
 
-    __slots__ = ("_make", "_world", "all_sites", "machines", "warm")
+    __slots__ = ("_ground", "_journeys", "_make", "_tell", "all_sites", "machines", "warm")
 
-    def __init__(self, world: World, make: Make) -> None:
-        self._world = world
+    def __init__(self, ground: Ground, journeys: Journeys, tell: Tell, make: Make) -> None:
+        self._ground = ground
+        self._journeys = journeys
+        self._tell = tell
         self._make = make
         self.warm = False
         """Whether what is started now is ready at once."""
@@ -37,102 +40,102 @@ class Yard:
         self.machines: dict[str, Machine] = {}
         """Those that are rented."""
 
-    def start(self, at_s: float, action: Start) -> None:
-        member, world = action.member, self._world
-        if member.id in world.sites:
+    def start(self, at_s: float, action: Start) -> Site:
+        member, ground = action.member, self._ground
+        if member.id in ground.sites:
             raise InputError(f"replica {member.id}", "was started twice")
-        kit = world.kits.kits[member.template, member.index]
+        kit = ground.kits.kits[member.template, member.index]
         machines = tuple(
             self._machine(at_s, member.unit, node, place, member.region) for node, place in kit.places
         )
-        card: Pipe = machines[0].card if len(machines) == 1 else world.network.card(member.id, kit.card_gbps)
+        card: Pipe = machines[0].card if len(machines) == 1 else ground.network.card(member.id, kit.card_gbps)
         site = Site(len(self.all_sites), member, kit, self._make(kit, member.role), machines, card)
-        if world.settings.caches and world.workload.blocks is not None:
+        if ground.settings.caches and ground.workload.blocks is not None:
             site.cache = self._cache(member.model)
         for machine in machines:
             machine.sites.append(site)
-        world.sites[member.id] = site
+        ground.sites[member.id] = site
         self.all_sites.append(site)
         site.become(at_s, "starting")
         if self.warm:
             self.ready(at_s, site)
         else:
-            world.agenda.push(at_s + kit.startup_s, READY, site)
-        for node in sorted({node for node, _ in kit.places}):
-            world.outside.enforce(at_s, member.region, node, 0.0)
+            ground.agenda.push(at_s + kit.startup_s, READY, site)
+        return site
 
     def ready(self, at_s: float, site: Site) -> None:
         if site.state == "starting":
             site.become(at_s, "ready")
-            self._world.tell(at_s, ReplicaReady(site.id))
+            self._tell(at_s, ReplicaReady(site.id))
 
     def drain(self, at_s: float, action: Drain) -> None:
-        site = self._world.sites.get(action.replica)
+        site = self._ground.sites.get(action.replica)
         if site is None or site.state in ("leaving", "draining"):
             return
         site.become(at_s, "draining")
         if not site.journeys:
-            self._world.tell(at_s, Drained(site.id))
+            self._tell(at_s, Drained(site.id))
 
     def stop(self, at_s: float, action: Stop) -> None:
         """End a replica; whoever is still there fails."""
-        site = self._world.sites.get(action.replica)
+        site = self._ground.sites.get(action.replica)
         if site is not None:
             self._end(at_s, site, "stopped")
 
     def flip(self, at_s: float, action: Flip) -> None:
-        site = self._world.sites.get(action.replica)
+        site = self._ground.sites.get(action.replica)
         if site is not None:
             site.role = action.role
             site.become(at_s, site.state)
 
     def lose(self, at_s: float, site: Site, reason: str, notice_s: float = 0.0) -> None:
         """A replica goes without being asked. With notice the Brain knows at once, and the machine goes later."""
-        world = self._world
         if not site.there:
             return
         if notice_s > 0:
             if site.state != "leaving":
                 site.become(at_s, "leaving")
-                world.agenda.push(at_s + notice_s, CALL, lambda when_s: self.lose(when_s, site, reason))
-                world.tell(at_s, ReplicaLost(site.id, reason))
+                self._ground.agenda.push(
+                    at_s + notice_s, CALL, lambda when_s: self.lose(when_s, site, reason)
+                )
+                self._tell(at_s, ReplicaLost(site.id, reason))
             return
         known = site.state == "leaving"
-        world.catch_up(at_s, site)
+        self._journeys.catch_up_if_due(at_s, site)
         site.become(at_s, "lost")
         if not known:
-            world.tell(at_s, ReplicaLost(site.id, reason))
+            self._tell(at_s, ReplicaLost(site.id, reason))
         self._end(at_s, site, "lost")
 
     def _end(self, at_s: float, site: Site, state: str) -> None:
-        world = self._world
+        ground = self._ground
         if state == "stopped":
-            world.catch_up(at_s, site)
+            self._journeys.catch_up_if_due(at_s, site)
             site.become(at_s, "stopped")
-        del world.sites[site.id]
+        del ground.sites[site.id]
         site.waiting.clear()
         for key in list(site.journeys):
-            world.journeys.fail(at_s, key, "replica", site.id)
+            self._journeys.fail(at_s, key, "replica", site.id)
         for machine in site.machines:
             machine.sites.remove(site)
             if not machine.sites:
                 del self.machines[machine.name]
-                world.purse.give_back(at_s, machine.region, machine.node)
+                ground.purse.give_back(at_s, machine.region, machine.node)
 
     def _machine(self, at_s: float, unit: str, node: str, place: int, region: str) -> Machine:
         name = machine_name(unit, node, place)
         found = self.machines.get(name)
         if found is None:
-            world = self._world
-            card = world.network.card(name, world.kits.problem.node(node).network_gbps)
+            ground = self._ground
+            card = ground.network.card(name, ground.kits.problem.node(node).network_gbps)
             found = Machine(name, unit, node, region, at_s, card)
             self.machines[name] = found
-            world.purse.rent(at_s, region, node, world.kits.problem.price_usd_per_h(region, node))
+            ground.purse.rent(at_s, region, node, ground.kits.problem.price_usd_per_h(region, node))
         return found
 
     def _cache(self, model: str) -> PrefixCache:
-        facts = self._world.kits.facts().models[model]
-        blocks = self._world.workload.blocks
+        facts = self._ground.kits.facts().models[model]
+        blocks = self._ground.workload.blocks
         assert blocks is not None
         state_tokens = facts.state_bytes / facts.kv_bytes_per_token if facts.kv_bytes_per_token > 0 else 0.0
         return PrefixCache(blocks.tokens, facts.exact_prefix, state_tokens if facts.exact_prefix else 0.0)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from potluck.sim.results.records import Samples
 from potluck.sim.world.agenda import SAMPLE
-
-if TYPE_CHECKING:
-    from potluck.sim.world.world import World
+from potluck.sim.world.ground import Ground
+from potluck.sim.world.yard import Yard
 
 MOST_LOOKS = 40_000
 """Looks at single replicas, so that plots of a large fleet do not cost more than its run."""
@@ -20,29 +17,30 @@ FEWEST = 20
 class Sampler:
     """Rows of what was seen; replicas that came later have zeros before."""
 
-    __slots__ = ("_every_s", "_rows", "_world")
+    __slots__ = ("_every_s", "_ground", "_rows", "_yard")
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, ground: Ground, yard: Yard) -> None:
+        self._ground = ground
+        self._yard = yard
         self._every_s = 0.0
         self._rows: list[tuple[float, list[tuple[int, int, float, float]], list[float]]] = []
 
     def plan(self) -> None:
         """Spread the looks evenly over the time in which requests arrive."""
-        world = self._world
-        count = world.settings.samples
-        if count <= 0 or not len(world.workload):
+        ground = self._ground
+        count = ground.settings.samples
+        if count <= 0 or not len(ground.workload):
             return
-        replicas = max(1, len(world.sites))
+        replicas = max(1, len(ground.sites))
         count = max(min(count, MOST_LOOKS // replicas), min(count, FEWEST))
-        span_s = float(world.workload.arrival_s[-1])
+        span_s = float(ground.workload.arrival_s[-1])
         self._every_s = span_s / count if span_s > 0 else 1.0
-        world.agenda.push(self._every_s, SAMPLE, None)
+        ground.agenda.push(self._every_s, SAMPLE, None)
 
     def take(self, at_s: float, _: object) -> None:
-        world = self._world
+        ground = self._ground
         rows = []
-        for site in world.yard.all_sites:
+        for site in self._yard.all_sites:
             replica = site.replica
             if not site.there:
                 rows.append((0, 0, 0.0, replica.busy_s(at_s)))
@@ -51,14 +49,14 @@ class Sampler:
             used = 1.0 - status.free_blocks / status.total_blocks
             rows.append((status.queued, status.running, used, replica.busy_s(at_s)))
             site.peak_blocks = max(site.peak_blocks, status.total_blocks - status.free_blocks)
-        sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in world.network.links.values()]
+        sent = [pipe.sent_bytes + pipe.open_bytes(at_s) for pipe in ground.network.links.values()]
         self._rows.append((at_s, rows, sent))
-        world.agenda.push(at_s + self._every_s, SAMPLE, None)
+        ground.agenda.push(at_s + self._every_s, SAMPLE, None)
 
     def samples(self) -> Samples | None:
         if not self._rows:
             return None
-        replicas, links = len(self._world.yard.all_sites), len(self._world.network.links)
+        replicas, links = len(self._yard.all_sites), len(self._ground.network.links)
         shape = (len(self._rows), replicas)
         queued, running = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         used, busy = np.zeros(shape), np.zeros(shape)
