@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_models import FANCY, KINDS, opened, prompt, run
-from hugging_face_models import BASE, LLAMA3, YARN, load, make
+from hugging_face_models import load, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from sample_models import BASE, LLAMA3, YARN
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.model import FullAttention, Layer, LinearAttention, Model

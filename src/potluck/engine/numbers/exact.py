@@ -91,7 +91,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         norm(*x.shape, x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), eps, out.data_ptr())
         return out
     if x.dtype != torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        # torch's own takes a weight of the last dimension only; here each head may have its own.
+        own = weight if weight.dim() == 1 else None
+        out = F.rms_norm(x, x.shape[-1:], own, eps)
+        return out if own is not None else out.mul_(weight)
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
 

@@ -1,0 +1,183 @@
+"""Every family that the engine runs, on a GPU against the CPU: float32 and bfloat16, recorded and launched steps.
+
+    PYTHONPATH=src python tools/check_gpu.py                    on a machine with CUDA
+    PYTHONPATH=src python tools/check_gpu.py --device cpu       the same steps without one
+
+For each of `sample_models.py`, with random weights: sequences of unlike lengths, their prompts in chunks beside one
+another, then some steps in which all of them decode. All logits of the prompts and of the decodes are compared:
+
+- float32 on the device against float32 on the CPU, to rounding;
+- bfloat16 on the device against float32 on the CPU. How far it may be off is measured too: bfloat16 on the CPU is
+  off by so much, and the device may be off by a few times that (experts that are nearly alike change places);
+- each with decode steps recorded as CUDA graphs and with steps launched one by one. On a CPU the steps that would be
+  recorded are run as they are. Models with experts or latent layers are never recorded.
+
+Prints a table; exits with 1 when anything differs. Needs torch and numba, and Triton on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from sample_models import SAMPLES, config_of
+from torch import Tensor
+
+from potluck.catalog.huggingface import read_model
+from potluck.core.errors import PotluckError
+from potluck.engine.compute.graphs import DecodeGraphs, recordable
+from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.model.checkpoint import Seeded
+from potluck.engine.model.config import Config, read_config
+
+PROMPTS = (5, 37, 64, 90, 21, 130)
+"""Tokens; some are shorter than a chunk, some longer than the windows."""
+CHUNK, DECODES, SEED = 48, 12, 5
+ROUNDING = 2e-4
+"""What float32 may be off by, of the logits' spread: sums in another order."""
+LEAST_BF16, TIMES_BF16 = 0.02, 3.0
+SPREAD = 0.35
+"""Of the weights: small enough that rounding is not blown up from layer to layer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    dtype: str
+    steps: str
+    off: float
+    problem: str
+    allowed: float
+
+    @property
+    def fine(self) -> bool:
+        return not self.problem and self.off <= self.allowed
+
+
+def sample_config(name: str) -> Config:
+    family, changes = SAMPLES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config_of(family, changes)))
+        return read_config(folder, read_model(folder))
+
+
+def start(config: Config, device: str, dtype: torch.dtype, *, recorded: bool) -> Runner:
+    size = Size(len(PROMPTS) + 1, 200, 256, max_chunk_tokens=2 * CHUNK)
+    engine = Runner(config, Seeded(SEED, SPREAD), size, device=device, dtype=dtype)
+    if not recorded:
+        engine._graphs = None
+    elif engine._graphs is None:
+        engine._graphs = DecodeGraphs(engine.stack, engine.cache, engine.tables, engine._taps, engine.device)
+    return engine
+
+
+def logits(engine: Runner) -> Tensor:
+    """[tokens, vocabulary], sequence by sequence; what is said does not depend on what is computed."""
+    chance = torch.Generator().manual_seed(SEED)
+    vocab = engine.config.model.vocab
+    said = [torch.randint(0, vocab, (length + DECODES,), generator=chance).tolist() for length in PROMPTS]
+    rows, found = [], [list[Tensor]() for _ in PROMPTS]
+    for tokens in said:
+        rows.append(engine.tables.open())
+        engine.tables.grow(rows[-1], len(tokens))
+    for first in range(0, max(PROMPTS), CHUNK):  # prompts side by side, in chunks of unlike sizes
+        works = {
+            index: Work(rows[index], first, tokens[first : min(first + CHUNK, length)], "all")
+            for index, (tokens, length) in enumerate(zip(said, PROMPTS, strict=True))
+            if first < length
+        }
+        parts = engine.step(list(works.values())).split([len(work.tokens) for work in works.values()])
+        for index, part in zip(works, parts, strict=True):
+            found[index].append(part.float().cpu().clone())
+    for step in range(DECODES):
+        places = [length + step for length in PROMPTS]
+        works_now = [
+            Work(row, place, tokens[place : place + 1])
+            for row, place, tokens in zip(rows, places, said, strict=True)
+        ]
+        for index, part in enumerate(engine.step(works_now).float().cpu().clone()):
+            found[index].append(part[None])
+    return torch.cat([torch.cat(parts) for parts in found])
+
+
+def distance(one: Tensor, two: Tensor) -> float:
+    """Root of the mean square of the difference, over the spread of `two`."""
+    return float((one - two).square().mean().sqrt() / two.std())
+
+
+def check(name: str, device: str) -> list[Row]:
+    config = sample_config(name)
+    expected = logits(start(config, "cpu", torch.float32, recorded=False))
+    rough, _ = off_by(config, "cpu", torch.bfloat16, False, expected)
+    rough_is_known = rough < float("inf")
+    allowed = {
+        torch.float32: ROUNDING,
+        torch.bfloat16: max(LEAST_BF16, TIMES_BF16 * rough) if rough_is_known else LEAST_BF16,
+    }
+    can_record = recordable(config.model, 0, config.model.layer_count)
+    return [
+        # On a CPU float32 keys lie as its own kernels want them, where recorded steps do not find them.
+        Row(
+            name,
+            str(dtype).removeprefix("torch."),
+            "recorded" if recorded else "launched",
+            *off_by(config, device, dtype, recorded, expected),
+            most,
+        )
+        for dtype, most in allowed.items()
+        for recorded in (False, True)
+        if not recorded or (can_record and (device != "cpu" or dtype != torch.float32))
+    ]
+
+
+def off_by(
+    config: Config, device: str, dtype: torch.dtype, recorded: bool, expected: Tensor
+) -> tuple[float, str]:
+    """How far the logits are from those expected, and what went wrong if anything did."""
+    try:
+        found = logits(start(config, device, dtype, recorded=recorded))
+    except (RuntimeError, PotluckError, ImportError, TypeError, ValueError) as error:
+        # The table goes on: which of the others work is what one wants to know next.
+        return float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if not bool(torch.isfinite(found).all()):
+        return float("inf"), "logits that are not finite"
+    return distance(found, expected), ""
+
+
+def line(row: Row) -> str:
+    verdict = "ok" if row.fine else f"DIFFERS {row.problem}".rstrip()
+    return f"{row.name:22} {row.dtype:9} {row.steps:9} {row.off:10.2e} {row.allowed:10.2e}  {verdict}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="*", choices=sorted(SAMPLES), help="samples to try (default: all)")
+    options = parser.parse_args(arguments)
+    if options.device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            print("check_gpu: there is no CUDA device; --device cpu tries the same steps", file=sys.stderr)
+            return 2
+        torch.backends.cuda.matmul.allow_tf32 = False
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"{'sample':22} {'numbers':9} {'steps':9} {'off':>10} {'allowed':>10}")
+    rows = []
+    for name in options.only or SAMPLES:
+        for row in check(name, options.device):
+            print(line(row), flush=True)
+            rows.append(row)
+    wrong = [row for row in rows if not row.fine]
+    print(f"{len(rows)} checked, {len(wrong)} differ")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
