@@ -8,7 +8,9 @@ from potluck.core.values.member import Member
 from potluck.core.values.route import Route
 from potluck.core.values.types import Role
 
-RefusalReason = Literal["no_capacity", "too_long", "deadline", "retries", "unknown_model", "overloaded"]
+RefusalReason = Literal[
+    "no_capacity", "too_long", "deadline", "retries", "unknown_model", "overloaded", "unknown_class"
+]
 
 
 class Run(NamedTuple):
@@ -27,6 +29,8 @@ class Refuse(NamedTuple):
     request: str
     reason: RefusalReason
     detail: str
+    retry_after_s: float | None = None
+    """When to try again, where waiting may help."""
 
 
 class Abandon(NamedTuple):

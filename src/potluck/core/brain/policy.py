@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from potluck.core.errors import InputError
+from potluck.core.values.service import CLASSES, RequestClass, Tenant
 
 Balance = Literal["goodput", "round-robin", "token", "least-work", "fixed"]
 """How requests are spread over units: in proportion to goodput (CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit
@@ -42,7 +43,17 @@ class Policy:
     retries: int = 2
     """How often a request may be sent again after a failure."""
     max_wait_s: float = 60.0
-    """With no replica ready, requests wait for one so long before they are refused."""
+    """Requests wait so long for a replica, or for their turn, before they are refused."""
+    admission: bool = True
+    """Send replicas no more than they can begin soon, let the rest wait, refuse what would be late.
+
+    Only where a model has an objective; without one every answer is in time and all are sent at once.
+    """
+    queue_requests: int = 1000
+    """Requests of one tenant for one model that may wait for their turn."""
+    tenants: tuple[Tenant, ...] = ()
+    """Tenants with weights; any other weighs 1."""
+    classes: tuple[RequestClass, ...] = CLASSES
     tick_s: float = 1.0
     window_s: float = 120.0
     """Sliding window over which rates and lengths are watched (CAUCHY Algorithm 1)."""
@@ -70,5 +81,13 @@ class Policy:
             raise InputError("policy: headroom", f"must be above 0 and at most 1, is {self.headroom}")
         if not 0 <= self.dip <= 1:
             raise InputError("policy: dip", f"must be from 0 to 1, is {self.dip}")
+        if self.queue_requests < 1:
+            raise InputError("policy: queue_requests", f"must be at least 1, is {self.queue_requests}")
+        for kind, names in (
+            ("tenants", [tenant.name for tenant in self.tenants]),
+            ("classes", [each.name for each in self.classes]),
+        ):
+            if len(set(names)) < len(names):
+                raise InputError(f"policy: {kind}", "must have names of their own")
         if self.retries < 0:
             raise InputError("policy: retries", f"must not be negative, is {self.retries}")

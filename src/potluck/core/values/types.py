@@ -12,6 +12,8 @@ from potluck.core.errors import InputError
 
 Role = Literal["prefill", "decode", "mixed"]
 Codec = Literal["fp16", "int8", "int4"]
+DEFAULT_TENANT, DEFAULT_CLASS = "default", "standard"
+"""Of requests that say nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,10 @@ class _Request(NamedTuple):
     """When nobody waits for the answer any more."""
     blocks: tuple[int, ...] = ()
     """Chained hashes of the prompt's prefix blocks, where prefixes may be shared."""
+    tenant: str = DEFAULT_TENANT
+    """Whose share of the fleet it uses."""
+    request_class: str = DEFAULT_CLASS
+    """What it allows, by the name of a class (`core/values/service.py`)."""
 
 
 class Request(_Request):
@@ -214,13 +220,25 @@ class Request(_Request):
         priority: int = 0,
         deadline_s: float | None = None,
         blocks: tuple[int, ...] = (),
+        tenant: str = DEFAULT_TENANT,
+        request_class: str = DEFAULT_CLASS,
     ) -> Self:
         if prompt_tokens < 1:
             raise InputError(f"request {id}: prompt_tokens", "must be at least 1")
         if max_output_tokens < 1:
             raise InputError(f"request {id}: max_output_tokens", "must be at least 1")
         return super().__new__(
-            cls, id, model, arrival_s, prompt_tokens, max_output_tokens, priority, deadline_s, blocks
+            cls,
+            id,
+            model,
+            arrival_s,
+            prompt_tokens,
+            max_output_tokens,
+            priority,
+            deadline_s,
+            blocks,
+            tenant,
+            request_class,
         )
 
     @classmethod

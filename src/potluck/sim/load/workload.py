@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
 from potluck.core.values.lengths import Binned, Lengths
-from potluck.core.values.types import Traffic
+from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Traffic
 from potluck.sim.load import arrivals
+from potluck.sim.load.labels import Labels, joined, same
 from potluck.sim.load.lengths import draw
 
 Floats = NDArray[np.float64]
@@ -71,6 +73,8 @@ class Workload:
     output_tokens: NDArray[np.int32]
     priority: NDArray[np.int32]
     blocks: Blocks | None = None
+    labels: Labels | None = None
+    """Tenants, classes and deadlines, where there are any."""
 
     def __post_init__(self) -> None:
         count = len(self.arrival_s)
@@ -89,6 +93,8 @@ class Workload:
             raise InputError("workload: model", f"must be a place in the {len(self.models)} models")
         if self.blocks is not None and len(self.blocks.starts) != count + 1:
             raise InputError("workload: blocks", f"must have {count + 1} starts")
+        if self.labels is not None and len(self.labels) != count:
+            raise InputError("workload: labels", f"has {len(self.labels)} rows, not {count}")
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -194,7 +200,15 @@ def _at(made: Workload, chosen: Ints, when: Floats) -> Workload:
         made.output_tokens[chosen],
         made.priority[chosen],
         None if made.blocks is None else made.blocks.take(chosen),
+        None if made.labels is None else made.labels.take(chosen),
     )
+
+
+def labelled(
+    made: Workload, tenant: str = DEFAULT_TENANT, request_class: str = DEFAULT_CLASS, wait_s: float = inf
+) -> Workload:
+    """The same requests, all of one tenant and class; nobody waits for an answer longer than `wait_s`."""
+    return replace(made, labels=same(len(made), tenant, request_class, wait_s))
 
 
 def merge(parts: Sequence[Workload]) -> Workload:
@@ -211,6 +225,7 @@ def merge(parts: Sequence[Workload]) -> Workload:
     arrival_s = np.concatenate([part.arrival_s for part in parts])
     order = np.argsort(arrival_s, kind="stable")
     blocks = _merge_blocks(parts)
+    labels = joined([part.labels for part in parts], [len(part) for part in parts])
     return Workload(
         models,
         arrival_s[order],
@@ -219,6 +234,7 @@ def merge(parts: Sequence[Workload]) -> Workload:
         np.concatenate([part.output_tokens for part in parts])[order],
         np.concatenate([part.priority for part in parts])[order],
         None if blocks is None else blocks.take(order),
+        None if labels is None else labels.take(order),
     )
 
 

@@ -158,6 +158,8 @@ def _pack(value: Any) -> list[Any]:
             r.priority,
             r.deadline_s,
             r.blocks,
+            r.tenant,
+            r.request_class,
         ]
         return [kind, fields]
     if kind == "Run":
@@ -175,8 +177,8 @@ def _unpack(kinds: dict[str, type[Any]], data: Any, number: int) -> Any:
     name, *fields = data
     try:
         if name == "Arrived":
-            *rest, blocks = fields[0]
-            return events.Arrived(Request(*rest, tuple(blocks)))  # type: ignore[call-arg]
+            *rest, blocks, tenant, request_class = fields[0]
+            return events.Arrived(Request(*rest, tuple(blocks), tenant, request_class))  # type: ignore[call-arg]
         if name == "Run":
             request, route, *rest = fields
             return actions.Run(request, Route(tuple(Segment(*each) for each in route)), *rest)

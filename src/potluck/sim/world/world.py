@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop
 from itertools import repeat
 from math import inf, nextafter
@@ -36,7 +36,7 @@ from potluck.core.brain.actions import (
 from potluck.core.brain.events import Arrived, Event, Planned, Tick
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Request
+from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Request
 from potluck.sim.load.workload import Workload
 from potluck.sim.settings import Settings
 from potluck.sim.setup import Kits
@@ -198,21 +198,32 @@ class World(Ground):
         """All requests, in order. Their columns are turned into plain numbers many at a time."""
         load = self.workload
         names, nothing = load.models, ((),) * FEED
+        everyone: tuple[Iterable[str], Iterable[str], Iterable[float | None]] = (
+            repeat(DEFAULT_TENANT),
+            repeat(DEFAULT_CLASS),
+            repeat(None),
+        )
         for base in range(0, len(load), FEED):
             rows = slice(base, base + FEED)
             if base % SWEEP == 0:
                 gc.collect(1)
             if self.progress is not None:
                 self.progress(base, len(load))
+            arrival_s: list[float] = load.arrival_s[rows].tolist()
+            tenants, classes, deadlines = everyone
+            if load.labels is not None:
+                tenants, classes, deadlines = load.labels.rows(base, base + FEED, arrival_s)
             columns = (
                 map(str, range(base, base + FEED)),
                 [names[place] for place in load.model[rows].tolist()],
-                load.arrival_s[rows].tolist(),
+                arrival_s,
                 load.prompt_tokens[rows].tolist(),
                 load.output_tokens[rows].tolist(),
                 load.priority[rows].tolist(),
-                repeat(None),
+                deadlines,
                 nothing if load.blocks is None else load.blocks.rows(base, base + FEED),
+                tenants,
+                classes,
             )
             yield from Request.many(zip(*columns, strict=False))
 

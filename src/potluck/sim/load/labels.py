@@ -1,0 +1,111 @@
+"""Who sends the requests of a workload, of which class they are and when nobody waits any more, as columns.
+
+A workload without labels has one tenant, one class and no deadlines, which costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.errors import InputError
+from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """`tenant[i]` is a place in `tenants`, `request_class[i]` one in `classes`."""
+
+    tenants: tuple[str, ...]
+    tenant: Places
+    classes: tuple[str, ...]
+    request_class: Places
+    wait_s: Floats
+    """From a request's arrival to its deadline; infinite: it has none."""
+
+    def __post_init__(self) -> None:
+        for name, places, names in (
+            ("tenant", self.tenant, self.tenants),
+            ("request_class", self.request_class, self.classes),
+        ):
+            if len(places) and not (places.min() >= 0 and places.max() < len(names)):
+                raise InputError(f"workload: {name}", f"must be a place in the {len(names)} names")
+        if len(self.wait_s) and not (self.wait_s > 0).all():
+            raise InputError("workload: wait_s", "must be positive")
+
+    def __len__(self) -> int:
+        return len(self.tenant)
+
+    def take(self, chosen: NDArray[np.integer]) -> Labels:
+        return Labels(
+            self.tenants,
+            self.tenant[chosen],
+            self.classes,
+            self.request_class[chosen],
+            self.wait_s[chosen],
+        )
+
+    def rows(
+        self, first: int, last: int, arrival_s: list[float]
+    ) -> tuple[list[str], list[str], list[float | None]]:
+        """Tenant, class and deadline of requests [first, last), which arrive then."""
+        rows = slice(first, last)
+        waits = self.wait_s[rows].tolist()
+        return (
+            [self.tenants[place] for place in self.tenant[rows].tolist()],
+            [self.classes[place] for place in self.request_class[rows].tolist()],
+            [
+                at_s + wait_s if wait_s < np.inf else None
+                for at_s, wait_s in zip(arrival_s, waits, strict=False)
+            ],
+        )
+
+
+def same(
+    count: int, tenant: str = DEFAULT_TENANT, request_class: str = DEFAULT_CLASS, wait_s: float = np.inf
+) -> Labels:
+    """The same for all."""
+    places = np.zeros(count, dtype=np.int32)
+    return Labels((tenant,), places, (request_class,), places, np.full(count, wait_s))
+
+
+def named(
+    tenants: Sequence[str] | None, classes: Sequence[str] | None, wait_s: Floats | None, count: int
+) -> Labels | None:
+    """Of names and times row by row, where a trace has them; None when it has none of it."""
+    if tenants is None and classes is None and wait_s is None:
+        return None
+    who, tenant = _places(tenants if tenants is not None else [DEFAULT_TENANT] * count)
+    what, request_class = _places(classes if classes is not None else [DEFAULT_CLASS] * count)
+    return Labels(who, tenant, what, request_class, wait_s if wait_s is not None else np.full(count, np.inf))
+
+
+def joined(parts: Sequence[Labels | None], counts: Sequence[int]) -> Labels | None:
+    """One after another; equal names are one. None when nobody has any."""
+    if all(part is None for part in parts):
+        return None
+    whole = [part if part is not None else same(count) for part, count in zip(parts, counts, strict=True)]
+    tenants = tuple(dict.fromkeys(name for part in whole for name in part.tenants))
+    classes = tuple(dict.fromkeys(name for part in whole for name in part.classes))
+    return Labels(
+        tenants,
+        np.concatenate([_moved(part.tenants, tenants)[part.tenant] for part in whole]),
+        classes,
+        np.concatenate([_moved(part.classes, classes)[part.request_class] for part in whole]),
+        np.concatenate([part.wait_s for part in whole]),
+    )
+
+
+def _places(names: Sequence[str]) -> tuple[tuple[str, ...], Places]:
+    known = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    return tuple(known), np.array([known[name] for name in names], dtype=np.int32)
+
+
+def _moved(old: tuple[str, ...], new: tuple[str, ...]) -> Places:
+    return np.array([new.index(name) for name in old], dtype=np.int32)
