@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
 
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
 from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.compute.sample import Choice, Sampling
 from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.model.config import Config
 from potluck.engine.pipeline.driver import PipelineExecutor

@@ -11,9 +11,9 @@ from engine_models import KINDS, prompt
 from loop_kit import Desk, desk
 
 from potluck.core.replica.batch import Limits, Step
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.compute.executor import Deliver, Draw, Export, LocalExecutor, WorkerLost
 from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.compute.sample import Choice, Sampling
 from potluck.engine.loop.lanes import Lanes, StepUnderWay
 from potluck.engine.model.checkpoint import Seeded
 

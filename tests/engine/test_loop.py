@@ -8,9 +8,9 @@ import pytest
 from loop_kit import KINDS, VOCAB, carry, desk, prompt
 
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.executor import Draw, WorkerLost
 from potluck.engine.compute.runner import Work
-from potluck.engine.compute.sample import Sampling
 from potluck.engine.loop.requests import Job
 
 LENGTH, OUTPUT = 150, 12

@@ -12,7 +12,7 @@ from loop_kit import desk
 
 from potluck.api.tokens import Text, plain_chat
 from potluck.core.errors import InputError
-from potluck.engine.compute.sample import Sampling
+from potluck.core.values.sampling import Sampling
 
 TEXT = spell(prompt(40))
 OUTPUT = 12

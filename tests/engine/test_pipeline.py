@@ -24,9 +24,9 @@ from pipeline_workers import (
 )
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.compute.executor import Draw, Executor, Export, LocalExecutor
 from potluck.engine.compute.runner import Work
-from potluck.engine.compute.sample import Choice, Sampling
 from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import launch, parse_stages

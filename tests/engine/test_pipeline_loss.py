@@ -11,8 +11,8 @@ import pytest
 from pipeline_workers import HYBRID, PLAIN, PROMPTS, SEED, SIZE, Loop, generate, local, pipeline, standing
 
 from potluck.core.errors import CapacityError
+from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import WorkerLost
-from potluck.engine.compute.sample import Choice
 from potluck.engine.pipeline import serving
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.launch import launch, parse_stages

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, PotluckError
-from potluck.engine.compute.sample import Sampling
+from potluck.core.values.sampling import Sampling
 from potluck.engine.pipeline import wire
 from potluck.engine.pipeline.inputs import Arrived, Inputs
 from potluck.engine.pipeline.messages import (

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
-from potluck.engine.compute.sample import FIRST_LOOK, Sampling, chance, sample
+from potluck.core.values.sampling import Sampling
+from potluck.engine.compute.sample import FIRST_LOOK, chance, sample
 
 
 def rows(count: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Tensor:

@@ -1,1 +1,10 @@
-"""OpenAI's API without sockets: text to tokens and back, chat templates, stop strings."""
+"""OpenAI's API without sockets, for whoever serves it: the embedded engine, and a gateway before engines.
+
+bodies.py     JSON from a client, strictly
+fields.py     which fields change nothing, which need an engine that can do them: `Abilities`
+asks.py       /v1/completions and /v1/chat/completions as values;  messages.py: a chat's messages
+tokens.py     text to tokens and back, chat templates
+growth.py     an answer's text, token by token;  stops.py: stop strings in it
+answers.py    the shapes of replies
+errors.py     what goes wrong, as a status and OpenAI's error object
+"""

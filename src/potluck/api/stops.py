@@ -15,16 +15,21 @@ MOST_STOPS = 16
 LONGEST_STOP = 1024
 
 
-class StopScanner:
-    """Text in, text out that is safe to show. The text from a stop string on is never shown."""
+def checked_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MOST_STOPS:
+        raise InputError("stop", f"at most {MOST_STOPS} strings, got {len(stops)}")
+    for stop in stops:
+        if not stop or len(stop) > LONGEST_STOP:
+            raise InputError("stop", f"strings must have 1 to {LONGEST_STOP} characters")
+    return tuple(stops)
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        if len(stops) > MOST_STOPS:
-            raise InputError("stop", f"at most {MOST_STOPS} strings, got {len(stops)}")
-        for stop in stops:
-            if not stop or len(stop) > LONGEST_STOP:
-                raise InputError("stop", f"strings must have 1 to {LONGEST_STOP} characters")
-        self._stops = tuple(stops)
+
+class StopScanner:
+    """Text in, text out that is safe to show: nothing behind a stop string, and it itself only with `include`."""
+
+    def __init__(self, stops: Sequence[str] = (), *, include: bool = False) -> None:
+        self._stops = checked_stops(stops)
+        self._include = include
         self._held = ""
         self.found: str | None = None
         """The stop string that was met."""
@@ -38,7 +43,7 @@ class StopScanner:
         if ends:
             place, self.found = min(ends, key=lambda end: (end[0] + len(end[1]), end[0]))
             self._held = ""
-            return text[:place]
+            return text[: place + len(self.found) * self._include]
         hold = self._suspicious(text)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -23,7 +23,6 @@ from tokenizers.decoders import DecodeStream
 from potluck.core.errors import FormatError, InputError
 
 LABELS = {"user": "User", "assistant": "Assistant"}
-SPEAKERS = ("system", "developer", "user", "assistant")
 LARGEST_FILE_BYTES = 100_000_000
 UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template may raise when messages are not what it was written for."""
@@ -90,16 +89,16 @@ class Text:
         """Whether the template writes the special tokens itself, as models' own do."""
         return self._template is not None
 
-    def stream(self) -> Decoding:
-        return Decoding(self._tokenizer)
+    def stream(self, *, special: bool = False) -> Decoding:
+        return Decoding(self._tokenizer, special=special)
 
 
 class Decoding:
     """Text that grows token by token; half a character waits for its other half."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
+        self._tokenizer, self._special = tokenizer, special
+        self._stream = DecodeStream(skip_special_tokens=not special)
         self._tokens: list[int] = []
         self._shown = 0
 
@@ -111,7 +110,7 @@ class Decoding:
 
     def rest(self) -> str:
         """What was still waiting when the tokens ended: an unfinished character."""
-        whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=not self._special)
         return whole[self._shown :]
 
 

@@ -18,9 +18,9 @@ from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.batch import Limits
 from potluck.core.values.model import Model
+from potluck.core.values.sampling import Sampling, SamplingDefaults
 from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
 from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.compute.sample import Sampling
 from potluck.engine.face.app import build, server_log
 from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.hub import Hub
@@ -157,6 +157,7 @@ def service_of(
     text: Text | None = None,
     limits: FaceLimits | None = None,
     kv: KvSettings | None = None,
+    defaults: SamplingDefaults | None = None,
 ) -> Service:
     """A service around an executor."""
     limits = limits or FaceLimits()
@@ -167,7 +168,7 @@ def service_of(
     disk = None if folder is None else _disk(folder, most_bytes, executor.fingerprint)
     prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
     loop = Loop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
-    service = Service(name, loop, Driver(loop), hub, text, limits, kv)
+    service = Service(name, loop, Driver(loop), hub, text, limits, kv, defaults)
     service.role = settings.role
     return service
 

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from potluck.core.errors import PotluckError
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.compute.sample import Choice, Sampling, sample
+from potluck.engine.compute.sample import sample
 from potluck.engine.memory.handover import Arrival, Manifest, Parcel, pack
 from potluck.engine.model.config import Config
 

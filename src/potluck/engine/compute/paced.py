@@ -18,10 +18,10 @@ from math import floor, prod
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
+from potluck.core.values.sampling import Choice
 from potluck.core.values.types import NodeType
 from potluck.engine.compute.executor import Deliver, Draw, Executor, Export, Incoming
 from potluck.engine.compute.runner import Size, Work
-from potluck.engine.compute.sample import Choice
 from potluck.engine.memory.handover import Manifest, Parcel
 from potluck.engine.model.config import Config
 from potluck.perf.capacity import require_fit, stage_memory

@@ -8,52 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from potluck.core.errors import InputError
+from potluck.core.values.sampling import Choice, Sampling
 
 FIRST_LOOK = 256
 """Tokens that are sorted at first: nearly always they hold all that top-p and min-p leave."""
-MOST_LOGPROBS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How one request's tokens are drawn. Temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    """Only the so many likeliest; 0: all."""
-    top_p: float = 1.0
-    """Only the likeliest ones that together reach this probability."""
-    min_p: float = 0.0
-    """Only those at least this likely, relative to the likeliest."""
-    seed: int = 0
-    logprobs: int | None = None
-    """Report the token's log probability, and those of so many likeliest tokens."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 100:
-            raise InputError("temperature", f"must be 0 to 100, is {self.temperature}")
-        if self.top_k < 0:
-            raise InputError("top_k", f"must not be negative, is {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError("top_p", f"must be above 0 and at most 1, is {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError("min_p", f"must be 0 to 1, is {self.min_p}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise InputError("logprobs", f"must be 0 to {MOST_LOGPROBS}, is {self.logprobs}")
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    token: int
-    logprob: float | None = None
-    """Under the model itself, before temperature and cuts."""
-    top: tuple[tuple[int, float], ...] = ()
 
 
 def chance(seed: int, position: int) -> float:
@@ -65,6 +27,7 @@ def chance(seed: int, position: int) -> float:
 @torch.inference_mode()
 def sample(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -> list[Choice]:
     """One token for each row of `logits`; `positions` are the places that the tokens will take."""
+    said, logits = logits, _without_barred(logits, ways, positions)
     # On a CPU numpy's argmax is ten times as fast as torch's.
     best = logits.float().numpy().argmax(-1) if logits.device.type == "cpu" else logits.argmax(-1)
     tokens: list[int] = best.tolist()
@@ -77,7 +40,21 @@ def sample(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -
             tokens[row] = token
     if all(way.logprobs is None for way in ways):
         return [Choice(token) for token in tokens]
-    return _with_logprobs(logits, ways, tokens)
+    return _with_logprobs(said, ways, tokens)
+
+
+def _without_barred(logits: Tensor, ways: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """The logits of what may be drawn; a copy only where something may not."""
+    rows = [
+        row
+        for row, (way, place) in enumerate(zip(ways, positions, strict=True))
+        if way.barred and place < way.barred_before
+    ]
+    if rows:
+        logits = logits.clone()
+        for row in rows:
+            logits[row, list(ways[row].barred)] = -torch.inf
+    return logits
 
 
 def _draw(logits: Tensor, ways: Sequence[Sampling], chances: Sequence[float]) -> list[int]:

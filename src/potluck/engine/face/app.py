@@ -12,9 +12,10 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
+from potluck.api.errors import Refused
 from potluck.engine.face import control, openai, page, segments
 from potluck.engine.face.carriage import Carriage
-from potluck.engine.face.errors import Refused, error_response
+from potluck.engine.face.errors import error_response
 from potluck.engine.face.service import SERVICE, Service
 
 OPEN = frozenset({"/", "/health"})
@@ -63,6 +64,7 @@ def build(service: Service, api_key: str | None = None) -> web.Application:
     app.router.add_post("/v1/completions", openai.completions)
     app.router.add_post("/v1/chat/completions", openai.chat_completions)
     app.router.add_get("/v1/models", openai.models)
+    app.router.add_get("/v1/models/{id:.+}", openai.model)
     app.router.add_post("/segments", segments.segments)
     app.router.add_get("/", page.page)
     app.router.add_get("/status", control.status)

@@ -8,21 +8,12 @@ from http import HTTPStatus
 
 from aiohttp import web
 
-from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
+from potluck.api.errors import Refused, error_object, refusal
 from potluck.engine.compute.executor import WorkerLost
 from potluck.engine.loop.driver import Stopped
 from potluck.engine.loop.requests import Ended
 
 log = logging.getLogger(__name__)
-
-
-class Refused(PotluckError):
-    """A request that is not taken, with the status that says why."""
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        self.status = status
-        self.code = code
-        super().__init__(message)
 
 
 def ended(end: Ended) -> Refused:
@@ -35,18 +26,13 @@ def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     """The status and the body for an exception; what nobody expected says nothing of its inside."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    param = code = None
-    message = " ".join(str(error).split())
-    if isinstance(error, Refused):
-        status, code = error.status, error.code
-    elif isinstance(error, UnknownNameError):
-        status, param, code = 404, error.field, f"{error.field}_not_found"
-    elif isinstance(error, InputError):
-        status, param = 400, error.field or None
-    elif isinstance(error, CapacityError):
-        status, code = 400, "context_length_exceeded"
+    known = refusal(error)
+    code = param = None
+    if known is not None:
+        status, message, code, param = known.status, str(known), known.code, known.param
     elif isinstance(error, Stopped | WorkerLost):
-        status, code = 503, "failed" if isinstance(error, Stopped) else "try_again"
+        status, message = 503, str(error)
+        code = "failed" if isinstance(error, Stopped) else "try_again"
     elif isinstance(error, web.HTTPException):
         status = error.status
         message = f"{HTTPStatus(status).phrase}: {_plain(error)}"
@@ -57,8 +43,7 @@ def error_body(error: Exception) -> tuple[int, dict[str, object]]:
     else:
         log.error("a handler failed", exc_info=error)
         status, message = 500, "internal error; the engine's log says more"
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return status, error_object(status, message, param=param, code=code)
 
 
 def _plain(error: web.HTTPException) -> str:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from potluck.api.errors import Refused
 from potluck.core.errors import PotluckError
-from potluck.engine.face.errors import Refused
 from potluck.engine.loop.driver import Ask, Driver
 from potluck.engine.loop.requests import Ended, Event, Job, Room, Sent, Times, Token
 

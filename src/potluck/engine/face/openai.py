@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -12,47 +11,63 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from potluck.api.stops import StopScanner
-from potluck.api.tokens import SPEAKERS
+from potluck.api.answers import (
+    LAST_EVENT,
+    Head,
+    Json,
+    event,
+    model_entry,
+    part_choice,
+    usage,
+    whole_choice,
+)
+from potluck.api.asks import Chat, Completion, chat_of, completion_of, sampling_of
+from potluck.api.errors import Refused
+from potluck.api.fields import Abilities
+from potluck.api.growth import Delta
 from potluck.core.errors import CapacityError, InputError
-from potluck.engine.compute.sample import Sampling
-from potluck.engine.face.answers import Head, part_choice, usage, whole_choice
-from potluck.engine.face.bodies import Common, chat_of, completion_of, read_object
-from potluck.engine.face.errors import Refused, error_body
-from potluck.engine.face.generate import Delta, answer, whole_answer
+from potluck.core.values.sampling import MOST_LOGPROBS, Sampling
+from potluck.engine.face.bodies import read_object
+from potluck.engine.face.errors import error_body
+from potluck.engine.face.generate import answer, whole_answer
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.requests import Job
 
+EMBEDDED = Abilities(most_logprobs=MOST_LOGPROBS)
+"""What this engine can do."""
+
 
 async def models(request: web.Request) -> web.Response:
+    return web.json_response({"object": "list", "data": [_entry(request.app[SERVICE])]})
+
+
+async def model(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    entry = {
-        "id": service.name,
-        "object": "model",
-        "created": service.created_s,
-        "owned_by": "potluck",
-        "max_model_len": service.most_tokens,
-    }
-    return web.json_response({"object": "list", "data": [entry]})
+    service.must_be(request.match_info["id"])
+    return web.json_response(_entry(service))
+
+
+def _entry(service: Service) -> Json:
+    return model_entry(service.name, service.created_s, service.most_tokens)
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, prompts = completion_of(await read_object(request))
+    asked, prompts = completion_of(await read_object(request), EMBEDDED)
     service.must_be(asked.model)
     _must_decode(service)
     async with service.admitted():
         jobs = []
         for prompt in prompts:
-            tokens = tuple(await service.encode(prompt)) if isinstance(prompt, str) else prompt
-            jobs += _jobs(service, asked, tokens, asked.max_tokens, asked.logprobs)
-        head = Head(f"cmpl-{secrets.token_hex(12)}", int(time.time()), service.name, chat=False)
-        return await _reply(request, Reply(service, head, asked, jobs, asked.logprobs is not None))
+            if isinstance(prompt, str):
+                prompt = tuple(await service.encode(prompt, special=asked.add_special_tokens is not False))
+            jobs += _jobs(service, asked, prompt)
+        return await _reply(request, Reply(service, _head(service, asked), asked, jobs))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    asked, messages = chat_of(await read_object(request), SPEAKERS)
+    asked, messages = chat_of(await read_object(request), EMBEDDED)
     service.must_be(asked.model)
     _must_decode(service)
     async with service.admitted():
@@ -63,12 +78,17 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         ):
             raise CapacityError(f"the messages cannot fit in {service.most_tokens} tokens")
         prompt = await asyncio.to_thread(text.chat, messages)
-        tokens = tuple(await service.encode(prompt, special=not text.chat_has_specials))
-        if asked.top_logprobs and not asked.logprobs:
-            raise InputError("top_logprobs", "needs logprobs to be true")
-        jobs = _jobs(service, asked, tokens, asked.limit, asked.top_logprobs if asked.logprobs else None)
-        head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), service.name, chat=True)
-        return await _reply(request, Reply(service, head, asked, jobs, asked.logprobs))
+        added = asked.add_special_tokens
+        special = not text.chat_has_specials if added is None else added
+        jobs = _jobs(service, asked, tuple(await service.encode(prompt, special=special)))
+        return await _reply(request, Reply(service, _head(service, asked), asked, jobs))
+
+
+def _head(service: Service, asked: Completion | Chat) -> Head:
+    chat, options = isinstance(asked, Chat), asked.stream_options
+    said = options.include_usage or options.continuous_usage_stats
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    return Head(name, int(time.time()), service.name, chat, said)
 
 
 def _must_decode(service: Service) -> None:
@@ -76,17 +96,21 @@ def _must_decode(service: Service) -> None:
         raise Refused(409, "this engine's role is prefill: it hands on what it computes", "role")
 
 
-def _jobs(
-    service: Service, asked: Common, tokens: tuple[int, ...], limit: int | None, logprobs: int | None
-) -> list[Job]:
-    StopScanner(asked.stops)  # says what is wrong with them
+def _jobs(service: Service, asked: Completion | Chat, tokens: tuple[int, ...]) -> list[Job]:
     if not tokens:
         raise InputError("prompt", "must have at least one token")
-    output = service.room_for(len(tokens), limit)
+    output = service.room_for(len(tokens), asked.limit)
+    if asked.min_tokens > output:
+        raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
     seed = secrets.randbits(62) if asked.seed is None else asked.seed
-    ends = frozenset() if asked.ignore_eos else service.eos
-    ways = [asked.sampling(seed + (place << 32), logprobs) for place in range(asked.n)]
-    return [_job(service, tokens, output, way, ends, asked.priority) for way in ways]
+    ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else service.eos)
+    jobs = []
+    for place in range(asked.n):
+        drawn = seed + (place << 32)
+        way = sampling_of(asked, service.defaults, seed=drawn, logprobs=asked.reported)
+        way = service.holding(way, ends, len(tokens), asked.min_tokens)
+        jobs.append(_job(service, tokens, output, way, ends, asked.priority))
+    return jobs
 
 
 def _job(
@@ -103,9 +127,12 @@ class Reply:
 
     service: Service
     head: Head
-    asked: Common
+    asked: Completion | Chat
     jobs: Sequence[Job]
-    logprobs: bool
+
+    @property
+    def logprobs(self) -> bool:
+        return self.asked.reported is not None
 
     @property
     def prompt_tokens(self) -> int:
@@ -116,9 +143,9 @@ class Reply:
 async def _reply(request: web.Request, reply: Reply) -> web.StreamResponse:
     if reply.asked.stream:
         return await _stream(request, reply)
-    service, head, stops = reply.service, reply.head, reply.asked.stops
+    service, head, shown = reply.service, reply.head, reply.asked.shown
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(whole_answer(service, job, stops)) for job in reply.jobs]
+        tasks = [group.create_task(whole_answer(service, job, shown)) for job in reply.jobs]
     found = [task.result() for task in tasks]
     choices = [
         whole_choice(head, index, delta, service.text, logprobs=reply.logprobs)
@@ -137,6 +164,11 @@ async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
     head, words, output, cached = reply.head, reply.service.text, 0, 0
     offsets = [0] * len(reply.jobs)
     seen: set[int] = set()
+
+    def so_far() -> Json | None:
+        continuous = reply.asked.stream_options.continuous_usage_stats
+        return usage(reply.prompt_tokens, output, cached) if continuous else None
+
     try:
         async with aclosing(_merged(reply)) as parts:
             async for index, delta in parts:
@@ -151,29 +183,25 @@ async def _stream(request: web.Request, reply: Reply) -> web.StreamResponse:
                         head, index, delta, words, logprobs=reply.logprobs, offset=offsets[index], first=first
                     )
                     offsets[index] += len(delta.text)
-                    await response.write(_event(head.reply([choice], chunk=True)))
+                    await response.write(event(head.reply([choice], chunk=True, usage=so_far())))
         if reply.asked.stream_options.include_usage:
             whole = usage(reply.prompt_tokens, output, cached)
-            await response.write(_event(head.reply([], chunk=True, usage=whole)))
+            await response.write(event(head.reply([], chunk=True, usage=whole)))
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception as error:
         if not response.prepared:
             raise
-        await response.write(_event(error_body(error)[1]))
-    await response.write(b"data: [DONE]\n\n")
+        await response.write(event(error_body(error)[1]))
+    await response.write(LAST_EVENT)
     await response.write_eof()
     return response
-
-
-def _event(body: object) -> bytes:
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _merged(reply: Reply) -> AsyncGenerator[tuple[int, Delta]]:
     """The parts of all answers, as they come."""
     if len(reply.jobs) == 1:
-        async with aclosing(answer(reply.service, reply.jobs[0], reply.asked.stops)) as deltas:
+        async with aclosing(answer(reply.service, reply.jobs[0], reply.asked.shown)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
@@ -182,7 +210,7 @@ async def _merged(reply: Reply) -> AsyncGenerator[tuple[int, Delta]]:
     async def pump(index: int, job: Job) -> None:
         # Errors go through the queue: a task group that fails cancels whoever writes to the client at that moment.
         try:
-            async for delta in answer(reply.service, job, reply.asked.stops):
+            async for delta in answer(reply.service, job, reply.asked.shown):
                 parts.put_nowait((index, delta))
             parts.put_nowait(None)
         except Exception as error:

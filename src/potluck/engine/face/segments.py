@@ -14,10 +14,11 @@ from contextlib import AsyncExitStack
 
 from aiohttp import web
 
+from potluck.api.errors import Refused
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.face.bodies import SegmentAsk, Source, read_object, segment_of
 from potluck.engine.face.carriage import address_of
-from potluck.engine.face.errors import Refused, ended
+from potluck.engine.face.errors import ended
 from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.requests import Computed, Ended, Job, Token
@@ -64,7 +65,7 @@ def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
         start=asked.start,
         stop=asked.stop,
         output_tokens=0 if asked.stop is not None else asked.max_tokens,
-        sampling=asked.sampling.sampling,
+        sampling=service.holding(asked.sampling.sampling, ends, len(tokens), asked.min_tokens),
         ends=ends,
         priority=asked.priority,
     )

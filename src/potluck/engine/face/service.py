@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
 from potluck import __version__
+from potluck.api.errors import Refused
 from potluck.api.tokens import Text
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.values.sampling import Sampling, SamplingDefaults
 from potluck.engine.compute.paced import Paced
 from potluck.engine.face.carriage import Carriage, KvSettings
-from potluck.engine.face.errors import Refused
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
 from potluck.engine.loop.driver import Driver
@@ -53,8 +54,11 @@ class Service:
         text: Text | None,
         limits: FaceLimits,
         kv: KvSettings | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         self.name = name
+        self.defaults = defaults or SamplingDefaults()
+        """How tokens are drawn where a request does not say."""
         self.text = text
         self.hub = hub
         self.limits = limits
@@ -131,6 +135,15 @@ class Service:
         if len(text) > most:
             raise CapacityError(f"a prompt of {len(text)} characters cannot fit in {self.most_tokens} tokens")
         return await asyncio.to_thread(words.encode, text, special=special)
+
+    def holding(self, way: Sampling, ends: frozenset[int], prompt: int, min_tokens: int) -> Sampling:
+        """The same, but nothing that ends the output is drawn before there are `min_tokens` behind the prompt."""
+        barred = tuple(sorted(token for token in ends if 0 <= token < self.vocab))
+        if not min_tokens or not barred:
+            return way
+        if len(barred) >= self.vocab:
+            raise InputError("min_tokens", "nothing is left to draw, since every token would end the output")
+        return replace(way, barred=barred, barred_before=prompt + min_tokens)
 
     async def pace(self, parcel: Parcel) -> None:
         """Before a parcel is sent: the network card of an emulated GPU takes its time."""

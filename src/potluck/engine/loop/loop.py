@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.replica.batch import DONE, FINISHED, Limits, Step
+from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Draw, Executor, Export, Incoming, WorkerLost
 from potluck.engine.compute.runner import Work
-from potluck.engine.compute.sample import Choice
 from potluck.engine.loop.gates import Gate
 from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from potluck.core.errors import CapacityError, InputError
-from potluck.engine.compute.sample import Choice, Sampling
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.memory.handover import Parcel
 
 

@@ -14,9 +14,9 @@ from statistics import median
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError
+from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.executor import Draw, Executor
 from potluck.engine.compute.runner import Work
-from potluck.engine.compute.sample import Sampling
 from potluck.perf.profile import MIN_POINTS, ProfilePoint
 
 WARM_UP = 2

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.routing.weighted import Turns
 from potluck.core.values.model import LinearAttention
+from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Deliver, Draw, Export, WorkerLost
 from potluck.engine.compute.runner import Size, Work
-from potluck.engine.compute.sample import Choice
 from potluck.engine.compute.step import check
 from potluck.engine.memory.cache import windows_of
 from potluck.engine.memory.handover import Manifest, Parcel

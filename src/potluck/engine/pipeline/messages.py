@@ -15,8 +15,8 @@ import numpy as np
 from potluck.core.codec import decode, encode
 from potluck.core.errors import CapacityError, FormatError, InputError, PotluckError
 from potluck.core.values.model import Model
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.core.values.types import NodeType
-from potluck.engine.compute.sample import Choice, Sampling
 from potluck.engine.compute.step import Work
 from potluck.engine.memory.handover import Manifest, Parcel, Part
 from potluck.engine.model.config import Config

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import FormatError
+from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.compute.executor import Deliver, Draw, Export
 from potluck.engine.compute.runner import Work
-from potluck.engine.compute.sample import Choice, Sampling
 from potluck.engine.memory.handover import Parcel
 from potluck.engine.pipeline.batches import Piece
 from potluck.engine.pipeline.messages import (
@@ -145,5 +145,7 @@ class PipelineStep:
 
 
 def _plain(way: Sampling) -> Sampling:
-    """Greedy is greedy, whatever else is said."""
-    return way if way.temperature > 0 else Sampling(logprobs=way.logprobs)
+    """Greedy is greedy, whatever else is said but what may not be drawn."""
+    if way.temperature > 0:
+        return way
+    return Sampling(logprobs=way.logprobs, barred=way.barred, barred_before=way.barred_before)

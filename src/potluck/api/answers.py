@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from potluck.api.growth import Delta
 from potluck.api.tokens import Text
-from potluck.engine.compute.sample import Choice
-from potluck.engine.face.generate import Delta
+from potluck.core.values.sampling import Choice
 
 Json = dict[str, object]
 
@@ -20,6 +21,8 @@ class Head:
     created_s: int
     model: str
     chat: bool
+    usage_said: bool = False
+    """Whether every part has a usage, be it null, as those have that will end with one."""
 
     def reply(self, choices: list[Json], *, chunk: bool, usage: Json | None = None) -> Json:
         kind = "text_completion"
@@ -32,9 +35,28 @@ class Head:
             "model": self.model,
             "choices": choices,
         }
-        if usage is not None:
+        if usage is not None or (chunk and self.usage_said):
             body["usage"] = usage
         return body
+
+
+def event(body: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+LAST_EVENT = b"data: [DONE]\n\n"
+
+
+def model_entry(name: str, created_s: int, most_tokens: int) -> Json:
+    """One model of /v1/models."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "potluck",
+        "max_model_len": most_tokens,
+    }
 
 
 def usage(prompt: int, output: int, cached: int) -> Json:

@@ -1,0 +1,169 @@
+"""What clients ask of /v1/completions and /v1/chat/completions, as values.
+
+What a request leaves out stays None where a model may have a default of its own: `sampling_of` fills it in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.api.bodies import shaped, tokens_of
+from potluck.api.fields import Abilities, what_counts
+from potluck.api.growth import Shown
+from potluck.api.messages import Message, messages_of
+from potluck.api.stops import checked_stops
+from potluck.core.errors import FormatError, InputError
+from potluck.core.values.sampling import Sampling, SamplingDefaults
+
+DEFAULT_TOKENS = 16
+"""Of a completion that says no max_tokens, as OpenAI has it."""
+MOST_STOP_TOKENS = 256
+LARGEST_SEED = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    include_usage: bool = False
+    """One more part at the end, with the usage of the whole."""
+    continuous_usage_stats: bool = False
+    """The usage so far in every part."""
+    include_obfuscation: bool = False
+    """Padding against listeners on the way; there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What completions and chats have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 or less: all."""
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own; None: to a completion, and to a chat whose template does not."""
+    priority: int = 0
+    """Higher first."""
+
+    @property
+    def shown(self) -> Shown:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        return Shown(stops, self.min_tokens, self.include_stop_str_in_output, not self.skip_special_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Common):
+    max_tokens: int = DEFAULT_TOKENS
+    logprobs: int | None = None
+    best_of: int = 1
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def reported(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None: no log probabilities."""
+        return self.logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Chat(Common):
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def reported(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+
+def sampling_of(
+    asked: Common, defaults: SamplingDefaults, *, seed: int, logprobs: int | None = None
+) -> Sampling:
+    """How tokens are drawn: what the request says, else what the model's defaults say."""
+
+    def chosen(given: float | None, default: float) -> float:
+        return default if given is None else given
+
+    return Sampling(
+        temperature=chosen(asked.temperature, defaults.temperature),
+        top_k=max(defaults.top_k if asked.top_k is None else asked.top_k, 0),
+        top_p=chosen(asked.top_p, defaults.top_p),
+        min_p=chosen(asked.min_p, defaults.min_p),
+        seed=seed,
+        logprobs=logprobs,
+    )
+
+
+def completion_of(body: dict[str, object], able: Abilities) -> tuple[Completion, list[str | tuple[int, ...]]]:
+    """A completion and its prompts, each text or tokens."""
+    body = dict(body)
+    prompt = body.pop("prompt", None)
+    asked = shaped(Completion, what_counts(body, able))
+    _check(asked, able)
+    _within("logprobs", asked.logprobs or 0, 0, able.most_logprobs)
+    if asked.best_of != 1 and (asked.best_of < asked.n or (asked.best_of > asked.n and not able.more_draws)):
+        raise InputError("best_of", "must be n for this engine; leave it out")
+    if isinstance(prompt, str):
+        return asked, [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
+    if all(type(item) is int for item in prompt):
+        return asked, [tuple(prompt)]
+    if len(prompt) * asked.n > able.most_choices:
+        many = f"{len(prompt)} prompts and n {asked.n} are more than {able.most_choices} answers"
+        raise InputError("prompt", many)
+    return asked, [
+        item if isinstance(item, str) else tokens_of(item, f"prompt[{place}]")
+        for place, item in enumerate(prompt)
+    ]
+
+
+def chat_of(body: dict[str, object], able: Abilities) -> tuple[Chat, list[Message]]:
+    body = dict(body)
+    messages = body.pop("messages", None)
+    asked = shaped(Chat, what_counts(body, able))
+    _check(asked, able)
+    _within("top_logprobs", asked.top_logprobs, 0, able.most_logprobs)
+    if asked.top_logprobs and not asked.logprobs:
+        raise InputError("top_logprobs", "needs logprobs to be true")
+    return asked, messages_of(messages, tools=able.tools)
+
+
+def _check(asked: Completion | Chat, able: Abilities) -> None:
+    """What a shape does not say. Raised here, so that the error names its field."""
+    _within("n", asked.n, 1, able.most_choices)
+    sampling_of(asked, SamplingDefaults(), seed=0)
+    checked_stops(asked.shown.stops)
+    if len(asked.stop_token_ids) > MOST_STOP_TOKENS:
+        raise InputError("stop_token_ids", f"at most {MOST_STOP_TOKENS}, got {len(asked.stop_token_ids)}")
+    if asked.seed is not None and not -LARGEST_SEED <= asked.seed < LARGEST_SEED:
+        raise InputError("seed", "must fit in 64 bits")
+    limit = asked.limit
+    if limit is not None and limit < 1:
+        name = "max_tokens" if isinstance(asked, Completion) or asked.max_completion_tokens is None else ""
+        raise InputError(name or "max_completion_tokens", f"must be at least 1, is {limit}")
+    if asked.min_tokens < 0 or (limit is not None and asked.min_tokens > limit):
+        raise InputError("min_tokens", f"must be 0 to max_tokens, is {asked.min_tokens}")
+
+
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise InputError(name, f"must be {least} to {most}, is {value}")
