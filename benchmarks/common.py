@@ -22,6 +22,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+COMPILED = ROOT / "build" / "compiled"
+"""Where `make compiled` puts a compiled copy of the package."""
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -111,6 +113,13 @@ def child_cpu_s(command: Sequence[str], environment: Mapping[str, str] | None = 
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def compiled_copy() -> bool:
+    """Whether there is one in COMPILED, and of the present source."""
+    made = COMPILED / ".made"
+    files = [file for folder in ("core", "sim") for file in (ROOT / "src" / "potluck" / folder).rglob("*.py")]
+    return made.exists() and made.stat().st_mtime >= max(file.stat().st_mtime for file in files)
 
 
 def _once_s(work: Callable[[], object]) -> float:

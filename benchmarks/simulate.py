@@ -23,7 +23,7 @@ from math import factorial, inf
 import numpy as np
 
 import simulate_fleets as fleets
-from common import ROOT, cpu_s, run
+from common import COMPILED, ROOT, compiled_copy, cpu_s, run
 from potluck.core.replica.batch import FINISHED, Limits
 from potluck.core.values.plan import Confidence
 from potluck.perf.roofline import roofline
@@ -36,7 +36,6 @@ from potluck.sim.settings import Settings
 from potluck.sim.setup import SimProblem
 
 SEED = 5
-COMPILED = ROOT / "build" / "compiled"
 TARGETS = {
     "aggregated_requests_per_cpu_s": (">=", 30_000.0),
     "eight_replicas_requests_per_cpu_s": (">=", 30_000.0),
@@ -71,13 +70,6 @@ def measure(quick: bool) -> dict[str, float]:
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, float] = json.loads(done.stdout)["figures"]
     return figures | {f"interpreted_{name}": value for name, value in ours.items()}
-
-
-def compiled_copy() -> bool:
-    """Whether there is one, and of the present source."""
-    made = COMPILED / ".made"
-    files = [file for folder in ("core", "sim") for file in (ROOT / "src" / "potluck" / folder).rglob("*.py")]
-    return made.exists() and made.stat().st_mtime >= max(file.stat().st_mtime for file in files)
 
 
 def speeds(quick: bool) -> dict[str, float]:

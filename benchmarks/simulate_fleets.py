@@ -42,13 +42,15 @@ def capacity_per_s(role: Role = "mixed") -> float:
 
 
 def aggregated(replicas: int) -> SimProblem:
-    return _problem(_template("chat: mixed", "homogeneous", ["mixed"], capacity_per_s()), replicas)
+    rates = (0.0, 0.0, capacity_per_s())
+    return _problem(template("chat: mixed", "homogeneous", [("mixed", NODE.name)], rates), replicas)
 
 
 def combos(copies: int) -> SimProblem:
     """One prefill and one decode replica each."""
     rate = min(capacity_per_s("prefill"), capacity_per_s("decode"))
-    return _problem(_template("chat: 1P1D", "combo", ["prefill", "decode"], rate), copies)
+    parts: list[tuple[Role, str]] = [("prefill", NODE.name), ("decode", NODE.name)]
+    return _problem(template("chat: 1P1D", "combo", parts, (0.0, 0.0, rate)), copies)
 
 
 def requests(problem: SimProblem, count: int, seed: int, block_tokens: int = 0) -> Workload:
@@ -58,10 +60,14 @@ def requests(problem: SimProblem, count: int, seed: int, block_tokens: int = 0) 
     return with_prefixes(made, HIT_SHARE, seed, block_tokens=block_tokens) if block_tokens else made
 
 
-def _template(name: str, kind: TemplateKind, roles: Sequence[Role], rate: float) -> Template:
-    replicas = tuple(Replica(role, single(NODE.name, 1, LLAMA.layer_count)) for role in roles)
-    capacity = BucketCapacity(0, 0.0, 0.0, rate, 0.2, 0.03)
-    return Template(name, kind, MODEL, (NodeCount(NODE.name, len(roles)),), replicas, (capacity,), "measured")
+def template(
+    name: str, kind: TemplateKind, parts: Sequence[tuple[Role, str]], rates: tuple[float, float, float]
+) -> Template:
+    """One replica per (role, node); `rates` are prefill, decode and closed requests a second."""
+    names = [node for _, node in parts]
+    counts = tuple(NodeCount(node, names.count(node)) for node in dict.fromkeys(names))
+    replicas = tuple(Replica(role, single(node, 1, LLAMA.layer_count)) for role, node in parts)
+    return Template(name, kind, MODEL, counts, replicas, (BucketCapacity(0, *rates, 0.2, 0.03),), "measured")
 
 
 def _problem(template: Template, copies: int) -> SimProblem:

@@ -1,0 +1,238 @@
+"""The fleets, requests and yardsticks of benchmarks/stress.py.
+
+Llama-3.1-8B on H100s unless a scenario says otherwise, lengths of Azure's chat trace (1155 / 211 tokens on average),
+Poisson arrivals, an objective of 2 s to the first token and 60 ms a token after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+import simulate_fleets as fleets
+from potluck.catalog import nodes
+from potluck.catalog import workloads as named
+from potluck.cli.goodput import Step, faster, search, step_of
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    Flow,
+    Plan,
+    Prediction,
+    Share,
+    Template,
+)
+from potluck.core.values.types import Link, Offer, Region, Role, Slo
+from potluck.perf.roofline import roofline
+from potluck.perf.throughput import best_operating
+from potluck.sim.load.workload import Workload, merge, synthetic
+from potluck.sim.results.metrics import judge, summarise
+from potluck.sim.results.records import REFUSED, Records, SimResult
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings
+from potluck.sim.setup import SimProblem
+from potluck.sim.world.faults import Fault, Faults
+
+MODEL = fleets.MODEL
+SEED = 11
+SLO = Slo(2.0, 0.06)
+FAST, SMALL = "1xH100-SXM", "1xL4"
+TOLERANCE = 0.02
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What every scenario is run with."""
+
+    policy: Policy
+    quick: bool
+
+    def span_s(self, whole_s: float, quick_s: float) -> float:
+        return quick_s if self.quick else whole_s
+
+    def run(
+        self,
+        problem: SimProblem,
+        load: Workload,
+        faults: Sequence[Fault] = (),
+        settings: Settings | None = None,
+    ) -> SimResult:
+        return simulate(
+            problem,
+            load,
+            self.policy,
+            seed=SEED,
+            settings=settings,
+            faults=Faults(tuple(faults)) if faults else None,
+        )
+
+
+def per_s(node: str, role: Role = "mixed") -> float:
+    """Requests a second that one replica sustains, by the model that plans are made with."""
+    kind = nodes.node_type(node)
+    found = best_operating(
+        roofline(fleets.LLAMA, kind, kind.gpus), fleets.INPUT, fleets.OUTPUT, 300, None, role
+    )
+    assert found is not None
+    return found.requests_per_s
+
+
+def alike(replicas: int) -> SimProblem:
+    """So many H100s that each do the whole work. Prompts of any length belong to the one bucket."""
+    return closed([(mixed(FAST), "east", replicas)])
+
+
+def mixed(node: str, weight: float = 1.0) -> Template:
+    """One replica on a node; its planned rate is `weight` times what it can do."""
+    return fleets.template(
+        f"chat: {node}", "homogeneous", [("mixed", node)], (0.0, 0.0, weight * per_s(node))
+    )
+
+
+def closed(
+    fleet: Sequence[tuple[Template, str, int]], slo: Slo = SLO, links: Sequence[Link] = ()
+) -> SimProblem:
+    """(template, region, copies): each serves by itself."""
+    shares = tuple(
+        Share(t.name, region, 0, "closed", n * t.capacity[0].closed_per_s) for t, region, n in fleet
+    )
+    return _problem(fleet, shares, (), slo, links)
+
+
+def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: float) -> SimProblem:
+    """(region, replicas): prefill in some regions, decode in one, with a link from each of the former."""
+    first = fleets.template(
+        "chat: prefill", "homogeneous", [("prefill", FAST)], (per_s(FAST, "prefill"), 0.0, 0.0)
+    )
+    last = fleets.template(
+        "chat: decode", "homogeneous", [("decode", FAST)], (0.0, per_s(FAST, "decode"), 0.0)
+    )
+    place, count = decodes
+    rates = {region: n * first.capacity[0].prefill_per_s for region, n in prefills}
+    shares = [Share(first.name, region, 0, "prefill", rate) for region, rate in rates.items()]
+    shares.append(Share(last.name, place, 0, "decode", count * last.capacity[0].decode_per_s))
+    flows = tuple(Flow(MODEL, 0, region, place, rate) for region, rate in rates.items())
+    links = [
+        Link(*ends, gbps, 0.01)
+        for region in rates
+        if region != place
+        for ends in ((region, place), (place, region))
+    ]
+    fleet = [*((first, region, n) for region, n in prefills), (last, place, count)]
+    return _problem(fleet, tuple(shares), flows, SLO, links)
+
+
+def _problem(
+    fleet: Sequence[tuple[Template, str, int]],
+    shares: tuple[Share, ...],
+    flows: tuple[Flow, ...],
+    slo: Slo,
+    links: Sequence[Link],
+) -> SimProblem:
+    rate = sum(n * max(_rates(t.capacity[0])) for t, _, n in fleet)
+    templates = tuple({t.name: t for t, _, _ in fleet}.values())
+    plan = Plan(
+        "by hand",
+        templates,
+        tuple(Deployment(t.name, region, n) for t, region, n in fleet),
+        (Bucket(MODEL, 0, 1 << 20, rate),),
+        shares,
+        flows,
+        (Prediction(MODEL, rate, rate, 0.2, 0.03, "measured"),),
+        1.0,
+        0.0,
+    )
+    used = {each.node: nodes.node_type(each.node) for t in templates for each in t.nodes}
+    offers = tuple(Offer(name, 2.0, 100_000) for name in used)
+    regions = tuple(Region(name, offers) for name in dict.fromkeys(region for _, region, _ in fleet))
+    mean = {MODEL: (float(fleets.INPUT), float(fleets.OUTPUT))}
+    return SimProblem(plan, {MODEL: fleets.LLAMA}, used, regions, tuple(links), {MODEL: slo}, mean)
+
+
+def _rates(capacity: BucketCapacity) -> tuple[float, float, float]:
+    return capacity.prefill_per_s, capacity.decode_per_s, capacity.closed_per_s
+
+
+def chat(rate_per_s: float, span_s: float, seed: int = SEED, start_s: float = 0.0) -> Workload:
+    """Poisson arrivals of chat requests from a time on for so long."""
+    lengths = named.workload("azure-conv").lengths
+    made = synthetic(MODEL, lengths, rate_per_s, int(rate_per_s * span_s * 1.2) + 50, seed)
+    made = made.take(np.flatnonzero(made.arrival_s < span_s))
+    return replace(made, arrival_s=made.arrival_s + start_s)
+
+
+def phases(*parts: tuple[float, float]) -> Workload:
+    """(rate, seconds) one after another."""
+    loads, start_s = [], 0.0
+    for place, (rate_per_s, span_s) in enumerate(parts):
+        loads.append(chat(rate_per_s, span_s, SEED + place, start_s))
+        start_s += span_s
+    return merge(loads)
+
+
+def capacity_per_s(make: Callable[[], SimProblem], rules: Rules) -> float:
+    """What `potluck goodput` finds for a fleet: the highest rate at which the objective still holds."""
+    return _capacity(make, rules.policy, rules.span_s(120.0, 60.0))
+
+
+@cache
+def _capacity(make: Callable[[], SimProblem], policy: Policy, span_s: float) -> float:
+    problem = make()
+    base = chat(problem.plan.predictions[0].capacity_per_s, span_s)
+    base_per_s = len(base) / float(base.arrival_s[-1])
+
+    def tried(scale: float) -> Step:
+        result = simulate(problem, faster(base, scale), policy, seed=SEED)
+        return step_of(summarise(result), scale, base_per_s)
+
+    _, best = search(tried, TOLERANCE)
+    if best is None:
+        raise SystemExit("stress: no rate that was tried keeps the objective")
+    return best.rate_per_s
+
+
+def good(result: SimResult) -> Mask:
+    """Which requests kept their objective."""
+    return judge(result.records, result.slos, result.end_s).met
+
+
+def between(records: Records, from_s: float, to_s: float) -> Mask:
+    """Which requests arrived in a time."""
+    found: Mask = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
+    return found
+
+
+def good_per_s(result: SimResult, from_s: float, to_s: float) -> float:
+    """Of those that arrived in a time, so many a second kept their objective."""
+    return float((good(result) & between(result.records, from_s, to_s)).sum()) / (to_s - from_s)
+
+
+def attainment(result: SimResult, from_s: float, to_s: float) -> float:
+    """The share of those that arrived in a time that kept their objective."""
+    inside = between(result.records, from_s, to_s)
+    return float((good(result) & inside).sum()) / max(1, int(inside.sum()))
+
+
+def refused(result: SimResult) -> Mask:
+    found: Mask = result.records.outcome == REFUSED
+    return found
+
+
+def broken_promises(result: SimResult, tick_s: float) -> int:
+    """Requests that were refused after they had been sent, or had been let wait for longer than a tick."""
+    records = result.records
+    kept = (records.attempts > 0) | (records.finish_s - records.arrival_s > tick_s)
+    return int((refused(result) & kept).sum())
+
+
+def slowest_refusal_s(result: SimResult) -> float:
+    """From arrival to refusal, at most."""
+    waits_s = (result.records.finish_s - result.records.arrival_s)[refused(result)]
+    return float(waits_s.max(initial=0.0))

@@ -1,0 +1,234 @@
+"""What benchmarks/stress.py does to a fleet: each scenario is a function from rules to figures, with its targets.
+
+Loads are shares of the capacity that `potluck goodput` finds for the same fleet, objective and rules, but where a
+scenario says otherwise. "Good" requests are those that keep both halves of the objective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+import stress_fleets as fleet
+from potluck.cli.workloads import Asked, load
+from potluck.core.values.types import Slo
+from potluck.sim.load.workload import first
+from potluck.sim.results.metrics import ModelSummary, summarise
+from potluck.sim.results.records import SimResult
+from potluck.sim.setup import SimProblem
+from potluck.sim.world.faults import Fault
+from stress_fleets import FAST, SMALL, Rules
+
+DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+TRACES = {
+    "mooncake_fast25_synthetic": 0.6,
+    "mooncake_arxiv_first1000": 1.0,
+    "mooncake_fast25_conversation": 1.0,
+}
+"""Traces with prefixes, and what their times to the first token may be at most, as a share of round robin's."""
+SOURCES = ("west", "north", "south", "centre")
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One kind of stress, and what a calm fleet makes of it."""
+
+    name: str
+    run: Callable[[Rules], Figures]
+    targets: dict[str, tuple[str, float]]
+
+
+def four() -> SimProblem:
+    return fleet.alike(4)
+
+
+def overload(rules: Rules) -> Figures:
+    """More than the fleet can do, for good: 1.5 and 3 times its capacity; counted after the first minute."""
+    capacity = fleet.capacity_per_s(four, rules)
+    end_s = rules.span_s(150.0, 90.0)
+    figures = {"overload_capacity_per_s": capacity}
+    for factor in (1.5, 3.0):
+        result = rules.run(four(), fleet.chat(factor * capacity, end_s))
+        good_per_s = fleet.good_per_s(result, 60.0, end_s)
+        figures |= {
+            f"overload_{factor:g}x_good_per_s": good_per_s,
+            f"overload_{factor:g}x_of_capacity": good_per_s / capacity,
+            f"overload_{factor:g}x_refused_share": float(fleet.refused(result).mean()),
+            f"overload_{factor:g}x_slowest_refusal_s": fleet.slowest_refusal_s(result),
+        }
+    return figures
+
+
+def burst(rules: Rules) -> Figures:
+    """A load of 0.4, ten times that for 30 s, and 0.4 again."""
+    capacity = fleet.capacity_per_s(four, rules)
+    calm, begin_s, after_s = 0.4 * capacity, 20.0, rules.span_s(240.0, 200.0)
+    result = rules.run(four(), fleet.phases((calm, begin_s), (10 * calm, 30.0), (calm, after_s)))
+    over_s = begin_s + 30.0
+    return {
+        "burst_good_per_s_during": fleet.good_per_s(result, begin_s, over_s),
+        "burst_during_of_capacity": fleet.good_per_s(result, begin_s, over_s) / capacity,
+        "burst_attainment_minute_after": fleet.attainment(result, over_s, over_s + 60.0),
+        "burst_attainment_10_s_after": fleet.attainment(result, over_s + 10.0, over_s + 70.0),
+        "burst_recovered_after_s": _recovered_s(result, over_s, over_s + after_s) - over_s,
+        "burst_slowest_refusal_s": fleet.slowest_refusal_s(result),
+    }
+
+
+def _recovered_s(result: SimResult, from_s: float, to_s: float, bin_s: float = 5.0) -> float:
+    """From when on no five seconds have an attainment below 0.95."""
+    starts_s = np.arange(from_s, to_s - bin_s, bin_s)
+    bad = [start for start in starts_s if fleet.attainment(result, start, start + bin_s) < 0.95]
+    return float(bad[-1] + bin_s) if bad else from_s
+
+
+def slow(rules: Rules) -> Figures:
+    """One of four replicas takes twice as long as planned, at a load of 0.75."""
+    rate = 0.75 * fleet.capacity_per_s(four, rules)
+    span_s = rules.span_s(300.0, 120.0)
+    result = rules.run(four(), fleet.chat(rate, span_s), [Fault(0.0, "slow", replica="*#0/0", factor=2.0)])
+    summary = summarise(result).models[0]
+    return {"slow_attainment": summary.attainment or 0.0, "slow_ttft_p90_s": _p90_s(summary)}
+
+
+def weights(rules: Rules) -> Figures:
+    """Two H100s and four L4s, which the plan thinks twice as good as they are, at 0.75 of the true sum.
+
+    An L4 hardly keeps 60 ms a token; a second run asks for 150 ms.
+    """
+    rate = 0.75 * (2 * fleet.per_s(FAST) + 4 * fleet.per_s(SMALL))
+    requests = fleet.chat(rate, rules.span_s(240.0, 120.0))
+    figures = {}
+    for name, slo in (("weights", fleet.SLO), ("weights_150_ms", Slo(2.0, 0.15))):
+        parts = [(fleet.mixed(FAST), "east", 2), (fleet.mixed(SMALL, 2.0), "east", 4)]
+        summary = summarise(rules.run(fleet.closed(parts, slo), requests)).models[0]
+        figures |= {f"{name}_attainment": summary.attainment or 0.0, f"{name}_ttft_p90_s": _p90_s(summary)}
+    return figures
+
+
+def link(rules: Rules) -> Figures:
+    """Prefill on two replicas in the west, decode on two in the east: 20 s of a tenth of the link, and of none of it.
+
+    The rate is 0.3 of what the two decode replicas could do by themselves: their network cards carry no more.
+    """
+    rate, begin_s = 0.3 * 2 * fleet.per_s(FAST), 20.0
+    requests = fleet.chat(rate, 80.0)
+    figures = {}
+    for name, factor in (("tenth", 0.1), ("dead", 0.0)):
+        fault = Fault(begin_s, "link", source="west", target="east", factor=factor, duration_s=20.0)
+        result = rules.run(fleet.apart([("west", 2)], ("east", 2), 100.0), requests, [fault])
+        figures[f"link_{name}_attainment"] = fleet.attainment(result, begin_s, begin_s + 20.0)
+        figures[f"link_{name}_attainment_after"] = fleet.attainment(result, begin_s + 20.0, 80.0)
+    figures["link_tenth_over_dead"] = figures["link_tenth_attainment"] / max(
+        1e-9, figures["link_dead_attainment"]
+    )
+    return figures
+
+
+def prefix(rules: Rules) -> Figures:
+    """Mooncake's traces at their own pace on four replicas: to where the prefix lies, against round robin."""
+    plain = replace(rules, policy=replace(rules.policy, balance="round-robin", affinity=0.0))
+    figures = {}
+    for trace in TRACES:
+        if not _path(trace).exists():
+            continue
+        requests = load(str(_path(trace)), fleet.MODEL, Asked())
+        if rules.quick and len(requests) > 4000:
+            requests = first(requests, 2000)
+        ours, theirs = (summarise(each.run(four(), requests)).models[0] for each in (rules, plain))
+        key = _key(trace)
+        assert ours.ttft_s is not None
+        assert theirs.ttft_s is not None
+        figures |= {
+            f"{key}_mean_over_round_robin": ours.ttft_s.mean / theirs.ttft_s.mean,
+            f"{key}_p99_over_round_robin": ours.ttft_s.p99 / theirs.ttft_s.p99,
+            f"{key}_attainment": ours.attainment or 0.0,
+            f"{key}_round_robin_attainment": theirs.attainment or 0.0,
+            f"{key}_cached_share": ours.cached_tokens / ours.prompt_tokens,
+        }
+    return figures
+
+
+def _path(trace: str) -> Path:
+    return DATA / f"{trace}.jsonl.gz"
+
+
+def _key(trace: str) -> str:
+    return "prefix_" + trace.removeprefix("mooncake_").removeprefix("fast25_").split("_")[0]
+
+
+def losses(rules: Rules) -> Figures:
+    """Half of the fleet lost at a load of 0.45, at once, as a region or by itself; links lost under transfers.
+
+    Counted are requests that were taken on and then refused, though what is left could serve them.
+    """
+    sixteen = [(fleet.mixed(FAST), "east", 8), (fleet.mixed(FAST), "west", 8)]
+    rate = 0.45 * 16 * fleet.per_s(FAST)
+    requests = fleet.chat(rate, rules.span_s(60.0, 30.0))
+    region = rules.run(fleet.closed(sixteen), requests, [Fault(10.0, "region", region="west")])
+    half = rules.run(
+        fleet.alike(16), requests, [Fault(10.0, "replica", replica=f"*#{n}/0") for n in range(8)]
+    )
+    torn = [
+        Fault(10.0 + 2.0 * n, "link", source=source, target="east", factor=0.0, duration_s=0.5)
+        for n in range(5)
+        for source in SOURCES
+    ]
+    across = fleet.apart([(source, 1) for source in SOURCES], ("east", 4), 50.0)
+    links = rules.run(across, fleet.chat(0.3 * 4 * fleet.per_s(FAST), 30.0), torn)
+    figures = {}
+    for name, result in (("region", region), ("half", half), ("links", links)):
+        figures |= {
+            f"losses_{name}_requests": float(len(result.records)),
+            f"losses_{name}_refused": float(fleet.refused(result).sum()),
+            f"losses_{name}_broken_promises": float(fleet.broken_promises(result, rules.policy.tick_s)),
+            f"losses_{name}_attainment": fleet.attainment(result, 0.0, result.end_s),
+        }
+    return figures
+
+
+def _p90_s(summary: ModelSummary) -> float:
+    return summary.ttft_s.p90 if summary.ttft_s else 0.0
+
+
+def _prefix_targets() -> dict[str, tuple[str, float]]:
+    """For the traces that are here."""
+    return {
+        f"{_key(trace)}_{figure}_over_round_robin": ("<=", most)
+        for trace, most in TRACES.items()
+        for figure in ("mean", "p99")
+        if _path(trace).exists()
+    }
+
+
+SCENARIOS = (
+    Scenario(
+        "overload",
+        overload,
+        {
+            "overload_1.5x_of_capacity": (">=", 0.9),
+            "overload_3x_of_capacity": (">=", 0.9),
+            "overload_1.5x_slowest_refusal_s": ("<=", 1.0),
+            "overload_3x_slowest_refusal_s": ("<=", 1.0),
+        },
+    ),
+    Scenario(
+        "burst",
+        burst,
+        {"burst_during_of_capacity": (">=", 0.8), "burst_attainment_10_s_after": (">=", 0.95)},
+    ),
+    Scenario("slow", slow, {"slow_attainment": (">=", 0.98)}),
+    Scenario("weights", weights, {"weights_attainment": (">=", 0.98)}),
+    Scenario("link", link, {"link_tenth_over_dead": (">=", 0.995)}),
+    Scenario("prefix", prefix, _prefix_targets()),
+    Scenario(
+        "losses",
+        losses,
+        {f"losses_{name}_broken_promises": ("<=", 0.0) for name in ("region", "half", "links")},
+    ),
+)
