@@ -73,3 +73,5 @@ class Facts:
     links_gbps: Mapping[tuple[str, str], float] = field(default_factory=dict)
     regions: tuple[Region, ...] = ()
     """What can be rented where and at what price; scaling needs it. Empty: not known, so nothing is ruled out."""
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """A model's requests a second in past bins of `core.scale.forecast.BIN_S`, the last of them ending at time 0."""

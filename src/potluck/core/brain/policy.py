@@ -12,9 +12,9 @@ Balance = Literal["goodput", "round-robin", "token", "least-work", "fixed"]
 """How requests are spread over units: in proportion to goodput (CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit
 with the most free tokens, to the one with the least work in seconds, or by the plan's fractions
 (THUNDERSERVE's X and Y)."""
-Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan"]
+Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan", "ahead"]
 """Who changes the fleet: nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift;
-PrfaaS's periodic split and threshold; CORAL's periodic re-allocation."""
+PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,12 @@ class Policy:
     """From a drain until the replica is stopped whether done or not (CAUCHY 3.5)."""
     replan_s: float = 360.0
     """Between two periodic re-allocations (CORAL 5.1)."""
+    forecast_share: float = 0.7
+    """Share of cases in which the rate forecast for the next minutes should suffice (`ahead`)."""
+    keep_s: float = 2400.0
+    """A copy that will be needed again within so long, or was needed, is kept (`ahead`)."""
+    busiest: float = 0.95
+    """How busy copies may be when the forecast's worst comes; headroom is not counted on top of it (`ahead`)."""
     headroom: float = 0.8
     """Share of a template's capacity that scaling counts on, as the planner does."""
     dip: float = 0.0
@@ -74,11 +80,16 @@ class Policy:
         for name in ("affinity", "max_wait_s", "grace_s"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
-        for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s"):
+        for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s", "keep_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"policy: {name}", f"must be positive, is {getattr(self, name)}")
-        if not 0 < self.headroom <= 1:
-            raise InputError("policy: headroom", f"must be above 0 and at most 1, is {self.headroom}")
+        for name in ("headroom", "busiest"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(
+                    f"policy: {name}", f"must be above 0 and at most 1, is {getattr(self, name)}"
+                )
+        if not 0 < self.forecast_share < 1:
+            raise InputError("policy: forecast_share", f"must be between 0 and 1, is {self.forecast_share}")
         if not 0 <= self.dip <= 1:
             raise InputError("policy: dip", f"must be from 0 to 1, is {self.dip}")
         if self.queue_requests < 1:

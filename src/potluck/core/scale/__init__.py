@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Policy
+from potluck.core.scale.ahead import ReplanAhead
 from potluck.core.scale.base import (
     AskReplan,
     FlipRole,
@@ -40,4 +41,6 @@ def scaler_of(policy: Policy, facts: Facts) -> Scaler:
         return PrfaasSplit(policy, facts)
     if policy.scaling == "replan":
         return PeriodicReplan(policy)
+    if policy.scaling == "ahead":
+        return ReplanAhead(policy, facts)
     return NoScaling()

@@ -145,3 +145,13 @@ def queued_requests(fleet: Fleet, model: str) -> int:
         for view in fleet.views.values()
         if view.status is not None and view.member.model == model
     )
+
+
+def missing_copies(fleet: Fleet, plan: Plan) -> int:
+    """Copies that the plan has and the fleet has not, not even starting."""
+    there: dict[tuple[str, str], int] = {}
+    for unit in fleet.units.values():
+        if not any(view.state == "draining" for view in unit.views):
+            key = (unit.template, unit.region)
+            there[key] = there.get(key, 0) + 1
+    return sum(max(0, d.count - there.get((d.template, d.region), 0)) for d in plan.deployments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import AskReplan, Notes, ScaleDecision, queued_requests
+from potluck.core.scale.base import AskReplan, Notes, ScaleDecision, missing_copies, queued_requests
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
 
@@ -44,7 +44,7 @@ class PeriodicReplan:
             return ()
         self._looked_s = at_s
         moved = [self._moved(seen) for seen in observed.models if self._moved(seen)]
-        missing = _missing(fleet, plan)
+        missing = missing_copies(fleet, plan)
         if missing:
             moved.append(f"{missing} copies of the plan are not there")
         if not moved and at_s - self._asked_s >= self._policy.global_window_s:
@@ -70,13 +70,3 @@ class PeriodicReplan:
         queued = seen.held + queued_requests(fleet, seen.model)
         rate = seen.rate_per_s + max(MARGIN * seen.rate_per_s, seen.error_per_s)
         return max(rate + queued / self._policy.replan_s, 1.0 / max(seen.long_span_s, 1.0))
-
-
-def _missing(fleet: Fleet, plan: Plan) -> int:
-    """Copies that the plan has and the fleet has not, not even starting."""
-    there: dict[tuple[str, str], int] = {}
-    for unit in fleet.units.values():
-        if not any(view.state == "draining" for view in unit.views):
-            key = (unit.template, unit.region)
-            there[key] = there.get(key, 0) + 1
-    return sum(max(0, d.count - there.get((d.template, d.region), 0)) for d in plan.deployments)

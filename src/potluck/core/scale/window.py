@@ -76,6 +76,8 @@ class ModelObserved:
     long_span_s: float
     long_rate_per_s: float
     lengths: tuple[LengthCount, ...]
+    arrivals_ever: int = 0
+    """Since the model was first watched."""
 
     @property
     def attainment(self) -> float:
@@ -162,6 +164,7 @@ class _Watch:
     outputs: list[int] = field(default_factory=list)
     short: _Sums = field(default_factory=_Sums)
     long: _Sums = field(default_factory=_Sums)
+    arrivals_ever: int = 0
 
 
 class Window:
@@ -267,6 +270,7 @@ class Window:
             long_span_s,
             long_rate,
             lengths,
+            watch.arrivals_ever,
         )
 
     def _span_s(self, at_s: float, slots: int) -> float:
@@ -300,6 +304,7 @@ def _count(watch: _Watch) -> None:
     """Count what was noted since the last time."""
     slot, bins = watch.slot, watch.slot.bins
     slot.arrivals += len(watch.prompts)
+    watch.arrivals_ever += len(watch.prompts)
     slot.prompt_tokens += sum(watch.prompts)
     for tokens in watch.prompts:
         bits = tokens.bit_length()
