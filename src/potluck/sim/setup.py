@@ -71,6 +71,8 @@ class SimProblem:
     startup: StartupCosts = DEFAULT_COSTS
     engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
     """(template, index of the replica in it) to its engine, where it is not the default one."""
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Rates before the run, for forecasts (`core.brain.facts`)."""
 
     def model(self, name: str) -> Model:
         if name not in self.models:
@@ -148,7 +150,9 @@ class Kits:
     def facts(self) -> Facts:
         """The Brain's facts. They grow with every plan learned, so that a new plan's templates are known."""
         links = {(link.source, link.target): link.gbps for link in self.problem.links}
-        return Facts(self._models, self._replicas, self._splits, links, self.problem.regions)
+        return Facts(
+            self._models, self._replicas, self._splits, links, self.problem.regions, self.problem.history
+        )
 
     def learn(self, plan: Plan) -> None:
         """Work out what is new in a plan."""

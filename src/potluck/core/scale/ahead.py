@@ -1,15 +1,15 @@
 """Re-allocation ahead of time: the planner is asked for the rates that are coming, not for those that were.
 
-A copy takes minutes to start, so whoever waits for a rise is late; and a copy that is drained in a dip is started again
-right after it. Here each model's `Forecaster` says what is to be expected:
+A copy takes minutes to start, so whoever waits for a rise is late; and a copy that is drained in a dip is started
+again right after it. Here each model's `Forecaster` says what is to be expected:
 
     soon   the rate until a copy asked for now would serve, exceeded in no more than 1 - `forecast_share` of all cases
     later  the rate expected within `keep_s`
     need = max(soon, later), or what it was at any time within the last `keep_s`
 
-So fleets grow at once and ahead of a rise, and shrink only when what would go is not expected to be needed again within
-the time for which it was not needed. The planner leaves a share of every copy idle, its headroom, for what averages do
-not show. The forecast's own error is in `need` already, so that headroom is not asked for twice: the planner is asked for
+So fleets grow at once and ahead of a rise, and shrink only when what would go was not needed for a while and is not
+expected to be soon. The planner leaves a share of every copy idle, its headroom, for what averages do not show. The
+forecast's own error is in `need` already, so that headroom is not asked for twice; the planner is asked for
 
     need x headroom / busiest
 

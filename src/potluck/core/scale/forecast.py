@@ -12,8 +12,8 @@ where each m is a move that one simple view of the past suggests:
     week     what it moved by between these two times a week ago
 
 and b_h are the coefficients that would have been best lately: ridge regression on the past, older bins counting less.
-Traffic without days gets no forecast from days; where no view helps all b are near 0, and it stays as it is. What f missed
-by is kept as well: quantiles come from these errors, and no shape is assumed for them.
+Traffic without days gets no forecast from days; where no view helps all b are near 0, and it stays as it is. What f
+missed by is kept as well: quantiles come from these errors, and no shape is assumed for them.
 
     forecaster = Forecaster(history)                     rates of past bins, the last one ending now
     forecaster.count(at_s, arrivals_ever)                at every tick
