@@ -49,6 +49,8 @@ RIDGE = 0.3
 """Evidence, in squared logs, that it takes to believe in a view by half."""
 ERRORS = 288
 """Errors that quantiles are taken from, per horizon: two days."""
+LEAST_MOVE = 0.02
+"""A rate is never believed to be stiller than this."""
 FEW = 24
 """With fewer errors than this, quantiles are those of a normal law with a deviation of PRIOR."""
 PRIOR = 0.2
@@ -165,8 +167,10 @@ class Forecaster:
         now = _log(now_per_s)
         if not self._logs or noise <= 0:
             return now
-        moves = self.error**2
-        return self._logs[-1] + moves / (moves + noise * noise) * (now - self._logs[-1])
+        moved = now - self._logs[-1]
+        # What noise cannot explain is a move, however still it was before.
+        moves = max(self.error, LEAST_MOVE, abs(moved) - 2 * noise) ** 2
+        return self._logs[-1] + moves / (moves + noise * noise) * moved
 
     def _close(self, rate_per_s: float) -> None:
         value = _log(rate_per_s)

@@ -1,0 +1,182 @@
+"""Forecasts: days are learned where there are any, little is lost where not, and the error is known."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import scale_builders as build
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
+from potluck.core.errors import InputError
+from potluck.core.scale import AskReplan, scaler_of
+from potluck.core.scale.ahead import LOOK_S
+from potluck.core.scale.forecast import BIN_S, DAY, Forecaster, _solved
+
+PLAN = build.plan_of((build.template("t", closed=2.0),), {("t", "here"): 2})
+FLEET = build.fleet_of(PLAN)
+
+
+def days(count: int, noise: float = 0.03, seed: int = 1) -> list[float]:
+    """A rate with a day's wave and some noise."""
+    rng = random.Random(seed)
+    return [
+        5.0 * (1 + 0.6 * math.sin(2 * math.pi * i / DAY)) * math.exp(rng.gauss(0, noise))
+        for i in range(count * DAY)
+    ]
+
+
+def walk(count: int, seed: int = 1, step: float = 0.1) -> list[float]:
+    """A rate that nothing can be known of but that it stays about where it is."""
+    rng, log = random.Random(seed), 0.0
+    found = []
+    for _ in range(count * DAY):
+        log = 0.98 * log + rng.gauss(0, step)
+        found.append(5.0 * math.exp(log))
+    return found
+
+
+def errors(rates: list[float], learn: int, ahead: int) -> tuple[float, float]:
+    """Mean absolute error, in logs, of the forecast and of 'it stays', some bins ahead, over what follows."""
+    forecaster = Forecaster(rates[:learn])
+    mine = stays = 0.0
+    for i in range(learn, len(rates) - ahead):
+        now, then = rates[i - 1], rates[i - 1 + ahead]
+        fit = forecaster._fits[ahead - 1]
+        moves = forecaster._moves(math.log(now), ahead - 1)
+        mine += abs(math.log(then / now) - fit.expected(moves))
+        stays += abs(math.log(then / now))
+        forecaster._close(rates[i])
+    return mine, stays
+
+
+def test_a_day_is_learned() -> None:
+    mine, stays = errors(days(6, noise=0.01), 4 * DAY, 3)
+    assert mine < 0.6 * stays
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_cannot_be_known_costs_little(seed: int) -> None:
+    mine, stays = errors(walk(6, seed), 3 * DAY, 1)
+    assert mine < 1.05 * stays
+
+
+def test_an_outage_is_not_learned_as_a_law() -> None:
+    rates = days(6, noise=0.01)
+    rates[3 * DAY : 3 * DAY + 4] = [0.0] * 4
+    mine, stays = errors(rates, 4 * DAY, 3)
+    assert mine < 0.8 * stays
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_the_high_figure_suffices_as_often_as_asked(share: float) -> None:
+    rates = walk(8, seed=4)
+    forecaster = Forecaster(rates[: 4 * DAY])
+    kept = 0
+    for i in range(4 * DAY, len(rates)):
+        x = math.log(rates[i - 1])
+        fit = forecaster._fits[0]
+        kept += math.log(rates[i]) <= x + fit.expected(forecaster._moves(x, 0)) + fit.quantile(share)
+        forecaster._close(rates[i])
+    assert kept / (4 * DAY) == pytest.approx(share, abs=0.06)
+
+
+def test_the_rise_of_the_morning_is_seen_before_it_comes() -> None:
+    rates = days(7)
+    before = Forecaster(rates[: 6 * DAY + DAY - 12])  # two hours before the wave's mean, rising steeply
+    now = rates[6 * DAY + DAY - 13]
+    outlook = before.outlook(now, 0.0, 3600.0, 0.5)
+    assert outlook.mean_per_s > 1.1 * now
+    assert "day" in outlook.reason or "week" in outlook.reason or "trend" in outlook.reason
+
+
+def test_without_a_past_it_stays_and_the_error_is_a_guess() -> None:
+    outlook = Forecaster().outlook(4.0, 0.1, 600.0, 0.9)
+    assert outlook.mean_per_s == pytest.approx(4.0)
+    assert 4.5 < outlook.high_per_s < 6.0
+
+
+def test_counting_arrivals_closes_bins() -> None:
+    forecaster = Forecaster()
+    for tick in range(0, int(3 * BIN_S) + 1, 5):
+        forecaster.count(float(tick), tick * 2)
+    assert [math.exp(log) for log in forecaster._logs] == pytest.approx([2.0, 2.0, 2.0])
+    forecaster.count(6 * BIN_S, int(6 * BIN_S * 2))
+    assert len(forecaster._logs) == 6
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=200), st.floats(0.0, 1e6), st.floats(0.01, 0.99))
+def test_whatever_the_past_a_forecast_is_a_rate(history: list[float], now: float, share: float) -> None:
+    outlook = Forecaster(history).outlook(now, 0.1, 3600.0, share)
+    assert 0 < outlook.mean_per_s < math.inf
+    assert 0 < outlook.high_per_s < math.inf
+
+
+@given(st.integers(0, 10_000))
+def test_the_equations_are_solved(seed: int) -> None:
+    rng = random.Random(seed)
+    root = [[rng.uniform(-1, 1) for _ in range(4)] for _ in range(4)]
+    rows = [
+        [sum(root[i][k] * root[j][k] for k in range(4)) + (i == j) * 0.1 for j in range(4)] for i in range(4)
+    ]
+    right = [rng.uniform(-1, 1) for _ in range(4)]
+    found = _solved(rows, right)
+    for row, wanted in zip(rows, right, strict=True):
+        assert sum(a * x for a, x in zip(row, found, strict=True)) == pytest.approx(wanted, abs=1e-6)
+
+
+class Asked:
+    """A rule that is shown a rate over time; what it asked for."""
+
+    def __init__(self, policy: Policy, history: list[float]) -> None:
+        self._scaler = scaler_of(policy, Facts({}, {}, history={"m": tuple(history)}))
+        self._ever = 0.0
+        self.asked: list[tuple[float, float]] = []
+
+    def show(self, from_s: float, to_s: float, rate_per_s: float) -> None:
+        at_s = from_s
+        while at_s < to_s:
+            self._ever += rate_per_s * LOOK_S
+            seen = build.traffic(rate_per_s, arrivals_ever=int(self._ever))
+            for decision in self._scaler.on_tick(at_s, build.observed(at_s, seen), FLEET, PLAN):
+                assert isinstance(decision, AskReplan)
+                self.asked.append((at_s, dict(decision.rates_per_s)["m"]))
+            assert self._scaler.why()
+            at_s += LOOK_S
+
+
+POLICY = Policy(scaling="ahead")
+
+
+def test_a_rise_is_answered_at_once_and_a_dip_is_waited_out() -> None:
+    asked = Asked(POLICY, [4.0] * DAY)
+    asked.show(0.0, 1200.0, 4.0)
+    first = asked.asked[-1][1]
+    asked.show(1200.0, 1800.0, 8.0)
+    rise = next(each for each in asked.asked if each[1] > 1.5 * first)
+    assert rise[0] == 1200.0
+    before = len(asked.asked)
+    asked.show(1800.0, 1800.0 + POLICY.keep_s - LOOK_S, 4.0)
+    assert all(rate > 1.5 * first for _, rate in asked.asked[before:])
+    asked.show(1800.0 + POLICY.keep_s, 1800.0 + 2 * POLICY.keep_s, 4.0)
+    assert asked.asked[-1][1] < 1.3 * first
+
+
+def test_headroom_is_not_asked_for_twice() -> None:
+    """What never moves is asked for as it is, times headroom over what may be used."""
+    asked = Asked(POLICY, [4.0] * (2 * DAY))
+    asked.show(0.0, 600.0, 4.0)
+    assert asked.asked[-1][1] == pytest.approx(4.0 * POLICY.headroom / POLICY.busiest, rel=0.02)
+
+
+def test_bad_knobs_are_named() -> None:
+    with pytest.raises(InputError, match="forecast_share"):
+        Policy(forecast_share=1.0)
+    with pytest.raises(InputError, match="busiest"):
+        Policy(busiest=0.0)
+    with pytest.raises(InputError, match="keep_s"):
+        Policy(keep_s=0.0)
