@@ -1,4 +1,4 @@
-"""From text to tokens and back: `tokenizer.json`, chat templates, and text that grows token by token.
+"""From text to tokens and back: `tokenizer.json`, plain chats, and text that grows token by token.
 
 A model without a chat template of its own gets this one, which a model that only continues text understands best:
 
@@ -20,26 +20,25 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from potluck.core.errors import FormatError, InputError
+from potluck.api.templates import DEFAULT, Message, Templates, read_templates
+from potluck.core.errors import FormatError
 
 LABELS = {"user": "User", "assistant": "Assistant"}
 LARGEST_FILE_BYTES = 100_000_000
-UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template may raise when messages are not what it was written for."""
-
-Message = Mapping[str, str]
-"""`role` and `content`."""
 
 
 class Text:
     """A model's tokenizer. Nothing in it changes, so that threads may share it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None = None, specials: Mapping[str, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        template: str | Templates | None = None,
+        specials: Mapping[str, str] | None = None,
     ) -> None:
+        """`template` is the model's own, if it has one; as a text it is the only one."""
         self._tokenizer = tokenizer
-        self._template = template
-        self._specials = dict(specials or {})
+        self._templates = Templates({DEFAULT: template}, specials) if isinstance(template, str) else template
         self.vocab = tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
         """No token stands for more characters of text than it has itself."""
@@ -56,15 +55,7 @@ class Text:
             line = (str(error).splitlines() or ["unknown"])[0][:160]
             raise FormatError(str(path), f"is not a tokenizer ({line})") from error
         settings = _settings(Path(directory) / "tokenizer_config.json")
-        template = settings.get("chat_template")
-        beside = Path(directory) / "chat_template.jinja"
-        if template is None and beside.is_file():
-            try:
-                template = beside.read_text("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise FormatError(str(beside), "cannot be read as text") from error
-        specials = {name: _token(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
-        return cls(tokenizer, template if isinstance(template, str) else None, specials)
+        return cls(tokenizer, read_templates(directory, settings))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
@@ -80,14 +71,14 @@ class Text:
 
     def chat(self, messages: Sequence[Message]) -> str:
         """The prompt of a conversation."""
-        if self._template is None:
+        if self._templates is None:
             return plain_chat(messages)
-        return _render(self._template, messages, self._specials)
+        return self._templates.render(messages)
 
     @property
     def chat_has_specials(self) -> bool:
         """Whether the template writes the special tokens itself, as models' own do."""
-        return self._template is not None
+        return self._templates is not None
 
     def stream(self, *, special: bool = False) -> Decoding:
         return Decoding(self._tokenizer, special=special)
@@ -125,27 +116,6 @@ def plain_chat(messages: Sequence[Message]) -> str:
     return "".join(lines) + "Assistant:"
 
 
-def _render(template: str, messages: Sequence[Message], specials: Mapping[str, str]) -> str:
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise InputError("messages", str(message))
-
-    # As Hugging Face renders them.
-    scene = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    scene.globals["raise_exception"] = refuse
-    try:
-        return scene.from_string(template).render(
-            messages=[dict(message) for message in messages], add_generation_prompt=True, **specials
-        )
-    except (TemplateError, *UNFIT) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise InputError("messages", f"the model's chat template refuses them ({line})") from error
-
-
 def _settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -156,9 +126,3 @@ def _settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(str(path), f"is not JSON ({str(error).splitlines()[0][:120]})") from error
     return found if isinstance(found, dict) else {}
-
-
-def _token(value: object) -> str:
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
