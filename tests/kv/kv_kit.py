@@ -37,7 +37,7 @@ SMALL = OutboxLimits(
     idle_s=2.0,
 )
 SMALL_LINKS = LinkLimits(
-    window_bytes=1 << 17, chunk_bytes=4096, keep_bytes=1 << 18, connect_s=0.5, silence_s=0.5
+    window_bytes=1 << 17, chunk_bytes=4096, keep_bytes=1 << 18, connect_s=0.5, stall_s=0.5, silence_s=1.0
 )
 
 

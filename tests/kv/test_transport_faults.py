@@ -88,7 +88,7 @@ def cut(data: bytes, i: int) -> bytes | None:
 
 
 def stall(data: bytes, i: int) -> bytes:
-    time.sleep(2 * SMALL_LINKS.silence_s)
+    time.sleep(2 * SMALL_LINKS.stall_s)
     return data
 
 
@@ -117,7 +117,7 @@ def test_a_connection_that_stalls_is_replaced(place: str) -> None:
         begun_s = time.monotonic()
         fetched, got = pair.fetch(handle, degree=2)
         assert got == RIGHT
-        assert time.monotonic() - begun_s < 2 * SMALL_LINKS.silence_s + SLACK_S
+        assert time.monotonic() - begun_s < 2 * SMALL_LINKS.stall_s + SLACK_S
         assert fetched.lost_connections <= 2
 
 

@@ -76,7 +76,7 @@ HELLOS = st.builds(
     st.just(new_handle()),
     COUNTS,
     LARGE,
-    st.integers(1, wire.MOST_CHUNK_BYTES),
+    st.integers(wire.LEAST_CHUNK_BYTES, wire.MOST_CHUNK_BYTES),
     COUNTS,
     st.none() | SHARED,
 )
@@ -212,7 +212,7 @@ def test_a_length_beyond_the_cap_is_refused_before_its_bytes_are_waited_for() ->
 def test_random_bytes_never_do_worse_than_a_format_error() -> None:
     """The short sister of benchmarks/kv_fuzz.py: sound streams with bytes changed, cut, doubled and made up."""
     draw = random.Random(7)
-    sound = [frame(Ack(1, 2)), frame(End(3, 4)), frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 1, 1))]
+    sound = [frame(Ack(1, 2)), frame(End(3, 4)), frame(Hello(bytes(16), BOUND, new_handle(), 0, 1, 4096, 1))]
     sound.append(sealed(wire.CHUNK, chunk_head(), 64) + bytes(64))
     for _ in range(4000):
         raw = bytearray(b"".join(draw.choices(sound, k=3)))

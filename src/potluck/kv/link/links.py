@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -25,6 +26,8 @@ ANY_PORT = 0
 """In a fleet's addresses: whatever listens on that host."""
 MOST_ROADS = 256
 """Senders that are reported on."""
+SWEEP_S = 60.0
+"""Between looks for memory that others have left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,17 @@ class LinkLimits:
     """Connections kept per sender."""
     idle_s: float = 30.0
     connect_s: float = 3.0
+    stall_s: float = 3.0
+    """How long one connection may say nothing before it is replaced."""
     silence_s: float = 5.0
+    """How long a sender may say nothing on any connection before the fetch fails; more than `stall_s`."""
     slots: int = 2
     shared_bytes: int = 1 << 28
     """Of memory shared with senders on this machine; what goes beyond crosses by the connection."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.stall_s < self.silence_s:
+            raise InputError("stall_s", f"must be above 0 and below silence_s, {self.silence_s:g}")
 
 
 class Buffers:
@@ -113,10 +123,14 @@ class Links:
         self._roads: dict[Address, _Road] = {}
         self._keys = itertools.count(1)
         self._shared: list[shm.Slots] = []
+        self._swept_s = -inf
+        if self.shared_memory:
+            self._sweep()
 
     def share(self) -> shm.Slots | None:
         """Shared memory for one more connection, while there is not too much of it."""
         each_bytes = self.limits.slots * self.limits.chunk_bytes
+        self._sweep()
         with self._lock:
             self._shared = [slots for slots in self._shared if not slots.closed]
             if (len(self._shared) + 1) * each_bytes > self.limits.shared_bytes:
@@ -125,6 +139,12 @@ class Links:
             if made is not None:
                 self._shared.append(made)
             return made
+
+    def _sweep(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._swept_s >= SWEEP_S:
+            self._swept_s = now_s
+            shm.sweep()
 
     def allow(self, fleet: Iterable[Address]) -> None:
         """The fleet has changed."""
@@ -136,15 +156,15 @@ class Links:
             raise InputError("hand-over", f"{address[0]}:{address[1]} is not an address of this fleet")
         return address
 
-    def borrow(self, address: Address) -> tuple[Strand, bool]:
+    def borrow(self, address: Address, within_s: float = inf) -> tuple[Strand, bool]:
         """A connection, and whether it was used before: that one may be dead without anybody's fault."""
         self.checked(address)
         found = self._idle(address)
         if found is not None:
             return found, True
-        connection = connect(*address, self.limits.connect_s, self._tls)
+        connection = connect(*address, min(self.limits.connect_s, within_s), self._tls)
         try:
-            strand = Strand(connection, self.limits.silence_s, next(self._keys))
+            strand = Strand(connection, self.limits.stall_s, next(self._keys))
         except BaseException:
             connection.close()
             raise

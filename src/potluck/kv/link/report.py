@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-TCP_INFO = getattr(socket, "TCP_INFO", None)
+TCP_INFO = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
+"""Elsewhere the book looks otherwise, where there is one."""
 _COUNTS = struct.Struct("<8B24I")
 _LATER = struct.Struct("<4Q6I")
 _RATE = struct.Struct("<Q")

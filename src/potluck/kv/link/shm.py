@@ -4,10 +4,16 @@ The receiver makes it and names it in its greeting; the sender uses it if it can
 that the greeting names, which only works on one machine and for one user. The name is gone as soon as the sender has
 answered. Chunk n of a connection lies in slot n modulo the number of slots, and a slot is free once its chunk was
 acknowledged: everything else of the protocol stays as it is.
+
+A receiver that is killed before it was answered leaves the name, and the memory with it. So the owner holds a lock
+(flock) on the file for as long as it has the memory, which the kernel ends with the process: `sweep` removes what
+nobody holds. Where there is no such folder (macOS), none is offered.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -22,6 +28,7 @@ from potluck.kv.wire.frames import Shared
 FOLDER = Path("/dev/shm")
 _PAGE = 4096
 _PROOF_BYTES = 16
+_PREFIX = "potluck-kv-"
 
 
 class Slots:
@@ -50,6 +57,8 @@ class Slots:
 
 def create(slots: int, slot_bytes: int) -> Slots | None:
     """The receiver's side; None where there is no such memory, or none left."""
+    if not hasattr(os, "posix_fallocate"):
+        return None
     name, proof = secrets.token_bytes(16), secrets.token_bytes(_PROOF_BYTES)
     path = _path(name)
     size = _PAGE + slots * slot_bytes
@@ -58,8 +67,10 @@ def create(slots: int, slot_bytes: int) -> Slots | None:
     except OSError:
         return None
     try:
+        if not _lock(fd):  # Somebody sweeps, and took it for one whose owner is gone.
+            return None
         os.posix_fallocate(fd, 0, size)  # A page that cannot be had later would kill the process.
-        memory = mmap.mmap(fd, size)
+        memory = mmap.mmap(fd, size)  # It has a copy of the descriptor, and so keeps the lock.
     except OSError:
         path.unlink(missing_ok=True)
         return None
@@ -92,6 +103,39 @@ def join(shared: Shared, slot_bytes: int) -> Slots | None:
     return Slots(memory, shared, slot_bytes, None)
 
 
+def sweep() -> int:
+    """Remove what receivers of this user have left behind that are no more; how many that were."""
+    removed = 0
+    with contextlib.suppress(OSError):
+        for path in FOLDER.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # It is gone, or another's.
+                removed += _orphan(path)
+    return removed
+
+
+def _orphan(path: Path) -> bool:
+    """Remove a file that nobody holds; whether it was one."""
+    if path.lstat().st_uid != os.geteuid():
+        return False
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or not _lock(fd):
+            return False
+        path.unlink()
+        return True
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Whether the file is ours alone now, and still has its name."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(fd).st_nlink > 0
+
+
 def copy(source: Buffer, target: memoryview) -> None:
     """Without holding Python's lock."""
     if len(target):
@@ -99,4 +143,4 @@ def copy(source: Buffer, target: memoryview) -> None:
 
 
 def _path(name: bytes) -> Path:
-    return FOLDER / f"potluck-kv-{name.hex()}"
+    return FOLDER / f"{_PREFIX}{name.hex()}"

@@ -11,6 +11,7 @@ import socket
 import ssl
 import struct
 import time
+from math import inf
 
 from potluck.core.errors import FormatError
 from potluck.kv.link.shm import Slots
@@ -19,6 +20,11 @@ from potluck.kv.wire import check
 from potluck.kv.wire.frames import PREFIX, Message, Prefix, frame, read_head, read_prefix
 
 _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
+_DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
+_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
+"""How long the kernel may wait for an answer to what it sent; elsewhere its own patience is longer than ours."""
+LOOKS = 5
+"""How often, within its patience, a strand that waits for data looks whether some came."""
 HERE_BYTES = 1 << 18
 """The kernel's buffers within one machine: what waits in small ones is still in the cache when it is copied out.
 Between machines the kernel finds the size itself."""
@@ -39,15 +45,14 @@ class Strand:
         if self.here:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HERE_BYTES)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HERE_BYTES)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000) or 1)
+        if _USER_TIMEOUT is not None:
+            connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(silence_s * 1000) or 1)
         if self._secure is not None:
             connection.settimeout(silence_s)
         else:
             connection.settimeout(None)
-            limit = struct.pack("ll", int(silence_s), int(silence_s % 1 * 1e6) or 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _limit(silence_s / LOOKS))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _limit(silence_s))
         self._bell, self._rung = socket.socketpair()
         self._bell.setblocking(False)
         self._rung.setblocking(False)
@@ -58,8 +63,15 @@ class Strand:
         """Whether somebody rang since this was last set to False."""
         self.idle = False
         """Whether it waits for something to do; for its owner's use."""
+        self.heard_s = -inf
+        """When the other side last said something: bytes, not just the kernel's word that it is there."""
+        self._receiving = False
 
     # What other threads may do.
+
+    def last_heard_s(self, now_s: float) -> float:
+        """While data is coming in, that is now: `receive` sees for itself whether it still does."""
+        return now_s if self._receiving else self.heard_s
 
     def wake(self) -> None:
         try:
@@ -148,47 +160,93 @@ class Strand:
                 raise TimeoutError("says too little at a time")
             if not came:
                 raise ConnectionResetError("closed the connection")
+            self.heard_s = time.monotonic()
             got += came
         return bytes(buffer)
 
     def _now(self, into: memoryview) -> int:
-        return self.connection.recv_into(into, 0, socket.MSG_DONTWAIT)
+        if not _DONTWAIT and not _ready(self.connection, select.POLLIN, 0.0):
+            raise BlockingIOError
+        return self.connection.recv_into(into, 0, _DONTWAIT)
 
     def _until_readable(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
-        one = select.poll()
-        one.register(self.connection, select.POLLIN)
-        if left_s <= 0 or not one.poll(left_s * 1000):
+        if left_s <= 0 or not _ready(self.connection, select.POLLIN, left_s):
             raise TimeoutError("said nothing for too long")
 
     def receive(self, into: memoryview) -> check.Sums:
         """A chunk's data; whoever has a deadline for all of it aborts the strand."""
+        self.heard_s = time.monotonic()
+        self._receiving = True
+        try:
+            return self._receive(into)
+        finally:
+            self._receiving = False
+
+    def _receive(self, into: memoryview) -> check.Sums:
         got = 0
         if self._secure is None and check.NATIVE:
             got, found = check.receive(self.connection, into)
             if got == len(into):
+                self.heard_s = time.monotonic()
                 return found
+            if got:  # The last of it came a look ago, at the latest.
+                self.heard_s = max(self.heard_s, time.monotonic() - self.silence_s / LOOKS)
         while got < len(into):
             try:
                 came = self.connection.recv_into(into[got:], 0, 0 if self._secure else _WAITALL)
             except BlockingIOError as error:
+                if time.monotonic() - self.heard_s < self.silence_s:
+                    continue
                 raise TimeoutError(f"said nothing for {self.silence_s:g} s") from error
             if not came:
                 raise ConnectionResetError("closed the connection")
+            self.heard_s = time.monotonic()
             got += came
         return check.sums(into)
 
 
 def connect(host: str, port: int, timeout_s: float, context: ssl.SSLContext | None) -> socket.socket:
     """A connection to another engine; with TLS both sides have shown who they are when this returns."""
+    deadline_s = time.monotonic() + timeout_s
     plain = socket.create_connection((host, port), timeout=timeout_s)
     if context is None:
         return plain
+    secure = None
     try:
-        return context.wrap_socket(plain, server_hostname=host)
+        secure = context.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
+        shake_hands(secure, deadline_s)
     except BaseException:
-        plain.close()
+        (secure or plain).close()
         raise
+    return secure
+
+
+def shake_hands(secure: ssl.SSLSocket, deadline_s: float) -> None:
+    """All of it within a time, however little the other side says at once."""
+    secure.setblocking(False)
+    while True:
+        try:
+            secure.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            events = select.POLLIN
+        except ssl.SSLWantWriteError:
+            events = select.POLLOUT
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not _ready(secure, events, left_s):
+            raise TimeoutError("did not show who it is in time")
+
+
+def _ready(connection: socket.socket, events: int, within_s: float) -> bool:
+    one = select.poll()
+    one.register(connection, events)
+    return bool(one.poll(within_s * 1000))
+
+
+def _limit(seconds: float) -> bytes:
+    """A struct timeval."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
 
 
 def expect(message: Message, *kinds: type) -> None:

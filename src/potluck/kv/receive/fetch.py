@@ -2,8 +2,9 @@
 
 Each connection has a thread, which receives chunks straight into their places; the caller's thread runs the sink, one
 parcel at a time, while the next are under way. A connection that fails is replaced, and costs the chunks that were on
-it. The fetch fails at once when no connection is left, when the sender says that it cannot go on, when the sink
-raises, or when its time is over; then nothing of it is left behind.
+it. The fetch fails at once when no connection is left, when the sender says that it cannot go on, when it has said
+nothing on any connection for too long, when the sink raises, or when its time is over; then nothing of it is left
+behind. That a connection can be made says nothing: the kernel does that for a process that stands still.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from potluck.kv.wire.frames import Chunk, End, Hello, Opening
 
 GRACE_S = 0.2
 """For connections to say that all is well, once all is there."""
+SOON_S = 0.1
+"""The least time for a connection to be made: what is over is found out elsewhere."""
 
 Sink = Callable[[Parcel], None]
 """Uses a parcel up: its bytes are only there until it returns."""
@@ -76,7 +79,7 @@ class Fetching:
         if not 1 <= degree <= links.limits.most_degree:
             raise InputError("degree", f"must be 1 to {links.limits.most_degree}, is {degree}")
         self._links, self._address, self._wanted = links, address, wanted
-        self._begun_s = time.monotonic()
+        self._begun_s = self._heard_s = time.monotonic()
         self._until_s = self._begun_s + deadline_s
         self._session = new_session()
         self._changed = threading.Condition()
@@ -137,10 +140,21 @@ class Fetching:
                     return self._ready.popleft()
                 if self._assembly is not None and self._assembly.complete:
                     return None
-                left_s = self._until_s - time.monotonic()
-                if left_s <= 0:
+                now_s = time.monotonic()
+                if now_s >= self._until_s:
                     raise TransferError(f"hand-over: was not there within its {self._given_s():g} s")
-                self._changed.wait(left_s)
+                patience_s = self._patience_s(now_s)
+                if patience_s <= 0:
+                    raise TransferError(
+                        f"hand-over: the sender said nothing for {self._links.limits.silence_s:g} s"
+                    )
+                self._changed.wait(min(patience_s, self._until_s - now_s))
+
+    def _patience_s(self, now_s: float) -> float:
+        """How long the sender may still say nothing, on any connection."""
+        for strand in self._strands.values():
+            self._heard_s = max(self._heard_s, strand.last_heard_s(now_s))
+        return self._heard_s + self._links.limits.silence_s - now_s
 
     def _given_s(self) -> float:
         return round(self._until_s - self._begun_s, 3)
@@ -197,7 +211,10 @@ class Fetching:
         """One connection from its greeting to its end; what went wrong, if something did."""
         links, strand, sound, used, intake = self._links, None, False, False, None
         try:
-            strand, used = links.borrow(self._address)
+            with self._changed:
+                now_s = time.monotonic()
+                within_s = max(SOON_S, min(self._until_s - now_s, self._patience_s(now_s)))
+            strand, used = links.borrow(self._address, within_s)
             with self._changed:
                 if self._over:
                     return None
@@ -211,6 +228,7 @@ class Fetching:
         finally:
             if strand is not None:
                 with self._changed:
+                    self._heard_s = max(self._heard_s, strand.heard_s)
                     self._strands.pop(strand.key, None)
                     self._attached.discard(strand.key)
                     self._wake_one()  # What it should have told the sender, another one must.

@@ -26,6 +26,7 @@ class Packed:
     body: memoryview
     checks: tuple[Sums | None, ...]
     """Of each chunk, or left to the connection that sends it."""
+    chunk_bytes: int
 
 
 @dataclass(slots=True)
@@ -87,11 +88,25 @@ class Load:
             raise InputError("shipment", "has ended: nothing can be added to it")
         size = len(packed.body)
         label = label_of(packed.parcel, self._parcels)
-        self._fresh.append(_Item(label, packed.body, size, packed.checks, len(packed.checks)))
+        item = _Item(label, packed.body, size, packed.checks, len(packed.checks))
+        if packed.chunk_bytes != self.chunk_bytes:
+            self._cut(item)
+        self._fresh.append(item)
         self._parcels += 1
         self._total_bytes += size
         self.held_bytes += size
         self.queued_bytes += size
+
+    def cut(self, most_bytes: int) -> None:
+        """Make chunks no larger than that, before any of them is given out."""
+        if most_bytes < self.chunk_bytes:
+            self.chunk_bytes = most_bytes
+            for item in self._fresh:
+                self._cut(item)
+
+    def _cut(self, item: _Item) -> None:
+        item.left = max(1, -(-item.size // self.chunk_bytes))
+        item.checks = (None,) * item.left
 
     def finish(self) -> None:
         if self._last is None:
@@ -228,4 +243,5 @@ def pack(parcel: Parcel, chunk_bytes: int, *, now: bool = True) -> Packed:
         replace(parcel, data=b"", parameters=b""),
         body,
         tuple(sums(body[at : at + chunk_bytes]) if now else None for at in starts),
+        chunk_bytes,
     )

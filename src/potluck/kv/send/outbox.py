@@ -16,9 +16,9 @@ from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.kv.handles import Handles
 from potluck.kv.link import shm
 from potluck.kv.link.report import LinkReport, info, report
-from potluck.kv.link.strand import Strand
+from potluck.kv.link.strand import Strand, shake_hands
 from potluck.kv.parcels import TransferError
-from potluck.kv.send.shipment import Opened, Room, Shipment
+from potluck.kv.send.shipment import Closed, Opened, Room, Shipment
 from potluck.kv.send.stream import OutboxLimits, Peer, Stream
 from potluck.kv.wire.frames import Beat, Hello, Opening, Problem, Refused
 
@@ -57,10 +57,12 @@ class Outbox:
 
     # The engine's side.
 
-    def offer(self, handle: str, bound: bytes, opened: Opened, lasts_s: float) -> Shipment:
-        """A cache that can be fetched, once, within a time."""
+    def offer(
+        self, handle: str, bound: bytes, opened: Opened, lasts_s: float, closed: Closed | None = None
+    ) -> Shipment:
+        """A cache that can be fetched, once, within a time; `closed` is told how it went, in whatever thread."""
         expires_s = time.monotonic() + lasts_s
-        shipment = Shipment(self._room, self.limits.chunk_bytes, opened, expires_s)
+        shipment = Shipment(self._room, self.limits.chunk_bytes, opened, expires_s, closed)
         with self._changed:
             if self._closed:
                 raise CapacityError("outbox: is closed")
@@ -180,9 +182,13 @@ class Outbox:
         try:
             connection.settimeout(self.limits.hello_s)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_side=True)
+                deadline_s = time.monotonic() + self.limits.hello_s
+                connection = self._tls.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
                 with self._changed:
                     self._connections[key] = connection
+                shake_hands(connection, deadline_s)
             strand = Strand(connection, self.limits.silence_s, key)
             patience_s = self.limits.hello_s
             while not self._closed and self._hear(strand, patience_s):
@@ -210,13 +216,8 @@ class Outbox:
             about = shipment.manifest(hello.have, ANSWER_S, self.limits.beat_s, lambda: strand.send(Beat()))
         except TransferError as error:
             return self._last_words(strand, Problem(str(error)))
-        chunk_bytes = shipment.load.chunk_bytes
-        if chunk_bytes > hello.chunk_bytes:
-            return self._last_words(
-                strand, Problem(f"chunks of {chunk_bytes} bytes are larger than you take")
-            )
         slots = self._slots(strand, hello)
-        strand.send(Opening(hello.session, about, chunk_bytes, slots is not None))
+        strand.send(Opening(hello.session, about, shipment.load.chunk_bytes, slots is not None))
         return Stream(strand, shipment, slots, self.limits).run(hello, self._peer(strand.peer))
 
     def _slots(self, strand: Strand, hello: Hello) -> shm.Slots | None:
@@ -243,10 +244,7 @@ class Outbox:
         while not self._closed:
             with self._changed:
                 found = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
-                if found is not None and len(found.strands) < self.limits.most_lanes:
-                    found.stirred_s = now_s
-                    if found.state == "offered":
-                        found.state = "attached"
+                if found is not None and found.attach(hello.chunk_bytes, self.limits.most_lanes, now_s):
                     return found
                 if now_s >= until_s:
                     return None

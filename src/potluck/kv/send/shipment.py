@@ -15,6 +15,7 @@ from potluck.kv.send.load import Load, pack
 State = Literal["offered", "attached", "fetched", "failed", "gone"]
 Opened = Callable[[int], Manifest]
 """What the engine does when a receiver attaches that has so many tokens already: it says what it will send."""
+Closed = Callable[[State], None]
 
 KEEPS_UP = 2
 """Checks are made by whoever puts parcels in, at some 7 GB/s; more connections than these are faster than that, and
@@ -33,14 +34,22 @@ class Room:
 class Shipment:
     """`put` parcels as layers are computed, then `finish`, or `fail`."""
 
-    def __init__(self, room: Room, chunk_bytes: int, opened: Opened, expires_s: float) -> None:
+    def __init__(
+        self,
+        room: Room,
+        chunk_bytes: int,
+        opened: Opened,
+        expires_s: float,
+        closed: Closed | None = None,
+    ) -> None:
         self.room = room
+        self._closed = closed
         self.load = Load(chunk_bytes)
         self.state: State = "offered"
         self.strands: dict[int, Strand] = {}
         self.expires_s = expires_s
         self.stirred_s = time.monotonic()
-        """When something last went right."""
+        """When something last went right, or when it was over."""
         self._opened = opened
         self._manifest: Manifest | None = None
         self._opening = False
@@ -95,6 +104,16 @@ class Shipment:
 
     # The connections' side; all but `manifest` under the lock.
 
+    def attach(self, chunk_bytes: int, most_strands: int, now_s: float) -> bool:
+        """Whether a connection may join that takes chunks of so many bytes. The first one says how large they are."""
+        if self.over or len(self.strands) >= most_strands:
+            return False
+        if self.state == "offered":
+            self.load.cut(chunk_bytes)
+            self.state = "attached"
+        self.stirred_s = now_s
+        return chunk_bytes >= self.load.chunk_bytes
+
     def manifest(self, have: int, timeout_s: float, beat_s: float, beat: Callable[[], None]) -> Manifest:
         """Asked of the engine once, for all connections; while it thinks, the receiver hears that we are here."""
         with self.room.changed:
@@ -129,9 +148,12 @@ class Shipment:
         if self.over:
             return
         self.state = state
+        self.stirred_s = time.monotonic()
         with _Counted(self):
             self.load.drop()
         self.room.changed.notify_all()
+        if self._closed is not None:
+            self._closed(state)
 
     def counted(self) -> _Counted:
         return _Counted(self)

@@ -122,6 +122,8 @@ class Stream:
         with self._lock:
             if shipment.state == "gone":
                 return False
+            if shipment.over and time.monotonic() - shipment.stirred_s > self._limits.hello_s:
+                return False  # Its receiver has said so elsewhere, and should have said it here.
             with shipment.counted():
                 todo = None if shipment.over else shipment.load.next(strand.key)
             strand.idle = todo is None

@@ -17,6 +17,7 @@ is taken once per chunk.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from collections.abc import Callable
@@ -113,7 +114,8 @@ def receive(connection: socket.socket, into: memoryview) -> tuple[int, Sums]:
     columns = np.zeros(ROW + 2, dtype=np.uint64)
     got = int(_receive(connection.fileno(), words, columns, PIECE_BYTES, _WAITALL)) if len(words) else 0
     if got == len(words) * 8 < len(into):
-        got += connection.recv_into(into[got:], 0, _WAITALL)
+        with contextlib.suppress(BlockingIOError):  # It gave up on these.
+            got += connection.recv_into(into[got:], 0, _WAITALL)
     return got, _total(into, words, columns)
 
 

@@ -29,7 +29,7 @@ _CHUNK = struct.Struct("<IHBBBBHIIQQIQQ")
 _END = struct.Struct("<IQ")
 _ACK = struct.Struct("<QQ")
 MOST_HEAD_BYTES = 1024
-MOST_CHUNK_BYTES = 1 << 26
+LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 1 << 12, 1 << 26
 MOST_PARCEL_BYTES = 1 << 36
 MOST_DIMENSIONS = 6
 MOST_PARCELS = 1 << 20
@@ -61,7 +61,7 @@ class Hello:
     window_bytes: int
     """Parcels under way and not yet used up may hold so much of the receiver's memory."""
     chunk_bytes: int
-    """The largest chunk that it takes, and the size of a shared slot."""
+    """The largest chunk that it takes, and the size of a shared slot; at least `LEAST_CHUNK_BYTES`."""
     wait_ms: int
     """How long it is willing to wait for a sender that has not heard of the handle."""
     shared: Shared | None = None
@@ -293,7 +293,7 @@ def _opening(head: bytes) -> Opening:
 def _hello(head: bytes) -> Hello:
     session, bound, have, window, chunk, wait, length = _HELLO.unpack_from(head)
     handle, rest = head[_HELLO.size : _HELLO.size + length], head[_HELLO.size + length :]
-    if len(handle) != length or not 0 < chunk <= MOST_CHUNK_BYTES:
+    if len(handle) != length or not LEAST_CHUNK_BYTES <= chunk <= MOST_CHUNK_BYTES:
         raise FormatError("hand-over", "has a malformed greeting")
     shared = Shared(*_SHARED.unpack(rest)) if rest else None
     if shared is not None and not 0 < shared.slots <= MOST_SLOTS:
