@@ -31,7 +31,8 @@ from potluck.core.values.plan import (
 from potluck.core.values.types import Link, Offer, Region, Role, Slo
 from potluck.perf.roofline import roofline
 from potluck.perf.throughput import best_operating
-from potluck.sim.load.workload import Workload, merge, synthetic
+from potluck.sim.load import arrivals
+from potluck.sim.load.workload import Workload, merge, synthetic, workload
 from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.records import REFUSED, Records, SimResult
 from potluck.sim.run import simulate
@@ -166,6 +167,16 @@ def chat(rate_per_s: float, span_s: float, seed: int = SEED, start_s: float = 0.
     made = synthetic(MODEL, lengths, rate_per_s, int(rate_per_s * span_s * 1.2) + 50, seed)
     made = made.take(np.flatnonzero(made.arrival_s < span_s))
     return replace(made, arrival_s=made.arrival_s + start_s)
+
+
+def alike_requests(rate_per_s: float, span_s: float, prompt: int, output: int, seed: int = SEED) -> Workload:
+    """Poisson arrivals of requests that are all as long."""
+    arrival_s = arrivals.gamma(
+        np.random.default_rng(seed), rate_per_s, 1.0, int(rate_per_s * span_s * 1.5) + 50
+    )
+    arrival_s = arrival_s[arrival_s < span_s]
+    lengths = np.ones(len(arrival_s), dtype=np.int64)
+    return workload(MODEL, arrival_s, prompt * lengths, output * lengths)
 
 
 def phases(*parts: tuple[float, float]) -> Workload:

@@ -16,9 +16,9 @@ import numpy as np
 import stress_fleets as fleet
 from potluck.cli.workloads import Asked, load
 from potluck.core.values.types import Slo
-from potluck.sim.load.workload import first
-from potluck.sim.results.metrics import ModelSummary, summarise
-from potluck.sim.results.records import SimResult
+from potluck.sim.load.workload import first, labelled, merge
+from potluck.sim.results.metrics import ModelSummary, summarise, tpot
+from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.setup import SimProblem
 from potluck.sim.world.faults import Fault
 from stress_fleets import FAST, SMALL, Rules
@@ -109,6 +109,34 @@ def weights(rules: Rules) -> Figures:
         summary = summarise(rules.run(fleet.closed(parts, slo), requests)).models[0]
         figures |= {f"{name}_attainment": summary.attainment or 0.0, f"{name}_ttft_p90_s": _p90_s(summary)}
     return figures
+
+
+def flood(rules: Rules) -> Figures:
+    """A tenant sends 8 prompts of 14,000 tokens a second beside another's chat at a load of 0.4, for ever.
+
+    The other one's pace is compared with what it has when it is alone.
+    """
+    span_s = rules.span_s(120.0, 60.0)
+    other = labelled(fleet.chat(0.4 * fleet.capacity_per_s(four, rules), span_s), "other")
+    flooder = labelled(fleet.alike_requests(8.0, span_s, 14_000, 200), "flooder")
+    alone = summarise(rules.run(four(), other)).models[0]
+    rest = rules.run(four(), flooder)
+    both = merge([other, flooder])
+    result = rules.run(four(), both)
+    assert both.labels is not None
+    hers = both.labels.tenant == both.labels.tenants.index("other")
+    met, records = fleet.good(result), result.records
+    pace_s = tpot(records)
+    assert alone.tpot_s is not None
+    flooded = (records.outcome == ANSWERED) & ~hers
+    return {
+        "flood_other_alone_attainment": alone.attainment or 0.0,
+        "flood_other_attainment": float(met[hers].mean()),
+        "flood_other_tpot_over_alone": float(np.nanmean(pace_s[hers])) / alone.tpot_s.mean,
+        "flood_flooder_answered_per_s": float(flooded.sum()) / span_s,
+        "flood_flooder_good_per_s": float(met[~hers].sum()) / span_s,
+        "flood_flooder_alone_good_per_s": float(fleet.good(rest).sum()) / span_s,
+    }
 
 
 def link(rules: Rules) -> Figures:
@@ -224,6 +252,15 @@ SCENARIOS = (
     ),
     Scenario("slow", slow, {"slow_attainment": (">=", 0.98)}),
     Scenario("weights", weights, {"weights_attainment": (">=", 0.98)}),
+    Scenario(
+        "flood",
+        flood,
+        {
+            "flood_other_attainment": (">=", 0.95),
+            "flood_other_tpot_over_alone": ("<=", 1.1),
+            "flood_flooder_answered_per_s": (">", 0.0),
+        },
+    ),
     Scenario("link", link, {"link_tenth_over_dead": (">=", 0.995)}),
     Scenario("prefix", prefix, _prefix_targets()),
     Scenario(
