@@ -14,7 +14,7 @@ from setuptools import setup
 COMPILED = {
     "core/brain": "brain caches fleet flight flights recovery",
     "core/replica": "batch batch_values lockstep",
-    "core/routing": "affinity balance index offers opportunistic rebalance router"
+    "core/routing": "affinity balance charges index offers opportunistic rebalance router speeds"
     " split table targets threshold ways weighted",
     "sim/links": "handover link network",
     "sim/replicas": "cache gaps replica rounds steps",

@@ -87,7 +87,7 @@ def replicas(world: build.World, count: int, finish: bool = False) -> Counter[st
 
 def test_goodput_sends_in_proportion_to_capacity() -> None:
     # By bucket half the time each: fast serves 1.5 + 1.5, two slow ones 1 + 1.
-    assert replicas(build.world(TWO), 500) == {"fast": 300, "slow": 200}
+    assert replicas(build.world(TWO, Policy(balance="goodput")), 500) == {"fast": 300, "slow": 200}
 
 
 def test_round_robin_is_blind_to_capacity() -> None:

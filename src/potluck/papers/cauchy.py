@@ -118,7 +118,7 @@ def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> SimProblem:
 
 
 def table3_policy(opportunistic: bool) -> Policy:
-    return Policy(opportunistic=opportunistic)
+    return Policy(balance="goodput", opportunistic=opportunistic)
 
 
 def goodput_per_s(problem: SimProblem, load: Load, policy: Policy, effort: Effort) -> float:
@@ -142,7 +142,7 @@ def latencies(
 
 def combo_goodputs(load: Load, effort: Effort) -> list[float]:
     """Figure 9's weights: what each kind of combo does by itself, as profiled before the deployment."""
-    policy = Policy(opportunistic=False)
+    policy = Policy(balance="goodput", opportunistic=False)
     return [
         goodput_per_s(_problem(load, [(_named(name, 1.0), 1)]), load, policy, effort) for name, _ in COMBOS
     ]

@@ -140,7 +140,13 @@ def run(
     """One run; without a rate all requests come at once."""
     when_s = np.arange(len(requests)) / rate_per_s
     load = workload(fleets.MODEL, when_s, requests.prompt_tokens, requests.output_tokens)
-    policy = Policy(opportunistic=False, split=approach == CRONUS, split_overflow=False, low_decodes=False)
+    policy = Policy(
+        balance="goodput",
+        opportunistic=False,
+        split=approach == CRONUS,
+        split_overflow=False,
+        low_decodes=False,
+    )
     mind = _dispatcher if approach == DP else None
     result = simulate(
         _problem(setting, approach, host_s), load, policy, settings=Settings(overlap=False), mind=mind

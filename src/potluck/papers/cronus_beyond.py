@@ -61,7 +61,7 @@ def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -
 def policies() -> dict[str, Policy]:
     """The paper's rule, with each of ours, and with both."""
     return {
-        name: Policy(opportunistic=False, split_overflow=overflow, low_decodes=keeps)
+        name: Policy(balance="goodput", opportunistic=False, split_overflow=overflow, low_decodes=keeps)
         for name, overflow, keeps in (
             ("paper", False, False),
             ("overflow", True, False),

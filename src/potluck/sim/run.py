@@ -84,7 +84,7 @@ def build(
         settings = replace(
             settings,
             reports=reads if settings.reports is None else settings.reports,
-            first_tokens=reads or log is not None or mind is not None
+            first_tokens=reads or policy.balance == "learned" or log is not None or mind is not None
             if settings.first_tokens is None
             else settings.first_tokens,
         )

@@ -39,6 +39,7 @@ from potluck.core.brain.flights import Flights
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.router import Router
+from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.table import Table
 from potluck.core.scale.steward import Steward
 
@@ -47,11 +48,12 @@ class Brain:
     """All run-time decisions of one fleet."""
 
     def __init__(self, facts: Facts, policy: Policy) -> None:
-        self.fleet = Fleet()
+        self.fleet = Fleet(facts.replicas)
+        self.speeds = Speeds(self.fleet, policy.balance == "learned")
         self.table = Table(facts, policy, self.fleet)
         self.caches = Caches(facts, policy, self.fleet, self.table)
         affinity = Affinity(facts, policy, self.fleet, self.table, self.caches.index)
-        self.router = Router(facts, policy, self.fleet, self.table, affinity)
+        self.router = Router(facts, policy, self.fleet, self.table, affinity, self.speeds)
         self.steward = Steward(facts, policy, self.fleet)
         self._flights = flights = Flights(
             facts,
@@ -62,6 +64,7 @@ class Brain:
             affinity,
             self.router,
             self.steward,
+            self.speeds,
         )
         self.flights: dict[str, Flight] = flights.open
         """Requests that were accepted and have not ended, by id."""
@@ -133,6 +136,7 @@ class Brain:
         steps, thresholds = self.steward.tick(at_s, self._flights.held.counts())
         for decision in thresholds:
             self.router.rebase(decision.model, decision.tokens)
+        self.table.timed(self.speeds.faded(at_s))
         return actions + self._carry_out(at_s, steps) + self.caches.tick(at_s)
 
     def _carry_out(self, at_s: float, actions: Iterable[Action]) -> list[Action]:

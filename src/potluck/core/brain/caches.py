@@ -122,7 +122,7 @@ class Caches:
 
         None for those that only decode, and where nothing was reported.
         """
-        facts = self._table.replica_facts(view)
+        facts = view.facts
         if facts is None or view.status is None or view.role == "decode":
             return None
         name, waiting_s = view.member.id, view.open_prefill_tokens * facts.prefill_s_per_token
@@ -132,7 +132,7 @@ class Caches:
         return Load(view.member.region, busy, view.status.free_blocks * BLOCK_TOKENS // block_tokens)
 
     def _worth(self, hot: Hot, views: list[View], block_tokens: int) -> bool:
-        facts = self._table.replica_facts(views[0])
+        facts = views[0].facts
         if facts is None:
             return False
         return hot.uses_per_s * hot.blocks * block_tokens * facts.prefill_s_per_token >= LEAST_SAVED

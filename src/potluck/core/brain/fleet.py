@@ -7,16 +7,25 @@ a `Status` is the replica's word, which is late.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from potluck.core.brain.events import Status
+from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.errors import InputError
 from potluck.core.values.member import Member
 from potluck.core.values.plan import TemplateKind
 from potluck.core.values.types import Role
 
 State = Literal["starting", "ready", "draining"]
+
+PRIOR_S = 4.0
+"""Seconds of work by which the plan is believed against what is observed."""
+KEEP = 1.0 - 1.0 / 32
+"""How much of what was observed before still counts after one more observation."""
+LEAST, MOST = 1.0 / 8.0, 8.0
+"""Paces that are believed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +46,18 @@ class View:
     """Prompt and output tokens that requests decoding (or to decode) here hold at most."""
     doubted: bool = False
     """A request failed there as if it were gone, and nothing was heard of it since."""
+    facts: ReplicaFacts | None = None
+    """What the plan knows of it, if anything."""
+    pace: float = 1.0
+    """Seconds that things take there for each second of its facts, as learned (`core.routing.speeds`)."""
+    observed_s: float = 0.0
+    planned_s: float = 0.0
+    """What was observed lately, and how long it should have taken."""
+    learned_s: float = 0.0
+    """When that was last heard of."""
+    done_s: float = 0.0
+    """Prompts computed there, in seconds of its facts."""
+    done_prompts: int = 0
 
     @property
     def serves(self) -> bool:
@@ -71,6 +92,8 @@ class Unit:
 class Fleet:
     """All replicas, indexed the ways that routing asks for. `version` grows whenever who may serve changes."""
 
+    facts: Mapping[tuple[str, int], ReplicaFacts] = field(default_factory=dict)
+    """(template, index of the replica in it) to what is known of it."""
     views: dict[str, View] = field(default_factory=dict)
     units: dict[str, Unit] = field(default_factory=dict)
     version: int = 0
@@ -78,7 +101,7 @@ class Fleet:
     def add(self, member: Member) -> View:
         if member.id in self.views:
             raise InputError(f"replica {member.id}", "is already in the fleet")
-        view = View(member, role=member.role)
+        view = View(member, role=member.role, facts=self.facts.get((member.template, member.index)))
         self.views[member.id] = view
         unit = self.units.get(member.unit)
         if unit is None:
@@ -134,6 +157,33 @@ class Fleet:
         view.open_requests -= 1
         view.open_prefill_tokens -= prefill_tokens
         view.open_context_tokens -= context_tokens
+
+    def computed(self, view: View, planned_s: float) -> None:
+        """A prompt was computed there."""
+        view.done_s += planned_s
+        view.done_prompts += 1
+
+    def learn(self, at_s: float, view: View, observed_s: float, planned_s: float) -> None:
+        """Something took so long that should have taken so long."""
+        if planned_s <= 0:
+            return
+        view.observed_s = view.observed_s * KEEP + min(observed_s, MOST * planned_s)
+        view.planned_s = view.planned_s * KEEP + planned_s
+        view.learned_s = at_s
+        self._pace(view)
+
+    def fade(self, at_s: float, view: View) -> bool:
+        """Believe half of what was learned; whether it counts as faster now."""
+        before = view.pace
+        view.observed_s, view.planned_s, view.learned_s = view.observed_s / 2, view.planned_s / 2, at_s
+        if view.planned_s < 0.01 * PRIOR_S:
+            view.observed_s = view.planned_s = 0.0
+        self._pace(view)
+        return view.pace < before
+
+    def _pace(self, view: View) -> None:
+        pace = (PRIOR_S + view.observed_s) / (PRIOR_S + view.planned_s)
+        view.pace = min(MOST, max(LEAST, pace))
 
     def _state(self, replica: str, state: State) -> None:
         view = self.views.get(replica)

@@ -43,6 +43,10 @@ class Flight:
     held_s = -1.0
     """Since when it is held; below 0 when it was not since it was last sent."""
     first_s = -1.0
+    watched_s = -1.0
+    """Since when its replica is timed on what it does; below 0 when it is not."""
+    watched: tuple[float, int, int] = (0.0, 0, 0)
+    """That replica's `done_s`, `done_prompts` and open requests then."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -18,6 +18,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import QUARANTINE_S, Held, concerns, verdict
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.router import SENT, Answer, Router
+from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import MOST_IN_LOW
 from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
@@ -37,6 +38,7 @@ class Flights:
         affinity: Affinity,
         router: Router,
         steward: Steward,
+        speeds: Speeds,
     ) -> None:
         self._facts = facts
         self._policy = policy
@@ -46,6 +48,8 @@ class Flights:
         self._affinity = affinity
         self._router = router
         self._steward = steward
+        self._speeds = speeds
+        self._learns = policy.balance == "learned"
         self._watches = steward.watches
         self.open: dict[str, Flight] = {}
         """By the request's id."""
@@ -93,6 +97,8 @@ class Flights:
             answer = self._router.send(flight, table)
             if answer is SENT:
                 flight.held_s = -1.0
+                if flight.earlier:
+                    self._speeds.began(at_s, flight, flight.earlier[0][0])
                 return [flight.run()]
             if answer is Answer.WAITS:
                 flight.held_s = -1.0
@@ -115,13 +121,25 @@ class Flights:
         view, tokens = flight.earlier[flight.done]
         self._fleet.close(view, tokens, 0)
         flight.done += 1
-        if flight.done < len(flight.earlier):
+        going_on = flight.done < len(flight.earlier)
+        onto = flight.earlier[flight.done][0] if going_on else flight.last
+        if tokens and onto is not None:
+            self._speeds.computed(at_s, flight, view, tokens)
+            self._speeds.handed(at_s, flight, view, onto)
+        if going_on:
+            self._speeds.began(at_s, flight, flight.earlier[flight.done][0])
             return []
+        self._prompt_done(flight)
+        return self._leave_pair(at_s, flight) if flight.pair is not None else []
+
+    def _prompt_done(self, flight: Flight) -> None:
+        """What balances by load count for the prompt is done."""
         if len(flight.charges) == 2:
             (target, load), rest = flight.charges
+            if self._learns:
+                target.timed()
             target.lighten(load)
             flight.charges = (rest,)
-        return self._leave_pair(at_s, flight) if flight.pair is not None else []
 
     def first_token(self, at_s: float, event: told.FirstToken) -> list[Action]:
         flight = self.open.get(event.request)
@@ -132,9 +150,13 @@ class Flights:
             actions += self._hand_on(at_s, flight)
         if flight.first_s < 0:
             flight.first_s = at_s
-        if flight.last_tokens and flight.last is not None:
-            self._fleet.prefilled(flight.last, flight.last_tokens)
-            flight.last_tokens = 0
+        if flight.last is not None:
+            if flight.last_tokens:
+                self._fleet.prefilled(flight.last, flight.last_tokens)
+                self._speeds.computed(at_s, flight, flight.last, flight.last_tokens)
+                flight.last_tokens = 0
+                self._prompt_done(flight)
+            self._speeds.began(at_s, flight, flight.last)
         return actions
 
     def finished(self, at_s: float, event: told.Finished) -> list[Action]:
@@ -144,6 +166,7 @@ class Flights:
         del self.open[event.request]
         if self._watches:
             self._steward.finished(at_s, flight, event.output_tokens)
+        self._speeds.ended(at_s, flight, event.output_tokens)
         return self._release(at_s, flight)
 
     def failed(self, at_s: float, event: told.Failed) -> list[Action]:
@@ -196,8 +219,11 @@ class Flights:
                 flight.earlier, flight.done = (), 0
             self._fleet.close(flight.last, flight.last_tokens, flight.total_tokens)
             flight.last = None
+        flight.watched_s = -1.0
         if flight.charges:
             for target, load in flight.charges:
+                if self._learns:
+                    target.timed()
                 target.lighten(load)
             flight.charges = ()
         return self._leave_pair(at_s, flight) if flight.pair is not None else []
@@ -218,6 +244,8 @@ class Flights:
                 continue
             if pair.usable:
                 self._router.pair(pair, flight)
+                if flight.earlier:
+                    self._speeds.began(at_s, flight, flight.earlier[0][0])
                 actions.append(flight.run())
             else:
                 flight.pair = None
@@ -293,7 +321,7 @@ class Flights:
     def let_in(self, at_s: float, view: View) -> list[Action]:
         """Somebody can be sent to again: those held, but no more than it can take at once."""
         model = view.member.model
-        facts = self._table.replica_facts(view)
+        facts = view.facts
         actions = self.retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
         if self.held.counts().get(model):
             self._crowded.add(model)

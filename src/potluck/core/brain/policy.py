@@ -8,10 +8,10 @@ from typing import Literal
 from potluck.core.errors import InputError
 from potluck.core.values.service import CLASSES, RequestClass, Tenant
 
-Balance = Literal["goodput", "round-robin", "token", "least-work", "fixed"]
-"""How requests are spread over units: in proportion to goodput (CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit
-with the most free tokens, to the one with the least work in seconds, or by the plan's fractions
-(THUNDERSERVE's X and Y)."""
+Balance = Literal["learned", "goodput", "round-robin", "token", "least-work", "fixed"]
+"""How requests are spread over units: to the one that is done first at the speeds observed, in proportion to goodput
+(CAUCHY 3.4.1, CORAL 5.1), in turn, to the unit with the most free tokens, to the one with the least work in seconds,
+or by the plan's fractions (THUNDERSERVE's X and Y)."""
 Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan", "ahead"]
 """Who changes the fleet: nobody; CAUCHY's combos (Algorithm 1); THUNDERSERVE's role flips on a workload shift;
 PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast."""
@@ -21,7 +21,7 @@ PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same 
 class Policy:
     """The rules of one fleet."""
 
-    balance: Balance = "goodput"
+    balance: Balance = "learned"
     opportunistic: bool = True
     """Run a request in place on an idle replica of its unit (CAUCHY 3.4.2)."""
     split: bool = True

@@ -140,19 +140,21 @@ class Affinity:
         return model is not None and model.exact_prefix
 
     def _saved_s(self, view: View, flight: Flight) -> float:
-        facts = self._table.replica_facts(view)
-        return self.cached(view, flight) * facts.prefill_s_per_token if facts is not None else 0.0
+        facts = view.facts
+        if facts is None:
+            return 0.0
+        return self.cached(view, flight) * facts.prefill_s_per_token * view.pace
 
     def _wait_s(self, view: View, flight: Flight) -> float:
         """Until the request's prefill is done but for what is cached: prompts before it, a full batch, its own."""
-        facts = self._table.replica_facts(view)
+        facts = view.facts
         if facts is None:
             return 0.0
         wait = (view.open_prefill_tokens + flight.prompt_tokens) * facts.prefill_s_per_token
         over = view.open_requests - facts.decode_batch
         if over > 0:
             wait += over * decode_seconds(facts, flight.output_tokens)
-        return wait
+        return wait * view.pace
 
 
 def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: str, affinity: float) -> str:

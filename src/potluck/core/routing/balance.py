@@ -5,8 +5,9 @@
     fixed         turns by the plan's rates, THUNDERSERVE's X and Y              THUNDERSERVE 3.3
     token         the unit with the most tokens of KV left                       CAUCHY 4.4's token-weighted baseline
     least-work    the unit that would be done first, in seconds
+    learned       the same at the speeds observed (speeds.py), and with what the plan gives the bucket there
 
-The last two count what the Brain itself has sent and not seen end, so they need no report and are never late.
+The last three count what the Brain itself has sent and not seen end, so they need no report and are never late.
 Their index is a heap whose keys are put right when they surface: a load that grew is found too low and sinks,
 one that fell is pushed anew. A pick costs O(log n).
 """
@@ -22,7 +23,7 @@ from potluck.core.brain.facts import BLOCK_TOKENS, ReplicaFacts
 from potluck.core.brain.policy import Balance
 from potluck.core.routing.targets import Target
 
-BY_LOAD: frozenset[Balance] = frozenset({"token", "least-work"})
+BY_LOAD: frozenset[Balance] = frozenset({"learned", "token", "least-work"})
 
 
 class Chooser(Protocol):
@@ -39,7 +40,7 @@ class Chooser(Protocol):
 
 
 class Least:
-    """The target with the least load plus offset; of equals the one that was set, or grew lighter, first."""
+    """The target with the least (load + offset) x pace; of equals the one that was set, or grew lighter, first."""
 
     __slots__ = ("_heap", "_offset_of", "_offsets", "_stamp", "_stamps", "total")
 
@@ -85,9 +86,10 @@ class Least:
             return
         self._stamp += 1
         self._stamps[member] = self._stamp
-        heappush(self._heap, (member.load + self._offsets[member][1], self._stamp, member))
+        key = (member.load + self._offsets[member][1]) * member.pace
+        heappush(self._heap, (key, self._stamp, member))
         if len(self._heap) > 2 * len(self._offsets) + 32:
-            self._heap = [(m.load + self._offsets[m][1], s, m) for m, s in self._stamps.items()]
+            self._heap = [((m.load + self._offsets[m][1]) * m.pace, s, m) for m, s in self._stamps.items()]
             heapify(self._heap)
 
     def pick(self) -> Target | None:
@@ -97,7 +99,7 @@ class Least:
             if stamps.get(member) != stamp:
                 heappop(heap)
                 continue
-            now = member.load + self._offsets[member][1]
+            now = (member.load + self._offsets[member][1]) * member.pace
             if now > key:
                 heapreplace(heap, (now, stamp, member))
                 continue
@@ -117,7 +119,7 @@ def prefill_seconds(facts: ReplicaFacts, prompt_tokens: int) -> float:
     return facts.prefill_fixed_s + prompt_tokens * facts.prefill_s_per_token
 
 
-def decode_seconds(facts: ReplicaFacts, output_tokens: int) -> float:
+def decode_seconds(facts: ReplicaFacts, output_tokens: float) -> float:
     return output_tokens * facts.decode_step_s / max(1, facts.decode_batch)
 
 

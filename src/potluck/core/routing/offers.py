@@ -140,9 +140,9 @@ def _copy(
     busy = sum(uses.values())
     for phase, weights in found.items():
         for bucket, weight in enumerate(weights):
-            if weight > 0 and balance == "goodput" and (phase, bucket) in uses:
+            if weight > 0 and balance in ("goodput", "learned") and (phase, bucket) in uses:
                 weights[bucket] = weight / busy
-            elif weight > 0 and balance not in ("goodput", "fixed"):
+            elif weight > 0 and balance not in ("goodput", "learned", "fixed"):
                 weights[bucket] = 1.0
     return Offer(tuple(found["closed"]), tuple(found["prefill"]), tuple(found["decode"]))
 
@@ -153,7 +153,9 @@ def _unplanned(template: Template, buckets: int, balance: Balance) -> Offer:
 
     def weights(phase: Phase) -> tuple[float, ...]:
         known = [_capacity(capacities.get(bucket), phase) for bucket in range(buckets)]
-        return tuple(known if balance in ("goodput", "fixed") else [float(weight > 0) for weight in known])
+        return tuple(
+            known if balance in ("goodput", "learned", "fixed") else [float(weight > 0) for weight in known]
+        )
 
     return Offer(weights("closed"), weights("prefill"), weights("decode"))
 

@@ -18,8 +18,10 @@ from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import RUNNING, WAITING, Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
-from potluck.core.routing.balance import BY_LOAD, Chooser, decode_seconds, prefill_seconds
+from potluck.core.routing.balance import BY_LOAD, Chooser
+from potluck.core.routing.charges import Charges
 from potluck.core.routing.opportunistic import busier, in_place, least_loaded, shortest_queue, step_seconds
+from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import (
     MOST_IN_LOW,
     keeps_decode,
@@ -52,12 +54,21 @@ SENT = Answer.SENT
 class Router:
     """Chooses routes. All its state is the table's, the thresholds' and the counts on replicas."""
 
-    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet, table: Table, affinity: Affinity) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        policy: Policy,
+        fleet: Fleet,
+        table: Table,
+        affinity: Affinity,
+        speeds: Speeds,
+    ) -> None:
         self._facts = facts
         self._policy = policy
         self._fleet = fleet
         self._table = table
         self._affinity = affinity
+        self._charges = Charges(policy, table, speeds)
         self._by_load = policy.balance in BY_LOAD
         self.thresholds: dict[str, Threshold] = {}
         """By model, where length decides between regions."""
@@ -155,10 +166,10 @@ class Router:
             return Answer.NOBODY
         if first is second:
             return self._to(first, flight)
-        if self._by_load:
-            self._charge_flow(flight, first, second)
         holder = self._affinity.lender(flight, first.view) if fetch else None
         self._hand_over(flight, first.view, second.view, flight.prompt_tokens, holder)
+        if self._by_load:
+            self._charges.flow(flight, first, second, flight.earlier[-1][1])
         return SENT
 
     def _target(self, chooser: Chooser, flight: Flight, prefers: bool = True) -> Target | None:
@@ -189,13 +200,13 @@ class Router:
         """Inside a target: who does what."""
         if target.kind == PLAIN:
             assert target.view is not None
-            if self._by_load:
-                self._charge(flight, target, [target.view], [target.view])
             self._in_place(flight, target.view, target.route)
+            if self._by_load:
+                self._charges.whole(flight, target, flight.last_tokens, [target.view], [target.view])
             return SENT
         if target.kind == COMBO:
             if self._by_load:
-                self._charge(flight, target, target.prefills, target.decodes)
+                self._charges.whole(flight, target, flight.prompt_tokens, target.prefills, target.decodes)
             self._combo(target, flight)
             return SENT
         return self.pair(target, flight)
@@ -229,7 +240,7 @@ class Router:
         high = min(highs, key=self._fill)
         splits = self._facts.splits.get(low.member.template) if self._policy.split else None
         if self._by_load and not flight.charges:
-            self._charge(flight, target, [low], [high])
+            self._charges.whole(flight, target, flight.prompt_tokens, [low], [high])
         target.busy = busier(target.busy, target.prefills)
         part = flight.prompt_tokens
         if splits is not None:
@@ -259,7 +270,7 @@ class Router:
     ) -> tuple[float, float]:
         """Seconds of prompts before a new one, on either side; those that wait count as if they were like it."""
         waiting = low.open_prefill_tokens + len(target.waiting) * part
-        facts = self._table.replica_facts(high)
+        facts = high.facts
         high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
         return max(0.0, partial_prefill_s(splits, waiting)), high_s
 
@@ -273,13 +284,13 @@ class Router:
         status = view.status
         if status is not None:
             return status.running, float(status.context_tokens), status.free_blocks
-        facts = self._table.replica_facts(view)
+        facts = view.facts
         used = -(-view.open_context_tokens // BLOCK_TOKENS)
         free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
         return view.open_requests, float(view.open_context_tokens), free
 
     def _stays_low(self, target: Target, low: View, high: View, flight: Flight) -> bool:
-        weak, strong = self._table.replica_facts(low), self._table.replica_facts(high)
+        weak, strong = low.facts, high.facts
         if weak is None or strong is None:
             return False
         if low.open_context_tokens + flight.total_tokens > weak.total_blocks * BLOCK_TOKENS:
@@ -323,48 +334,19 @@ class Router:
             return stop - start
         return max(1, stop - max(start, self._affinity.cached(view, flight)))
 
-    # What balances by load count.
-
-    def _charge(self, flight: Flight, target: Target, firsts: list[View], seconds: list[View]) -> None:
-        load = float(flight.total_tokens)
-        if self._policy.balance == "least-work":
-            load = self._prefill_s(firsts[0], flight.prompt_tokens) / len(firsts)
-            load += self._decode_s(seconds[0], flight.output_tokens) / len(seconds)
-        target.load += load
-        flight.charges = ((target, load),)
-
-    def _charge_flow(self, flight: Flight, first: Target, second: Target) -> None:
-        assert first.view is not None
-        assert second.view is not None
-        loads = (float(flight.prompt_tokens), float(flight.total_tokens))
-        if self._policy.balance == "least-work":
-            loads = (
-                self._prefill_s(first.view, flight.prompt_tokens),
-                self._decode_s(second.view, flight.output_tokens),
-            )
-        flight.charges = tuple(zip((first, second), loads, strict=True))
-        for target, load in flight.charges:
-            target.load += load
-
-    def _prefill_s(self, view: View, tokens: int) -> float:
-        facts = self._table.replica_facts(view)
-        return prefill_seconds(facts, tokens) if facts is not None else float(tokens)
-
-    def _decode_s(self, view: View, tokens: int) -> float:
-        facts = self._table.replica_facts(view)
-        return decode_seconds(facts, tokens) if facts is not None else float(tokens)
+    # How replicas compare.
 
     def _fill(self, view: View) -> float:
         """How full it would be with one request more; without facts one request fills it."""
-        facts = self._table.replica_facts(view)
-        return (view.open_requests + 1) / max(1, facts.decode_batch if facts is not None else 1)
+        facts = view.facts
+        return (view.open_requests + 1) * view.pace / max(1, facts.decode_batch if facts is not None else 1)
 
     def _step_s(self, view: View) -> float:
-        return step_seconds(self._table.replica_facts(view), view.open_requests + 1)
+        return step_seconds(view.facts, view.open_requests + 1) * view.pace
 
     def _seconds_per_token(self, view: View) -> float:
-        facts = self._table.replica_facts(view)
-        return facts.prefill_s_per_token if facts is not None else 1.0
+        facts = view.facts
+        return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
 
 
 def _avoided(target: Target, flight: Flight) -> bool:

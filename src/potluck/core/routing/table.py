@@ -12,9 +12,10 @@ lengths are sorted into classes by the templates' limits, and each class has way
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, Unit, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
@@ -113,6 +114,16 @@ class Table:
                 self._put(table, ways, bucket, length_class, group, unit is not None)
             ways.settle()
 
+    def timed(self, views: Iterable[View]) -> None:
+        """Replicas count as faster than before."""
+        if self._policy.balance != "learned":
+            return
+        for view in views:
+            for target in (self.singles.get(view.member.id), self.groups.get(view.member.unit)):
+                if target is not None:
+                    target.timed()
+                    target.lighten(0.0)
+
     def ways(self, table: ModelTable, bucket: int, total_tokens: int) -> Ways:
         """Where requests of a bucket go that get no longer than this. The caller checks the model's limit."""
         limits = table.limits_tokens
@@ -154,7 +165,9 @@ class Table:
         if self._policy.balance == "token":
             return Least(lambda target, weight: -float(self._kv_tokens(target)))
         if self._policy.balance == "least-work":
-            return Least(lambda target, weight: self._request_s(target))
+            return Least(lambda target, weight: self.request_s(target))
+        if self._policy.balance == "learned":
+            return Least(lambda target, weight: 1.0 / weight)
         return Turns()
 
     def _put(
@@ -230,17 +243,14 @@ class Table:
         return mean * mine / theirs if mine and theirs else mean
 
     def _speed(self, view: View, phase: Phase) -> float:
-        facts = self.replica_facts(view)
+        facts = view.facts
         if facts is None:
             return 0.0
         if phase == "prefill":
             return 1.0 / max(facts.prefill_s_per_token, 1e-12)
         return facts.decode_batch / max(facts.decode_step_s, 1e-12)
 
-    def replica_facts(self, view: View) -> ReplicaFacts | None:
-        return self._facts.replicas.get((view.member.template, view.member.index))
-
-    def _request_s(self, target: Target) -> float:
+    def request_s(self, target: Target) -> float:
         """Seconds between two requests that a target does at best; 0 when not known."""
         template = self._templates[_views(target)[0].member.template]
         best = max(
@@ -251,7 +261,7 @@ class Table:
 
     def _kv_tokens(self, target: Target) -> int:
         views = target.decodes if target.kind != PLAIN else _views(target)
-        return sum(kv_tokens(facts) for view in views if (facts := self.replica_facts(view)) is not None)
+        return sum(kv_tokens(facts) for view in views if (facts := view.facts) is not None)
 
     def _fits(self, table: ModelTable, views: list[View], length_class: int) -> bool:
         if length_class == 0:

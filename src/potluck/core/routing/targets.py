@@ -42,6 +42,7 @@ class Target:
         "indexes",
         "kind",
         "load",
+        "pace",
         "prefills",
         "route",
         "turn",
@@ -67,6 +68,8 @@ class Target:
         """Counts requests, for plain round robin inside."""
         self.load = 0.0
         """Open work, in the unit of the balance that counts it."""
+        self.pace = 1.0
+        """What is learned of how long that takes, against its unit (`speeds.py`)."""
         self.indexes: list[Index] = []
         """Those that sort it by its load."""
         self.in_low = 0
@@ -80,6 +83,11 @@ class Target:
         for index in self.indexes:
             index.lighter(self)
 
+    def timed(self) -> None:
+        """Take over the pace of its replicas; of a group's two sides that of the slower one."""
+        view = self.view
+        self.pace = view.pace if view is not None else max(_pace(self.prefills), _pace(self.decodes))
+
     def refresh(self, unit: Unit | None) -> None:
         """Look again which replicas of a group are ready."""
         ready = [view for view in unit.views if view.serves] if unit is not None else []
@@ -89,6 +97,11 @@ class Target:
     @property
     def usable(self) -> bool:
         return self.kind == PLAIN or bool(self.prefills and self.decodes)
+
+
+def _pace(side: list[View]) -> float:
+    """Of replicas that share their work."""
+    return len(side) / sum(1.0 / view.pace for view in side) if side else 1.0
 
 
 def intact_share(target: Target, template: Template) -> float:

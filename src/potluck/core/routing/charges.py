@@ -1,0 +1,69 @@
+"""What balances by load count for a request: where, how much, until when.
+
+    token         all of its tokens where it decodes, and along a flow its prompt where that is computed
+    least-work    seconds of its prompt and of its part of the decode steps, by the facts
+    learned       the same, with answers as long as they were lately; a prompt counts until it is computed
+
+`Flight.charges` remembers them, so that what is taken off is what was put on.
+"""
+
+from __future__ import annotations
+
+from potluck.core.brain.fleet import View
+from potluck.core.brain.flight import Flight
+from potluck.core.brain.policy import Policy
+from potluck.core.routing.balance import decode_seconds, prefill_seconds
+from potluck.core.routing.speeds import Speeds
+from potluck.core.routing.table import Table
+from potluck.core.routing.targets import Target
+
+
+class Charges:
+    """Puts them on targets; the Brain takes them off."""
+
+    def __init__(self, policy: Policy, table: Table, speeds: Speeds) -> None:
+        self._table = table
+        self._speeds = speeds
+        self._in_tokens = policy.balance == "token"
+        self._learns = policy.balance == "learned"
+
+    def whole(
+        self, flight: Flight, target: Target, tokens: int, firsts: list[View], seconds: list[View]
+    ) -> None:
+        """All of a request on one target. Where speeds are learned, prompt and answer apart, as they end apart."""
+        loads: tuple[float, ...]
+        if self._in_tokens:
+            loads = (float(flight.total_tokens),)
+        elif self._learns and seconds[0].facts is None:
+            loads = (0.0, self._table.request_s(target) or 1.0)
+        else:
+            first_s = _prefill_s(firsts[0], tokens) / len(firsts)
+            rest_s = _decode_s(seconds[0], self._answer_tokens(flight)) / len(seconds)
+            loads = (first_s, rest_s) if self._learns else (first_s + rest_s,)
+        flight.charges = tuple([(target, load) for load in loads])
+        for load in loads:
+            target.load += load
+
+    def flow(self, flight: Flight, first: Target, second: Target, tokens: int) -> None:
+        """The prompt on one target, the answer on another."""
+        assert first.view is not None
+        assert second.view is not None
+        loads = (float(tokens), float(flight.total_tokens))
+        if not self._in_tokens:
+            answer_tokens = self._answer_tokens(flight)
+            loads = (_prefill_s(first.view, tokens), _decode_s(second.view, answer_tokens))
+        flight.charges = ((first, loads[0]), (second, loads[1]))
+        for target, load in flight.charges:
+            target.load += load
+
+    def _answer_tokens(self, flight: Flight) -> float:
+        most = flight.output_tokens
+        return self._speeds.answer_tokens(flight.request.model, most) if self._learns else most
+
+
+def _prefill_s(view: View, tokens: int) -> float:
+    return prefill_seconds(view.facts, tokens) if view.facts is not None else float(tokens)
+
+
+def _decode_s(view: View, tokens: float) -> float:
+    return decode_seconds(view.facts, tokens) if view.facts is not None else float(tokens)

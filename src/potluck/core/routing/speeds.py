@@ -1,0 +1,112 @@
+"""How fast replicas are in truth, learned from when their requests end: the plan's facts are the prior.
+
+    pace      seconds that things take there for each second that the facts say; 1 as planned, 2 half as fast
+    observed  from a request's first token to its last, or from sending a prompt to its hand-over: as long as that
+              request is open its replica has work, so all of this time was spent on what was done meanwhile:
+    planned   prompts computed there in that time, and the decode steps that were not also a prompt's
+
+    pace = (PRIOR_S + sum of observed) / (PRIOR_S + sum of planned)      older ones count ever less
+
+Both sums are of the Brain's own making, so no report can be late or wrong. What others do on a replica shows, too. A
+replica that is not sent anything is believed to be as planned again after a while: sums fade, the prior stays. So
+nobody is left out for ever for what was once true. A pace is never below LEAST nor above MOST, whatever is told.
+
+How long answers get is learned as well, per model; a request's own limit is the most that is believed.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from potluck.core.brain.facts import ReplicaFacts
+from potluck.core.brain.fleet import Fleet, View
+from potluck.core.brain.flight import Flight
+from potluck.core.routing.balance import decode_seconds
+
+FADE_S = 10.0
+"""A replica without news for so long is believed half as much."""
+ANSWERS = 64
+"""Answers over which their length is averaged."""
+
+
+class Speeds:
+    """What is learned; changed by the Brain as requests go on and end. Paces are kept on the views."""
+
+    def __init__(self, fleet: Fleet, learns: bool) -> None:
+        self._fleet = fleet
+        self._learns = learns
+        """Otherwise all are as planned."""
+        self._answers: dict[str, float] = {}
+        """Mean length, by model."""
+
+    def pace(self, view: View) -> float:
+        """Seconds there for each second of its facts."""
+        return view.pace
+
+    def wait_s(self, view: View) -> float:
+        """Until a request sent there now would be computed: prompts before it, and places in a full batch."""
+        facts = view.facts
+        if facts is None:
+            return 0.0
+        wait_s = view.open_prefill_tokens * facts.prefill_s_per_token
+        over = view.open_requests - facts.decode_batch
+        if over > 0:
+            wait_s += over * decode_seconds(facts, round(self.answer_tokens(view.member.model, 1 << 20)))
+        return wait_s * view.pace
+
+    def answer_tokens(self, model: str, most: int) -> float:
+        """How long an answer gets, as far as is known."""
+        return min(most, self._answers.get(model, inf))
+
+    # As requests go on.
+
+    def began(self, at_s: float, flight: Flight, view: View) -> None:
+        """What a replica does for a request from now on is watched."""
+        flight.watched_s = at_s
+        flight.watched = (view.done_s, view.done_prompts, view.open_requests)
+
+    def computed(self, at_s: float, flight: Flight, view: View, tokens: int) -> None:
+        """A prompt, or its part, is computed there."""
+        facts = view.facts
+        if facts is not None:
+            self._fleet.computed(view, facts.prefill_fixed_s + tokens * facts.prefill_s_per_token)
+
+    def handed(self, at_s: float, flight: Flight, view: View, onto: View) -> None:
+        """A prompt was handed on. Between regions that takes as long as the link does, which says nothing here."""
+        if self._learns and flight.watched_s >= 0 and view.member.region == onto.member.region:
+            done_s, _, _ = flight.watched
+            self._fleet.learn(at_s, view, at_s - flight.watched_s, view.done_s - done_s)
+        flight.watched_s = -1.0
+
+    def ended(self, at_s: float, flight: Flight, output_tokens: int) -> None:
+        """The last token is there."""
+        if not self._learns:
+            return
+        model = flight.request.model
+        mean = self._answers.get(model, float(output_tokens))
+        self._answers[model] = mean + (output_tokens - mean) / ANSWERS
+        view = flight.last
+        if flight.watched_s < 0 or view is None or view.facts is None:
+            return
+        done_s, prompts, others = flight.watched
+        steps = output_tokens - flight.streamed_tokens - 1 - (view.done_prompts - prompts)
+        planned_s = view.done_s - done_s
+        if steps > 0:
+            planned_s += steps * _step_s(view.facts, 0.5 * (others + view.open_requests))
+        self._fleet.learn(at_s, view, at_s - flight.watched_s, planned_s)
+
+    def faded(self, at_s: float) -> list[View]:
+        """Believe less of what was heard long ago; those whose pace fell."""
+        return [
+            view
+            for view in self._fleet.views.values()
+            if view.planned_s > 0 and at_s - view.learned_s >= FADE_S and self._fleet.fade(at_s, view)
+        ]
+
+
+def _step_s(facts: ReplicaFacts, batch: float) -> float:
+    """A decode step of so many requests: on the line through one request and the planned batch."""
+    planned, full_s, first_s = facts.decode_batch, facts.decode_step_s, facts.decode_first_s
+    if planned <= 1 or not 0 < first_s <= full_s:
+        return full_s
+    return first_s + (full_s - first_s) * (batch - 1.0) / (planned - 1)
