@@ -7,7 +7,7 @@ from math import isclose, log
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
@@ -19,18 +19,29 @@ def rows(count: int, vocab: int, seed: int = 0, spread: float = 2.0) -> torch.Te
     return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
+UNCUT = st.builds(Sampling, temperature=st.sampled_from([0.3, 1.0, 2.5]), seed=st.integers(0, 2**40))
 WAYS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 3, 40, 1000]),
-    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
-    min_p=st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    top_k=st.sampled_from([0, 0, 1, 3, 40, FIRST_LOOK, 1000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
     seed=st.integers(0, 2**40),
+    logprobs=st.sampled_from([None, None, 0, 1, 3, 20]),
 )
+VOCABS = st.sampled_from([1, 2, 7, FIRST_LOOK - 1, FIRST_LOOK, FIRST_LOOK + 1, 700, 5000])
+SHAPES = st.sampled_from(["spread", "ties", "flat", "sharp"])
+
+
+def shaped(count: int, vocab: int, shape: str, seed: int) -> torch.Tensor:
+    logits = rows(count, vocab, seed)
+    if shape == "ties":  # few values, as where logits have few bits
+        return logits.round()
+    return logits * {"spread": 1.0, "flat": 0.0, "sharp": 20.0}[shape]
 
 
 def by_hand(logits: torch.Tensor, way: Sampling, position: int) -> int:
-    """The definition, one token at a time."""
+    """The definition, one token at a time: cuts go by likelihood, the draw by the vocabulary's order."""
     values = logits.double().numpy()
     if way.temperature == 0:
         return int(values.argmax())
@@ -38,15 +49,14 @@ def by_hand(logits: torch.Tensor, way: Sampling, position: int) -> int:
     weights = np.exp((values - values.max()) / way.temperature)
     weights /= weights.sum()
     likely = list(order[: way.top_k] if way.top_k else order)
-    total, kept, reached = sum(weights[t] for t in likely), [], 0.0
+    total, kept, reached = sum(weights[t] for t in likely) if way.top_k else 1.0, [], 0.0
     for token in likely:
         if way.top_p < 1 and reached >= way.top_p * total:
             break
         reached += weights[token]
         if weights[token] >= way.min_p * weights[order[0]]:
             kept.append(token)
-    if not (way.top_k or way.top_p < 1 or way.min_p):
-        kept = list(range(len(values)))
+    kept.sort()
     goal, reached = chance(way.seed, position) * sum(weights[t] for t in kept), 0.0
     for token in kept:
         reached += weights[token]
@@ -55,18 +65,68 @@ def by_hand(logits: torch.Tensor, way: Sampling, position: int) -> int:
     return int(kept[-1])
 
 
-@given(
-    st.lists(st.tuples(WAYS, st.integers(0, 10**6)), min_size=1, max_size=5), st.sampled_from([7, 300, 700])
-)
+@settings(max_examples=60)
+@given(st.lists(st.tuples(WAYS, st.integers(0, 10**6)), min_size=1, max_size=5), VOCABS, st.integers(0, 99))
 def test_a_batch_draws_what_the_definition_says_for_each_row(
-    batch: list[tuple[Sampling, int]], vocab: int
+    batch: list[tuple[Sampling, int]], vocab: int, seed: int
 ) -> None:
-    logits = rows(len(batch), vocab)
+    logits = rows(len(batch), vocab, seed)
+    found = sample(logits, [way for way, _ in batch], [position for _, position in batch])
+    expected = [by_hand(logits[i], way, position) for i, (way, position) in enumerate(batch)]
+    assert [choice.token for choice in found] == expected
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(st.one_of(UNCUT, WAYS), st.integers(0, 10**6)), min_size=2, max_size=12),
+    VOCABS,
+    SHAPES,
+    st.integers(0, 99),
+)
+def test_neighbours_change_no_draw(
+    batch: list[tuple[Sampling, int]], vocab: int, shape: str, seed: int
+) -> None:
+    """Token, log probability and the likeliest ones, to the last bit."""
+    logits = shaped(len(batch), vocab, shape, seed)
     ways, positions = [way for way, _ in batch], [position for _, position in batch]
-    found = [choice.token for choice in sample(logits, ways, positions)]
-    assert found == [by_hand(logits[i], way, position) for i, (way, position) in enumerate(batch)]
-    alone = [sample(logits[i : i + 1], [way], [position])[0].token for i, (way, position) in enumerate(batch)]
-    assert found == alone
+    alone = [
+        sample(logits[i : i + 1], ways[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))
+    ]
+    assert sample(logits, ways, positions) == alone
+    half = len(batch) // 2
+    assert sample(logits[half:], ways[half:], positions[half:]) == alone[half:]
+
+
+CUTS = [{"top_k": 1}, {"top_k": 40}, {"top_k": 1000}, {"top_p": 0.9}, {"min_p": 0.02}]
+
+
+@pytest.mark.parametrize("shape", ["spread", "ties", "flat"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_one_draws_the_same_beside_one_with_cuts(cut: dict[str, float], shape: str) -> None:
+    logits = shaped(2, 900, shape, seed=4)
+    for own in ({}, *CUTS):
+        mine = [Sampling(temperature=1.0, seed=seed, **own) for seed in range(12)]  # type: ignore[arg-type]
+        other = Sampling(temperature=1.0, seed=9, **cut)  # type: ignore[arg-type]
+        alone = [sample(logits[:1], [way], [3])[0] for way in mine]
+        assert [sample(logits, [way, other], [3, 8])[0] for way in mine] == alone
+
+
+def test_what_is_as_likely_goes_by_its_number() -> None:
+    """Whoever else is there and however many they look at, which `topk` would let decide."""
+    logits = torch.zeros(2, 900)
+    logits[0, 500:] = 1.0
+    way = Sampling(temperature=1.0, top_k=3, seed=1, logprobs=2)
+    found = [sample(logits, [way, Sampling(logprobs=20)], [place, 0])[0] for place in range(60)]
+    assert {choice.token for choice in found} == {500, 501, 502}
+    assert {tuple(token for token, _ in choice.top) for choice in found} == {(500, 501)}
+
+
+def test_cuts_that_leave_all_change_no_draw() -> None:
+    logits = rows(1, 600, seed=8)
+    for seed in range(40):
+        plain = sample(logits, [Sampling(temperature=1.0, seed=seed)], [2])
+        assert plain == sample(logits, [Sampling(temperature=1.0, seed=seed, top_k=600)], [2])
+        assert plain == sample(logits, [Sampling(temperature=1.0, seed=seed, min_p=1e-12)], [2])
 
 
 def test_draws_have_the_softmax_distribution() -> None:

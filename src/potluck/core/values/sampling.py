@@ -53,6 +53,11 @@ class SamplingDefaults:
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)  # says what is wrong with them
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -58,24 +58,49 @@ def _without_barred(logits: Tensor, ways: Sequence[Sampling], positions: Sequenc
 
 
 def _draw(logits: Tensor, ways: Sequence[Sampling], chances: Sequence[float]) -> list[int]:
+    """A token for each row. What a row draws from, in which order, depends on its own way alone: on the tokens that
+    its cuts leave, in the order of the vocabulary."""
     heat = torch.tensor([way.temperature for way in ways], dtype=torch.float64, device=logits.device)
     probabilities = torch.softmax(logits.double() / heat[:, None], -1)
-    if all(way.top_k == 0 and way.top_p == 1 and way.min_p == 0 for way in ways):
-        return _pick(probabilities, chances).tolist()
-    vocab = logits.shape[1]
-    width = min(vocab, max(FIRST_LOOK, *(way.top_k for way in ways)))
-    while True:
-        likely, tokens = probabilities.topk(width, -1)
-        kept, settled = _cut(likely, ways)
-        if settled or width == vocab:
+    tokens = [0] * len(ways)
+    whole = [row for row, way in enumerate(ways) if not way.cuts]
+    if whole:
+        places = _pick(_rows(probabilities, whole), [chances[row] for row in whole])
+        for row, token in zip(whole, places.tolist(), strict=True):
+            tokens[row] = token
+    left = [row for row, way in enumerate(ways) if way.cuts]
+    width = max([FIRST_LOOK, *(ways[row].top_k + 1 for row in left)])
+    while left:
+        # Rows for which so many are not enough come again, with everything.
+        width = min(width, logits.shape[1])
+        some = [ways[row] for row in left]
+        likely, names = _in_order(*_rows(probabilities, left).topk(width, -1))
+        kept, settled = _cut(likely, some)
+        names, order = names.sort(-1)
+        places = _pick(kept.gather(1, order), [chances[row] for row in left])
+        for row, token in zip(left, names.gather(1, places[:, None])[:, 0].tolist(), strict=True):
+            tokens[row] = token
+        if width == logits.shape[1]:
             break
-        width = vocab
-    places = _pick(kept, chances)
-    return tokens.gather(1, places[:, None])[:, 0].tolist()
+        left = [row for row, enough in zip(left, settled.tolist(), strict=True) if not enough]
+        width = logits.shape[1]
+    return tokens
 
 
-def _cut(likely: Tensor, ways: Sequence[Sampling]) -> tuple[Tensor, bool]:
-    """What the cuts leave of each row, likeliest first; and whether nothing beyond the row could be left too."""
+def _rows(values: Tensor, rows: list[int]) -> Tensor:
+    return values if len(rows) == len(values) else values[rows]
+
+
+def _in_order(values: Tensor, names: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest first, those alike by name: `topk` leaves these in an order that changes with how many it takes."""
+    names, order = names.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, names.gather(1, order)
+
+
+def _cut(likely: Tensor, ways: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """What the cuts leave of each row, likeliest first; and for which rows nothing beyond, nor anything that is as
+    likely as the last one here, could be left too."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=likely.dtype, device=likely.device)[:, None]
@@ -83,14 +108,15 @@ def _cut(likely: Tensor, ways: Sequence[Sampling]) -> tuple[Tensor, bool]:
     width = likely.shape[1]
     rank = torch.arange(width, device=likely.device)
     kept = likely.masked_fill(rank >= column([way.top_k or torch.inf for way in ways]), 0)
+    sums = kept.cumsum(-1)
     whole = column([1.0 if way.top_k == 0 else 0.0 for way in ways])
-    total = torch.where(whole > 0, whole, kept.sum(-1, keepdim=True))
-    before = kept.cumsum(-1) - kept
+    # A running sum is the same however many zeros follow; `sum` would add up in another order.
+    total = torch.where(whole > 0, whole, sums[:, -1:])
     # The token that crosses the line is in. A line of 1 cuts nothing, whatever rounding says.
     line = column([way.top_p if way.top_p < 1 else torch.inf for way in ways]) * total
     floor = column([way.min_p for way in ways]) * likely[:, :1]
-    kept = kept.masked_fill((before >= line) | (likely < floor), 0)
-    return kept, bool((kept[:, -1] == 0).all())
+    kept = kept.masked_fill((sums - kept >= line) | (likely < floor), 0)
+    return kept, ~((kept > 0) & (likely == likely[:, -1:])).any(-1)
 
 
 def _pick(weights: Tensor, chances: Sequence[float]) -> Tensor:
@@ -103,11 +129,21 @@ def _pick(weights: Tensor, chances: Sequence[float]) -> Tensor:
     return torch.minimum(place, last)
 
 
+def _likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row in order."""
+    best, names = _in_order(*values.topk(count, -1))
+    crowded = (values >= best[:, -1:]).sum(-1) > count
+    if crowded.any():
+        # Some are as large as the last of these, and `topk` took any of them.
+        ordered, order = values[crowded].sort(dim=-1, descending=True, stable=True)
+        best[crowded], names[crowded] = ordered[:, :count], order[:, :count]
+    return best, names
+
+
 def _with_logprobs(logits: Tensor, ways: Sequence[Sampling], tokens: list[int]) -> list[Choice]:
     logs = torch.log_softmax(logits.float(), -1)
     own = logs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    most = min(max(way.logprobs or 0 for way in ways), logits.shape[1])
-    values, places = logs.topk(max(most, 1), -1)
+    values, places = _likeliest(logs, min(max(1, *(way.logprobs or 0 for way in ways)), logits.shape[1]))
     rows = zip(ways, tokens, own, places.tolist(), values.tolist(), strict=True)
     return [
         Choice(token)
