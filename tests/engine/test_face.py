@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from engine_models import VOCAB, prompt
+from engine_models import EXACT, VOCAB, prompt
 from face_kit import NAME, Client, face, make_service, played, tokens_in
 from loop_kit import desk
 
@@ -88,7 +88,10 @@ def test_draining_refuses_new_ones_and_ends() -> None:
             assert (status, body["error"]["code"]) == (503, "draining")
             assert (await running)[0] == 200
             await one.until_idle()
-            assert (await one.get("/status"))[1]["state"] == "drained"
+            report = (await one.get("/status"))[1]
+            assert report["state"] == "drained"
+            assert report["exact"] == EXACT
+            assert report["products"] in ("plain", "pairs", "strips")
             assert (await one.get("/health")) == (200, {"status": "draining"})
             await one.post("/drain", {"resume": True})
             assert (await one.segment(TOKENS, max_tokens=1))[0] == 200

@@ -89,9 +89,7 @@ def test_neighbours_change_no_draw(
     """Token, log probability and the likeliest ones, to the last bit."""
     logits = shaped(len(batch), vocab, shape, seed)
     ways, positions = [way for way, _ in batch], [position for _, position in batch]
-    alone = [
-        sample(logits[i : i + 1], ways[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))
-    ]
+    alone = [sample(logits[i : i + 1], ways[i : i + 1], positions[i : i + 1])[0] for i in range(len(batch))]
     assert sample(logits, ways, positions) == alone
     half = len(batch) // 2
     assert sample(logits[half:], ways[half:], positions[half:]) == alone[half:]

@@ -40,6 +40,11 @@ class Sampling:
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError("logprobs", f"must be 0 to {MOST_LOGPROBS}, is {self.logprobs}")
 
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
@@ -52,11 +57,6 @@ class SamplingDefaults:
 
     def __post_init__(self) -> None:
         Sampling(self.temperature, self.top_k, self.top_p, self.min_p)  # says what is wrong with them
-
-    @property
-    def cuts(self) -> bool:
-        """Whether some tokens are left out."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)

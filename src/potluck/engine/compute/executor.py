@@ -27,6 +27,7 @@ from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.compute.sample import sample
 from potluck.engine.memory.handover import Arrival, Manifest, Parcel, pack
 from potluck.engine.model.config import Config
+from potluck.engine.numbers.filling import Exactness
 
 __all__ = ["Deliver", "Draw", "Executor", "Export", "Incoming", "LocalExecutor", "WorkerLost"]
 
@@ -83,6 +84,10 @@ class Executor(Protocol):
     @property
     def fingerprint(self) -> str:
         """Of the model with its weights; caches of different ones never mix."""
+
+    @property
+    def exact(self) -> Exactness:
+        """Whether tokens stay the same to the last bit however the work is cut."""
 
     @property
     def lanes(self) -> int:
@@ -154,6 +159,10 @@ class LocalExecutor:
     @property
     def fingerprint(self) -> str:
         return self._runner.fingerprint
+
+    @property
+    def exact(self) -> Exactness:
+        return self._runner.exact
 
     def open(self) -> int:
         return self._runner.tables.open()

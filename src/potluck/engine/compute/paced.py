@@ -24,6 +24,7 @@ from potluck.engine.compute.executor import Deliver, Draw, Executor, Export, Inc
 from potluck.engine.compute.runner import Size, Work
 from potluck.engine.memory.handover import Manifest, Parcel
 from potluck.engine.model.config import Config
+from potluck.engine.numbers.filling import Exactness
 from potluck.perf.capacity import require_fit, stage_memory
 from potluck.perf.memory import kv_bytes_per_gpu, kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.roofline import HOST_S
@@ -150,6 +151,10 @@ class Paced:
     @property
     def fingerprint(self) -> str:
         return self._inner.fingerprint
+
+    @property
+    def exact(self) -> Exactness:
+        return self._inner.exact
 
     def open(self) -> int:
         return self._inner.open()

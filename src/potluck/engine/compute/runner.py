@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
-from potluck.core.values.model import LinearAttention
+from potluck.core.values.model import LatentAttention, LinearAttention
 from potluck.engine.compute.graphs import DecodeGraphs, recordable
 from potluck.engine.compute.step import Step, Work, check, lay_out
 from potluck.engine.memory.cache import Cache, groups_of
@@ -27,6 +27,7 @@ from potluck.engine.model.checkpoint import Source, fingerprint
 from potluck.engine.model.config import Config
 from potluck.engine.model.loading import Loader
 from potluck.engine.model.stack import OnLayer, Stack
+from potluck.engine.numbers.filling import exactness
 
 __all__ = ["Runner", "Size", "Work"]
 
@@ -66,6 +67,8 @@ class Runner:
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else getattr(torch, config.dtype))
         self.config = config
         self.fingerprint = fingerprint(config, source)
+        latent = any(isinstance(layer.attention, LatentAttention) for layer in model.layers[first:last])
+        self.exact = exactness(self.device, self.dtype, latent=latent)
         if size.max_tokens > model.max_context_tokens:
             raise InputError(
                 "max_tokens", f"{size.max_tokens} is more than the model's {model.max_context_tokens}"

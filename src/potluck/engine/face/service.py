@@ -195,6 +195,8 @@ class Service:
             preemptions=counters.preemptions,
             checks=counters.checks,
             uptime_s=time.monotonic() - self.started_s,
+            exact=loop.executor.exact.holds,
+            products=loop.executor.exact.products,
             kv=self.carriage.address if self.carriage else "",
             links=self.carriage.reports() if self.carriage else (),
             problem=problem or degraded,

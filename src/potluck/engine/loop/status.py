@@ -82,6 +82,10 @@ class Status:
     checks: int
     """Times that no block was found to be lost, with nobody left."""
     uptime_s: float
+    exact: bool = False
+    """Whether tokens are the same to the last bit however requests are cut, batched and spread (numbers/exact.py)."""
+    products: str = ""
+    """How rows are multiplied for that: plain, pairs, strips (numbers/filling.py)."""
     kv: str = ""
     """HOST:PORT where caches are fetched from it."""
     links: tuple[LinkReport, ...] = ()

@@ -11,7 +11,8 @@ the processor has matrix tiles. What is left to a library takes more care:
 - Matrix products. A library picks its algorithm by shape, and another algorithm adds up in another order. Measured
   with MKL in float32: rows of a product differ in the last bits between 1, 8 and 64 rows. In its strict mode
   (`MKL_CBWR=AUTO,STRICT`, set in `__init__.py`) they do not, at the same speed from 16 rows up and about half the
-  speed for one row. `rows_are_independent` tries it, so that an engine can say whether it holds here.
+  speed for one row. With OpenBLAS, on ARM, only a single row differs from all other numbers. `filling.py` finds out
+  what it takes here, and whether that is enough; `/status` says so.
 - Sums over the context, in attention of latent layers. Keys beyond a query's own position are masked, that is, added
   as zeros. Zeros change nothing as long as the sum is cut into the same parts. Measured: torch's attention goes
   through keys 512 at a time; a product over at most 384 terms is one sum; one over 512 is two halves. So the last
@@ -105,15 +106,3 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor:
     if tokens < LEAST_ROWS:
         x = F.pad(x, (0, 0, 0, 0, 0, LEAST_ROWS - tokens))
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)[:tokens]
-
-
-def rows_are_independent(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a row of a product comes out the same alone and among others, here and now."""
-    generator = torch.Generator().manual_seed(1)
-    for columns, width in ((256, 256), (256, 704)):
-        weight = torch.randn(width, columns, generator=generator).to(device, dtype)
-        rows = torch.randn(64, width, generator=generator).to(device, dtype)
-        whole = torch.mm(rows, weight)
-        if any(not torch.equal(torch.mm(rows[:count], weight), whole[:count]) for count in (1, 2, 7, 16, 33)):
-            return False
-    return True

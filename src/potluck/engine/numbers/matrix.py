@@ -1,8 +1,9 @@
 """Weights as matrices, and products with them.
 
 Where a CPU has matrix tiles (Intel AMX) and the weights fit into 16 bits each, as they were stored, they are laid out
-for `kernels/products.py`: as exact as float32, several times as fast. Everywhere else torch multiplies. Which of the
-two it is depends on the weights and the machine alone, never on the rows, so that cutting work changes nothing.
+for `kernels/products.py`: as exact as float32, several times as fast. Everywhere else torch multiplies, with rows
+added where its library wants some (`filling.py`). Which of these it is depends on the weights and the machine alone,
+never on the rows, so that cutting work changes nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from potluck.engine.numbers import threads
 from potluck.engine.numbers.exact import rms_norm
+from potluck.engine.numbers.filling import PLAIN, Filling, filling_for, multiply
 
 ROWS, DEPTH, PARTS, WIDE, STRIP = 16, 32, 3, 4, 64
 """As in kernels/products.py, which is slow to load and not needed with a GPU."""
@@ -75,7 +77,15 @@ def _scratch(depth: int) -> tuple[Tensor, np.ndarray]:
     return torch.empty(STRIP * depth * (2 * PARTS + 4), dtype=torch.uint8), np.zeros(64, np.uint8)
 
 
-Matrix = Tensor | Tiled
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A matrix [depth, width] that torch multiplies with more rows than there are."""
+
+    weight: Tensor
+    filling: Filling
+
+
+Matrix = Tensor | Tiled | Filled
 """[in, out]"""
 
 
@@ -95,7 +105,8 @@ def across(weight: Tensor) -> Matrix:
         if torch.equal(short.float(), weight) and _have_tiles():
             return _tiled(short)
     # A CPU is a tenth faster when it also lies in memory like that.
-    return weight.T.contiguous()
+    matrix, filling = weight.T.contiguous(), filling_for(weight.dtype) or PLAIN
+    return matrix if filling == PLAIN else Filled(matrix, filling)
 
 
 def _tiled(weight: Tensor) -> Tiled:
@@ -111,6 +122,8 @@ def product(x: Tensor, weight: Matrix, bias: Tensor | None = None, *, norm: Norm
         out = weight.product(x, norm, None)
         return out if bias is None else out.add_(bias)
     x = x if norm is None else norm(x)
+    if isinstance(weight, Filled):
+        return multiply(x, weight.weight, weight.filling, bias)
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
@@ -120,6 +133,8 @@ def add_product(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
         if weight.width == weight.padded:
             return weight.product(x, None, residual)
         return weight.product(x, None, None).add_(residual)
+    if isinstance(weight, Filled):
+        return multiply(x, weight.weight, weight.filling, residual)
     return torch.addmm(residual, x, weight)
 
 

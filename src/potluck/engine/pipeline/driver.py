@@ -27,6 +27,7 @@ from potluck.engine.compute.step import check
 from potluck.engine.memory.cache import windows_of
 from potluck.engine.memory.handover import Manifest, Parcel
 from potluck.engine.model.config import Config
+from potluck.engine.numbers.filling import Exactness
 from potluck.engine.pipeline.arrival import PipelineArrival
 from potluck.engine.pipeline.batches import Path, Piece, cut
 from potluck.engine.pipeline.messages import (
@@ -70,9 +71,10 @@ class PipelineExecutor:
         batches: int,
         worth_tokens: int,
         lanes: int = 1,
+        exact: Exactness,
     ) -> None:
         self.config, self.fingerprint, self.size = config, fingerprint, size
-        self.lanes = lanes
+        self.lanes, self.exact = lanes, exact
         self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
         self._layers, self._worth = layers, worth_tokens
         self._flying: list[PipelineStep] = []

@@ -14,6 +14,7 @@ from potluck.engine.compute.runner import Size
 from potluck.engine.memory.cache import groups_of
 from potluck.engine.memory.tables import Tables
 from potluck.engine.model.config import Config
+from potluck.engine.numbers.filling import Exactness, together
 from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.messages import Connect, Done, Emulated, Failed, Ready, Setup, error_of
@@ -93,7 +94,7 @@ def launch(
     starter = _Starter(config, stages, layers, size)
     try:
         starter.reach(_addresses(stages, key, processes), key)
-        fingerprint = starter.set_up(directory, seed, threads, device, wait_s)
+        fingerprint, exact = starter.set_up(directory, seed, threads, device, wait_s)
         starter.join()
     except BaseException:
         for remote in (each for row in starter.remotes for each in row):
@@ -113,6 +114,7 @@ def launch(
         batches=batches or len(stages),
         worth_tokens=worth_tokens,
         lanes=lanes_of(stages),
+        exact=exact,
     )
 
 
@@ -196,8 +198,10 @@ class _Starter:
                 tables = Tables(groups, size.rows, size.max_tokens)
                 self.remotes[-1].append(Remote(name, stage, place, link, tables, self.inbox, process))
 
-    def set_up(self, directory: str | None, seed: int, threads: int, device: str, wait_s: float) -> str:
-        """Give each worker its layers; the fingerprint that all of them must have."""
+    def set_up(
+        self, directory: str | None, seed: int, threads: int, device: str, wait_s: float
+    ) -> tuple[str, Exactness]:
+        """Give each worker its layers; the fingerprint that all of them must have, and how exact they are."""
         size, asked = self._size, 0
         for stage, row in enumerate(self.remotes):
             for place, remote in enumerate(row):
@@ -226,7 +230,7 @@ class _Starter:
         prints = {answer.fingerprint for answer in ready}
         if len(prints) != 1:
             raise InputError("workers", "do not have the same weights; is the directory the same everywhere?")
-        return prints.pop()
+        return prints.pop(), together([Exactness(each.exact, each.products) for each in ready])
 
     def join(self) -> None:
         """Connect each stage to the next."""

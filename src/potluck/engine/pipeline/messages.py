@@ -169,6 +169,9 @@ class Ready:
     call: int
     fingerprint: str
     dtype: str
+    exact: bool
+    """As in `numbers.filling.Exactness`."""
+    products: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,8 @@ class Worker:
             self._pacer = Pacer(timer, like.speed_up, host_s=0.0)
             self._inputs.hop_s = like.hop_s / like.speed_up
             self._inputs.hop_s_per_row = like.hop_s_per_token / like.speed_up
-        return Ready(setup.call, self._runner.fingerprint, str(self._runner.dtype).removeprefix("torch."))
+        exact, dtype = self._runner.exact, str(self._runner.dtype).removeprefix("torch.")
+        return Ready(setup.call, self._runner.fingerprint, dtype, exact.holds, exact.products)
 
     def _connect(self, command: Connect) -> Done:
         if self._setup is None:
