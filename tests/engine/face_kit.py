@@ -18,6 +18,7 @@ from tokenizers.models import BPE
 from potluck.api.tokens import Text
 from potluck.core.values.model import Model
 from potluck.engine.face.app import build
+from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.serve import Settings, local_executor, service_of
@@ -39,13 +40,18 @@ def spell(tokens: list[int] | tuple[int, ...]) -> str:
 
 
 def make_service(
-    kind: str = "hybrid", limits: FaceLimits | None = None, text: bool = True, **fields: Any
+    kind: str = "hybrid",
+    limits: FaceLimits | None = None,
+    text: bool = True,
+    kv: KvSettings | None = None,
+    **fields: Any,
 ) -> Service:
     settings = Settings(**{"max_running": 8, "max_tokens": 512, "prefix_cache_bytes": 2_000_000, **fields})
     config = KINDS[kind]
     model: Model = config.model
     executor = local_executor(config, Seeded(7), settings.size(model), "cpu")
-    return service_of(executor, settings, name=NAME, text=letters() if text else None, limits=limits)
+    words = letters() if text else None
+    return service_of(executor, settings, name=NAME, text=words, limits=limits, kv=kv)
 
 
 class Client:

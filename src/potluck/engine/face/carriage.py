@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.face.hub import Channel
 from potluck.engine.loop.driver import Driver
-from potluck.engine.loop.requests import Ended
+from potluck.engine.loop.requests import NOT_FETCHED, Ended
 from potluck.kv.codec.layout import Codec
 from potluck.kv.codec.parcels import packed
 from potluck.kv.link.links import ANY_PORT, Address, LinkLimits, Links
@@ -25,7 +26,7 @@ from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.parcels import Manifest, Parcel, TransferError
 from potluck.kv.receive.fetch import Fetched, Fetching, Wanted
 from potluck.kv.send.outbox import Outbox
-from potluck.kv.send.shipment import Shipment
+from potluck.kv.send.shipment import Shipment, State
 from potluck.kv.send.stream import OutboxLimits
 
 MOST_AT_ONCE = 128
@@ -33,6 +34,19 @@ MOST_AT_ONCE = 128
 ASK_S = 60.0
 """The loop answers between two steps."""
 Pace = Callable[[Parcel], Awaitable[None]]
+RECEIVER_GONE = "receiver_gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Undelivered:
+    """Why a cache that was offered did not reach its receiver: a word to act on, and a line."""
+
+    code: str
+    problem: str
+
+
+Fate = asyncio.Future[Undelivered | None]
+"""Of a cache that is handed on; None once it was fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +111,30 @@ class Carriage:
 
     def offer(
         self, handle: str, bound: bytes, channel: Channel, lasts_s: float, codec: Codec = "raw"
-    ) -> None:
+    ) -> Fate:
+        fate: Fate = self._loop.create_future()
+
         def opened(have: int) -> Manifest:
             about = self._driver.ask(lambda loop, now_s: loop.attach(channel.key, have, now_s)).result(ASK_S)
             self._loop.call_soon_threadsafe(self._begin, channel, shipment, codec)
             return about
 
-        shipment = self._outbox.offer(handle, bound, opened, lasts_s)
+        def closed(state: State) -> None:
+            found = None if state == "fetched" else self._undelivered(shipment, state)
+            with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
+                self._loop.call_soon_threadsafe(_settle, fate, found)
+
+        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed)
         self._shipments[handle] = shipment
+        return fate
+
+    def _undelivered(self, shipment: Shipment, state: State) -> Undelivered:
+        if state == "failed":
+            return Undelivered("hand_over", shipment.problem)
+        if not shipment.claimed:
+            return Undelivered(NOT_FETCHED, "nobody fetched the cache while its handle was good")
+        lease_s = self._settings.outbox.lease_s
+        return Undelivered(RECEIVER_GONE, f"the receiver came, and was heard of no more for {lease_s:g} s")
 
     def withdraw(self, handle: str, channel: Channel) -> None:
         """The request has ended here: what was read out still goes, and nobody new may attach."""
@@ -183,6 +213,11 @@ class Carriage:
         self._links.close()
         await asyncio.to_thread(self._outbox.close)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _settle(fate: Fate, found: Undelivered | None) -> None:
+    if not fate.done():
+        fate.set_result(found)
 
 
 async def _whole(what: Awaitable[None]) -> None:

@@ -1,8 +1,9 @@
 """/segments runs a part of a request; its cache comes and goes by way of `carriage.py`.
 
 `POST /segments` answers with lines of JSON. A segment that decodes: a line per token, then its end. One that hands
-on: its handle, then `computed`, then its end once the cache was fetched or its lease is over. The status is only
-said with the first line, so that what fails before has a status of its own. Closing the connection cancels.
+on: its handle, then `computed`, then its end once the cache was fetched, or cannot be any more: then the `code` says
+why, and what was not computed yet is not. The status is only said with the first line, so that what fails before has
+a status of its own. Closing the connection cancels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from aiohttp import web
 from potluck.api.errors import Refused
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.face.bodies import SegmentAsk, Source, read_object, segment_of
-from potluck.engine.face.carriage import address_of
+from potluck.engine.face.carriage import RECEIVER_GONE, Fate, Undelivered, address_of
 from potluck.engine.face.errors import ended
 from potluck.engine.face.hub import Channel
 from potluck.engine.face.service import SERVICE, Service
@@ -41,18 +42,20 @@ async def segments(request: web.Request) -> web.StreamResponse:
     handle = None
     if job.hands_on:
         handle = new_handle() if asked.handle is None else checked_handle(asked.handle)
+    fate: Fate | None = None
     async with service.admitted(), AsyncExitStack() as stack:
         channel = await stack.enter_async_context(service.run(job))
         if handle is not None:
             bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
             carriage = service.carriage
             assert carriage is not None
-            carriage.offer(handle, bound, channel, service.limits.deadline_s, asked.codec)
+            fate = carriage.offer(handle, bound, channel, service.limits.deadline_s, asked.codec)
             stack.callback(carriage.withdraw, handle, channel)
+            stack.push_async_callback(_stop, asyncio.create_task(_watch(service, job, channel, fate)))
         if asked.source is not None:
             fetching = asyncio.create_task(_fetch(service, job, channel, asked, asked.source))
             stack.push_async_callback(_stop, fetching)
-        return await _tell(request, job, channel, handle)
+        return await _tell(request, job, channel, handle, fate)
 
 
 def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
@@ -76,7 +79,9 @@ async def _stop(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _tell(request: web.Request, job: Job, channel: Channel, handle: str | None) -> web.StreamResponse:
+async def _tell(
+    request: web.Request, job: Job, channel: Channel, handle: str | None, fate: Fate | None
+) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
 
     async def say(line: dict[str, object]) -> None:
@@ -84,13 +89,13 @@ async def _tell(request: web.Request, job: Job, channel: Channel, handle: str | 
             await response.prepare(request)
         await response.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
-    metrics = request.app[SERVICE].metrics
+    service = request.app[SERVICE]
     if handle is not None and not job.received:
         await say({"handle": handle, "tokens": job.whole})
     async for event in channel:
         if isinstance(event, Token):
             if event.gap_s is not None:
-                metrics.gap(event.gap_s)
+                service.metrics.gap(event.gap_s)
             line: dict[str, object] = {"token": event.choice.token}
             if event.choice.logprob is not None:
                 line |= {"logprob": event.choice.logprob, "top": [list(pair) for pair in event.choice.top]}
@@ -100,15 +105,27 @@ async def _tell(request: web.Request, job: Job, channel: Channel, handle: str | 
         elif isinstance(event, Ended):
             if event.problem and not response.prepared:
                 raise channel.failure or ended(event)
-            await say(_end(event, job, channel))
+            lost = None
+            if fate is not None and not event.problem:
+                lost = await _fetched(fate, service.limits.handover_s)
+            await say(_end(event, job, channel, lost))
     await response.write_eof()
     return response
 
 
-def _end(event: Ended, job: Job, channel: Channel) -> dict[str, object]:
+async def _fetched(fate: Fate, within_s: float) -> Undelivered | None:
+    """What was read out is still on its way: why it did not arrive, unless it did."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await asyncio.shield(fate)
+    except TimeoutError:
+        return Undelivered(RECEIVER_GONE, f"the receiver had not all of the cache within {within_s:g} s")
+
+
+def _end(event: Ended, job: Job, channel: Channel, lost: Undelivered | None) -> dict[str, object]:
     times = event.times
     line: dict[str, object] = {
-        "ended": event.reason,
+        "ended": "error" if lost else event.reason,
         "prompt_tokens": len(job.prompt),
         "cached_tokens": times.cached_tokens,
         "output_tokens": channel.tokens,
@@ -117,9 +134,29 @@ def _end(event: Ended, job: Job, channel: Channel) -> dict[str, object]:
         line["queue_s"] = times.began_s - times.came_s
     if times.first_s is not None:
         line["ttft_s"] = times.first_s - times.came_s
-    if event.problem:
-        line["problem"] = event.problem
+    if lost is not None:
+        line |= {"code": lost.code, "problem": lost.problem}
+    elif event.problem:
+        line |= {"code": _code(event, channel), "problem": event.problem}
     return line
+
+
+def _code(event: Ended, channel: Channel) -> str | None:
+    """A word for what went wrong, the same as in the errors that have a status; None where there is none."""
+    if isinstance(channel.failure, Refused):
+        return channel.failure.code
+    return event.code or ("try_again" if event.again else None)
+
+
+# The sender.
+
+
+async def _watch(service: Service, job: Job, channel: Channel, fate: Fate) -> None:
+    """Nothing is computed for a receiver that is gone."""
+    lost = await fate
+    if lost is not None and channel.ended is None:
+        channel.failure = Refused(502, lost.problem, lost.code)
+        await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, lost.problem))
 
 
 # The receiver.

@@ -26,7 +26,7 @@ from potluck.engine.compute.runner import Work
 from potluck.engine.loop.gates import Gate
 from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
-from potluck.engine.loop.requests import Computed, Ended, Event, Job, Room, Sent, Token
+from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, Room, Sent, Token
 from potluck.engine.loop.status import Counters
 from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.memory.prefix import PrefixCache
@@ -382,9 +382,9 @@ class Loop:
     def _expire(self) -> None:
         for key, run in list(self._runs.items()):
             if run.kept_until_s is not None and run.kept_until_s <= self._now_s:
-                self._end(key, "error", "nobody fetched the cache within its lease")
+                self._end(key, "error", "nobody fetched the cache within its lease", code=NOT_FETCHED)
 
-    def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False) -> None:
+    def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False, code: str = "") -> None:
         run = self._runs.pop(key)
         self._senders.leave(key)
         self._receivers.leave(key)
@@ -397,4 +397,4 @@ class Loop:
             self._rows.close(run)
             self.lanes.cancel(key)
         self.counters.ended[reason] = self.counters.ended.get(reason, 0) + 1
-        self._said.append((key, Ended(reason, run.times, problem, again)))
+        self._said.append((key, Ended(reason, run.times, problem, again, code)))

@@ -8,6 +8,9 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.memory.handover import Parcel
 
+NOT_FETCHED = "not_fetched"
+"""The code of a cache that nobody came for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -124,6 +127,8 @@ class Ended:
     problem: str = ""
     again: bool = False
     """It ended for want of a worker or of room: asked again, here or elsewhere, it may go well."""
+    code: str = ""
+    """A word for the problem, where others can act on it."""
 
 
 Event = Token | Room | Sent | Computed | Ended

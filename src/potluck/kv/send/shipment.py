@@ -16,6 +16,7 @@ State = Literal["offered", "attached", "fetched", "failed", "gone"]
 Opened = Callable[[int], Manifest]
 """What the engine does when a receiver attaches that has so many tokens already: it says what it will send."""
 Closed = Callable[[State], None]
+"""Told once, when it is known whether the cache was fetched: `fetched`, `failed` or `gone`."""
 
 KEEPS_UP = 2
 """Checks are made by whoever puts parcels in, at some 7 GB/s; more connections than these are faster than that, and
@@ -53,7 +54,10 @@ class Shipment:
         self._opened = opened
         self._manifest: Manifest | None = None
         self._opening = False
-        self._problem = ""
+        self.problem = ""
+        """Why it failed."""
+        self.claimed = False
+        """Whether a receiver ever came."""
         self.asking: threading.Thread | None = None
 
     @property
@@ -94,7 +98,9 @@ class Shipment:
             if not self.over:
                 with _Counted(self):
                     self.load.fail(line)
+                self.problem = self.problem or line
                 self.ring()
+                self._tell("failed")
 
     def wait(self, timeout_s: float) -> State:
         """Until it is over, one way or the other."""
@@ -111,6 +117,7 @@ class Shipment:
         if self.state == "offered":
             self.load.cut(chunk_bytes)
             self.state = "attached"
+            self.claimed = True
         self.stirred_s = now_s
         return chunk_bytes >= self.load.chunk_bytes
 
@@ -128,7 +135,7 @@ class Shipment:
                 if self._manifest is not None:
                     return self._manifest
                 if self.over or time.monotonic() > until_s:
-                    raise TransferError(self._problem or "the engine did not say what it has")
+                    raise TransferError(self.problem or "the engine did not say what it has")
             beat()
 
     def _ask(self, have: int) -> None:
@@ -136,7 +143,7 @@ class Shipment:
             found = self._opened(have)
         except Exception as error:
             with self.room.changed:
-                self._problem = " ".join(str(error).split()) or type(error).__name__
+                self.problem = " ".join(str(error).split()) or type(error).__name__
                 self.end("failed")
             return
         with self.room.changed:
@@ -152,8 +159,12 @@ class Shipment:
         with _Counted(self):
             self.load.drop()
         self.room.changed.notify_all()
-        if self._closed is not None:
-            self._closed(state)
+        self._tell(state)
+
+    def _tell(self, state: State) -> None:
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed(state)
 
     def counted(self) -> _Counted:
         return _Counted(self)
