@@ -14,7 +14,7 @@ from typing import Any
 from setuptools import setup
 
 COMPILED = {
-    "core/brain": "brain caches fleet flight flights recovery",
+    "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
     "core/replica": "batch batch_values lockstep",
     "core/routing": "affinity balance charges index offers opportunistic rebalance router speeds"
     " split table targets threshold ways weighted",

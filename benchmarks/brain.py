@@ -81,9 +81,9 @@ def cost_us(templates: Sequence[Template], count: int, policy: Policy, requests:
     asked = [Request(str(n), "m", n * 0.01, PROMPT_TOKENS, OUTPUT_TOKENS) for n in range(requests)]
     begins: list[list[Event]] = []
     for each in asked:
-        middle: list[Event] = [SegmentDone(each.id, 0)] if len(templates) > 1 else []
-        begins.append([Arrived(each), *middle, FirstToken(each.id)])
-    ends = [Finished(each.id, OUTPUT_TOKENS) for each in asked]
+        middle: list[Event] = [SegmentDone(each.id, 0, 0)] if len(templates) > 1 else []
+        begins.append([Arrived(each), *middle, FirstToken(each.id, 0)])
+    ends = [Finished(each.id, 0, OUTPUT_TOKENS) for each in asked]
     gc.collect()
     gc.disable()
     begin_s = time.process_time()

@@ -221,20 +221,20 @@ class World:
         job = self.jobs[name]
         if job.done < len(job.run.route.segments) - 1:
             job.done += 1
-            return self.tell(SegmentDone(name, job.done - 1))
+            return self.tell(SegmentDone(name, job.run.attempt, job.done - 1))
         if not job.first:
             job.first = True
-            return self.tell(FirstToken(name))
+            return self.tell(FirstToken(name, job.run.attempt))
         self._end(name, "answered")
-        return self.tell(Finished(name, self.requests[name].max_output_tokens))
+        return self.tell(Finished(name, job.run.attempt, self.requests[name].max_output_tokens))
 
     def finish(self, name: str) -> None:
         while name in self.jobs:
             self.advance(name)
 
     def fail(self, name: str, kind: FailureKind, where: str, streamed: int = 0) -> list[Action]:
-        del self.jobs[name]
-        return self.tell(Failed(name, kind, where, streamed))
+        attempt = self.jobs.pop(name).run.attempt
+        return self.tell(Failed(name, attempt, kind, where, streamed))
 
     def lose(self, replica: str, tell: bool = True, late: bool = False) -> None:
         """A replica dies, or was stopped; its requests fail, before or after that is known."""

@@ -153,10 +153,10 @@ def test_late_and_repeated_failures_are_ignored() -> None:
     world = build.world(TWO)
     first = only_run(world.arrive(build.request("a")))
     world.fail("a", "replica", first.route.decoder)
-    assert world.tell(Failed("a", "replica", first.route.decoder, 0)) == []
+    assert world.tell(Failed("a", 0, "replica", first.route.decoder, 0)) == []
     world.finish("a")
-    assert world.tell(Failed("a", "replica", first.route.decoder, 0)) == []
-    assert world.tell(Finished("a", 100)) == []
+    assert world.tell(Failed("a", 1, "replica", first.route.decoder, 0)) == []
+    assert world.tell(Finished("a", 1, 100)) == []
     build.assert_at_rest(world.brain)
 
 

@@ -26,6 +26,7 @@ from potluck.core.brain.events import (
     Tick,
 )
 from potluck.core.brain.policy import Policy
+from potluck.core.brain.recovery import MOST_ATTEMPTS
 
 TEMPLATES = (
     build.template("plain", ("mixed", "mixed"), closed=(4.0, 1.0)),
@@ -209,13 +210,21 @@ class Everything(RuleBasedStateMachine):
     def nonsense(self, name: str, replica: str) -> None:
         """Late, repeated and unknown: none of it does anything."""
         if name not in self.world.jobs and name not in self.world.requests:
-            for event in (SegmentDone(name, 0), FirstToken(name), Finished(name, 5), Cancelled(name)):
+            for event in (
+                SegmentDone(name, 0, 0),
+                FirstToken(name, 0),
+                Finished(name, 0, 5),
+                Cancelled("nobody"),
+            ):
                 assert self.world.tell(event) == []
-        assert self.world.tell(Failed(name, "replica", "elsewhere", 1)) == []
-        assert self.world.tell(SegmentDone(name, 7)) == []
+        for attempt in (self.world.attempts.get(name, 0), -1):  # the next one and none
+            assert self.world.tell(Failed(name, attempt, "replica", "elsewhere", 1)) == []
+            assert self.world.tell(SegmentDone(name, attempt, 7)) == []
+            assert self.world.tell(FirstToken(name, attempt)) == []
+            assert self.world.tell(Finished(name, attempt, 1)) == []
         for event in (ReplicaLost("nowhere", ""), ReplicaReady("nowhere"), Drained("nowhere")):
             assert self.world.tell(event) == []
-        if name in self.world.requests and name not in self.world.ended:
+        if name in self.world.requests:
             assert self.world.tell(Arrived(self.world.requests[name])) == []
         assert self.world.tell(Reported(replica, Status(0, 0, 0, 0, 1, 1, 0.0))) == []
 
@@ -233,7 +242,8 @@ class Everything(RuleBasedStateMachine):
             assert view.open_requests == sent[view.member.id]
             assert view.open_prefill_tokens >= 0
             assert view.open_context_tokens >= 0
-        assert all(count <= self.policy.retries + 1 for count in self.world.attempts.values())
+        assert all(count <= MOST_ATTEMPTS for count in self.world.attempts.values())
+        assert all(flight.failures <= self.policy.retries for flight in brain.flights.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

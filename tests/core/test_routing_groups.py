@@ -206,4 +206,4 @@ def test_a_segment_is_done_once() -> None:
     for name in "abcd":
         sent(world, name)
     assert len(world.advance("a")) == 1
-    assert world.tell(SegmentDone("a", 0)) == []
+    assert world.tell(SegmentDone("a", 0, 0)) == []

@@ -148,11 +148,11 @@ def test_no_waiting_queue_is_over_its_limit_and_nobody_is_forgotten(moves: list[
             request = sorted(where, key=int)[0 if move == 2 else -1]
             del where[request]
             done += 1
-            saw(list(made.on(0.0, FirstToken(request))))
-            assert made.on(0.0, Finished(request, 10)) == []
+            saw(list(made.on(0.0, FirstToken(request, 0))))
+            assert made.on(0.0, Finished(request, 0, 10)) == []
     while where:
         request = next(iter(where))
         del where[request]
         done += 1
-        saw(list(made.on(0.0, FirstToken(request))))
+        saw(list(made.on(0.0, FirstToken(request, 0))))
     assert done == came

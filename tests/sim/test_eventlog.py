@@ -78,7 +78,7 @@ def test_templates_of_a_later_plan_replay_too() -> None:
         ([], "line 1: is not JSON"),
         (["[]"], "line 1: is not the beginning"),
         (['{"format": "potluck.log", "version": 9}'], "version: is 9"),
-        (['{"format": "potluck.log", "version": 1}'], "line 1: lacks"),
+        (['{"format": "potluck.log", "version": 2}'], "line 1: lacks"),
         ([..., "x"], "line 2: is not JSON"),
         ([..., "[1]"], "line 2: must be [time, event, actions]"),
         ([..., '[1, ["Nothing"], []]'], "line 2: has no known event"),

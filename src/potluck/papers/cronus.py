@@ -146,6 +146,7 @@ def run(
         split=approach == CRONUS,
         split_overflow=False,
         low_decodes=False,
+        max_wait_s=inf,
     )
     mind = _dispatcher if approach == DP else None
     result = simulate(

@@ -9,6 +9,7 @@ leaves layer by layer, and the host takes as long as today's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -61,7 +62,13 @@ def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -
 def policies() -> dict[str, Policy]:
     """The paper's rule, with each of ours, and with both."""
     return {
-        name: Policy(balance="goodput", opportunistic=False, split_overflow=overflow, low_decodes=keeps)
+        name: Policy(
+            balance="goodput",
+            opportunistic=False,
+            split_overflow=overflow,
+            low_decodes=keeps,
+            max_wait_s=inf,
+        )
         for name, overflow, keeps in (
             ("paper", False, False),
             ("overflow", True, False),

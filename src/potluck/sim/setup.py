@@ -146,12 +146,19 @@ class Kits:
     _models: dict[str, ModelFacts] = field(default_factory=dict)
     _replicas: dict[tuple[str, int], ReplicaFacts] = field(default_factory=dict)
     _splits: dict[str, SplitFacts] = field(default_factory=dict)
+    _places: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
 
     def facts(self) -> Facts:
         """The Brain's facts. They grow with every plan learned, so that a new plan's templates are known."""
         links = {(link.source, link.target): link.gbps for link in self.problem.links}
         return Facts(
-            self._models, self._replicas, self._splits, links, self.problem.regions, self.problem.history
+            self._models,
+            self._replicas,
+            self._splits,
+            links,
+            self.problem.regions,
+            self.problem.history,
+            self._places,
         )
 
     def learn(self, plan: Plan) -> None:
@@ -200,6 +207,7 @@ class Kits:
             self._replicas[template.name, index] = _replica_facts(
                 timer, model, blocks, mean, problem.slos.get(template.model), engine.slots
             )
+            self._places[template.name, index] = tuple(f"{node}/{place}" for node, place in placed[index])
         split = _split_facts(template, self.kits)
         if split is not None:
             self._splits[template.name] = split

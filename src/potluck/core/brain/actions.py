@@ -9,12 +9,15 @@ from potluck.core.values.route import Route
 from potluck.core.values.types import Role
 
 RefusalReason = Literal[
-    "no_capacity", "too_long", "deadline", "retries", "unknown_model", "overloaded", "unknown_class"
+    "no_capacity", "too_long", "deadline", "retries", "unknown_model", "overloaded", "unknown_class", "lost"
 ]
 
 
 class Run(NamedTuple):
-    """Send a request along a route. On a retry the prompt is the user's plus what was streamed so far."""
+    """Send a request along a route. On a retry the prompt is the user's plus what was streamed so far.
+
+    Whatever is told of it carries its `attempt`. `streamed_tokens` is what `Failed` said of the attempt before it.
+    """
 
     request: str
     route: Route
@@ -38,6 +41,13 @@ class Abandon(NamedTuple):
 
     request: str
     replicas: tuple[str, ...]
+
+
+class Inquire(NamedTuple):
+    """Say what became of an attempt: `Finished`, `Failed` or `Underway` answers."""
+
+    request: str
+    attempt: int
 
 
 class Start(NamedTuple):
@@ -84,4 +94,4 @@ class Move(NamedTuple):
     target: str
 
 
-Action = Run | Refuse | Abandon | Start | Drain | Stop | Flip | Replan | Recount | Move
+Action = Run | Refuse | Abandon | Inquire | Start | Drain | Stop | Flip | Replan | Recount | Move

@@ -21,7 +21,8 @@ look at the fleet).
 Every accepted request ends once: in Finished, in a Refuse or in Cancelled. Events that name an unknown request,
 replica or an attempt that is over change nothing.
 
-Here is who is told what, and what happens to replicas and links; the way of requests is in `flights.py`.
+Here is who is told what, and what happens to replicas and links; the way of requests is in `flights.py`, and of
+those that fail in `recovery.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.flights import Flights
 from potluck.core.brain.policy import Policy
+from potluck.core.brain.recovery import Recovery
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.router import Router
 from potluck.core.routing.speeds import Speeds
@@ -66,6 +68,7 @@ class Brain:
             self.steward,
             self.speeds,
         )
+        self._recovery = Recovery(policy, self.fleet, flights)
         self.flights: dict[str, Flight] = flights.open
         """Requests that were accepted and have not ended, by id."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
@@ -73,7 +76,8 @@ class Brain:
             told.SegmentDone: flights.segment_done,
             told.FirstToken: flights.first_token,
             told.Finished: flights.finished,
-            told.Failed: flights.failed,
+            told.Failed: self._recovery.failed,
+            told.Underway: self._recovery.underway,
             told.Cancelled: flights.cancelled,
             told.Reported: self._reported,
             told.LinkReported: self._link_reported,
@@ -96,7 +100,7 @@ class Brain:
         if view is not None and view.status_at_s <= at_s:
             self.fleet.report(view, event.status, at_s)
             if view.doubted:
-                return self._flights.trust(at_s, view)
+                return self._recovery.trust(at_s, view)
         return []
 
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:
@@ -112,12 +116,12 @@ class Brain:
         if view is None or view.state != "starting":
             return []
         self.fleet.ready(event.replica)
-        return self._flights.changed(at_s, view) + self._flights.let_in(at_s, view)
+        return self._flights.changed(at_s, view) + self._recovery.let_in(at_s, view)
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
         view = self.fleet.remove(event.replica)
         self.caches.forget(event.replica)
-        return self._flights.changed(at_s, view) if view is not None else []
+        return self._recovery.gone(at_s, view, event.notice_s) if view is not None else []
 
     def _drained(self, at_s: float, event: told.Drained) -> list[Action]:
         view = self.fleet.views.get(event.replica)
@@ -132,7 +136,7 @@ class Brain:
         return actions + self._flights.planned(at_s)
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
-        actions = self._flights.tick(at_s)
+        actions = self._flights.tick(at_s) + self._recovery.tick(at_s)
         steps, thresholds = self.steward.tick(at_s, self._flights.held.counts())
         for decision in thresholds:
             self.router.rebase(decision.model, decision.tokens)
@@ -152,8 +156,10 @@ class Brain:
                     view = self.fleet.views.get(replica)
                     self.fleet.drain(replica)
                 case Stop(replica):
-                    view = self.fleet.remove(replica)
+                    stopped = self.fleet.remove(replica)
                     self.caches.forget(replica)
+                    if stopped is not None:
+                        done += self._recovery.gone(at_s, stopped, None)
                 case Flip(replica, role):
                     view = self.fleet.views.get(replica)
                     self.fleet.flip(replica, role)

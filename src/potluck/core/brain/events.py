@@ -1,7 +1,8 @@
 """What happens: everything that the Brain is ever told, in the live system and in the simulator alike.
 
 Events are plain named tuples: cheap to make by the million, equal by value, and written to the log as they are.
-The time of an event is given beside it, never read from a clock.
+The time of an event is given beside it, never read from a clock. What is told of a request on its way carries the
+number of the attempt it speaks of, which its `Run` had: news of an attempt that is over change nothing.
 """
 
 from __future__ import annotations
@@ -40,29 +41,44 @@ class SegmentDone(NamedTuple):
     """All tokens of a segment but the last are computed and handed on."""
 
     request: str
+    attempt: int
     segment: int
-    """Its place in the route."""
+    """Its place in the route; those before it are done as well."""
 
 
 class FirstToken(NamedTuple):
     request: str
+    attempt: int
 
 
 class Finished(NamedTuple):
     """The last token was streamed."""
 
     request: str
+    attempt: int
     output_tokens: int
 
 
 class Failed(NamedTuple):
-    """A request lost its replica, link or transfer; so many output tokens had reached the user."""
+    """An attempt lost its replica, link or transfer.
+
+    Whoever tells this passes no more tokens of that attempt on: `streamed_tokens` is where the next one goes on.
+    """
 
     request: str
+    attempt: int
     kind: FailureKind
     where: str
     """The replica, or the link as `source->target`."""
     streamed_tokens: int
+    """Output tokens that reached the user so far, those of earlier attempts included."""
+
+
+class Underway(NamedTuple):
+    """An attempt goes on: the answer to an Inquire when it neither finished nor failed."""
+
+    request: str
+    attempt: int
 
 
 class Cancelled(NamedTuple):
@@ -111,10 +127,12 @@ class ReplicaReady(NamedTuple):
 
 
 class ReplicaLost(NamedTuple):
-    """It stopped without being asked. Its requests are reported as `Failed` one by one."""
+    """It stopped without being asked, or will: it takes nobody any more, and its requests come as `Failed`."""
 
     replica: str
     reason: str
+    notice_s: float = 0.0
+    """How long it still works on what it has."""
 
 
 class Drained(NamedTuple):
@@ -139,6 +157,7 @@ Event = (
     | FirstToken
     | Finished
     | Failed
+    | Underway
     | Cancelled
     | Reported
     | LinkReported

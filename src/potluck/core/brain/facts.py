@@ -75,3 +75,5 @@ class Facts:
     """What can be rented where and at what price; scaling needs it. Empty: not known, so nothing is ruled out."""
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """A model's requests a second in past bins of `core.scale.forecast.BIN_S`, the last of them ending at time 0."""
+    places: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    """The nodes of its copy that a replica stands on, by names that all replicas of the copy share."""

@@ -58,6 +58,8 @@ class View:
     done_s: float = 0.0
     """Prompts computed there, in seconds of its facts."""
     done_prompts: int = 0
+    gone: bool = False
+    """It was lost or stopped."""
 
     @property
     def serves(self) -> bool:
@@ -127,6 +129,7 @@ class Fleet:
         view = self.views.pop(replica, None)
         if view is None:
             return None
+        view.gone = True
         unit = self.units[view.member.unit]
         unit.views.remove(view)
         if not unit.views:

@@ -38,10 +38,20 @@ class Flight:
     """What balances by load counted for it: where, and how much."""
     pair: Target | None = None
     """The pair whose low-end replica it is in, or waits for."""
-    avoid: frozenset[str] = frozenset()
+    failed_by: frozenset[str] = frozenset()
     """Replicas and links (`source->target`) that failed it."""
+    avoid: frozenset[str] = frozenset()
+    """Where it is not to go: those, and failure domains that may be dying."""
+    failures = 0
+    """Those that may be its own fault."""
+    losses = 0
+    """How often its replica was lost."""
     held_s = -1.0
-    """Since when it is held; below 0 when it was not since it was last sent."""
+    """Since when it is held or waits; below 0 when it did not since it was last sent."""
+    patience = 0
+    """Which of the notes on when waiting ends is its latest (`recovery.Held`)."""
+    heard_s = 0.0
+    """When it was last sent, or last said to be under way."""
     first_s = -1.0
     watched_s = -1.0
     """Since when its replica is timed on what it does; below 0 when it is not."""
@@ -65,8 +75,17 @@ class Flight:
         assert self.route is not None
         return Run(self.request.id, self.route, self.attempt, self.prompt_tokens, self.streamed_tokens)
 
+    def views(self) -> list[View]:
+        """Where it is under way, later segments included; nowhere when it was not sent."""
+        if self.state != RUNNING or self.last is None:
+            return []
+        return [*(view for view, _ in self.earlier[self.done :]), self.last]
+
+    def avoids(self, view: View) -> bool:
+        """Whether a replica, or a domain it is in, is one not to go to. Asked only of those that failed before."""
+        avoid, member = self.avoid, view.member
+        return member.id in avoid or any(domain in avoid for domain in member.domains)
+
     def workers(self) -> list[str]:
         """Replicas that still work on it, those of later segments included."""
-        assert self.last is not None
-        views = [view for view, _ in self.earlier[self.done :]] + [self.last]
-        return list(dict.fromkeys(view.member.id for view in views))
+        return list(dict.fromkeys(view.member.id for view in self.views()))

@@ -1,7 +1,7 @@
-"""Requests under way: accepted, held, sent, handed on, failed and sent again, until each ends once.
+"""Requests under way: accepted, held, sent, handed on, until each ends once.
 
-`Flights` is the Brain's half that deals with requests; it shares fleet, table and router with the other (brain.py),
-which deals with what happens to replicas and links. Nobody else changes a `Flight`.
+What becomes of those that fail is in `recovery.py`, what happens to replicas and links in `brain.py`. Nobody else
+changes a `Flight`, but for the router that sends it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from potluck.core.brain.caches import Caches
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import RUNNING, WAITING, Flight
+from potluck.core.brain.held import Held
 from potluck.core.brain.policy import Policy
-from potluck.core.brain.recovery import QUARANTINE_S, Held, concerns, verdict
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.router import SENT, Answer, Router
 from potluck.core.routing.speeds import Speeds
@@ -23,6 +23,8 @@ from potluck.core.routing.split import MOST_IN_LOW
 from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
 from potluck.core.scale.steward import Steward
+
+ENDED = 1 << 15
 
 
 class Flights:
@@ -53,17 +55,16 @@ class Flights:
         self._watches = steward.watches
         self.open: dict[str, Flight] = {}
         """By the request's id."""
-        self.held = Held()
-        self._crowded: set[str] = set()
-        """Models of which more are held than the replicas that came up lately could take."""
-        self._doubts: dict[str, float] = {}
-        """Replicas that may be gone, and until when to think so."""
-        self._doubtful: list[str] = []
-        """Held although a replica was ready, because that one had just failed them."""
+        self.held = Held(self.open)
+        self._ended: set[str] = set()
+        self._ended_before: set[str] = set()
+        """Of those that ended lately, so that none begins again: at least the last ENDED, at most twice as many."""
+        self.doubtful: dict[str, None] = {}
+        """Held although replicas were ready, because these failed them or may be dying."""
 
     def arrived(self, at_s: float, event: told.Arrived) -> list[Action]:
         request = event.request
-        if request.id in self.open:
+        if request.id in self.open or request.id in self._ended or request.id in self._ended_before:
             return []
         flight = Flight(request)
         table = self._table.models.get(request.model)
@@ -84,11 +85,11 @@ class Flights:
         self.open[request.id] = flight
         return self._send(at_s, flight, table)
 
-    def _dispatch(self, at_s: float, flight: Flight) -> list[Action]:
+    def dispatch(self, at_s: float, flight: Flight) -> list[Action]:
         """Send a request that was held or failed; a new plan may have taken those away that could hold it."""
         table = self._table.models.get(flight.request.model)
         if table is not None and flight.total_tokens > table.limit_tokens:
-            return self._refuse(at_s, flight, "too_long", table.too_long(flight))
+            return self.refuse(at_s, flight, "too_long", table.too_long(flight))
         return self._send(at_s, flight, table)
 
     def _send(self, at_s: float, flight: Flight, table: ModelTable | None) -> list[Action]:
@@ -96,25 +97,30 @@ class Flights:
         if table is not None:
             answer = self._router.send(flight, table)
             if answer is SENT:
-                flight.held_s = -1.0
-                if flight.earlier:
-                    self._speeds.began(at_s, flight, flight.earlier[0][0])
-                return [flight.run()]
+                return [self._run(at_s, flight)]
             if answer is Answer.WAITS:
-                flight.held_s = -1.0
+                self.held.wait(at_s, flight, self._policy)
                 return []
         self.held.add(at_s, flight, self._policy)
         if flight.avoid:
-            self._doubtful.append(flight.request.id)
+            self.doubtful[flight.request.id] = None
         return []
+
+    def _run(self, at_s: float, flight: Flight) -> Action:
+        flight.held_s = -1.0
+        flight.heard_s = at_s
+        if flight.earlier:
+            self._speeds.began(at_s, flight, flight.earlier[0][0])
+        return flight.run()
 
     def segment_done(self, at_s: float, event: told.SegmentDone) -> list[Action]:
         flight = self.open.get(event.request)
-        if flight is None or flight.state != RUNNING or event.segment != flight.done:
+        if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
-        if flight.done >= len(flight.earlier):
-            return []
-        return self._hand_on(at_s, flight)
+        actions: list[Action] = []
+        while flight.done <= event.segment and flight.done < len(flight.earlier):
+            actions += self._hand_on(at_s, flight)
+        return actions
 
     def _hand_on(self, at_s: float, flight: Flight) -> list[Action]:
         """The next of the earlier segments is done."""
@@ -143,7 +149,7 @@ class Flights:
 
     def first_token(self, at_s: float, event: told.FirstToken) -> list[Action]:
         flight = self.open.get(event.request)
-        if flight is None or flight.state != RUNNING:
+        if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
         actions: list[Action] = []
         while flight.done < len(flight.earlier):
@@ -161,56 +167,36 @@ class Flights:
 
     def finished(self, at_s: float, event: told.Finished) -> list[Action]:
         flight = self.open.get(event.request)
-        if flight is None or flight.state != RUNNING:
+        if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
         del self.open[event.request]
+        self.end(event.request)
         if self._watches:
             self._steward.finished(at_s, flight, event.output_tokens)
         self._speeds.ended(at_s, flight, event.output_tokens)
-        return self._release(at_s, flight)
-
-    def failed(self, at_s: float, event: told.Failed) -> list[Action]:
-        flight = self.open.get(event.request)
-        if flight is None or not concerns(event, flight):
-            return []
-        gone = event.where if event.kind == "replica" else ""
-        actions = self._abandon(flight, gone)
-        if gone:
-            actions += self._doubt(at_s, gone)
-        actions += self._release(at_s, flight)
-        request = flight.request
-        flight.streamed_tokens = max(flight.streamed_tokens, event.streamed_tokens)
-        if flight.streamed_tokens >= request.max_output_tokens:  # the user has it all
-            del self.open[request.id]
-            return actions
-        flight.prompt_tokens = request.prompt_tokens + flight.streamed_tokens
-        problem = verdict(flight, at_s, self._policy)
-        if problem is not None:
-            return actions + self._refuse(at_s, flight, *problem)
-        flight.attempt += 1
-        flight.avoid |= {event.where}
-        sent = self._dispatch(at_s, flight)
-        if not sent and flight.held_s >= 0 and event.kind != "replica":
-            # Nothing else is there. A lost replica is waited out; after anything else it may be tried again.
-            self.held.remove(flight)
-            flight.avoid = frozenset()
-            sent = self._dispatch(at_s, flight)
-        return actions + sent
+        return self.release(at_s, flight)
 
     def cancelled(self, at_s: float, event: told.Cancelled) -> list[Action]:
+        """The user went away, perhaps before word of the request came; then it is not begun at all."""
+        self.end(event.request)
         flight = self.open.pop(event.request, None)
         if flight is None:
             return []
         self.held.remove(flight)
-        actions = self._abandon(flight) if flight.state == RUNNING else []
-        return actions + self._release(at_s, flight)
+        return self.abandon(flight) + self.release(at_s, flight)
 
-    def _abandon(self, flight: Flight, lost: str = "") -> list[Action]:
+    def end(self, request: str) -> None:
+        """It is over, and does not begin again."""
+        self._ended.add(request)
+        if len(self._ended) >= ENDED:
+            self._ended_before, self._ended = self._ended, set()
+
+    def abandon(self, flight: Flight, lost: str = "") -> list[Action]:
         """Tell the replicas that still work on it, but for one that is gone."""
         there = tuple(name for name in flight.workers() if name != lost and name in self._fleet.views)
         return [Abandon(flight.request.id, there)] if there else []
 
-    def _release(self, at_s: float, flight: Flight) -> list[Action]:
+    def release(self, at_s: float, flight: Flight) -> list[Action]:
         """Take a request off all counts; what it made room for may be sent."""
         if flight.state == RUNNING and flight.last is not None:
             if flight.earlier:
@@ -230,7 +216,10 @@ class Flights:
 
     def _leave_pair(self, at_s: float, flight: Flight) -> list[Action]:
         pair, flight.pair = flight.pair, None
-        if pair is None or flight.state == WAITING:
+        if pair is None:
+            return []
+        if flight.state == WAITING:
+            pair.waiting.remove(flight.request.id)
             return []
         pair.in_low -= 1
         return self.admit(at_s, pair)
@@ -244,20 +233,19 @@ class Flights:
                 continue
             if pair.usable:
                 self._router.pair(pair, flight)
-                if flight.earlier:
-                    self._speeds.began(at_s, flight, flight.earlier[0][0])
-                actions.append(flight.run())
+                actions.append(self._run(at_s, flight))
             else:
                 flight.pair = None
-                self._release(at_s, flight)
-                actions += self._dispatch(at_s, flight)
+                self.release(at_s, flight)
+                actions += self.dispatch(at_s, flight)
         return actions
 
-    def _refuse(self, at_s: float, flight: Flight, reason: RefusalReason, detail: str) -> list[Action]:
+    def refuse(self, at_s: float, flight: Flight, reason: RefusalReason, detail: str) -> list[Action]:
         self.open.pop(flight.request.id, None)
         return [self._refusal(at_s, flight, reason, detail)]
 
     def _refusal(self, at_s: float, flight: Flight, reason: RefusalReason, detail: str) -> Refuse:
+        self.end(flight.request.id)
         if self._watches and reason != "unknown_model":
             self._steward.window.refused(at_s, flight.request.model)
         return Refuse(flight.request.id, reason, detail)
@@ -279,57 +267,21 @@ class Flights:
         return actions + self.retry_held(at_s, self.held.models())
 
     def tick(self, at_s: float) -> list[Action]:
-        """Refusals of those that waited too long; others may have got a chance meanwhile."""
+        """Refusals of those that waited too long."""
         actions: list[Action] = []
-        for name in self.held.expired(at_s):
-            flight = self.open[name]
-            deadline_s = flight.request.deadline_s
+        for flight in self.held.expired(at_s):
+            deadline_s, waited_s = flight.request.deadline_s, at_s - flight.held_s
+            actions += self.release(at_s, flight)
             if deadline_s is not None and at_s >= deadline_s:
-                actions += self._refuse(at_s, flight, "deadline", f"no replica was ready by {deadline_s:g} s")
+                actions += self.refuse(at_s, flight, "deadline", f"no replica was ready by {deadline_s:g} s")
             else:
-                waited = f"no replica was ready for {at_s - flight.held_s:g} s"
-                actions += self._refuse(at_s, flight, "no_capacity", waited)
-        for name in [name for name, until_s in self._doubts.items() if until_s <= at_s]:
-            view = self._fleet.views.get(name)
-            actions += self.trust(at_s, view) if view is not None else []
-            self._doubts.pop(name, None)
-        crowded, self._crowded = sorted(self._crowded), set()
-        actions += self.retry_held(at_s, crowded)
-        doubtful, self._doubtful = self._doubtful, []
-        for name in doubtful:
-            again = self.open.get(name)
-            if again is not None and again.held_s >= 0:
-                self.held.remove(again)
-                again.avoid = frozenset()
-                actions += self._dispatch(at_s, again)
-        return actions
-
-    def _doubt(self, at_s: float, replica: str) -> list[Action]:
-        """It failed a request as if it were gone: nobody is sent there until it says something."""
-        view = self._fleet.views.get(replica)
-        if view is None or view.state != "ready":
-            return []
-        self._doubts[replica] = at_s + QUARANTINE_S
-        self._fleet.doubt(view, True)
-        return self.changed(at_s, view)
-
-    def trust(self, at_s: float, view: View) -> list[Action]:
-        self._doubts.pop(view.member.id, None)
-        self._fleet.doubt(view, False)
-        return self.changed(at_s, view) + self.let_in(at_s, view)
-
-    def let_in(self, at_s: float, view: View) -> list[Action]:
-        """Somebody can be sent to again: those held, but no more than it can take at once."""
-        model = view.member.model
-        facts = view.facts
-        actions = self.retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
-        if self.held.counts().get(model):
-            self._crowded.add(model)
+                waited = f"no replica was ready for {waited_s:g} s"
+                actions += self.refuse(at_s, flight, "no_capacity", waited)
         return actions
 
     def retry_held(self, at_s: float, models: Iterable[str], most: int | None = None) -> list[Action]:
         actions: list[Action] = []
         for model in models:
             for name in self.held.take(model, most):
-                actions += self._dispatch(at_s, self.open[name])
+                actions += self.dispatch(at_s, self.open[name])
         return actions

@@ -41,7 +41,8 @@ class Policy:
     """In pairs, keep some decodes on the low-end GPU while the high-end one is over its batch (beyond CRONUS)."""
     scaling: Scaling = "none"
     retries: int = 2
-    """How often a request may be sent again after a failure."""
+    """How often a request may be sent again after failures that may be its own fault: all but broken links and
+    replicas that were lost together with others."""
     max_wait_s: float = 60.0
     """Requests wait so long for a replica, or for their turn, before they are refused."""
     admission: bool = True

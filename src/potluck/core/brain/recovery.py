@@ -1,10 +1,11 @@
 """After a failure: again from the tokens already streamed, or a refusal with its reason. Nothing is dropped
 silently.
 
-A request that lost its replica, link or transfer is sent again over prompt + streamed tokens, away from what
-failed it, while it has retries left and somebody still waits for it. Requests that nobody can take are held,
-and refused once they waited `max_wait_s` or their deadline passed. Events are not numbered by attempt: one that
-names a replica or link which the present attempt does not use is late, and is ignored.
+A request that lost its replica, link or transfer is sent again over prompt + streamed tokens, away from what failed
+it and from what may be dying with it (losses.py), while it has retries left and somebody still waits for it. Links
+that break and replicas that are lost together with others do not count against its retries; a replica that is lost by
+itself does, as the request may be what kills it. Requests that nobody can take are held, and refused once they
+waited `max_wait_s` or their deadline passed; so are those that wait for their turn on a pair.
 
 A request that fails as if its replica were gone is news for the others as well: nobody is sent there until it
 reports again, or for QUARANTINE_S. When a replica comes up, it gets no more of those held than it can take at once,
@@ -13,32 +14,156 @@ as others may come up beside it; at the next tick all that are left go to whoeve
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from itertools import islice, pairwise
-
-from potluck.core.brain.actions import RefusalReason
-from potluck.core.brain.events import Failed
+from potluck.core.brain import events as told
+from potluck.core.brain.actions import Action, RefusalReason
+from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import HELD, RUNNING, Flight
+from potluck.core.brain.flights import Flights
+from potluck.core.brain.inquiries import Inquiries
+from potluck.core.brain.losses import Losses
 from potluck.core.brain.policy import Policy
 
 QUARANTINE_S = 1.0
+MOST_ATTEMPTS = 16
+"""However innocent a request is of its failures, it is not sent more often."""
+LONGEST_CALM_S = 2.0
+"""While losses go on, those that were lost again and again are held so long at most."""
+LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
+"""Failures that say nothing against the request, but for a replica that is lost by itself."""
 
 
-def concerns(event: Failed, flight: Flight) -> bool:
-    """Whether a failure is one of the request's present attempt."""
-    if flight.state != RUNNING or flight.route is None or flight.last is None:
-        return False
-    views = [view for view, _ in flight.earlier] + [flight.last]
-    if any(event.where == view.member.id for view in views):
-        return True
-    for first, second in pairwise(views):
-        links = (
-            f"{first.member.region}->{second.member.region}",
-            f"{first.member.id}->{second.member.id}",
-        )
-        if event.where in links:
-            return True
-    return False
+class Recovery:
+    """What is done about requests that failed, and about replicas that failed them."""
+
+    def __init__(self, policy: Policy, fleet: Fleet, flights: Flights) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._flights = flights
+        self._losses = Losses()
+        self._inquiries = Inquiries(flights.open)
+        self._crowded: set[str] = set()
+        """Models of which more are held than the replicas that came up lately could take."""
+        self._doubts: dict[str, float] = {}
+        """Replicas that may be gone, and until when to think so."""
+
+    def failed(self, at_s: float, event: told.Failed) -> list[Action]:
+        flight = self._flights.open.get(event.request)
+        if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
+            return []
+        where, lost = event.where, event.kind == "replica"
+        actions = self._flights.abandon(flight, where if lost else "")
+        if lost:
+            actions += self._doubt(at_s, where)
+        actions += self._flights.release(at_s, flight)
+        request = flight.request
+        flight.streamed_tokens = max(flight.streamed_tokens, event.streamed_tokens)
+        if flight.streamed_tokens >= request.max_output_tokens:  # the user has it all
+            del self._flights.open[request.id]
+            self._flights.end(request.id)
+            return actions
+        flight.prompt_tokens = request.prompt_tokens + flight.streamed_tokens
+        flight.attempt += 1
+        flight.failed_by |= {where}
+        flight.losses += lost
+        if (lost and self._losses.alone(at_s, where, flight.failed_by)) or event.kind not in LOSSES:
+            flight.failures += 1
+        problem = verdict(flight, at_s, self._policy)
+        if problem is not None:
+            return actions + self._flights.refuse(at_s, flight, *problem)
+        return actions + self._again(at_s, flight, event.kind)
+
+    def _again(self, at_s: float, flight: Flight, kind: told.FailureKind) -> list[Action]:
+        """Send a request that failed: away from what failed it, and from what may be dying.
+
+        With nobody else there, one whose replica was lost for the first time goes wherever somebody is; after that,
+        or when its link broke, it is held until losses cease. After any other failure the same may be tried again.
+        """
+        flight.avoid = flight.failed_by
+        if kind in LOSSES:
+            flight.avoid |= self._losses.suspects(at_s)
+        sent = self._flights.dispatch(at_s, flight)
+        if sent or flight.state != HELD or (kind in LOSSES and flight.losses != 1):
+            return sent
+        self._flights.held.remove(flight)
+        flight.avoid = flight.failed_by if kind in LOSSES else frozenset()
+        return self._flights.dispatch(at_s, flight)
+
+    def underway(self, at_s: float, event: told.Underway) -> list[Action]:
+        flight = self._flights.open.get(event.request)
+        if flight is not None and flight.state == RUNNING and event.attempt == flight.attempt:
+            self._inquiries.underway(at_s, flight)
+        return []
+
+    def gone(self, at_s: float, view: View, notice_s: float | None) -> list[Action]:
+        """A replica was lost, with so much notice, or stopped (None): what ran there is to be heard of soon."""
+        if notice_s is not None:
+            self._losses.note(at_s, view.member)
+        self._inquiries.gone(at_s + (notice_s or 0.0), view)
+        return self._flights.changed(at_s, view)
+
+    def tick(self, at_s: float) -> list[Action]:
+        """Doubts and fears that are over; questions after those that went silent."""
+        actions: list[Action] = []
+        for name in [name for name, until_s in self._doubts.items() if until_s <= at_s]:
+            view = self._fleet.views.get(name)
+            actions += self.trust(at_s, view) if view is not None else []
+            self._doubts.pop(name, None)
+        crowded, self._crowded = sorted(self._crowded), set()
+        actions += self._flights.retry_held(at_s, crowded)
+        return actions + self._calm(at_s) + self._inquire(at_s)
+
+    def _calm(self, at_s: float) -> list[Action]:
+        """Once losses cease, those held for fear of them go wherever somebody is."""
+        actions: list[Action] = []
+        doubtful, self._flights.doubtful = self._flights.doubtful, {}
+        for name in doubtful:
+            flight = self._flights.open.get(name)
+            if flight is None or flight.state != HELD:
+                continue
+            if not self._losses.quiet(at_s) and at_s - flight.held_s < LONGEST_CALM_S:
+                self._flights.doubtful[name] = None
+                continue
+            self._flights.held.remove(flight)
+            flight.avoid = flight.failed_by = frozenset()
+            actions += self._flights.dispatch(at_s, flight)
+        return actions
+
+    def _inquire(self, at_s: float) -> list[Action]:
+        """Ask after those that went silent; give up those of which nobody knows anything."""
+        actions, hopeless = self._inquiries.tick(at_s)
+        for flight in hopeless:
+            actions += self._flights.abandon(flight) + self._flights.release(at_s, flight)
+            actions += self._flights.refuse(
+                at_s, flight, "lost", "nobody knows how much of it reached the user"
+            )
+        return actions
+
+    def _doubt(self, at_s: float, replica: str) -> list[Action]:
+        """It failed a request as if it were gone: nobody is sent there until it says something."""
+        view = self._fleet.views.get(replica)
+        if view is None:
+            return []
+        self._losses.note(at_s, view.member)
+        if view.state != "ready":
+            return []
+        self._doubts[replica] = at_s + QUARANTINE_S
+        self._fleet.doubt(view, True)
+        return self._flights.changed(at_s, view)
+
+    def trust(self, at_s: float, view: View) -> list[Action]:
+        self._doubts.pop(view.member.id, None)
+        self._losses.mend(view.member.id)
+        self._fleet.doubt(view, False)
+        return self._flights.changed(at_s, view) + self.let_in(at_s, view)
+
+    def let_in(self, at_s: float, view: View) -> list[Action]:
+        """Somebody can be sent to again: those held, but no more than it can take at once."""
+        model = view.member.model
+        facts = view.facts
+        actions = self._flights.retry_held(at_s, [model], facts.decode_batch if facts is not None else None)
+        if self._flights.held.counts().get(model):
+            self._crowded.add(model)
+        return actions
 
 
 def verdict(flight: Flight, at_s: float, policy: Policy) -> tuple[RefusalReason, str] | None:
@@ -46,60 +171,8 @@ def verdict(flight: Flight, at_s: float, policy: Policy) -> tuple[RefusalReason,
     deadline_s = flight.request.deadline_s
     if deadline_s is not None and at_s >= deadline_s:
         return "deadline", f"failed at {at_s:g} s, after the deadline at {deadline_s:g} s"
-    if flight.attempt >= policy.retries:
-        return "retries", f"failed {flight.attempt + 1} times; {policy.retries} retries are allowed"
+    if flight.failures > policy.retries:
+        return "retries", f"failed {flight.failures} times; {policy.retries} retries are allowed"
+    if flight.attempt >= MOST_ATTEMPTS:
+        return "retries", f"was sent {flight.attempt} times in vain"
     return None
-
-
-class Held:
-    """Requests that wait for any replica, by model in the order they came, and by when they give up."""
-
-    __slots__ = ("_expiries", "_models", "_sequence")
-
-    def __init__(self) -> None:
-        self._models: dict[str, dict[str, None]] = {}
-        self._expiries: list[tuple[float, int, str, str]] = []
-        self._sequence = 0
-
-    def __len__(self) -> int:
-        return sum(len(each) for each in self._models.values())
-
-    def counts(self) -> dict[str, int]:
-        return {model: len(each) for model, each in self._models.items() if each}
-
-    def add(self, at_s: float, flight: Flight, policy: Policy) -> None:
-        """Hold a request; one that was held already keeps its time."""
-        request = flight.request
-        self._models.setdefault(request.model, {})[request.id] = None
-        if flight.state == HELD and flight.held_s >= 0:
-            return
-        flight.state, flight.held_s = HELD, at_s
-        expiry_s = at_s + policy.max_wait_s
-        if request.deadline_s is not None:
-            expiry_s = min(expiry_s, request.deadline_s)
-        self._sequence += 1
-        heappush(self._expiries, (expiry_s, self._sequence, request.model, request.id))
-
-    def remove(self, flight: Flight) -> None:
-        self._models.get(flight.request.model, {}).pop(flight.request.id, None)
-
-    def take(self, model: str, most: int | None = None) -> list[str]:
-        """Those of a model that wait longest, or all, to be tried again."""
-        waiting = self._models.get(model, {})
-        taken = list(islice(waiting, most))
-        for name in taken:
-            del waiting[name]
-        return taken
-
-    def models(self) -> list[str]:
-        return [model for model, each in self._models.items() if each]
-
-    def expired(self, at_s: float) -> list[str]:
-        """Those whose time is over; they are no longer held."""
-        found = []
-        while self._expiries and self._expiries[0][0] <= at_s:
-            _, _, model, request = heappop(self._expiries)
-            if request in self._models.get(model, ()):
-                del self._models[model][request]
-                found.append(request)
-        return found

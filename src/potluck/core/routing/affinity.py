@@ -105,7 +105,7 @@ class Affinity:
     def _holder(self, replica: str, chooser: Chooser, flight: Flight) -> Target | None:
         """The target of these ways that would prefill on a replica, if any."""
         view = self._fleet.views.get(replica)
-        if view is None or not view.serves or replica in flight.avoid:
+        if view is None or not view.serves or (flight.avoid and flight.avoids(view)):
             return None
         single = self._table.singles.get(replica)
         if single is not None and single in chooser:

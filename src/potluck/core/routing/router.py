@@ -350,15 +350,13 @@ class Router:
 
 
 def _avoided(target: Target, flight: Flight) -> bool:
-    """Whether nothing is left of a target without the replicas that failed the request."""
+    """Whether nothing is left of a target without the replicas that the request avoids."""
     if target.view is not None:
-        return target.view.member.id in flight.avoid
-    return any(
-        all(view.member.id in flight.avoid for view in side) for side in (target.prefills, target.decodes)
-    )
+        return flight.avoids(target.view)
+    return any(all(flight.avoids(view) for view in side) for side in (target.prefills, target.decodes))
 
 
 def _unavoided(views: list[View], flight: Flight) -> list[View]:
     if not flight.avoid:
         return views
-    return [view for view in views if view.member.id not in flight.avoid] or views
+    return [view for view in views if not flight.avoids(view)] or views

@@ -7,9 +7,10 @@ three; the Brain carries out what comes back.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf
 
-from potluck.core.brain.actions import Action, Flip, Replan
+from potluck.core.brain.actions import Action, Flip, Replan, Start
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.flight import Flight
@@ -19,6 +20,7 @@ from potluck.core.scale.base import available_nodes
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
 from potluck.core.scale.reconcile import Progress, reconcile, restored, wanted_counts
 from potluck.core.scale.window import Window
+from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
 
 
@@ -105,7 +107,14 @@ class Steward:
             dip=self._policy.dip,
         )
         self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
-        return step.actions
+        return tuple(Start(self._placed(a.member)) if isinstance(a, Start) else a for a in step.actions)
+
+    def _placed(self, member: Member) -> Member:
+        """With the machines it stands on: those that its plan names, or its copy's own."""
+        blueprint = self._known.get(member.template)
+        named = blueprint.template.replicas[member.index].layout.machines if blueprint is not None else {}
+        own = self._facts.places.get((member.template, member.index), ())
+        return replace(member, nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{each}" for each in own))
 
     def settled(self) -> None:
         """The Brain has carried out a step: this is the fleet that was looked at."""

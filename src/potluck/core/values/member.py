@@ -22,3 +22,18 @@ class Member:
     model: str
     role: Role
     region: str
+    nodes: tuple[str, ...] = ()
+    """The machines it stands on, by names that are theirs alone in the region; empty where nobody knows."""
+    zone: str = ""
+    """The part of the region that can go down by itself: a zone or a rack. Empty where nobody knows."""
+
+    @property
+    def node_domains(self) -> tuple[str, ...]:
+        """The smallest failure domains it is in: its machines, or itself where these are not known."""
+        return tuple(f"node {self.region}/{node}" for node in self.nodes) or (self.id,)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """All failure domains it is in, smallest first; with any of them it goes down."""
+        zone = (f"zone {self.region}/{self.zone}",) if self.zone else ()
+        return (*self.node_domains, *zone, f"region {self.region}")

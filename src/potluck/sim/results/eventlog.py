@@ -26,7 +26,7 @@ from potluck.core.values.route import Route, Segment
 from potluck.core.values.types import Region, Request
 from potluck.sim.world.world import Mind
 
-FORMAT, VERSION = "potluck.log", 1
+FORMAT, VERSION = "potluck.log", 2
 _EVENTS: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
@@ -35,6 +35,7 @@ _EVENTS: dict[str, type[Any]] = {
         events.FirstToken,
         events.Finished,
         events.Failed,
+        events.Underway,
         events.Cancelled,
         events.Reported,
         events.LinkReported,
@@ -52,6 +53,7 @@ _ACTIONS: dict[str, type[Any]] = {
         actions.Run,
         actions.Refuse,
         actions.Abandon,
+        actions.Inquire,
         actions.Start,
         actions.Drain,
         actions.Stop,
@@ -93,6 +95,8 @@ def header(facts: Facts, policy: Policy) -> str:
         "splits": {name: encode(each) for name, each in facts.splits.items()},
         "links": [[*ends, gbps] for ends, gbps in facts.links_gbps.items()],
         "regions": [encode(region) for region in facts.regions],
+        "history": facts.history,
+        "places": [[*key, each] for key, each in facts.places.items()],
     }
     return _dumps(body) + "\n"
 
@@ -201,6 +205,7 @@ def _grow(facts: Facts, more: Facts) -> None:
         (facts.models, more.models),
         (facts.replicas, more.replicas),
         (facts.splits, more.splits),
+        (facts.places, more.places),
     ):
         assert isinstance(old, dict)
         old.update(new)
@@ -219,6 +224,8 @@ def _read_header(text: str, number: int) -> tuple[Facts, Policy]:
             {name: decode(SplitFacts, each, f"splits.{name}") for name, each in data["splits"].items()},
             {(source, target): gbps for source, target, gbps in data["links"]},
             tuple(decode(Region, each, "regions") for each in data["regions"]),
+            {name: tuple(each) for name, each in data["history"].items()},
+            {(name, index): tuple(each) for name, index, each in data["places"]},
         )
         return facts, decode(Policy, data["policy"], "policy")
     except (KeyError, TypeError, ValueError, AttributeError) as error:

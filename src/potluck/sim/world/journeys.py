@@ -11,7 +11,7 @@ from heapq import heappush
 from math import inf
 from typing import TYPE_CHECKING
 
-from potluck.core.brain.actions import Abandon, Refuse, Run
+from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
 from potluck.core.brain.events import (
     Cancelled,
     Drained,
@@ -20,6 +20,7 @@ from potluck.core.brain.events import (
     Finished,
     FirstToken,
     SegmentDone,
+    Underway,
 )
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
@@ -100,14 +101,14 @@ class Journeys:
         where = segments[0].replica
         site = self._sites.get(where)
         if site is None or not site.serves:
-            self._failed(at_s, key, "replica", where, 0)
+            self._failed(at_s, key, attempt, "replica", where, 0)
             return
         output_tokens, replica = request.max_output_tokens, site.replica
         if prompt_tokens + output_tokens > site.room_tokens:
-            self._failed(at_s, key, "memory", where, 0)
+            self._failed(at_s, key, attempt, "memory", where, 0)
             return
         self._prefill[key] = self._decode[key] = site.index
-        journey = Journey(key, request, prompt_tokens, before_tokens, segments, (site,))
+        journey = Journey(key, request, attempt, prompt_tokens, before_tokens, segments, (site,))
         self.open[key] = site.journeys[key] = journey
         replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority)
         self._agenda.look(site)
@@ -121,13 +122,15 @@ class Journeys:
         for segment in segments:
             site = self._sites.get(segment.replica)
             if site is None or not site.serves:
-                self._failed(at_s, key, "replica", segment.replica, streamed)
+                self._failed(at_s, key, action.attempt, "replica", segment.replica, streamed)
                 return
             sites.append(site)
-        journey = Journey(key, request, action.prompt_tokens, streamed, segments, tuple(sites))
+        journey = Journey(
+            key, request, action.attempt, action.prompt_tokens, streamed, segments, tuple(sites)
+        )
         problem = self._obstacle(journey)
         if problem is not None:
-            self._failed(at_s, key, *problem, streamed)
+            self._failed(at_s, key, action.attempt, *problem, streamed)
             return
         whole = segments[-1].start >= action.prompt_tokens
         kind = records.AGGREGATED if len(sites) == 1 else records.HANDED_OVER if whole else records.SPLIT
@@ -263,7 +266,7 @@ class Journeys:
         # KV that came whole from elsewhere was kept when it arrived.
         if request.blocks and journey.segments[-1].start < journey.prompt_tokens:
             self.keep(at_s, site, request.blocks)
-        self._tell(at_s, FirstToken(request.id))
+        self._tell(at_s, FirstToken(request.id, journey.attempt))
 
     def _finished(self, at_s: float, site: Site, journey: Journey) -> None:
         request, key = journey.request, journey.key
@@ -274,7 +277,7 @@ class Journeys:
         self._streamed[key] = tokens
         if site.state == "draining":
             self._left(at_s, site, key)
-        self._tell(at_s, Finished(request.id, tokens))
+        self._tell(at_s, Finished(request.id, journey.attempt, tokens))
 
     def _computed(self, at_s: float, site: Site, journey: Journey) -> None:
         """A segment that hands over is computed."""
@@ -313,7 +316,7 @@ class Journeys:
         if self.open.get(journey.key) is not journey:
             return
         self._begin(at_s, journey)
-        self._tell(at_s, SegmentDone(journey.request.id, place))
+        self._tell(at_s, SegmentDone(journey.request.id, journey.attempt, place))
 
     def _left(self, at_s: float, site: Site, key: int) -> None:
         """A request has nothing more to do at a replica."""
@@ -343,11 +346,15 @@ class Journeys:
         return streamed
 
     def fail(self, at_s: float, key: int, kind: FailureKind, where: str) -> None:
-        """A request lost its replica, link or transfer."""
-        self._failed(at_s, key, kind, where, self.drop(at_s, key))
+        """A request lost its replica, link or transfer; nothing when it is not on its way."""
+        journey = self.open.get(key)
+        if isinstance(journey, Journey):
+            self._failed(at_s, key, journey.attempt, kind, where, self.drop(at_s, key))
 
-    def _failed(self, at_s: float, key: int, kind: FailureKind, where: str, streamed: int) -> None:
-        self._tell(at_s, Failed(str(key), kind, where, streamed))
+    def _failed(
+        self, at_s: float, key: int, attempt: int, kind: FailureKind, where: str, streamed: int
+    ) -> None:
+        self._tell(at_s, Failed(str(key), attempt, kind, where, streamed))
 
     def cancel(self, at_s: float, key: int) -> None:
         """The user goes away; too late or too early is nothing."""
@@ -363,6 +370,12 @@ class Journeys:
             self.drop(at_s, key)
             self.ledger.reason[key] = records.REASONS.index(action.reason)
             self._end(at_s, key, records.REFUSED)
+
+    def inquire(self, at_s: float, action: Inquire) -> None:
+        """Say that an attempt goes on. Here all that ends is told when it does, so there is nothing else to say."""
+        journey = self.open.get(int(action.request))
+        if isinstance(journey, Journey) and journey.attempt == action.attempt:
+            self._tell(at_s, Underway(action.request, action.attempt))
 
     def abandon(self, at_s: float, action: Abandon) -> None:
         key = int(action.request)

@@ -123,6 +123,7 @@ class Journey:
     """A request on its way along a route; a retry is a new journey."""
 
     __slots__ = (
+        "attempt",
         "before_tokens",
         "hand",
         "key",
@@ -137,6 +138,7 @@ class Journey:
         self,
         key: int,
         request: Request,
+        attempt: int,
         prompt_tokens: int,
         before_tokens: int,
         segments: tuple[Segment, ...],
@@ -144,6 +146,7 @@ class Journey:
     ) -> None:
         self.key = key
         self.request = request
+        self.attempt = attempt
         self.prompt_tokens = prompt_tokens
         self.before_tokens = before_tokens
         """Tokens that reached the user in earlier attempts; they are part of the prompt now."""

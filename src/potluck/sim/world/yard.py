@@ -98,7 +98,7 @@ class Yard:
                 self._ground.agenda.push(
                     at_s + notice_s, CALL, lambda when_s: self.lose(when_s, site, reason)
                 )
-                self._tell(at_s, ReplicaLost(site.id, reason))
+                self._tell(at_s, ReplicaLost(site.id, reason, notice_s))
             return
         known = site.state == "leaving"
         self._journeys.catch_up_if_due(at_s, site)

@@ -1,0 +1,94 @@
+"""Attempts that went silent: they are asked after, never guessed about.
+
+Only the driver knows how much of an answer has reached its user. So when an attempt should have been heard of and
+was not, the Brain asks (`Inquire`), and the driver says what became of it: `Finished`, `Failed` with what was
+streamed, or `Underway`. Should even that stay out, the request is refused: sent again it might repeat tokens that
+the user has.
+
+Asked after is an attempt whose replica was lost or stopped, when `Failed` did not come within `FAILED_S` (and the
+notice that the loss came with); and one of which nothing was heard for `SILENCE_S`.
+"""
+
+from __future__ import annotations
+
+from potluck.core.brain.actions import Action, Inquire
+from potluck.core.brain.fleet import View
+from potluck.core.brain.flight import RUNNING, Flight
+
+FAILED_S = 5.0
+"""From the loss of a replica to the word that its requests failed."""
+SILENCE_S = 900.0
+ANSWER_S = 5.0
+"""From a question to its answer; then it is asked again."""
+QUESTIONS = 3
+"""That many stay without an answer before a request is given up."""
+LOOKS = 256
+"""Open requests looked at for silence in one tick: what a tick costs does not grow with them."""
+
+
+class Inquiries:
+    """What was asked, and what to ask next. Changed by the Brain alone."""
+
+    __slots__ = ("_asked", "_gone", "_open", "_round")
+
+    def __init__(self, flights: dict[str, Flight]) -> None:
+        self._open = flights
+        self._gone: list[tuple[float, View]] = []
+        """Replicas that are gone, and by when their requests should be known to have failed."""
+        self._asked: dict[str, tuple[int, int, float]] = {}
+        """Request to (attempt, questions so far, when the answer is overdue)."""
+        self._round: list[str] = []
+        """Those still to be looked at in this round."""
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._gone)
+
+    def gone(self, until_s: float, view: View) -> None:
+        """A replica went, or goes at a time that was told; then its requests fail, and that is to be heard soon."""
+        self._gone.append((until_s + FAILED_S, view))
+
+    def underway(self, at_s: float, flight: Flight) -> None:
+        """It goes on. If its replica was said to be gone, that may be wrong, and is asked about again later."""
+        flight.heard_s = at_s
+        if self._asked.pop(flight.request.id, None) is not None:
+            self._asked[flight.request.id] = (flight.attempt, 0, at_s + FAILED_S)
+
+    def tick(self, at_s: float) -> tuple[list[Action], list[Flight]]:
+        """Questions to ask now, and requests of which nobody knows anything."""
+        actions: list[Action] = []
+        hopeless: list[Flight] = []
+        for name, (attempt, questions, due_s) in list(self._asked.items()):
+            flight = self._open.get(name)
+            if flight is None or flight.attempt != attempt or flight.state != RUNNING:
+                del self._asked[name]
+            elif due_s <= at_s:
+                if questions == 0 and not self._orphan(flight):
+                    del self._asked[name]
+                elif questions >= QUESTIONS:
+                    del self._asked[name]
+                    hopeless.append(flight)
+                else:
+                    actions.append(self._ask(at_s, flight, questions))
+        silent = [each for each in self._silent(at_s) if each.state == RUNNING]
+        actions += [self._ask(at_s, each, 0) for each in silent if each.request.id not in self._asked]
+        return actions, hopeless
+
+    def _silent(self, at_s: float) -> list[Flight]:
+        due = {view for due_s, view in self._gone if due_s <= at_s}
+        if due:
+            self._gone = [each for each in self._gone if each[1] not in due]
+            return [flight for flight in self._open.values() if not due.isdisjoint(flight.views())]
+        if not self._round:
+            self._round = list(self._open)
+        names, self._round = self._round[-LOOKS:], self._round[:-LOOKS]
+        looked = [self._open.get(name) for name in names]
+        return [each for each in looked if each is not None and at_s - each.heard_s >= SILENCE_S]
+
+    def _ask(self, at_s: float, flight: Flight, questions: int) -> Action:
+        self._asked[flight.request.id] = (flight.attempt, questions + 1, at_s + ANSWER_S)
+        return Inquire(flight.request.id, flight.attempt)
+
+    @staticmethod
+    def _orphan(flight: Flight) -> bool:
+        """Whether one of its replicas is no longer in the fleet."""
+        return any(view.gone for view in flight.views())
