@@ -1,10 +1,11 @@
 """A fleet under stress, in simulation: overload, bursts, slow replicas, wrong weights, bad links, floods, losses.
 
-    python benchmarks/stress.py [--quick] [--json] [--only SCENARIO]... [--balance NAME] [--policy FILE|NAME=VALUE]...
+    python benchmarks/stress.py [--quick] [--json] [--more] [--only SCENARIO]... [--balance NAME]
+                                [--policy FILE|NAME=VALUE]...
 
 Every scenario serves made-up or recorded requests with the Brain that runs live, and says what the users got: which
 share of them kept the objective, how many good answers a second there were, who was refused and how soon.
-stress_scenarios.py has the scenarios, stress_speed.py those about cost, stress_fleets.py the fleets. `--policy`
+stress_scenarios.py has the scenarios, stress_speed.py those about cost, stress_more.py those of `--more`. `--policy`
 and `--balance` compare rules: a JSON file as `Policy` is written, or single values.
 
 Where a compiled copy of the present source lies in build/compiled (`make compiled`), that is what runs.
@@ -28,11 +29,13 @@ from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import PotluckError
 from stress_fleets import SEED, Rules
+from stress_more import MORE
 from stress_scenarios import SCENARIOS, Scenario
 from stress_speed import COMPILED as RUNS_COMPILED
 from stress_speed import SCENARIOS as SPEEDS
 
 ALL = (*SCENARIOS, *SPEEDS)
+EVERY = (*ALL, *MORE)
 
 
 def measure(chosen: Sequence[Scenario], policy: Policy, quick: bool) -> dict[str, float]:
@@ -69,8 +72,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--only", action="append", choices=[each.name for each in ALL], help="may be repeated"
+        "--only", action="append", choices=[each.name for each in EVERY], help="may be repeated"
     )
+    parser.add_argument("--more", action="store_true", help="also stress without targets")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="FILE|NAME=VALUE", help="may be repeated"
     )
@@ -84,7 +88,8 @@ def main() -> int:
     except (OSError, ValueError, PotluckError) as error:
         print(f"stress: {error}", file=sys.stderr)
         return 2
-    chosen = [each for each in ALL if not options.only or each.name in options.only]
+    asked = options.only or [each.name for each in (EVERY if options.more else ALL)]
+    chosen = [each for each in EVERY if each.name in asked]
     flags = [f"--{name}" for name in ("quick", "json") if getattr(options, name)]
     targets = {key: value for each in chosen for key, value in each.targets.items()}
     return run("stress", partial(measure, chosen, policy), targets, seeds=[SEED], arguments=flags)
