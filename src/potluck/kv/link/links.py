@@ -19,7 +19,7 @@ import numpy as np
 from potluck.core.errors import InputError
 from potluck.kv.link import shm
 from potluck.kv.link.report import LinkReport, info, report
-from potluck.kv.link.strand import Strand, connect
+from potluck.kv.link.strand import SOON_S, Strand, connect
 
 Address = tuple[str, int]
 ANY_PORT = 0
@@ -162,7 +162,7 @@ class Links:
         found = self._idle(address)
         if found is not None:
             return found, True
-        connection = connect(*address, min(self.limits.connect_s, within_s), self._tls)
+        connection = connect(*address, max(SOON_S, min(self.limits.connect_s, within_s)), self._tls)
         try:
             strand = Strand(connection, self.limits.stall_s, next(self._keys))
         except BaseException:

@@ -23,6 +23,8 @@ _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 _USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)
 """How long the kernel may wait for an answer to what it sent; elsewhere its own patience is longer than ours."""
+SOON_S = 0.1
+"""The least time for a connection to be made: when it is too late is found out elsewhere."""
 LOOKS = 5
 """How often, within its patience, a strand that waits for data looks whether some came."""
 HERE_BYTES = 1 << 18
@@ -81,10 +83,7 @@ class Strand:
 
     def abort(self) -> None:
         """Whatever the strand's thread is waiting for fails now."""
-        try:
-            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
-        except OSError:
-            return  # It was not connected any more.
+        shut(self.connection)
 
     # What its own thread does.
 
@@ -165,13 +164,13 @@ class Strand:
         return bytes(buffer)
 
     def _now(self, into: memoryview) -> int:
-        if not _DONTWAIT and not _ready(self.connection, select.POLLIN, 0.0):
+        if not _DONTWAIT and not _readable(self.connection, 0.0):
             raise BlockingIOError
         return self.connection.recv_into(into, 0, _DONTWAIT)
 
     def _until_readable(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not _ready(self.connection, select.POLLIN, left_s):
+        if left_s <= 0 or not _readable(self.connection, left_s):
             raise TimeoutError("said nothing for too long")
 
     def receive(self, into: memoryview) -> check.Sums:
@@ -212,35 +211,25 @@ def connect(host: str, port: int, timeout_s: float, context: ssl.SSLContext | No
     plain = socket.create_connection((host, port), timeout=timeout_s)
     if context is None:
         return plain
-    secure = None
     try:
-        secure = context.wrap_socket(plain, server_hostname=host, do_handshake_on_connect=False)
-        shake_hands(secure, deadline_s)
+        plain.settimeout(max(SOON_S, deadline_s - time.monotonic()))  # For all of the handshake.
+        return context.wrap_socket(plain, server_hostname=host)
     except BaseException:
-        (secure or plain).close()
+        plain.close()
         raise
-    return secure
 
 
-def shake_hands(secure: ssl.SSLSocket, deadline_s: float) -> None:
-    """All of it within a time, however little the other side says at once."""
-    secure.setblocking(False)
-    while True:
-        try:
-            secure.do_handshake()
-            return
-        except ssl.SSLWantReadError:
-            events = select.POLLIN
-        except ssl.SSLWantWriteError:
-            events = select.POLLOUT
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not _ready(secure, events, left_s):
-            raise TimeoutError("did not show who it is in time")
+def shut(connection: socket.socket) -> None:
+    """End a connection under TLS as well, from any thread: without a word."""
+    try:
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    except OSError:
+        return  # It was not connected any more.
 
 
-def _ready(connection: socket.socket, events: int, within_s: float) -> bool:
+def _readable(connection: socket.socket, within_s: float) -> bool:
     one = select.poll()
-    one.register(connection, events)
+    one.register(connection, select.POLLIN)
     return bool(one.poll(within_s * 1000))
 
 

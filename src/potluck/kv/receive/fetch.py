@@ -26,8 +26,6 @@ from potluck.kv.wire.frames import Chunk, End, Hello, Opening
 
 GRACE_S = 0.2
 """For connections to say that all is well, once all is there."""
-SOON_S = 0.1
-"""The least time for a connection to be made: what is over is found out elsewhere."""
 
 Sink = Callable[[Parcel], None]
 """Uses a parcel up: its bytes are only there until it returns."""
@@ -213,7 +211,7 @@ class Fetching:
         try:
             with self._changed:
                 now_s = time.monotonic()
-                within_s = max(SOON_S, min(self._until_s - now_s, self._patience_s(now_s)))
+                within_s = min(self._until_s - now_s, self._patience_s(now_s))
             strand, used = links.borrow(self._address, within_s)
             with self._changed:
                 if self._over:

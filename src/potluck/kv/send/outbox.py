@@ -16,7 +16,7 @@ from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.kv.handles import Handles
 from potluck.kv.link import shm
 from potluck.kv.link.report import LinkReport, info, report
-from potluck.kv.link.strand import Strand, shake_hands
+from potluck.kv.link.strand import Strand, shut
 from potluck.kv.parcels import TransferError
 from potluck.kv.send.shipment import Closed, Opened, Room, Shipment
 from potluck.kv.send.stream import OutboxLimits, Peer, Stream
@@ -118,7 +118,7 @@ class Outbox:
             for shipment in self._shipments.values():
                 shipment.end("gone")
             for connection in self._connections.values():
-                _shut(connection)
+                shut(connection)
             self._changed.notify_all()
         self._acceptor.join()
         for thread in [*self._threads, *asking]:
@@ -182,13 +182,9 @@ class Outbox:
         try:
             connection.settimeout(self.limits.hello_s)
             if self._tls is not None:
-                deadline_s = time.monotonic() + self.limits.hello_s
-                connection = self._tls.wrap_socket(
-                    connection, server_side=True, do_handshake_on_connect=False
-                )
+                connection = self._tls.wrap_socket(connection, server_side=True)
                 with self._changed:
                     self._connections[key] = connection
-                shake_hands(connection, deadline_s)
             strand = Strand(connection, self.limits.silence_s, key)
             patience_s = self.limits.hello_s
             while not self._closed and self._hear(strand, patience_s):
@@ -268,10 +264,3 @@ class Outbox:
                 break
             del self._peers[idle]
         return self._peers.setdefault(name, Peer())
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-    except OSError:
-        return  # It was not connected any more.

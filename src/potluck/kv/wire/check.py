@@ -21,13 +21,13 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from potluck.kv.compiled import Function, compiled
 from potluck.kv.parcels import Buffer
 
 Sums = tuple[int, int]
@@ -43,15 +43,8 @@ _WAITALL = int(getattr(socket, "MSG_WAITALL", 0))
 _recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))
 
 
-def _compiled(signature: str) -> Callable[[Any], Callable[..., Any]]:
-    def of(function: Any) -> Callable[..., Any]:
-        chosen: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-        try:
-            return cast(Callable[..., Any], numba.njit([signature], cache=True, **chosen)(function))
-        except RuntimeError:  # numba's word for having found no folder to keep machine code in
-            return cast(Callable[..., Any], numba.njit([signature], **chosen)(function))
-
-    return of
+def _compiled(signature: str) -> Callable[[Function], Function]:
+    return lambda function: compiled(function, signature, arrays=True)
 
 
 @_compiled("Tuple((uint64,uint64))(Array(uint64,1,'C',readonly=True),Array(uint64,1,'C'),int64,int64)")

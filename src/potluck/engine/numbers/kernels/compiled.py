@@ -1,7 +1,4 @@
-"""Compiling inner loops with numba, and keeping the machine code on disk.
-
-numba looks for a folder that it can write to: `NUMBA_CACHE_DIR` when that is set, else `__pycache__` beside the
-module, else the user's cache folder. Where there is none, functions are compiled anew in every process.
+"""Compiling the engine's inner loops: as `kv/compiled.py` does, with liberties that change no result from run to run.
 
 A product followed by a sum becomes one instruction with one rounding, and sums may be cut into vectors, but in a way
 that depends on their length alone: the same numbers always give the same bits.
@@ -9,36 +6,24 @@ that depends on their length alone: the same numbers always give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numba
-from numba.core import options
 from numba.extending import intrinsic
 
-Function = Callable[..., Any]
+from potluck.kv.compiled import Function
+from potluck.kv.compiled import compiled as kv_compiled
 
 
 def compiled(function: Function) -> Function:
     """Compile a function on its first call. It must not create arrays, and lets other threads run meanwhile."""
-    chosen: dict[str, Any] = {
-        "nogil": True,
-        "error_model": "numpy",
-        "fastmath": {"contract", "reassoc", "nsz", "arcp"},
-    }
-    if hasattr(options.DefaultOptions, "_nrt"):
-        chosen["_nrt"] = False
-    try:
-        fast = numba.njit(cache=True, **chosen)(function)
-    except RuntimeError:  # numba's word for having found no folder
-        return cast(Function, numba.njit(**chosen)(function))
+    fast = kv_compiled(function, fastmath={"contract", "reassoc", "nsz", "arcp"})
     # numba looks only at the file that a function stands in, but what is called from other files becomes part of it.
     cache_file = getattr(getattr(fast, "_cache", None), "_cache_file", None)
     if cache_file is not None and hasattr(cache_file, "_source_stamp"):
         cache_file._source_stamp = _stamp()
-    return cast(Function, fast)
+    return fast
 
 
 @cache

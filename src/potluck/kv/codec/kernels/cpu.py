@@ -9,37 +9,20 @@ with low and scale as bfloat16, rounded down and up, so that no q can leave its 
 Two 4-bit numbers share a byte: the first half of a group lies in the lower four bits, the second half in the upper.
 So every step is the same for neighbours, and the compiler makes vectors of it.
 
-Compiled functions create no arrays; scratch space comes from the caller. `codec_reference.py` says the same in NumPy.
+Compiled functions create no arrays; scratch space comes from the caller. `codec/reference.py` says the same in NumPy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
-
 import numba
 import numpy as np
-from numba.core import options
 
 from potluck.kv.codec.kernels.formats import LOWEST_NORMAL, F, U, from_order, load, order, store
 from potluck.kv.codec.layout import ROW_GROUP
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from potluck.kv.compiled import compiled
 
 WIDTH = 256
 """Columns that are worked on at a time: their scratch space stays in the nearest cache."""
-
-
-def _compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile on first use; the machine code is kept on disk where numba finds a folder for it."""
-    chosen: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    if hasattr(options.DefaultOptions, "_nrt"):
-        chosen["_nrt"] = False
-    try:
-        return cast(Callable[P, R], numba.njit(cache=True, **chosen)(function))
-    except RuntimeError:  # numba's word for having found no folder
-        return cast(Callable[P, R], numba.njit(**chosen)(function))
 
 
 @numba.njit
@@ -75,7 +58,7 @@ def _q(number, low, inverse):  # type: ignore[no-untyped-def]
     return np.uint8(np.int32(F(F(F(number) - low) * inverse) + F(0.5)))
 
 
-@_compiled
+@compiled
 def encode_columns(  # type: ignore[no-untyped-def]
     source, rows, columns, stride, offset, group, share, finite, lows, scales, out, packed, ints, floats
 ):
@@ -126,7 +109,7 @@ def encode_columns(  # type: ignore[no-untyped-def]
     return True
 
 
-@_compiled
+@compiled
 def decode_columns(  # type: ignore[no-untyped-def]
     source, rows, columns, lows, scales, group, packed, target, stride, offset, floats
 ):
@@ -191,7 +174,7 @@ def _encode_group(source, start, count, share, finite, out, place, packed):  # t
     return low, scale, greatest <= finite and least >= -finite - 1 and spread < F(np.inf)
 
 
-@_compiled
+@compiled
 def encode_rows(  # type: ignore[no-untyped-def]
     source, rows, columns, stride, offset, share, finite, lows, scales, out, packed
 ):
@@ -214,7 +197,7 @@ def encode_rows(  # type: ignore[no-untyped-def]
     return fine
 
 
-@_compiled
+@compiled
 def decode_rows(  # type: ignore[no-untyped-def]
     source, rows, columns, lows, scales, packed, target, stride, offset
 ):
