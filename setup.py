@@ -14,9 +14,10 @@ from typing import Any
 from setuptools import setup
 
 COMPILED = {
+    "core/admission": "admission backlog lobby room",
     "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
-    "core/replica": "batch batch_values lockstep",
-    "core/routing": "affinity balance charges index offers opportunistic rebalance router speeds"
+    "core/replica": "batch batch_values lockstep sequences sharing",
+    "core/routing": "affinity balance charges index offers opportunistic pairs rebalance router speeds"
     " split table targets threshold ways weighted",
     "sim/links": "handover link network",
     "sim/replicas": "cache gaps replica rounds steps",

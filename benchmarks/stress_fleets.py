@@ -189,8 +189,8 @@ def phases(*parts: tuple[float, float]) -> Workload:
 
 
 def capacity_per_s(make: Callable[[], SimProblem], rules: Rules) -> float:
-    """What `potluck goodput` finds for a fleet: the highest rate at which the objective still holds."""
-    return _capacity(make, rules.policy, rules.span_s(120.0, 60.0))
+    """What `potluck goodput` finds for a fleet: the highest rate that keeps the objective, with nobody refused."""
+    return _capacity(make, replace(rules.policy, admission=False), rules.span_s(120.0, 60.0))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,8 @@ def goodput(
 ) -> None:
     """The highest rate that meets every model's objective: a binary search over simulations.
 
-    The same requests come faster or slower; the mix of models and lengths stays.
+    The same requests come faster or slower; the mix of models and lengths stays. Nobody is refused for overload: a
+    rate that holds because every tenth user is turned away is not one that the plan serves.
 
     \b
     Examples:
@@ -73,7 +74,7 @@ def goodput(
     require_positive("rate", rate_per_s)
     if not 0 < tolerance < 1:
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
-    rules = policy_of(policy)
+    rules = replace(policy_of(policy), admission=False)
     with progress(20) as said:
         inputs, load = read_inputs(
             paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)

@@ -81,10 +81,15 @@ def build(
         raise CapacityError("the plan deploys nothing, so there is nothing to simulate")
     if settings.reports is None or settings.first_tokens is None:
         reads = reads_reports(problem.plan, workload, policy)
+        bounded = policy.admission and any(model in problem.slos for model in workload.models)
         settings = replace(
             settings,
             reports=reads if settings.reports is None else settings.reports,
-            first_tokens=reads or policy.balance == "learned" or log is not None or mind is not None
+            first_tokens=reads
+            or bounded
+            or policy.balance == "learned"
+            or log is not None
+            or mind is not None
             if settings.first_tokens is None
             else settings.first_tokens,
         )

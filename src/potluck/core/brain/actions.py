@@ -24,6 +24,8 @@ class Run(NamedTuple):
     attempt: int
     prompt_tokens: int
     streamed_tokens: int
+    weight: float = 1.0
+    """Its tenant's: replicas share among tenants what they compute."""
 
 
 class Refuse(NamedTuple):

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from potluck.core.admission.admission import Admission
 from potluck.core.brain import events as told
 from potluck.core.brain.actions import Action, Drain, Flip, Start, Stop
 from potluck.core.brain.caches import Caches
@@ -55,7 +56,9 @@ class Brain:
         self.table = Table(facts, policy, self.fleet)
         self.caches = Caches(facts, policy, self.fleet, self.table)
         affinity = Affinity(facts, policy, self.fleet, self.table, self.caches.index)
-        self.router = Router(facts, policy, self.fleet, self.table, affinity, self.speeds)
+        self.admission = Admission(facts, policy, self.fleet, self.table)
+        room = self.admission.room if policy.admission else None
+        self.router = Router(facts, policy, self.fleet, self.table, affinity, self.speeds, room)
         self.steward = Steward(facts, policy, self.fleet)
         self._flights = flights = Flights(
             facts,
@@ -67,6 +70,7 @@ class Brain:
             self.router,
             self.steward,
             self.speeds,
+            self.admission,
         )
         self._recovery = Recovery(policy, self.fleet, flights)
         self.flights: dict[str, Flight] = flights.open

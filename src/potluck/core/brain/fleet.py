@@ -44,6 +44,10 @@ class View:
     """Prompt tokens sent here whose segment is not done, less what its cache was known to hold."""
     open_context_tokens: int = 0
     """Prompt and output tokens that requests decoding (or to decode) here hold at most."""
+    easy: tuple[int, int, int] = (1 << 60, 1 << 60, 1 << 60)
+    """Requests, prompt tokens and KV tokens below which it has room without further questions."""
+    gap_pace: float = 1.0
+    """How long tokens of answers take there for each second reckoned, as seen when it had much to do."""
     doubted: bool = False
     """A request failed there as if it were gone, and nothing was heard of it since."""
     facts: ReplicaFacts | None = None
@@ -140,6 +144,13 @@ class Fleet:
     def doubt(self, view: View, doubted: bool) -> None:
         """Whether it may be gone. That is no change of the fleet: nothing is to be started for it."""
         view.doubted = doubted
+
+    def gap(self, view: View, ratio: float) -> None:
+        """Tokens of an answer there came so much slower than was reckoned."""
+        view.gap_pace += (min(MOST, max(LEAST, ratio)) - view.gap_pace) * (1.0 - KEEP)
+
+    def bound(self, view: View, easy: tuple[int, int, int]) -> None:
+        view.easy = easy
 
     def report(self, view: View, status: Status, at_s: float) -> None:
         view.status = status

@@ -10,10 +10,11 @@ from potluck.core.values.route import Route
 from potluck.core.values.types import Request
 
 if TYPE_CHECKING:
+    from potluck.core.admission.backlog import Place
     from potluck.core.routing.targets import Target
 
-RUNNING, HELD, WAITING = 0, 1, 2
-"""Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica."""
+RUNNING, HELD, WAITING, QUEUED = 0, 1, 2, 3
+"""Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica; waiting for room anywhere."""
 
 
 class Flight:
@@ -57,6 +58,14 @@ class Flight:
     """Since when its replica is timed on what it does; below 0 when it is not."""
     watched: tuple[float, int, int] = (0.0, 0, 0)
     """That replica's `done_s`, `done_prompts` and open requests then."""
+    place: Place | None = None
+    """Where it waits for room."""
+    mixed: tuple[View, ...] = ()
+    """Replicas that count it among its tenant's."""
+    weight = 1.0
+    """Of its tenant."""
+    long = False
+    """Whether it has a long prompt there that is not computed."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -73,7 +82,9 @@ class Flight:
     def run(self) -> Run:
         """What sends it along its route."""
         assert self.route is not None
-        return Run(self.request.id, self.route, self.attempt, self.prompt_tokens, self.streamed_tokens)
+        return Run(
+            self.request.id, self.route, self.attempt, self.prompt_tokens, self.streamed_tokens, self.weight
+        )
 
     def views(self) -> list[View]:
         """Where it is under way, later segments included; nowhere when it was not sent."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from potluck.core.admission.admission import Admission, Refusal
+from potluck.core.admission.lobby import Lobby
+from potluck.core.admission.room import easy
 from potluck.core.brain import events as told
 from potluck.core.brain.actions import Abandon, Action, RefusalReason, Refuse
 from potluck.core.brain.caches import Caches
@@ -17,7 +20,8 @@ from potluck.core.brain.flight import RUNNING, WAITING, Flight
 from potluck.core.brain.held import Held
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
-from potluck.core.routing.router import SENT, Answer, Router
+from potluck.core.routing.answers import SENT, Answer
+from potluck.core.routing.router import Router
 from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import MOST_IN_LOW
 from potluck.core.routing.table import ModelTable, Table
@@ -41,6 +45,7 @@ class Flights:
         router: Router,
         steward: Steward,
         speeds: Speeds,
+        admission: Admission,
     ) -> None:
         self._facts = facts
         self._policy = policy
@@ -52,6 +57,12 @@ class Flights:
         self._steward = steward
         self._speeds = speeds
         self._learns = policy.balance == "learned"
+        self._admission = admission
+        self._room = admission.room
+        self._lobby = Lobby(admission, router, table, self._run, self._turned_away, self._hold)
+        self._backlogs = admission.backlogs
+        self._weights = admission.weights
+        self._bounded = policy.admission
         self._watches = steward.watches
         self.open: dict[str, Flight] = {}
         """By the request's id."""
@@ -72,6 +83,10 @@ class Flights:
             return [
                 self._refusal(at_s, flight, "unknown_model", f"no model {request.model!r} is served here")
             ]
+        if request.request_class not in self._admission.classes:
+            known = ", ".join(self._admission.classes)
+            what = f"no class {request.request_class!r} is known here; classes are {known}"
+            return [self._refusal(at_s, flight, "unknown_class", what)]
         if request.blocks:
             self._caches.asked_for(at_s, request)
         if self._watches:
@@ -83,6 +98,12 @@ class Flights:
             late = f"came after its deadline at {request.deadline_s:g} s"
             return [self._refusal(at_s, flight, "deadline", late)]
         self.open[request.id] = flight
+        if request.deadline_s is not None:
+            self._admission.watch(flight)
+        if self._weights:
+            flight.weight = self._weights.get(request.tenant, 1.0)
+        if self._bounded and request.tenant is not self._room.tenant:
+            self._room.asks(flight)
         return self._send(at_s, flight, table)
 
     def dispatch(self, at_s: float, flight: Flight) -> list[Action]:
@@ -95,9 +116,14 @@ class Flights:
     def _send(self, at_s: float, flight: Flight, table: ModelTable | None) -> list[Action]:
         """Send a request, or hold it."""
         if table is not None:
-            answer = self._router.send(flight, table)
+            answer = Answer.FULL
+            self._room.now_s = at_s
+            if not self._backlogs or not self._lobby.behind(flight, table):
+                answer = self._router.send(flight, table)
             if answer is SENT:
                 return [self._run(at_s, flight)]
+            if answer is Answer.FULL:
+                return self._lobby.line_up(at_s, flight, table)
             if answer is Answer.WAITS:
                 self.held.wait(at_s, flight, self._policy)
                 return []
@@ -111,7 +137,18 @@ class Flights:
         flight.heard_s = at_s
         if flight.earlier:
             self._speeds.began(at_s, flight, flight.earlier[0][0])
+        if self._room.several:
+            self._room.sent(flight)
         return flight.run()
+
+    def _turned_away(self, at_s: float, each: Refusal) -> list[Action]:
+        self.open.pop(each.flight.request.id, None)
+        refusal = self._refusal(at_s, each.flight, each.reason, each.detail)
+        return [refusal._replace(retry_after_s=each.retry_after_s)]
+
+    def _hold(self, at_s: float, flight: Flight) -> None:
+        hold = self.held.wait if flight.state == WAITING else self.held.add
+        hold(at_s, flight, self._policy)
 
     def segment_done(self, at_s: float, event: told.SegmentDone) -> list[Action]:
         flight = self.open.get(event.request)
@@ -127,16 +164,20 @@ class Flights:
         view, tokens = flight.earlier[flight.done]
         self._fleet.close(view, tokens, 0)
         flight.done += 1
+        if flight.long:
+            self._room.computed(flight)
         going_on = flight.done < len(flight.earlier)
         onto = flight.earlier[flight.done][0] if going_on else flight.last
         if tokens and onto is not None:
             self._speeds.computed(at_s, flight, view, tokens)
             self._speeds.handed(at_s, flight, view, onto)
+        actions: list[Action] = []
         if going_on:
             self._speeds.began(at_s, flight, flight.earlier[flight.done][0])
-            return []
-        self._prompt_done(flight)
-        return self._leave_pair(at_s, flight) if flight.pair is not None else []
+        else:
+            self._prompt_done(flight)
+            actions = self._leave_pair(at_s, flight) if flight.pair is not None else []
+        return actions + self._lobby.freed(at_s, view) if self._backlogs else actions
 
     def _prompt_done(self, flight: Flight) -> None:
         """What balances by load count for the prompt is done."""
@@ -163,6 +204,10 @@ class Flights:
                 flight.last_tokens = 0
                 self._prompt_done(flight)
             self._speeds.began(at_s, flight, flight.last)
+            if flight.long:
+                self._room.computed(flight)
+            if self._backlogs:
+                actions += self._lobby.freed(at_s, flight.last)
         return actions
 
     def finished(self, at_s: float, event: told.Finished) -> list[Action]:
@@ -171,6 +216,8 @@ class Flights:
             return []
         del self.open[event.request]
         self.end(event.request)
+        if flight.last is not None and flight.first_s >= 0 and not easy(flight.last):
+            self._room.ended(at_s, flight, flight.last, event.output_tokens)
         if self._watches:
             self._steward.finished(at_s, flight, event.output_tokens)
         self._speeds.ended(at_s, flight, event.output_tokens)
@@ -183,6 +230,7 @@ class Flights:
         if flight is None:
             return []
         self.held.remove(flight)
+        self._admission.remove(flight)
         return self.abandon(flight) + self.release(at_s, flight)
 
     def end(self, request: str) -> None:
@@ -198,13 +246,16 @@ class Flights:
 
     def release(self, at_s: float, flight: Flight) -> list[Action]:
         """Take a request off all counts; what it made room for may be sent."""
+        last: View | None = None
         if flight.state == RUNNING and flight.last is not None:
             if flight.earlier:
                 for view, tokens in flight.earlier[flight.done :]:
                     self._fleet.close(view, tokens, 0)
                 flight.earlier, flight.done = (), 0
             self._fleet.close(flight.last, flight.last_tokens, flight.total_tokens)
-            flight.last = None
+            last, flight.last = flight.last, None
+            if flight.mixed:
+                self._room.left(flight)
         flight.watched_s = -1.0
         if flight.charges:
             for target, load in flight.charges:
@@ -212,7 +263,10 @@ class Flights:
                     target.timed()
                 target.lighten(load)
             flight.charges = ()
-        return self._leave_pair(at_s, flight) if flight.pair is not None else []
+        actions = self._leave_pair(at_s, flight) if flight.pair is not None else []
+        if self._backlogs and last is not None:
+            actions += self._lobby.freed(at_s, last)
+        return actions
 
     def _leave_pair(self, at_s: float, flight: Flight) -> list[Action]:
         pair, flight.pair = flight.pair, None
@@ -257,14 +311,18 @@ class Flights:
         unit = view.member.unit
         group = self._table.groups.get(unit)
         self._table.update(unit, view)
-        return self.admit(at_s, group) if group is not None and group.waiting else []
+        if self._bounded:
+            self._fleet.bound(view, self._room.easiness(view))
+        actions = self.admit(at_s, group) if group is not None and group.waiting else []
+        return actions + self._lobby.freed(at_s, view) if self._backlogs else actions
 
     def planned(self, at_s: float) -> list[Action]:
         """A plan was adopted: whoever waits is tried again."""
         actions: list[Action] = []
         for pair in list(self._table.groups.values()):
             actions += self.admit(at_s, pair)
-        return actions + self.retry_held(at_s, self.held.models())
+        actions += self.retry_held(at_s, self.held.models())
+        return actions + self._lobby.retry(at_s)
 
     def tick(self, at_s: float) -> list[Action]:
         """Refusals of those that waited too long."""
@@ -277,6 +335,11 @@ class Flights:
             else:
                 waited = f"no replica was ready for {waited_s:g} s"
                 actions += self.refuse(at_s, flight, "no_capacity", waited)
+        for flight in self._admission.overdue(at_s, self.open):
+            actions += self.abandon(flight) + self.release(at_s, flight)
+            late = f"still ran at its deadline at {flight.request.deadline_s:g} s"
+            actions += self.refuse(at_s, flight, "deadline", late)
+        actions += self._lobby.tick(at_s)
         return actions
 
     def retry_held(self, at_s: float, models: Iterable[str], most: int | None = None) -> list[Action]:

@@ -52,6 +52,8 @@ class Policy:
     """
     queue_requests: int = 1000
     """Requests of one tenant for one model that may wait for their turn."""
+    disturbance: float = 0.1
+    """How much slower, on average, other tenants' tokens may get for one tenant's long prompts; 0: not at all."""
     tenants: tuple[Tenant, ...] = ()
     """Tenants with weights; any other weighs 1."""
     classes: tuple[RequestClass, ...] = CLASSES
@@ -78,7 +80,7 @@ class Policy:
     """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
 
     def __post_init__(self) -> None:
-        for name in ("affinity", "max_wait_s", "grace_s"):
+        for name in ("affinity", "max_wait_s", "grace_s", "disturbance"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
         for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s", "keep_s"):

@@ -8,6 +8,8 @@ run in chunks beside the decodes, under a token budget) and vLLM (SOSP '23 and i
 3. Then waiting ones begin: higher priority first, then earlier arrival, and nobody overtakes. A sequence begins
    when there is a slot and room for its whole prompt; beside others a few blocks stay spare, so that those can
    grow. Sequences whose KV came from elsewhere have their blocks already and wait for nothing but a slot.
+   Where there are several tenants, the budget is divided among those with prompts by their weights, and each has a
+   line of its own (`sharing.py`); what one does not use, prompts that have begun take.
 4. When the decodes outgrow the memory, the sequence of the lowest priority that arrived last is preempted: its
    blocks are freed, all it had becomes prompt again, and it waits ahead of everyone who arrived after it.
 
@@ -41,115 +43,17 @@ from potluck.core.replica.batch_values import (
     Sequence,
     Step,
     head_of,
-    require_fit,
 )
-from potluck.core.replica.lockstep import Lockstep
+from potluck.core.replica.sequences import Sequences
+from potluck.core.replica.sharing import Shares
 
 __all__ = ["DONE", "FINISHED", "FIRST", "PREEMPTED", "RESUMED", "Batcher", "Happening", "Limits", "Step"]
 
 
-class Batcher:
+class Batcher(Sequences):
     """The sequences of one replica, and their only mutator."""
 
-    # fmt: off
-    __slots__ = (
-        "_budget", "_by_key", "_chunk", "_most_tokens", "_newcomers", "_order", "_other_blocks", "_own",
-        "_pending", "_prefills", "_queue", "_slots", "_spare", "_total", "blocked", "decoding", "limits",
-        "queued", "reserved", "size", "todo_tokens",
-    )
-    # fmt: on
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.size = limits.block_tokens
-        self._total = limits.total_blocks
-        self._most_tokens = limits.total_blocks * limits.block_tokens
-        self._chunk = limits.token_budget if limits.chunk_tokens is None else limits.chunk_tokens
-        self._budget = limits.token_budget
-        self._slots = limits.max_running
-        self._spare = limits.spare
-        self.decoding = Lockstep(limits.block_tokens)
-        """The sequences that decode. Others may read it: `keys` says who they are."""
-        self.queued = 0
-        """Sequences that have not begun."""
-        self.todo_tokens = 0
-        """Prompt tokens not computed, of all sequences."""
-        self._other_blocks = 0
-        """Blocks of all but the decodes."""
-        self._order = 0
-        self.blocked = False
-        """The next in line has no slot or no room, and nothing was freed since that was found: nobody begins
-        before something ends."""
-        self._by_key: dict[int, Sequence] = {}
-        self._queue: Queue = []
-        self._own: Queue = []
-        """Waiting sequences that have their blocks."""
-        self._prefills: list[Sequence] = []
-        self.reserved: dict[int, int] = {}
-        """Blocks set aside for those to come. Others may read it."""
-        self._pending: Step | None = None
-        self._newcomers: list[Sequence] = []
-
-    def add(
-        self,
-        key: int,
-        compute_tokens: int,
-        context_tokens: int = 0,
-        output_tokens: int = 0,
-        priority: int = 0,
-    ) -> None:
-        """A sequence to run. `context_tokens` have their KV here already; no output tokens: a segment that
-        hands its KV over, and keeps its blocks until `release`. At least one token is always computed."""
-        whole = compute_tokens + context_tokens
-        if key in self._by_key:
-            raise InputError(f"sequence {key}", "is already here")
-        if compute_tokens < 1 or context_tokens < 0 or not 0 <= output_tokens <= self._most_tokens - whole:
-            require_fit(self._most_tokens, key, compute_tokens, context_tokens, output_tokens)
-        todo = compute_tokens or 1
-        order = self._order
-        self._order = order + 1
-        sequence = Sequence(key, priority, order, todo, whole - todo, output_tokens)
-        self._by_key[key] = sequence
-        self.queued += 1
-        self.todo_tokens += todo
-        queue = self._queue
-        if self.reserved and key in self.reserved and self._claim(sequence, -(-whole // self.size)):
-            queue = self._own
-        heappush(queue, (-priority, order, sequence))
-        if self.blocked and queue[0][2] is sequence:
-            self.blocked = False
-
-    def reserve(self, key: int, tokens: int, after_steps: int = 0) -> bool:
-        """Take blocks for a prompt whose KV is on its way, or say that there is no room (after so many steps)."""
-        blocks = -(-tokens // self.size)
-        room = self._total - self._other_blocks - blocks
-        if self.decoding.blocks_at_most(after_steps + 1) > room:  # as a rule it fits by far
-            free = self.free_after(after_steps) if after_steps else self.free_blocks
-            if blocks > free:
-                return False
-        if key in self.reserved or key in self._by_key:
-            return False
-        self._other_blocks += blocks
-        self.reserved[key] = blocks
-        return True
-
-    def release(self, key: int) -> None:
-        """Free what is kept for a sequence that is not running: handed over, or reserved and not needed."""
-        sequence = self._by_key.get(key)
-        if sequence is None or sequence.state == KEPT:
-            self.cancel(key)
-
-    def cancel(self, key: int) -> None:
-        """Forget a sequence in whatever state; an unknown one is none of ours any more."""
-        self.blocked = False
-        self._other_blocks -= self.reserved.pop(key, 0)
-        sequence = self._by_key.get(key)
-        if sequence is not None:
-            self._drop(sequence)
-
-    def finish(self, key: int) -> None:
-        """The end of a sequence before its last token (it said so itself) leaves as little behind."""
-        self.cancel(key)
+    __slots__ = ()
 
     def next_step(self, *, admit: bool = True) -> Step:
         """Schedule a step: who computes what. Blocks are taken now, progress counts at `commit`. With `admit`
@@ -166,10 +70,14 @@ class Batcher:
             preempted = self._make_room()
             count = decoding.count
         budget = self._budget - count
-        if self._prefills:
-            budget = self._go_on(budget, chunks)
-        if self.queued and not self.blocked and admit and not (preempted and (count or self._prefills)):
-            self._admit(budget, chunks)
+        admit = admit and not (preempted and (count or self._prefills))
+        if self._shares is not None and (self._prefills or self.queued):
+            self._divided(self._shares, budget, chunks, admit)
+        else:
+            if self._prefills:
+                budget = self._go_on(budget, chunks)
+            if self.queued and not self.blocked and admit:
+                self._admit(budget, chunks, self._queue)
         step = Step(chunks, decoding.count, decoding.context_tokens, len(self._newcomers), preempted)
         self._pending = step
         return step
@@ -239,7 +147,7 @@ class Batcher:
         As a chunk: (key, new tokens, context before them); no new tokens: it is a decode at once.
         """
         decoding = self.decoding
-        if self.queued != 1 or self._prefills or decoding.count >= self._slots:
+        if self.queued != 1 or self._prefills or decoding.count >= self._slots or self._shares is not None:
             return None
         own = head_of(self._own) if self._own else None
         head = own or head_of(self._queue)
@@ -252,34 +160,6 @@ class Batcher:
             return None
         return head.key, 0 if head.todo == 1 and head.left else head.todo, head.held
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that nobody has; what the scheduled step takes is taken."""
-        return self.free_after(0 if self._pending is None else 1)
-
-    def free_after(self, steps: int) -> int:
-        """Blocks that nobody has once the decodes have grown by so many steps."""
-        return self._total - self._other_blocks - self.decoding.blocks(steps)
-
-    @property
-    def running(self) -> int:
-        """Sequences that have begun."""
-        return self.decoding.count + len(self._prefills)
-
-    @property
-    def held_tokens(self) -> int:
-        """KV tokens of running sequences."""
-        return self.decoding.context_tokens + sum(sequence.held for sequence in self._prefills)
-
-    def keys(self) -> list[int]:
-        """All sequences, those kept for handing over included."""
-        return list(self._by_key)
-
-    def streamed(self, key: int) -> int:
-        """Output tokens made so far."""
-        sequence = self._by_key[key]
-        return sequence.asked - sequence.left_at(self.decoding.clock)
-
     def _go_on(self, budget: int, chunks: list[tuple[int, int, int]]) -> int:
         """The next chunks of prompts that have begun; returns what they leave of the budget."""
         for sequence in self._prefills:
@@ -289,20 +169,55 @@ class Batcher:
                 budget -= tokens
         return budget
 
-    def _admit(self, budget: int, chunks: list[tuple[int, int, int]]) -> None:
-        """Let waiting ones begin while there are tokens, slots and room."""
-        decoding, own, queue, size = self.decoding, self._own, self._queue, self.size
+    def _divided(self, shares: Shares, budget: int, chunks: list[tuple[int, int, int]], admit: bool) -> None:
+        """The same for several tenants: each goes on and begins in its part of the budget, by its own order, the one
+        that has had least first. What one leaves, prompts that have begun take."""
+        begun: dict[str, list[Sequence]] = {}
+        for sequence in self._prefills:
+            begun.setdefault(sequence.tenant, []).append(sequence)
+        wants = {
+            tenant: sum(min(each.todo, self._chunk) for each in begun.get(tenant, ()))
+            + (budget if head_of(line) is not None or self._own else 0)
+            for tenant, line in shares.lines.items()
+        }
+        for tenant, part in shares.parts(budget, wants):
+            left = part
+            for sequence in begun.get(tenant, ()):
+                tokens = min(sequence.todo, left, self._chunk)
+                if tokens:
+                    chunks.append((sequence.key, tokens, sequence.held))
+                    left -= tokens
+            if left and self.queued and not self.blocked and admit:
+                left = self._admit(left, chunks, shares.lines[tenant])
+            budget -= part - left
+            shares.had(tenant, part - left)
+        if budget > 0:
+            self._fill_up(budget, chunks)
+
+    def _fill_up(self, budget: int, chunks: list[tuple[int, int, int]]) -> None:
+        """Let chunks grow into what is left of the budget, in their order."""
+        for place, (key, tokens, held) in enumerate(chunks):
+            more = min(self._by_key[key].todo - tokens, self._chunk - tokens, budget)
+            if more > 0:
+                chunks[place] = (key, tokens + more, held)
+                budget -= more
+
+    def _admit(self, budget: int, chunks: list[tuple[int, int, int]], queue: Queue) -> int:
+        """Let waiting ones begin while there are tokens, slots and room; returns what they leave of the budget."""
+        decoding, own, size = self.decoding, self._own, self.size
         running = decoding.count + len(self._prefills)
         while budget > 0 and self.queued:
             if running >= self._slots:
                 self.blocked = True
-                return
+                return budget
             head = head_of(own) if own else None
             if head is not None:
                 heappop(own)
             else:
-                while queue[0][2].state != WAITING:  # it left
+                while queue and queue[0][2].state != WAITING:  # it left
                     heappop(queue)
+                if not queue:  # the others are other tenants'
+                    return budget
                 head = queue[0][2]
                 blocks = -(-(head.todo + head.held) // size)
                 room = self._total - self._other_blocks - blocks
@@ -310,7 +225,7 @@ class Batcher:
                     room -= self._spare
                 if decoding.context_tokens // size + decoding.count > room and decoding.blocks(1) > room:
                     self.blocked = True
-                    return
+                    return budget
                 heappop(queue)
                 self._other_blocks += blocks
                 head.blocks = blocks
@@ -329,6 +244,7 @@ class Batcher:
             self._prefills.append(head)
             head.state = PREFILL
             budget -= tokens
+        return budget
 
     def _computed(self, sequence: Sequence, found: list[Happening]) -> None:
         """The last chunk of a prompt is done."""
@@ -350,33 +266,6 @@ class Batcher:
         found.append((FINISHED, key))
         self.blocked = False
 
-    def _drop(self, sequence: Sequence) -> None:
-        self.todo_tokens -= sequence.todo
-        if sequence.state == DECODE:
-            self.decoding.leave(sequence)
-        else:
-            self._other_blocks -= sequence.blocks
-            if sequence.state == WAITING:
-                self.queued -= 1
-            elif sequence.state == PREFILL:
-                self._prefills.remove(sequence)
-        sequence.state = GONE
-        del self._by_key[sequence.key]
-
-    def _claim(self, sequence: Sequence, blocks: int) -> bool:
-        """Turn a reservation into blocks. When even more are needed and not there, the KV is given up."""
-        reserved = self.reserved.pop(sequence.key)
-        if blocks - reserved <= self.free_blocks:
-            self._other_blocks += blocks - reserved
-            sequence.blocks = blocks
-            return True
-        self._other_blocks -= reserved
-        self.blocked = False
-        self.todo_tokens += sequence.held
-        sequence.todo += sequence.held
-        sequence.held = 0
-        return False
-
     def _make_room(self) -> list[int]:
         """Preempt the least deserving sequences until the decodes have their blocks for one step."""
         preempted: list[int] = []
@@ -393,8 +282,9 @@ class Batcher:
         todo = victim.base + self.decoding.clock + 1 if victim.state == DECODE else victim.todo + victim.held
         self._drop(victim)
         again = Sequence(victim.key, victim.priority, victim.order, todo, 0, victim.asked)
-        again.left = left
+        again.left, again.tenant = left, victim.tenant
         self._by_key[victim.key] = again
         self.queued += 1
         self.todo_tokens += todo
-        heappush(self._queue, (-victim.priority, victim.order, again))
+        queue = self._queue if self._shares is None else self._shares.lines[victim.tenant]
+        heappush(queue, (-victim.priority, victim.order, again))

@@ -89,6 +89,7 @@ class Sequence:
         "order",
         "priority",
         "state",
+        "tenant",
         "todo",
     )
 
@@ -111,6 +112,8 @@ class Sequence:
         self.blocks = 0
         """Blocks of the prompt; while decoding they follow from the context."""
         self.state = WAITING
+        self.tenant = ""
+        """Whose it is; not said while all are one tenant's."""
 
     def left_at(self, clock: int) -> int:
         """Output tokens to make, whether it decodes or not."""

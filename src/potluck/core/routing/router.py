@@ -10,25 +10,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from enum import Enum
 
+from potluck.core.admission.room import CLOSED as CLOSED_WAY
+from potluck.core.admission.room import DECODE, PREFILL, Room, easy
 from potluck.core.brain.events import LinkReported
-from potluck.core.brain.facts import BLOCK_TOKENS, Facts, SplitFacts
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import RUNNING, WAITING, Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
+from potluck.core.routing.answers import SENT, Answer
 from potluck.core.routing.balance import BY_LOAD, Chooser
 from potluck.core.routing.charges import Charges
 from potluck.core.routing.opportunistic import busier, in_place, least_loaded, shortest_queue, step_seconds
+from potluck.core.routing.pairs import high_end, stays_low, waits_s
 from potluck.core.routing.speeds import Speeds
-from potluck.core.routing.split import (
-    MOST_IN_LOW,
-    keeps_decode,
-    partial_prefill_s,
-    partial_tokens,
-    sooner_whole,
-)
+from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, sooner_whole
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
 from potluck.core.routing.targets import COMBO, PLAIN, Target
 from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
@@ -38,17 +35,6 @@ from potluck.core.values.route import Route, Segment, handed_over
 
 TRIES = 4
 """Turns that are looked at for one that a failed request need not avoid, before all are."""
-
-
-class Answer(Enum):
-    SENT = "sent"
-    WAITS = "waits"
-    """For a place on a pair's low-end replica."""
-    NOBODY = "nobody"
-    """No replica is ready that it could go to."""
-
-
-SENT = Answer.SENT
 
 
 class Router:
@@ -62,6 +48,7 @@ class Router:
         table: Table,
         affinity: Affinity,
         speeds: Speeds,
+        room: Room | None,
     ) -> None:
         self._facts = facts
         self._policy = policy
@@ -69,6 +56,10 @@ class Router:
         self._table = table
         self._affinity = affinity
         self._charges = Charges(policy, table, speeds)
+        self._room = room
+        """None: whoever is sent to has room."""
+        self._full = False
+        """Whether somebody was ready but had no room for the present request."""
         self._by_load = policy.balance in BY_LOAD
         self.thresholds: dict[str, Threshold] = {}
         """By model, where length decides between regions."""
@@ -97,6 +88,14 @@ class Router:
             if any(flow.source == event.source and flow.target == event.target for flow in flows):
                 self.thresholds[model] = after_report(threshold, event)
 
+    def send_to(self, target: Target, flight: Flight, table: ModelTable) -> Answer:
+        """The same as `send` where only this target may have room that it had not before."""
+        ways, room = self._table.ways(table, table.kind(flight)[0], flight.total_tokens), self._room
+        if not ways.simple or flight.avoid or flight.request.blocks or room is None or room.several:
+            return self.send(flight, table)
+        fits = target in ways.closed.prefills and room.fits(target, flight)
+        return self._to(target, flight) if fits else Answer.FULL
+
     def send(self, flight: Flight, table: ModelTable) -> Answer:
         """Choose a route for a request that is not on its way."""
         prompt, total = flight.prompt_tokens, flight.total_tokens
@@ -104,32 +103,45 @@ class Router:
         ways = table.ways.get((bucket, 0)) if total <= table.limits_tokens[0] else None
         if ways is None:
             ways = self._table.ways(table, bucket, total)
-        if ways.simple and not (self._by_load or flight.avoid or flight.request.blocks):
+        room = self._room
+        if ways.simple and not (
+            self._by_load or flight.avoid or flight.request.blocks or (room is not None and room.several)
+        ):
             # By far the most requests: written out, as each call would cost as much as the decision.
             target = ways.closed.prefills.pick()
             if target is not None:
                 view = target.view
                 if view is None:
-                    return self._to(target, flight)
+                    target = self._roomy(ways.closed.prefills, target, flight, CLOSED_WAY)
+                    return self._to(target, flight) if target is not None else Answer.FULL
+                if not easy(view):
+                    target = self._roomy(ways.closed.prefills, target, flight, CLOSED_WAY)
+                    if target is None:
+                        return Answer.FULL
+                    if target.view is not view:
+                        return self._to(target, flight)
                 flight.route, flight.state, flight.last = target.route, RUNNING, view
                 flight.last_tokens = prompt
                 self._fleet.open(view, prompt, total)
                 return SENT
+        self._full = False
         answer = self._through(ways, flight, table)
         if answer is Answer.NOBODY:
+            if self._full:
+                return Answer.FULL
             for bucket in (CLOSED, ANY):
                 spare = self._table.ways(table, bucket, total)
                 target = self._target(spare.closed.prefills, flight)
                 if target is not None:
                     return self._to(target, flight)
-        return answer
+        return Answer.FULL if self._full else answer
 
     def _through(self, ways: Ways, flight: Flight, table: ModelTable) -> Answer:
         if ways.simple:
             target = self._target(ways.closed.prefills, flight)
             return self._to(target, flight) if target is not None else Answer.NOBODY
         fetch = False
-        turns = [ways.turns]
+        turns, tried = [ways.turns], False
         threshold = self.thresholds.get(flight.request.model)
         if threshold is not None:
             choice = decide(threshold, flight.prompt_tokens, *self._affinity.by_side(flight, ways))
@@ -137,10 +149,13 @@ class Router:
             turns = [ways.remote, ways.local] if choice.remote else [ways.local, ways.remote]
         for each in turns:
             way = self._way(each, flight)
-            if way is not None:
-                answer = self._along(way, flight, fetch)
+            ways_left = [] if way is None else [way]
+            while ways_left:
+                answer = self._along(ways_left.pop(), flight, fetch)
                 if answer is not Answer.NOBODY:
                     return answer
+                if self._full and not tried:
+                    ways_left, tried = [other for other in each.members() if other is not way], True
         return Answer.NOBODY
 
     def _way(self, turns: Turns[Way], flight: Flight) -> Way | None:
@@ -156,12 +171,12 @@ class Router:
         return None
 
     def _along(self, way: Way, flight: Flight, fetch: bool) -> Answer:
-        first = self._target(way.prefills, flight)
+        first = self._target(way.prefills, flight, CLOSED_WAY if way.decodes is None else PREFILL)
         if first is None:
             return Answer.NOBODY
         if way.decodes is None:
             return self._to(first, flight)
-        second = self._target(way.decodes, flight, prefers=False)
+        second = self._target(way.decodes, flight, DECODE)
         if second is None or first.view is None or second.view is None:
             return Answer.NOBODY
         if first is second:
@@ -172,8 +187,24 @@ class Router:
             self._charges.flow(flight, first, second, flight.earlier[-1][1])
         return SENT
 
-    def _target(self, chooser: Chooser, flight: Flight, prefers: bool = True) -> Target | None:
-        """Whose turn it is, unless it failed the request before or another holds much of its prefix."""
+    def _roomy(self, chooser: Chooser, picked: Target, flight: Flight, phase: int) -> Target | None:
+        """Whose turn it is, or another when that one is full; None when all are. Retries go wherever they may."""
+        room, view = self._room, picked.view
+        if room is None or flight.attempt:
+            return picked
+        if view is not None and not room.several and easy(view):
+            return picked
+        if flight.place is None:
+            room.seen(flight)
+        found = room.other(chooser, picked, flight, phase)
+        if found is None:
+            self._full = True
+        elif found is not picked:
+            chooser.swap(picked, found)
+        return found
+
+    def _target(self, chooser: Chooser, flight: Flight, phase: int = CLOSED_WAY) -> Target | None:
+        """Whose turn it is, unless it is full, failed the request before, or another holds much of its prefix."""
         target = chooser.pick()
         if target is None:
             return None
@@ -181,12 +212,12 @@ class Router:
             target = self._other(chooser, flight)
             if target is None:
                 return None
-        if prefers and flight.request.blocks and self._policy.affinity > 0:
+        if phase != DECODE and flight.request.blocks and self._policy.affinity > 0:
             better = self._affinity.better(target, chooser, flight)
             if better is not None:
                 chooser.swap(target, better)
-                return better
-        return target
+                target = better
+        return self._roomy(chooser, target, flight, phase)
 
     def _other(self, chooser: Chooser, flight: Flight) -> Target | None:
         """A target that did not fail the request; None when all did."""
@@ -244,11 +275,11 @@ class Router:
         target.busy = busier(target.busy, target.prefills)
         part = flight.prompt_tokens
         if splits is not None:
-            decodes, context, free = self._high_end(high)
+            decodes, context, free = high_end(high)
             part = partial_tokens(part, splits, decodes, context, free, BLOCK_TOKENS)
             if target.in_low >= MOST_IN_LOW * len(target.prefills):
                 if self._policy.split_overflow and free * BLOCK_TOKENS >= flight.prompt_tokens:
-                    waits = self._waits_s(splits, target, low, high, part)
+                    waits = waits_s(splits, target, low, high, part)
                     if sooner_whole(splits, flight.prompt_tokens, part, decodes, context, *waits):
                         self._alone(flight, high)
                         return SENT
@@ -256,7 +287,7 @@ class Router:
                 target.waiting.append(flight.request.id)
                 return Answer.WAITS
         flight.pair = None
-        if self._policy.low_decodes and self._stays_low(target, low, high, flight):
+        if self._policy.low_decodes and stays_low(target, low, high, flight.total_tokens):
             self._alone(flight, low)
             return SENT
         if splits is not None:
@@ -265,38 +296,10 @@ class Router:
         self._hand_over(flight, low, high, part)
         return SENT
 
-    def _waits_s(
-        self, splits: SplitFacts, target: Target, low: View, high: View, part: int
-    ) -> tuple[float, float]:
-        """Seconds of prompts before a new one, on either side; those that wait count as if they were like it."""
-        waiting = low.open_prefill_tokens + len(target.waiting) * part
-        facts = high.facts
-        high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
-        return max(0.0, partial_prefill_s(splits, waiting)), high_s
-
     def _alone(self, flight: Flight, view: View) -> None:
         """On one of a group's replicas."""
         single = self._table.singles.get(view.member.id)
         self._in_place(flight, view, single.route if single is not None else None)
-
-    def _high_end(self, view: View) -> tuple[int, float, int]:
-        """Decodes, their context and free blocks: as reported, or as sent when nothing was reported yet."""
-        status = view.status
-        if status is not None:
-            return status.running, float(status.context_tokens), status.free_blocks
-        facts = view.facts
-        used = -(-view.open_context_tokens // BLOCK_TOKENS)
-        free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
-        return view.open_requests, float(view.open_context_tokens), free
-
-    def _stays_low(self, target: Target, low: View, high: View, flight: Flight) -> bool:
-        weak, strong = low.facts, high.facts
-        if weak is None or strong is None:
-            return False
-        if low.open_context_tokens + flight.total_tokens > weak.total_blocks * BLOCK_TOKENS:
-            return False
-        decoding = max(0, low.open_requests - target.in_low)
-        return keeps_decode(strong, high.open_requests, weak, decoding, target.busy)
 
     # Into the flight, and onto the replicas' counts.
 

@@ -53,6 +53,12 @@ class ModelTable:
         self.longest_tokens = self.offers.longest_tokens
         self.limit_tokens = self.limits_tokens[-1] if self.limits_tokens else 0
 
+    def kind(self, flight: Flight) -> tuple[int, int]:
+        """Its bucket and length class: requests of one kind may go to the same replicas."""
+        total, limits = flight.total_tokens, self.limits_tokens
+        length_class = 0 if total <= limits[0] else bisect_left(limits, total)
+        return bisect_left(self.longest_tokens, flight.prompt_tokens), length_class
+
     def too_long(self, flight: Flight) -> str:
         """Why a request fits nobody."""
         return (
@@ -249,6 +255,11 @@ class Table:
         if phase == "prefill":
             return 1.0 / max(facts.prefill_s_per_token, 1e-12)
         return facts.decode_batch / max(facts.decode_step_s, 1e-12)
+
+    def ready(self, model: str) -> list[View]:
+        """A model's replicas that serve."""
+        views = [target.view for target in self.singles.values() if target.view is not None]
+        return [view for view in views if view.member.model == model]
 
     def request_s(self, target: Target) -> float:
         """Seconds between two requests that a target does at best; 0 when not known."""

@@ -103,6 +103,8 @@ class Replica:
         context_tokens: int = 0,
         output_tokens: int = 0,
         priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> None:
         """Run a segment of a request; it begins with the next step that has room for it.
 
@@ -113,7 +115,7 @@ class Replica:
         batch = self.batch
         if batch.reserved and (compute_tokens + context_tokens) > batch.reserved.get(key, inf) * batch.size:
             self._settle(now_s)  # whether it gets the blocks it lacks depends on how far the run is
-        batch.add(key, compute_tokens, context_tokens, output_tokens, priority)
+        batch.add(key, compute_tokens, context_tokens, output_tokens, priority, tenant, weight)
         if self._end_s == inf:
             self._wake(now_s)
         elif self._step is None and not batch.blocked:

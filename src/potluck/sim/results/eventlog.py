@@ -168,7 +168,15 @@ def _pack(value: Any) -> list[Any]:
         return [kind, fields]
     if kind == "Run":
         route = [[s.replica, s.start, s.stop] for s in value.route.segments]
-        return [kind, value.request, route, value.attempt, value.prompt_tokens, value.streamed_tokens]
+        return [
+            kind,
+            value.request,
+            route,
+            value.attempt,
+            value.prompt_tokens,
+            value.streamed_tokens,
+            value.weight,
+        ]
     if kind in ("Planned", "Start"):
         return [kind, encode(value[0])]
     return [kind, *value]

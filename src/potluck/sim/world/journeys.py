@@ -85,7 +85,7 @@ class Journeys:
 
     def run(self, at_s: float, action: Run) -> None:
         """Send a request along a route; the plain case of one segment is most of all work here."""
-        name, route, attempt, prompt_tokens, before_tokens = action
+        name, route, attempt, prompt_tokens, before_tokens, weight = action
         key = int(name)
         request = self.open.get(key)
         if request is None:
@@ -108,9 +108,9 @@ class Journeys:
             self._failed(at_s, key, attempt, "memory", where, 0)
             return
         self._prefill[key] = self._decode[key] = site.index
-        journey = Journey(key, request, attempt, prompt_tokens, before_tokens, segments, (site,))
+        journey = Journey(key, request, attempt, prompt_tokens, before_tokens, segments, (site,), weight)
         self.open[key] = site.journeys[key] = journey
-        replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority)
+        replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority, request.tenant, weight)
         self._agenda.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
@@ -126,7 +126,14 @@ class Journeys:
                 return
             sites.append(site)
         journey = Journey(
-            key, request, action.attempt, action.prompt_tokens, streamed, segments, tuple(sites)
+            key,
+            request,
+            action.attempt,
+            action.prompt_tokens,
+            streamed,
+            segments,
+            tuple(sites),
+            action.weight,
         )
         problem = self._obstacle(journey)
         if problem is not None:
@@ -171,7 +178,9 @@ class Journeys:
                 cached = self.ledger.cached_tokens
                 cached[journey.key] = max(cached[journey.key], hit)
                 start = hit
-        site.replica.add(at_s, journey.key, stop - start, start, output, request.priority)
+        site.replica.add(
+            at_s, journey.key, stop - start, start, output, request.priority, request.tenant, journey.weight
+        )
         self.touch(at_s, site)
         if site.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV
             self._handovers.room(at_s, site)

@@ -132,6 +132,7 @@ class Journey:
         "request",
         "segments",
         "sites",
+        "weight",
     )
 
     def __init__(
@@ -143,6 +144,7 @@ class Journey:
         before_tokens: int,
         segments: tuple[Segment, ...],
         sites: tuple[Site, ...],
+        weight: float = 1.0,
     ) -> None:
         self.key = key
         self.request = request
@@ -152,6 +154,8 @@ class Journey:
         """Tokens that reached the user in earlier attempts; they are part of the prompt now."""
         self.segments = segments
         self.sites = sites
+        self.weight = weight
+        """Of its tenant."""
         self.place = 0
         """The segment under way."""
         self.hand: Handover | None = None

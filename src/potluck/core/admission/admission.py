@@ -1,0 +1,254 @@
+"""Before the replicas: who waits for room, in which order they go, and who is told no at once.
+
+Replicas are sent what they can begin soon (`room.py`). Whoever finds no room waits here (`backlog.py`); each time a
+replica has done something, those whose turn it is are tried there. How long a newcomer would wait is predicted from
+what was done lately:
+
+    wait = work ahead of it / rate        work in prompt tokens, those of answers at their cost in prompt tokens
+                                          rate: work that left the backlog lately, a second
+
+With more than WAIT of the TTFT objective to wait, a request is refused at once and told when to try again, unless its
+class wants late answers; so is one that can no longer be in time when its turn comes, or at the next tick. A class
+that matters less thus gives way: whoever matters more goes before it, until it cannot be in time itself. Where a
+tenant has as many waiting as it may, the one of them that matters least and came last makes place for one that
+matters more.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from math import exp
+
+from potluck.core.admission.backlog import Backlog, Kind, Place
+from potluck.core.admission.room import AHEAD, Room
+from potluck.core.brain.actions import RefusalReason
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.flight import RUNNING, Flight
+from potluck.core.brain.policy import Policy
+from potluck.core.routing.table import Table
+from potluck.core.values.service import RequestClass
+
+WAIT = 0.3
+GIVE_UP = 0.45
+"""Share of the TTFT objective after which a request that still waits is refused."""
+MEMORY_S = 2.0
+"""Over how long the rate is averaged."""
+LEAST_RETRY_S, MOST_RETRY_S = 0.1, 60.0
+
+
+class Refusal:
+    """Why a request is told no, and when to try again."""
+
+    __slots__ = ("detail", "flight", "reason", "retry_after_s")
+
+    def __init__(
+        self, flight: Flight, reason: RefusalReason, detail: str, retry_after_s: float | None = None
+    ) -> None:
+        self.flight = flight
+        self.reason = reason
+        self.detail = detail
+        self.retry_after_s = retry_after_s
+
+
+class Rate:
+    """Work a second that leaves a backlog; what the plan says until something was seen."""
+
+    __slots__ = ("_since_s", "_spent_s", "_work", "prior")
+
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
+        self._work = prior * MEMORY_S
+        self._spent_s = MEMORY_S
+        self._since_s = -1.0
+
+    def began(self, at_s: float) -> None:
+        """Somebody waits from now on."""
+        self._since_s = at_s
+
+    def took(self, at_s: float, work: float) -> None:
+        passed_s = max(0.0, at_s - self._since_s)
+        keep = exp(-passed_s / MEMORY_S)
+        self._work = self._work * keep + work
+        self._spent_s = self._spent_s * keep + passed_s
+        self._since_s = at_s
+
+    def now(self, at_s: float) -> float:
+        """Nothing taken for a while shows at once."""
+        passed_s = max(0.0, at_s - self._since_s)
+        return max(self._work / max(self._spent_s + passed_s, 1e-9), 1e-9)
+
+
+class Admission:
+    """The queues of all models; changed by the Brain as requests come, go on and end."""
+
+    def __init__(self, facts: Facts, policy: Policy, fleet: Fleet, table: Table) -> None:
+        self._facts = facts
+        self._policy = policy
+        self._table = table
+        self.weights = {tenant.name: tenant.weight for tenant in policy.tenants}
+        self.classes: dict[str, RequestClass] = {each.name: each for each in policy.classes}
+        self.room = Room(facts, policy, fleet, table)
+        self.backlogs: dict[str, Backlog] = {}
+        """By model; only those that somebody waits in."""
+        self._rates: dict[str, Rate] = {}
+        self._costs: dict[str, float] = {}
+        """Prompt tokens that an output token counts for, by model."""
+        self._ends: list[tuple[float, int, Place]] = []
+        """When waiting ends."""
+        self._deadlines: list[tuple[float, str]] = []
+        """Of requests that are stopped then though they run."""
+
+    def behind(self, flight: Flight, kind: Kind) -> bool:
+        """Whether a newcomer has to stand in line."""
+        backlog = self.backlogs.get(flight.request.model)
+        if backlog is None:
+            return False
+        request = flight.request
+        return backlog.waits(request.tenant, self.classes[request.request_class].matters, kind)
+
+    def wait(self, at_s: float, flight: Flight, kind: Kind) -> list[Refusal]:
+        """Let a request wait that finds no room, or say why it, or another in its place, is refused."""
+        request = flight.request
+        model, tenant = request.model, request.tenant
+        known = self.classes[request.request_class]
+        backlog = self.backlogs.get(model)
+        if backlog is None:
+            backlog = self.backlogs[model] = Backlog(self.weights)
+            self._rate(model).began(at_s)
+        work = self._work(flight)
+        ahead = backlog.ahead(tenant, known.matters)
+        wait_s = ahead / self._rate(model).now(at_s)
+        refused: list[Refusal] = []
+        slo = known.objective(self.room.slo(model))
+        if slo is not None and not known.late:
+            left_s = request.arrival_s + slo.ttft_s - at_s
+            most_s = min(WAIT * slo.ttft_s, left_s - AHEAD * slo.ttft_s)
+            if wait_s > most_s:
+                self._forget(model)
+                why = f"{wait_s:.2f} s of work are before it, and its objective is {slo.ttft_s:g} s"
+                return [Refusal(flight, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
+        if backlog.tenant_count(tenant) >= self._policy.queue_requests:
+            least = backlog.least(tenant)
+            assert least is not None
+            full = f"{self._policy.queue_requests} requests of its tenant wait already"
+            if least.level >= known.matters:
+                return [Refusal(flight, "overloaded", full, _retry(wait_s))]
+            refused.append(
+                self._give_up(at_s, least, "overloaded", f"one that matters more came, and {full}")
+            )
+            backlog = self.backlogs.setdefault(model, backlog)
+        place = backlog.add(at_s, flight, known.matters, kind, work)
+        heappush(self._ends, (self._end_s(at_s, flight, known), place.stamp, place))
+        return refused
+
+    def next(self, at_s: float, model: str) -> Flight | Refusal | None:
+        """Whose turn it is; a refusal when it is too late for that one."""
+        backlog = self.backlogs.get(model)
+        place = backlog.head() if backlog is not None else None
+        if backlog is None or place is None:
+            return None
+        late_s = self._end_s(place.since_s, place.flight, self.classes[place.flight.request.request_class])
+        if at_s >= late_s:
+            return self._too_late(at_s, place)
+        self.room.crowded = self.room.several and backlog.others(place.tenant, place.level)
+        return place.flight
+
+    def take(self, at_s: float, flight: Flight) -> None:
+        """It was sent."""
+        place, model = flight.place, flight.request.model
+        assert place is not None
+        self._rate(model).took(at_s, place.work)
+        self.backlogs[model].take(place)
+        self._forget(model)
+
+    def stuck(self, flight: Flight) -> None:
+        """It found no room."""
+        place = flight.place
+        assert place is not None
+        self.backlogs[flight.request.model].stuck.add((place.tenant, place.kind))
+
+    def remove(self, flight: Flight) -> None:
+        """It waits no more: cancelled, or held for want of any replica."""
+        place, model = flight.place, flight.request.model
+        if place is not None:
+            self.backlogs[model].remove(place)
+            self._forget(model)
+
+    def tick(self, at_s: float) -> list[Refusal]:
+        """Those whose waiting has ended."""
+        found = []
+        while self._ends and self._ends[0][0] <= at_s:
+            place = heappop(self._ends)[2]
+            if place.flight.place is place:
+                found.append(self._too_late(at_s, place))
+        if len(self._ends) > 64 and len(self._ends) > 4 * sum(each.count for each in self.backlogs.values()):
+            self._ends = sorted(end for end in self._ends if end[2].flight.place is end[2])
+        return found
+
+    def watch(self, flight: Flight) -> None:
+        """It is to be stopped at its deadline if its class says so."""
+        deadline_s = flight.request.deadline_s
+        if deadline_s is not None and self.classes[flight.request.request_class].stops:
+            heappush(self._deadlines, (deadline_s, flight.request.id))
+
+    def overdue(self, at_s: float, flights: dict[str, Flight]) -> list[Flight]:
+        """Running requests whose deadline has passed and that are to be stopped."""
+        found = []
+        while self._deadlines and self._deadlines[0][0] <= at_s:
+            flight = flights.get(heappop(self._deadlines)[1])
+            if flight is not None and flight.state == RUNNING:
+                found.append(flight)
+        return found
+
+    def _too_late(self, at_s: float, place: Place) -> Refusal:
+        request = place.flight.request
+        deadline_s = request.deadline_s
+        if deadline_s is not None and at_s >= deadline_s:
+            return self._give_up(at_s, place, "deadline", f"waited for its turn until {deadline_s:g} s")
+        return self._give_up(at_s, place, "overloaded", f"waited {at_s - place.since_s:.2f} s for its turn")
+
+    def _give_up(self, at_s: float, place: Place, reason: RefusalReason, why: str) -> Refusal:
+        model = place.flight.request.model
+        backlog = self.backlogs[model]
+        wait_s = backlog.ahead(place.tenant, place.level) / self._rate(model).now(at_s)
+        backlog.remove(place)
+        self._forget(model)
+        return Refusal(place.flight, reason, why, _retry(wait_s) if reason == "overloaded" else None)
+
+    def _forget(self, model: str) -> None:
+        backlog = self.backlogs.get(model)
+        if backlog is not None and not backlog.count:
+            del self.backlogs[model]
+
+    def _end_s(self, since_s: float, flight: Flight, known: RequestClass) -> float:
+        """When waiting is of no use any more."""
+        request = flight.request
+        end_s = since_s + (known.max_wait_s if known.max_wait_s is not None else self._policy.max_wait_s)
+        if request.deadline_s is not None:
+            end_s = min(end_s, request.deadline_s)
+        slo = known.objective(self.room.slo(request.model))
+        if slo is not None and not known.late:
+            end_s = min(end_s, request.arrival_s + GIVE_UP * slo.ttft_s)
+        return end_s
+
+    def _work(self, flight: Flight) -> float:
+        """In tokens of prompts: an output token counts for as many as are computed in its part of a step."""
+        return flight.prompt_tokens + self._costs.get(flight.request.model, 1.0) * flight.output_tokens
+
+    def _rate(self, model: str) -> Rate:
+        """Made when somebody waits for the first time."""
+        rate = self._rates.get(model)
+        if rate is None:
+            found = [view.facts for view in self._table.ready(model)]
+            known = [facts for facts in found if facts is not None]
+            prior = sum(1.0 / max(facts.prefill_s_per_token, 1e-12) for facts in known)
+            rate = self._rates[model] = Rate(prior or 1.0)
+            if known:
+                steps_s = sum(facts.decode_step_s / max(1, facts.decode_batch) for facts in known)
+                self._costs[model] = steps_s / sum(max(facts.prefill_s_per_token, 1e-12) for facts in known)
+        return rate
+
+
+def _retry(wait_s: float) -> float:
+    return min(MOST_RETRY_S, max(LEAST_RETRY_S, wait_s))

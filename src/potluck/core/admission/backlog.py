@@ -1,0 +1,228 @@
+"""Requests that wait for room, of one model: classes that matter more go first, tenants share by weight.
+
+Within a level (how much a class matters) it is start-time fair queueing (Goyal, Vin, Cheng 1996) over the work that
+requests ask for:
+
+    V             virtual time: the tag of whoever was taken last
+    tag of t      when tenant t's next request starts, in virtual time; max(tag, V) when it begins to wait
+    take          the least tag goes; V becomes it; tag of t grows by work / weight of t
+
+So of tenants that all wait, none is behind another by more than one request of each, whatever they ask for. Within a
+tenant higher priority goes first, then earlier arrival. Requests that may go to different replicas wait side by
+side (`kind`), so that none stands in the way of one that finds room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from heapq import heappop, heappush
+
+from potluck.core.brain.flight import QUEUED, Flight
+
+Kind = tuple[int, int]
+"""Bucket and length class: those of one kind may go to the same replicas."""
+Stuck = tuple[str, Kind]
+"""Tenant and kind."""
+
+
+class Place:
+    """Where a request waits."""
+
+    __slots__ = ("flight", "kind", "level", "since_s", "stamp", "tenant", "work")
+
+    def __init__(
+        self, flight: Flight, tenant: str, level: int, kind: Kind, work: float, since_s: float, stamp: int
+    ) -> None:
+        self.flight = flight
+        self.tenant = tenant
+        self.level = level
+        self.kind = kind
+        self.work = work
+        """What it asks for, in prompt tokens."""
+        self.since_s = since_s
+        self.stamp = stamp
+
+
+Line = list[tuple[int, int, Place]]
+"""A heap by priority, then arrival; may hold some that left it."""
+
+
+class Turn:
+    """A tenant in a level."""
+
+    __slots__ = ("count", "lines", "tag", "weight", "work")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.tag = 0.0
+        self.count = 0
+        self.work = 0.0
+        """Of all that wait."""
+        self.lines: dict[Kind, Line] = {}
+
+    def head(self, kinds: Container[Stuck], tenant: str) -> Place | None:
+        """The first of those whose kind is not among these."""
+        best: tuple[int, int, Place] | None = None
+        for kind, line in list(self.lines.items()):
+            while line and not _waits(line[0][2]):
+                heappop(line)
+            if not line:
+                del self.lines[kind]
+            elif (tenant, kind) not in kinds and (best is None or line[0][:2] < best[:2]):
+                best = line[0]
+        return best[2] if best is not None else None
+
+
+class Level:
+    """All that matter alike."""
+
+    __slots__ = ("now", "turns", "work")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns: dict[str, Turn] = {}
+        self.work = 0.0
+
+
+class Backlog:
+    """All that wait for one model. Changed by `Admission` alone."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._levels: dict[int, Level] = {}
+        self._stamp = 0
+        self.count = 0
+        self.stuck: set[Stuck] = set()
+        """Tenants and kinds that found no room, and nothing has ended since."""
+
+    def add(self, at_s: float, flight: Flight, level: int, kind: Kind, work: float) -> Place:
+        """Let a request wait."""
+        tenant = flight.request.tenant
+        held = self._levels.get(level)
+        if held is None:
+            held = self._levels[level] = Level()
+            self._levels = dict(sorted(self._levels.items(), reverse=True))
+        turn = held.turns.get(tenant)
+        if turn is None:
+            turn = held.turns[tenant] = Turn(self._weights.get(tenant, 1.0))
+        if not turn.count:
+            turn.tag = max(turn.tag, held.now)
+        self._stamp += 1
+        place = Place(flight, tenant, level, kind, work, at_s, self._stamp)
+        heappush(turn.lines.setdefault(kind, []), (-flight.request.priority, self._stamp, place))
+        turn.count += 1
+        turn.work += work
+        held.work += work
+        self.count += 1
+        flight.state, flight.place = QUEUED, place
+        return place
+
+    def head(self) -> Place | None:
+        """Whose turn it is, among those that may find room."""
+        for level in self._levels.values():
+            tried: set[str] = set()
+            while len(tried) < len(level.turns):
+                tenant, turn = min(
+                    ((name, turn) for name, turn in level.turns.items() if name not in tried),
+                    key=lambda each: each[1].tag if each[1].count else float("inf"),
+                )
+                if not turn.count:
+                    break
+                place = turn.head(self.stuck, tenant)
+                if place is not None:
+                    return place
+                tried.add(tenant)
+        return None
+
+    def take(self, place: Place) -> None:
+        """It is sent: its tenant has had so much."""
+        level = self._levels[place.level]
+        turn = level.turns[place.tenant]
+        level.now = max(level.now, turn.tag)
+        turn.tag += place.work / turn.weight
+        self.remove(place)
+
+    def remove(self, place: Place) -> None:
+        """It waits no more, whatever the reason."""
+        level = self._levels[place.level]
+        turn = level.turns[place.tenant]
+        place.flight.place = None
+        turn.count -= 1
+        turn.work -= place.work
+        level.work -= place.work
+        self.count -= 1
+        if not any(each.count for each in level.turns.values()):
+            del self._levels[place.level]
+        if not self.count:
+            self._levels.clear()
+            self.stuck.clear()
+
+    def waits(self, tenant: str, level: int, kind: Kind) -> bool:
+        """Whether somebody of this kind waits that goes before a newcomer: of its tenant, or who matters more.
+
+        Other tenants have been tried whenever there was room, so what there is now is none that they could use.
+        """
+        for rank, held in self._levels.items():
+            if rank < level:
+                return False
+            turns = held.turns.items()
+            if any(
+                turn.count and kind in turn.lines for name, turn in turns if name == tenant or rank > level
+            ):
+                return True
+        return False
+
+    def ahead(self, tenant: str, level: int) -> float:
+        """Work that is done before a newcomer's turn comes: all that matters more, and of the others as much as is
+        their due meanwhile."""
+        before = 0.0
+        for rank, held in self._levels.items():
+            if rank < level:
+                break
+            if rank > level:
+                before += held.work
+                continue
+            own = held.turns.get(tenant)
+            mine = own.work if own is not None else 0.0
+            weight = own.weight if own is not None else self._weights.get(tenant, 1.0)
+            before += mine
+            for name, turn in held.turns.items():
+                if name != tenant and turn.count:
+                    before += min(turn.work, mine * turn.weight / weight)
+        return before
+
+    def others(self, tenant: str, level: int) -> bool:
+        """Whether another tenant waits that matters as much."""
+        return any(
+            turn.count and name != tenant
+            for rank, held in self._levels.items()
+            if rank >= level
+            for name, turn in held.turns.items()
+        )
+
+    def tenant_count(self, tenant: str) -> int:
+        return sum(held.turns[tenant].count for held in self._levels.values() if tenant in held.turns)
+
+    def least(self, tenant: str) -> Place | None:
+        """The one of a tenant's that matters least and came last."""
+        for held in reversed(self._levels.values()):
+            turn = held.turns.get(tenant)
+            if turn is not None and turn.count:
+                waiting = (item for line in turn.lines.values() for item in line if _waits(item[2]))
+                return max(waiting, key=lambda item: item[:2])[2]
+        return None
+
+    def places(self) -> list[Place]:
+        """All, in no order."""
+        return [
+            item[2]
+            for held in self._levels.values()
+            for turn in held.turns.values()
+            for line in turn.lines.values()
+            for item in line
+            if _waits(item[2])
+        ]
+
+
+def _waits(place: Place) -> bool:
+    return place.flight.place is place

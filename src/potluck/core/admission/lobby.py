@@ -1,0 +1,91 @@
+"""Where requests are that wait for room: they line up, and go when something was done at a replica.
+
+`Flights` owns requests; it asks here before it sends a new one, and says when a replica has done something. What is
+to be done about a request that goes or is refused is its business again, through the three calls it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from potluck.core.admission.admission import Admission, Refusal
+from potluck.core.brain.actions import Action
+from potluck.core.brain.fleet import View
+from potluck.core.brain.flight import Flight
+from potluck.core.routing.answers import SENT, Answer
+from potluck.core.routing.router import Router
+from potluck.core.routing.table import ModelTable, Table
+from potluck.core.routing.targets import Target
+
+
+class Lobby:
+    """The Brain's waiting requests."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        router: Router,
+        table: Table,
+        run: Callable[[float, Flight], Action],
+        refuse: Callable[[float, Refusal], list[Action]],
+        hold: Callable[[float, Flight], None],
+    ) -> None:
+        self._admission = admission
+        self._router = router
+        self._table = table
+        self._run = run
+        self._refuse = refuse
+        self._hold = hold
+
+    def behind(self, flight: Flight, table: ModelTable) -> bool:
+        """Whether a newcomer has to stand in line."""
+        return not flight.attempt and self._admission.behind(flight, table.kind(flight))
+
+    def line_up(self, at_s: float, flight: Flight, table: ModelTable) -> list[Action]:
+        """Let a request wait for room, or refuse it, or another in its place."""
+        return self.turn_away(at_s, self._admission.wait(at_s, flight, table.kind(flight)))
+
+    def turn_away(self, at_s: float, refusals: Iterable[Refusal]) -> list[Action]:
+        return [action for each in refusals for action in self._refuse(at_s, each)]
+
+    def freed(self, at_s: float, view: View) -> list[Action]:
+        """Something was done at a replica: whoever waits may find room there."""
+        member = view.member
+        backlog = self._admission.backlogs.get(member.model)
+        if backlog is None:
+            return []
+        backlog.stuck.clear()
+        target = self._table.groups.get(member.unit) or self._table.singles.get(member.id)
+        return self._go(at_s, member.model, target) if target is not None else []
+
+    def tick(self, at_s: float) -> list[Action]:
+        """Refuse those who waited too long; the others are tried again."""
+        return self.turn_away(at_s, self._admission.tick(at_s)) + self.retry(at_s)
+
+    def retry(self, at_s: float) -> list[Action]:
+        """Whatever was missed: those that wait are tried everywhere."""
+        actions: list[Action] = []
+        for model, backlog in list(self._admission.backlogs.items()):
+            backlog.stuck.clear()
+            actions += self._go(at_s, model, None)
+        return actions
+
+    def _go(self, at_s: float, model: str, target: Target | None) -> list[Action]:
+        """Send those whose turn it is, as long as they find room: at one target, or anywhere."""
+        actions: list[Action] = []
+        self._admission.room.now_s = at_s
+        admission, router, table = self._admission, self._router, self._table.models.get(model)
+        while table is not None and (found := admission.next(at_s, model)) is not None:
+            if isinstance(found, Refusal):
+                actions += self._refuse(at_s, found)
+                continue
+            answer = router.send(found, table) if target is None else router.send_to(target, found, table)
+            if answer is Answer.FULL:
+                admission.stuck(found)
+                continue
+            admission.take(at_s, found)
+            if answer is SENT:
+                actions.append(self._run(at_s, found))
+            else:
+                self._hold(at_s, found)
+        return actions

@@ -1,0 +1,37 @@
+"""What is known of a pair's two sides when a request is split between them (CRONUS; the rules are in `split.py`)."""
+
+from __future__ import annotations
+
+from potluck.core.brain.facts import BLOCK_TOKENS, SplitFacts
+from potluck.core.brain.fleet import View
+from potluck.core.routing.split import keeps_decode, partial_prefill_s
+from potluck.core.routing.targets import Target
+
+
+def waits_s(splits: SplitFacts, target: Target, low: View, high: View, part: int) -> tuple[float, float]:
+    """Seconds of prompts before a new one, on either side; those that wait count as if they were like it."""
+    waiting = low.open_prefill_tokens + len(target.waiting) * part
+    facts = high.facts
+    high_s = high.open_prefill_tokens * facts.prefill_s_per_token if facts is not None else 0.0
+    return max(0.0, partial_prefill_s(splits, waiting)), high_s
+
+
+def high_end(view: View) -> tuple[int, float, int]:
+    """Decodes, their context and free blocks: as reported, or as sent when nothing was reported yet."""
+    status, facts = view.status, view.facts
+    if status is not None:
+        return status.running, float(status.context_tokens), status.free_blocks
+    used = -(-view.open_context_tokens // BLOCK_TOKENS)
+    free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
+    return view.open_requests, float(view.open_context_tokens), free
+
+
+def stays_low(target: Target, low: View, high: View, total_tokens: int) -> bool:
+    """Whether a request of so many tokens should also decode on the low-end side."""
+    weak, strong = low.facts, high.facts
+    if weak is None or strong is None:
+        return False
+    if low.open_context_tokens + total_tokens > weak.total_blocks * BLOCK_TOKENS:
+        return False
+    decoding = max(0, low.open_requests - target.in_low)
+    return keeps_decode(strong, high.open_requests, weak, decoding, target.busy)
