@@ -1,0 +1,113 @@
+"""A fleet under stress, in small: what benchmarks/stress.py measures at length, as outcomes that must hold.
+
+Four H100s with Llama-3.1-8B do about 90 chat requests a second within 2 s and 60 ms a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from sim_fleets import FAST, MODEL, SLOW, closed_plan, decode_only, flow_plan, prefill_only, problem, template
+
+from potluck.catalog import workloads as named
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan, Template
+from potluck.sim.load.workload import Workload, synthetic, with_prefixes, workload
+from potluck.sim.results.metrics import judge, summarise
+from potluck.sim.results.records import REFUSED, SimResult
+from potluck.sim.run import simulate
+from potluck.sim.world.faults import Fault, Faults
+
+CAPACITY_PER_S = 90.0
+Mask = NDArray[np.bool_]
+
+
+def chat(rate_per_s: float, span_s: float, seed: int = 3, start_s: float = 0.0) -> Workload:
+    made = synthetic(
+        MODEL, named.workload("azure-conv").lengths, rate_per_s, int(1.3 * rate_per_s * span_s) + 40, seed
+    )
+    made = made.take(np.flatnonzero(made.arrival_s < span_s))
+    return replace(made, arrival_s=made.arrival_s + start_s)
+
+
+def alone(node: str, rate_per_s: float) -> Template:
+    return template(f"chat: {node}", "homogeneous", [("mixed", node)], (0.0, 0.0, rate_per_s))
+
+
+def four() -> Plan:
+    return closed_plan((alone(FAST, 24.0), "east", 4))
+
+
+def served(
+    plan: Plan, load: Workload, *faults: Fault, policy: Policy | None = None, gbps: float = 100.0
+) -> SimResult:
+    # Prompts of any length belong to the one bucket.
+    plan = replace(plan, buckets=(replace(plan.buckets[0], longest_tokens=1 << 20),))
+    return simulate(problem(plan, gbps), load, policy, faults=Faults(faults) if faults else None)
+
+
+def met(result: SimResult) -> Mask:
+    return judge(result.records, result.slos, result.end_s).met
+
+
+def attainment(result: SimResult, from_s: float = 0.0, to_s: float = np.inf) -> float:
+    arrival_s = result.records.arrival_s
+    return float(met(result)[(arrival_s >= from_s) & (arrival_s < to_s)].mean())
+
+
+def test_a_slow_replica_gets_as_much_as_it_can_do() -> None:
+    slow = Fault(0.0, "slow", replica="*#0/0", factor=2.0)
+    result = served(four(), chat(0.75 * CAPACITY_PER_S, 60.0), slow)
+    assert attainment(result) >= 0.95
+
+
+def test_wrong_weights_do_not_drown_the_small_gpus() -> None:
+    plan = closed_plan((alone(FAST, 24.0), "east", 2), (alone(SLOW, 2.7), "east", 4))
+    assert attainment(served(plan, chat(40.0, 60.0))) >= 0.95
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_going_to_the_prefix_is_sooner_than_taking_turns(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(4_000, 20_000, 400)
+    made = workload(MODEL, np.cumsum(rng.exponential(1 / 9.0, 400)), prompts, rng.integers(1, 200, 400))
+    load = with_prefixes(made, 0.6, seed, groups=30)
+    ours, turns = (
+        summarise(served(four(), load, policy=policy)).models[0].ttft_s
+        for policy in (Policy(admission=False), Policy(admission=False, balance="round-robin", affinity=0.0))
+    )
+    assert ours is not None
+    assert turns is not None
+    assert ours.mean <= 0.8 * turns.mean
+    assert ours.p99 <= 0.8 * turns.p99
+
+
+def losses() -> list[tuple[str, Plan, Sequence[Fault]]]:
+    each = alone(FAST, 24.0)
+    half = [Fault(5.0, "replica", replica=f"*#{n}/0") for n in range(8)]
+    torn = [
+        Fault(5.0 + 2.0 * n, "link", source="west", target="east", factor=0.0, duration_s=0.5)
+        for n in range(4)
+    ]
+    return [
+        (
+            "a region",
+            closed_plan((each, "east", 8), (each, "west", 8)),
+            [Fault(5.0, "region", region="west")],
+        ),
+        ("half of a region", closed_plan((each, "east", 16)), half),
+        ("links", flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2)), torn),
+    ]
+
+
+@pytest.mark.parametrize(("name", "plan", "faults"), losses(), ids=[name for name, _, _ in losses()])
+def test_what_was_taken_on_is_answered_while_capacity_is_left(
+    name: str, plan: Plan, faults: Sequence[Fault]
+) -> None:
+    result = served(plan, chat(14.0 if name == "links" else 160.0, 15.0), *faults)
+    assert (result.records.attempts > 1).any()
+    assert (result.records.outcome != REFUSED).all()
