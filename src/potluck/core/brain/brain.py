@@ -97,6 +97,10 @@ class Brain:
         """What to do about an event."""
         return self._handlers[type(event)](at_s, event)
 
+    def sizes(self) -> dict[str, int]:
+        """How much is remembered of requests; but for those that ended lately it is nothing when none is open."""
+        return {**self._flights.sizes(), **self._recovery.sizes()}
+
     # What replicas, links and caches say.
 
     def _reported(self, at_s: float, event: told.Reported) -> list[Action]:

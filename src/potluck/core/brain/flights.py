@@ -304,6 +304,15 @@ class Flights:
             self._steward.window.refused(at_s, flight.request.model)
         return Refuse(flight.request.id, reason, detail)
 
+    def sizes(self) -> dict[str, int]:
+        """What is remembered, in entries."""
+        return {
+            "open": len(self.open),
+            "held": len(self.held),
+            "doubtful": len(self.doubtful),
+            "ended": len(self._ended) + len(self._ended_before),
+        }
+
     # When the fleet changes.
 
     def changed(self, at_s: float, view: View) -> list[Action]:

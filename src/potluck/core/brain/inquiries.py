@@ -45,7 +45,8 @@ class Inquiries:
 
     def gone(self, until_s: float, view: View) -> None:
         """A replica went, or goes at a time that was told; then its requests fail, and that is to be heard soon."""
-        self._gone.append((until_s + FAILED_S, view))
+        if view.open_requests:
+            self._gone.append((until_s + FAILED_S, view))
 
     def underway(self, at_s: float, flight: Flight) -> None:
         """It goes on. If its replica was said to be gone, that may be wrong, and is asked about again later."""

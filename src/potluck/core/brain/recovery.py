@@ -101,6 +101,14 @@ class Recovery:
         self._inquiries.gone(at_s + (notice_s or 0.0), view)
         return self._flights.changed(at_s, view)
 
+    def sizes(self) -> dict[str, int]:
+        """What is remembered, in entries."""
+        return {
+            "doubts": len(self._doubts),
+            "crowded": len(self._crowded),
+            "inquiries": len(self._inquiries),
+        }
+
     def tick(self, at_s: float) -> list[Action]:
         """Doubts and fears that are over; questions after those that went silent."""
         actions: list[Action] = []

@@ -1,0 +1,396 @@
+"""A driver from hell for the Brain: events come late, twice, out of order or not at all, over random fleets.
+
+It keeps the truth itself: which replicas are up, where each attempt is, how many tokens reached each user. What it
+promises the Brain is only what docs/policies.md asks of a driver: `Arrived`, `Cancelled`, `ReplicaReady` and
+`ReplicaLost` arrive in the end, and an `Inquire` is answered with the truth, though that answer may get lost as well.
+
+Whatever the Brain does is held against that: `Broken` is raised when a request ends twice or not at all, when work is
+asked for on one that ended, when tokens would be repeated, or when a count does not return to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+
+import brain_builders as build
+from brain_chaos_fleets import facts, plan, policy
+
+from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import (
+    Arrived,
+    Cancelled,
+    Drained,
+    Event,
+    Failed,
+    FailureKind,
+    Finished,
+    FirstToken,
+    LinkReported,
+    Planned,
+    ReplicaLost,
+    ReplicaReady,
+    Reported,
+    SegmentDone,
+    Status,
+    Tick,
+    Underway,
+)
+from potluck.core.brain.fleet import View
+from potluck.core.brain.flights import ENDED
+from potluck.core.values.member import Member
+from potluck.core.values.types import Request
+
+SURE = (Arrived, Cancelled, ReplicaReady, ReplicaLost, Planned, Tick)
+"""They may be late or doubled, but come."""
+MODELS = (*("m",) * 12, *("f",) * 6, "other")
+LATE_MOST, REMEMBERED = 400, 4000
+ROUND_EVENTS = 20_000
+FATES = ("answered", "refused", "cancelled")
+
+
+class Broken(AssertionError):
+    """The Brain did what it must never do."""
+
+
+@dataclass(slots=True)
+class Job:
+    """What the driver knows of a request."""
+
+    request: Request
+    attempt: int = -1
+    """The last one it was asked to run."""
+    run: Run | None = None
+    """That, while it runs."""
+    done: int = 0
+    first: bool = False
+    streamed: int = 0
+    """Tokens that the user has."""
+    fate: str = ""
+    last: Finished | Failed | None = None
+    """How the last attempt ended, to be told again when asked."""
+
+
+class Chaos:
+    """One Brain and its driver."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.events = 0
+        self.fates = dict.fromkeys(FATES, 0)
+        self.asked = 0
+        self._number = 0
+        self.new_brain()
+
+    def new_brain(self) -> None:
+        """Another fleet under other rules."""
+        chance = self.random
+        self.now_s = 0.0
+        self.brain = Brain(facts(chance), policy(chance))
+        self.jobs: dict[str, Job] = {}
+        self.recent: list[str] = []
+        """Some that ended, whose events may still be under way."""
+        self.members: dict[str, Member] = {}
+        self.up: set[str] = set()
+        self.draining: set[str] = set()
+        self.late: list[Event] = []
+        self.views: list[View] = []
+        self.calm = False
+        self.tell(Planned(plan(chance)))
+
+    # Telling.
+
+    def tell(self, event: Event) -> None:
+        """Now, later, twice or never."""
+        dice = 1.0 if self.calm else self.random.random()
+        if dice < 0.06 and len(self.late) < LATE_MOST:
+            self.late.append(event)
+            return
+        if dice < 0.08 and not isinstance(event, SURE):
+            return
+        if dice < 0.14 and not isinstance(event, Planned) and len(self.late) < LATE_MOST:
+            self.late.append(event)
+        self._on(event)
+
+    def _on(self, event: Event) -> None:
+        self.events += 1
+        for action in self.brain.on(self.now_s, event):
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Run():
+                self._run(action)
+            case Refuse(name):
+                job = self._open(name, action)
+                self._end(job, "refused")
+            case Abandon(name):
+                if name in self.jobs:
+                    self.jobs[name].run = None
+            case Inquire(name, attempt):
+                self._answer(name, attempt)
+            case Start(member):
+                if member.id in self.members:
+                    raise Broken(f"{member.id} was started twice")
+                self.members[member.id] = member
+                self.views.append(self.brain.fleet.views[member.id])
+            case Drain(replica):
+                if replica in self.up:
+                    self.draining.add(replica)
+            case Stop(replica):
+                self._down(replica)
+            case Flip(replica):
+                if replica not in self.members and replica in self.brain.fleet.views:
+                    raise Broken(f"{replica} is flipped and not there")
+
+    def _open(self, name: str, action: Action) -> Job:
+        """A request that may still be answered; an action for any other is a mistake, but for crossed letters."""
+        job = self.jobs.get(name)
+        if job is None:
+            raise Broken(f"{action} is about a request that ended")
+        return job
+
+    def _run(self, run: Run) -> None:
+        job = self._open(run.request, run)
+        if job.fate:  # the driver knows that it ended, the Brain does not yet: nothing to do
+            return
+        if run.attempt <= job.attempt:
+            raise Broken(f"{run} is not a new attempt after {job.attempt}")
+        if job.run is not None:
+            raise Broken(f"{run}, but attempt {job.attempt} still runs")
+        if (
+            run.streamed_tokens != job.streamed
+            or run.prompt_tokens != job.request.prompt_tokens + job.streamed
+        ):
+            raise Broken(f"{run}, but the user has {job.streamed} tokens")
+        job.attempt, job.run, job.done, job.first = run.attempt, run, 0, False
+        for segment in run.route.segments:
+            if segment.replica not in self.up:
+                self._fail(job, "replica", segment.replica)
+                return
+
+    def _answer(self, name: str, attempt: int) -> None:
+        self.asked += 1
+        job = self._open(name, Inquire(name, attempt))
+        if job.run is not None and job.attempt == attempt:
+            self.tell(Underway(name, attempt))
+        elif job.last is not None and job.last.attempt == attempt:
+            self.tell(job.last)
+        elif job.fate != "cancelled":
+            self.tell(Failed(name, attempt, "timeout", "", job.streamed))
+
+    def _fail(self, job: Job, kind: FailureKind, where: str) -> None:
+        job.run = None
+        if job.streamed >= job.request.max_output_tokens:  # nothing is missing
+            self._end(job, "answered")
+        job.last = Failed(job.request.id, job.attempt, kind, where, job.streamed)
+        self.tell(job.last)
+
+    def _end(self, job: Job, fate: str) -> None:
+        """The driver lets go of it. The first fate is what the user saw."""
+        job.run = None
+        if not job.fate:
+            job.fate = fate
+            self.fates[fate] += 1
+
+    def _down(self, replica: str) -> None:
+        self.members.pop(replica, None)
+        self.up.discard(replica)
+        self.draining.discard(replica)
+        for job in list(self.jobs.values()):
+            if job.run is not None and any(
+                each.replica == replica for each in job.run.route.segments[job.done :]
+            ):
+                self._fail(job, "replica", replica)
+
+    # What happens.
+
+    def step(self) -> None:
+        """One thing, by chance."""
+        chance = self.random
+        dice = chance.random()
+        if dice < 0.22:
+            if len(self.jobs) < 100:
+                self._arrive()
+        elif dice < 0.74:
+            self._advance()
+        elif dice < 0.82:
+            if self.late:
+                self._on(self.late.pop(chance.randrange(len(self.late))))
+        elif dice < 0.88:
+            self.now_s += chance.choice((0.1, 0.5, 1.0, 1.0, 3.0))
+            self.tell(Tick())
+            self._sweep()
+        elif dice < 0.92:
+            self._trouble()
+        else:
+            self._fleet_news()
+
+    def _arrive(self) -> None:
+        chance = self.random
+        if self.recent and chance.random() < 0.05:  # said again although it is long over
+            self._on(Arrived(build.request(chance.choice(self.recent[-ENDED:]), at_s=self.now_s)))
+            return
+        self._number += 1
+        wait_s = chance.choice((None, None, None, 0.5, 5.0))
+        request = build.request(
+            f"q{self._number}",
+            chance.choice((1, 900, 2000, 4900, 30_000)),
+            chance.choice((1, 10, 100)),
+            chance.choice(MODELS),
+            self.now_s,
+            None if wait_s is None else self.now_s + wait_s,
+        )
+        self.jobs[request.id] = Job(request)
+        self.tell(Arrived(request))
+
+    def _any(self) -> Job:
+        """One of the requests, mostly of the oldest."""
+        return next(islice(self.jobs.values(), self.random.randrange(min(len(self.jobs), 40)), None))
+
+    def _advance(self) -> None:
+        if not self.jobs:
+            return
+        job = self._any()
+        run = job.run
+        if run is None:
+            return
+        name = job.request.id
+        if job.done < len(run.route.segments) - 1:
+            job.done += 1
+            self.tell(SegmentDone(name, job.attempt, job.done - 1))
+        elif not job.first:
+            job.first = True
+            job.streamed += 1
+            self.tell(FirstToken(name, job.attempt))
+        elif job.streamed + 5 < job.request.max_output_tokens and self.random.random() < 0.5:
+            job.streamed += self.random.randrange(5)
+        else:
+            job.streamed = job.request.max_output_tokens
+            self._end(job, "answered")
+            job.last = Finished(name, job.attempt, job.streamed)
+            self.tell(job.last)
+
+    def _trouble(self) -> None:
+        """A request fails, or its user goes away; a replica is lost, with or without a word of what ran there."""
+        chance = self.random
+        dice = chance.random()
+        running = [job for job in self.jobs.values() if job.run is not None]
+        if dice < 0.5 and running:
+            job = chance.choice(running)
+            assert job.run is not None
+            kinds: tuple[FailureKind, ...] = ("replica", "link", "transfer", "timeout", "memory")
+            kind = chance.choice(kinds)
+            replicas = [each.replica for each in job.run.route.segments]
+            where = "far->near" if kind in ("link", "transfer") else chance.choice(replicas)
+            self._fail(job, kind, where)
+        elif dice < 0.75 and self.jobs:
+            job = self._any()
+            if not job.fate:
+                self._end(job, "cancelled")
+                self.tell(Cancelled(job.request.id))
+        elif self.members:
+            count = 1 if chance.random() < 0.8 else len(self.members) // 2
+            for replica in chance.sample(sorted(self.members), max(1, count)):
+                self._down(replica)
+                self.tell(ReplicaLost(replica, "chance", chance.choice((0.0, 0.0, 30.0))))
+
+    def _fleet_news(self) -> None:
+        chance = self.random
+        dice = chance.random()
+        starting = [name for name in self.members if name not in self.up]
+        if dice < 0.6 and starting:
+            self.up.add(replica := chance.choice(starting))
+            self.tell(ReplicaReady(replica))
+        elif dice < 0.65:
+            self.tell(Planned(plan(chance)))
+        elif dice < 0.75 and self.draining:
+            replica = chance.choice(sorted(self.draining))
+            self.tell(Drained(replica))
+        elif dice < 0.9 and self.members:
+            free = chance.randrange(20_000)
+            status = Status(chance.randrange(4), chance.randrange(4), 5000, 9000, free, 20_000, 0.02)
+            self.tell(Reported(chance.choice(list(self.members)), status))
+        else:
+            self.tell(LinkReported("far", "near", chance.random(), 1e9, chance.choice((0.0, 10.0))))
+
+    # Checking.
+
+    def _sweep(self) -> None:
+        """Let go of those that ended on both sides."""
+        flights, waiting = self.brain.flights, {e.request.id for e in self.late if isinstance(e, Arrived)}
+        for name in [name for name, job in self.jobs.items() if job.fate and name not in flights]:
+            if name not in waiting:
+                del self.jobs[name]
+                self.recent.append(name)
+        del self.recent[:-REMEMBERED]
+
+    def settle(self) -> None:
+        """No more chance: all letters arrive, time passes, and everything must come to its end."""
+        self.calm = True
+        while self.late:
+            self._on(self.late.pop())
+        for _ in range(400):
+            for replica in [name for name in self.members if name not in self.up]:
+                self.up.add(replica)
+                self.tell(ReplicaReady(replica))
+            for _ in range(20):
+                for job in list(self.jobs.values()):
+                    if job.run is not None:
+                        self._finish(job)
+            self.now_s += 20.0
+            self._on(Tick())
+            self._sweep()
+            if not self.jobs and not self.brain.sizes()["inquiries"]:
+                break
+        self._at_rest()
+        self.calm = False
+
+    def _finish(self, job: Job) -> None:
+        if (
+            any(each.replica not in self.up for each in job.run.route.segments[job.done :])
+            if job.run
+            else False
+        ):
+            self._fail(job, "replica", "")
+            return
+        job.streamed = job.request.max_output_tokens
+        self._end(job, "answered")
+        job.last = Finished(job.request.id, job.attempt, job.streamed)
+        self.tell(job.last)
+
+    def _at_rest(self) -> None:
+        brain = self.brain
+        if self.jobs or brain.flights:
+            left = sorted({*self.jobs, *brain.flights})[:5]
+            raise Broken(f"{len(self.jobs)} and {len(brain.flights)} requests never end, such as {left}")
+        for view in (*self.views, *brain.fleet.views.values()):
+            counts = (view.open_requests, view.open_prefill_tokens, view.open_context_tokens)
+            if counts != (0, 0, 0):
+                raise Broken(f"{view.member.id} still counts {counts}")
+        build.assert_at_rest(brain)
+        sizes = brain.sizes()
+        wrong = {name: size for name, size in sizes.items() if size > (2 * ENDED if name == "ended" else 0)}
+        if wrong:
+            raise Broken(f"left over with nothing open: {wrong}")
+        self.views = [view for view in self.views if not view.gone]
+
+
+def trial(seed: int, events: int) -> Chaos:
+    """So many events, over as many fleets as that takes; what breaks says where, so that it can be found again."""
+    chaos = Chaos(seed)
+    rounds = 0
+    try:
+        while chaos.events < events:
+            stop = chaos.events + min(ROUND_EVENTS, events - chaos.events)
+            while chaos.events < stop:
+                chaos.step()
+            chaos.settle()
+            rounds += 1
+            if rounds % 3 == 0:
+                chaos.new_brain()
+    except Exception as error:
+        raise Broken(f"seed {seed}, event {chaos.events}: {type(error).__name__}: {error}") from error
+    return chaos

@@ -1,0 +1,35 @@
+"""The Brain under late, doubled, missing and reordered events: a slice of benchmarks/brain_chaos.py."""
+
+from __future__ import annotations
+
+import brain_chaos_driver as driver
+import pytest
+
+from potluck.core.brain.actions import Refuse
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_told_every_request_ends_once_and_nothing_is_left(seed: int) -> None:
+    chaos = driver.trial(seed, 6000)
+    assert chaos.events >= 6000
+    assert all(chaos.fates.values()), (
+        "a trial in which nobody is answered, refused or cancelled shows nothing"
+    )
+    assert chaos.asked
+
+
+def test_the_driver_notices_what_it_looks_for() -> None:
+    chaos = driver.Chaos(1)
+    while not any(job.run for job in chaos.jobs.values()):
+        chaos.step()
+    job = next(job for job in chaos.jobs.values() if job.run is not None)
+    run = job.run
+    assert run is not None
+    for wrong in (run, run._replace(attempt=job.attempt + 1)):
+        with pytest.raises(driver.Broken):
+            chaos._do(wrong)
+    job.run = None
+    with pytest.raises(driver.Broken, match="tokens"):
+        chaos._do(run._replace(attempt=job.attempt + 1, streamed_tokens=job.streamed + 1))
+    with pytest.raises(driver.Broken, match="ended"):
+        chaos._do(Refuse("nobody", "lost", "never was"))
