@@ -70,7 +70,7 @@ class Inquiries:
                     hopeless.append(flight)
                 else:
                     actions.append(self._ask(at_s, flight, questions))
-        silent = [each for each in self._silent(at_s) if each.state == RUNNING]
+        silent = [each for each in self._silent(at_s) if each.state == RUNNING and each not in hopeless]
         actions += [self._ask(at_s, each, 0) for each in silent if each.request.id not in self._asked]
         return actions, hopeless
 
