@@ -155,7 +155,7 @@ def test_losses_are_forgotten_mended_and_kept_apart_by_region() -> None:
 
 
 def test_retries_leave_a_dying_region() -> None:
-    world = build.world(many(4, 2), Policy(retries=1))
+    world = build.world(many(4, 2))
     for number in range(24):
         world.arrive(build.request(f"{number:02}"))
     for name in [name for name in world.members if "@near" in name]:
