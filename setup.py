@@ -17,7 +17,7 @@ COMPILED = {
     "core/admission": "admission backlog lobby room",
     "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
     "core/replica": "batch batch_values lockstep sequences sharing",
-    "core/routing": "affinity balance charges index offers opportunistic pairs rebalance router speeds"
+    "core/routing": "affinity balance charges index links offers opportunistic pairs rebalance router speeds"
     " split table targets threshold ways weighted",
     "sim/links": "handover link network",
     "sim/replicas": "cache gaps replica rounds steps",

@@ -72,7 +72,7 @@ def test_the_plans_threshold_decides_by_length() -> None:
 
 
 def test_congestion_keeps_more_prompts_at_home_until_it_clears() -> None:
-    world = build.world(LENGTHS)
+    world = build.world(LENGTHS, Policy(balance="goodput"))
     for _ in range(6):
         world.tell(CONGESTED)
     assert regions(world, sent(world, 5000)) == ["near", "near"]
@@ -219,7 +219,7 @@ def two_flows() -> build.World:
         },
         {("m", "near", "near"): (2.0, 0.0), ("m", "far", "near"): (2.0, 0.0)},
     )
-    return build.world(plan, Policy(adapt_threshold=False))
+    return build.world(plan, Policy(balance="goodput", adapt_threshold=False))
 
 
 def far_share(world: build.World, count: int = 120) -> float:

@@ -52,7 +52,7 @@ class Brain:
 
     def __init__(self, facts: Facts, policy: Policy) -> None:
         self.fleet = Fleet(facts.replicas)
-        self.speeds = Speeds(self.fleet, policy.balance == "learned")
+        self.speeds = Speeds(facts, self.fleet, policy.balance == "learned")
         self.table = Table(facts, policy, self.fleet)
         self.caches = Caches(facts, policy, self.fleet, self.table)
         affinity = Affinity(facts, policy, self.fleet, self.table, self.caches.index)
@@ -72,7 +72,7 @@ class Brain:
             self.speeds,
             self.admission,
         )
-        self._recovery = Recovery(policy, self.fleet, flights)
+        self._recovery = Recovery(policy, self.fleet, flights, self.router)
         self.flights: dict[str, Flight] = flights.open
         """Requests that were accepted and have not ended, by id."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
@@ -115,7 +115,7 @@ class Brain:
         self.steward.window.linked(event)
         self.router.linked(event)
         self.caches.linked(event)
-        return []
+        return self._recovery.linked(at_s, event)
 
     # The fleet.
 

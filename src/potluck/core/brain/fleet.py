@@ -54,6 +54,8 @@ class View:
     """What the plan knows of it, if anything."""
     pace: float = 1.0
     """Seconds that things take there for each second of its facts, as learned (`core.routing.speeds`)."""
+    late_share: float = 0.0
+    """Of its answers lately, how many came slower than their model's objective allows per token."""
     observed_s: float = 0.0
     planned_s: float = 0.0
     """What was observed lately, and how long it should have taken."""
@@ -186,14 +188,19 @@ class Fleet:
         view.learned_s = at_s
         self._pace(view)
 
+    def answered(self, view: View, late: bool) -> None:
+        """An answer ended there, in time per token or not."""
+        view.late_share += ((1.0 if late else 0.0) - view.late_share) * (1.0 - KEEP)
+
     def fade(self, at_s: float, view: View) -> bool:
         """Believe half of what was learned; whether it counts as faster now."""
         before = view.pace
+        view.late_share /= 2
         view.observed_s, view.planned_s, view.learned_s = view.observed_s / 2, view.planned_s / 2, at_s
         if view.planned_s < 0.01 * PRIOR_S:
             view.observed_s = view.planned_s = 0.0
         self._pace(view)
-        return view.pace < before
+        return view.pace < before or view.late_share > 0
 
     def _pace(self, view: View) -> None:
         pace = (PRIOR_S + view.observed_s) / (PRIOR_S + view.planned_s)

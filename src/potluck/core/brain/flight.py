@@ -54,6 +54,8 @@ class Flight:
     heard_s = 0.0
     """When it was last sent, or last said to be under way."""
     first_s = -1.0
+    link = ""
+    """The link between regions that its KV has yet to cross, as `source->target`."""
     watched_s = -1.0
     """Since when its replica is timed on what it does; below 0 when it is not."""
     watched: tuple[float, int, int] = (0.0, 0, 0)

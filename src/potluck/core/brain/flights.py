@@ -168,6 +168,8 @@ class Flights:
             self._room.computed(flight)
         going_on = flight.done < len(flight.earlier)
         onto = flight.earlier[flight.done][0] if going_on else flight.last
+        if flight.link and not going_on:
+            self._router.links.arrived(flight)
         if tokens and onto is not None:
             self._speeds.computed(at_s, flight, view, tokens)
             self._speeds.handed(at_s, flight, view, onto)
@@ -257,6 +259,8 @@ class Flights:
             if flight.mixed:
                 self._room.left(flight)
         flight.watched_s = -1.0
+        if flight.link:
+            self._router.links.arrived(flight)
         if flight.charges:
             for target, load in flight.charges:
                 if self._learns:

@@ -22,6 +22,8 @@ from potluck.core.brain.flights import Flights
 from potluck.core.brain.inquiries import Inquiries
 from potluck.core.brain.losses import Losses
 from potluck.core.brain.policy import Policy
+from potluck.core.routing.links import PATIENCE_S
+from potluck.core.routing.router import Router
 
 QUARANTINE_S = 1.0
 MOST_ATTEMPTS = 16
@@ -35,10 +37,11 @@ LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
 class Recovery:
     """What is done about requests that failed, and about replicas that failed them."""
 
-    def __init__(self, policy: Policy, fleet: Fleet, flights: Flights) -> None:
+    def __init__(self, policy: Policy, fleet: Fleet, flights: Flights, router: Router) -> None:
         self._policy = policy
         self._fleet = fleet
         self._flights = flights
+        self._router = router
         self._losses = Losses()
         self._inquiries = Inquiries(flights.open)
         self._crowded: set[str] = set()
@@ -87,6 +90,26 @@ class Recovery:
         self._flights.held.remove(flight)
         flight.avoid = flight.failed_by if kind in LOSSES else frozenset()
         return self._flights.dispatch(at_s, flight)
+
+    def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
+        """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there.
+
+        That is no failure, so it does not count as one.
+        """
+        actions: list[Action] = []
+        if self._policy.balance != "learned" or self._policy.retries < 1:
+            return actions
+        for name, over_s in self._router.links.waits_s(event):
+            flight = self._flights.open[name]
+            again_s = self._router.again_s(flight)
+            if flight.attempt or over_s < again_s + PATIENCE_S or verdict(flight, at_s, self._policy):
+                continue
+            flight.failed_by |= {flight.link}
+            flight.avoid |= flight.failed_by
+            actions += self._flights.abandon(flight) + self._flights.release(at_s, flight)
+            flight.attempt += 1
+            actions += self._flights.dispatch(at_s, flight)
+        return actions
 
     def underway(self, at_s: float, event: told.Underway) -> list[Action]:
         flight = self._flights.open.get(event.request)

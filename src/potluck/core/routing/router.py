@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import inf
 
 from potluck.core.admission.room import CLOSED as CLOSED_WAY
 from potluck.core.admission.room import DECODE, PREFILL, Room, easy
@@ -22,12 +23,13 @@ from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.answers import SENT, Answer
 from potluck.core.routing.balance import BY_LOAD, Chooser
 from potluck.core.routing.charges import Charges
+from potluck.core.routing.links import Links
 from potluck.core.routing.opportunistic import busier, in_place, least_loaded, shortest_queue, step_seconds
 from potluck.core.routing.pairs import high_end, stays_low, waits_s
 from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, sooner_whole
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
-from potluck.core.routing.targets import COMBO, PLAIN, Target
+from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, unavoided
 from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
 from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
@@ -61,6 +63,8 @@ class Router:
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
         self._by_load = policy.balance in BY_LOAD
+        self._learns = policy.balance == "learned"
+        self.links = Links(facts)
         self.thresholds: dict[str, Threshold] = {}
         """By model, where length decides between regions."""
         self.dead_links: set[str] = set()
@@ -82,6 +86,7 @@ class Router:
     def linked(self, event: LinkReported) -> None:
         """A link said how full it is."""
         link = f"{event.source}->{event.target}"
+        self.links.reported(event)
         (self.dead_links.discard if event.gbps > 0 else self.dead_links.add)(link)
         for model, threshold in self.thresholds.items():
             flows = self._table.models[model].offers.flows
@@ -148,7 +153,7 @@ class Router:
             fetch = choice.fetch
             turns = [ways.remote, ways.local] if choice.remote else [ways.local, ways.remote]
         for each in turns:
-            way = self._way(each, flight)
+            way = self._way(each, flight, ways, table)
             ways_left = [] if way is None else [way]
             while ways_left:
                 answer = self._along(ways_left.pop(), flight, fetch)
@@ -158,17 +163,50 @@ class Router:
                     ways_left, tried = [other for other in each.members() if other is not way], True
         return Answer.NOBODY
 
-    def _way(self, turns: Turns[Way], flight: Flight) -> Way | None:
-        """Whose turn it is, unless its link carries nothing or failed the request before."""
+    def _way(self, turns: Turns[Way], flight: Flight, ways: Ways, table: ModelTable) -> Way | None:
+        """Whose turn it is, unless its link carries nothing, failed the request before, or is late for it."""
         way = turns.pick()
-        if way is None or (not self.dead_links and not flight.avoid):
+        if way is None or not (way.crosses or self.dead_links or flight.avoid):
             return way
         for _ in range(len(turns)):
             link = f"{way.source}->{way.target}"
-            if link not in self.dead_links and link not in flight.avoid:
+            shut = link in self.dead_links or link in flight.avoid
+            if not shut and not (self._learns and way.crosses and self._late(way, flight, ways, table)):
                 return way
             way = turns.pick() or way
         return None
+
+    def _late(self, way: Way, flight: Flight, ways: Ways, table: ModelTable) -> bool:
+        """Whether a way's link is slow or full, and the prompt would be computed sooner without it."""
+        late_s = self.links.late_s(way.source, way.target, flight)
+        patience_s = self.links.patience_s(way.source, way.target) if late_s > 0 else inf
+        first = way.prefills.pick() if late_s > patience_s else None
+        if first is None:
+            return False
+        there_s = max(self._prefilled_s(first, flight), late_s)  # prompts are sent while others are computed
+        return self._soonest_s(flight, ways, table) + patience_s < there_s
+
+    def again_s(self, flight: Flight) -> float:
+        """Until the prompt of a request that is on its way would be computed anew, without a link."""
+        table = self._table.models.get(flight.request.model)
+        return self._soonest_s(flight, None, table) if table is not None else inf
+
+    def _soonest_s(self, flight: Flight, ways: Ways | None, table: ModelTable) -> float:
+        """Until the request's prompt is computed where no link is needed; infinite if that is nowhere."""
+        spare = [self._table.ways(table, bucket, flight.total_tokens) for bucket in (CLOSED, ANY)]
+        choosers = [each.closed.prefills for each in spare]
+        if ways is not None:
+            choosers += [way.prefills for way in (ways.closed, *ways.flows) if not way.crosses]
+        found = [chooser.pick() for chooser in choosers]
+        return min((self._prefilled_s(each, flight) for each in found if each is not None), default=inf)
+
+    def _prefilled_s(self, target: Target, flight: Flight) -> float:
+        """Until a prompt would be computed there."""
+        views = [target.view] if target.view is not None else target.prefills
+        return min(
+            (view.open_prefill_tokens + flight.prompt_tokens) * self._seconds_per_token(view)
+            for view in views
+        )
 
     def _along(self, way: Way, flight: Flight, fetch: bool) -> Answer:
         first = self._target(way.prefills, flight, CLOSED_WAY if way.decodes is None else PREFILL)
@@ -183,6 +221,7 @@ class Router:
             return self._to(first, flight)
         holder = self._affinity.lender(flight, first.view) if fetch else None
         self._hand_over(flight, first.view, second.view, flight.prompt_tokens, holder)
+        self.links.send(flight, way.source, way.target, flight.prompt_tokens)
         if self._by_load:
             self._charges.flow(flight, first, second, flight.earlier[-1][1])
         return SENT
@@ -208,7 +247,7 @@ class Router:
         target = chooser.pick()
         if target is None:
             return None
-        if flight.avoid and _avoided(target, flight):
+        if flight.avoid and avoided(target, flight.avoid):
             target = self._other(chooser, flight)
             if target is None:
                 return None
@@ -223,9 +262,10 @@ class Router:
         """A target that did not fail the request; None when all did."""
         for _ in range(TRIES):
             target = chooser.pick()
-            if target is not None and not _avoided(target, flight):
+            if target is not None and not avoided(target, flight.avoid):
                 return target
-        return next((each for each in chooser.members() if not _avoided(each, flight)), None)
+        others = [each for each in chooser.members() if not avoided(each, flight.avoid)]
+        return min(others, key=lambda each: each.load * each.pace, default=None)
 
     def _to(self, target: Target, flight: Flight) -> Answer:
         """Inside a target: who does what."""
@@ -245,7 +285,7 @@ class Router:
     # Combos.
 
     def _combo(self, target: Target, flight: Flight) -> None:
-        prefills, decodes = _unavoided(target.prefills, flight), _unavoided(target.decodes, flight)
+        prefills, decodes = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         target.turn += 1
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
@@ -266,7 +306,7 @@ class Router:
 
     def pair(self, target: Target, flight: Flight) -> Answer:
         """Split a prompt between a pair's two sides, or let it wait for a place on the low-end one."""
-        lows, highs = _unavoided(target.prefills, flight), _unavoided(target.decodes, flight)
+        lows, highs = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         low = min(lows, key=lambda view: view.open_prefill_tokens)
         high = min(highs, key=self._fill)
         splits = self._facts.splits.get(low.member.template) if self._policy.split else None
@@ -350,16 +390,3 @@ class Router:
     def _seconds_per_token(self, view: View) -> float:
         facts = view.facts
         return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
-
-
-def _avoided(target: Target, flight: Flight) -> bool:
-    """Whether nothing is left of a target without the replicas that the request avoids."""
-    if target.view is not None:
-        return flight.avoids(target.view)
-    return any(all(flight.avoids(view) for view in side) for side in (target.prefills, target.decodes))
-
-
-def _unavoided(views: list[View], flight: Flight) -> list[View]:
-    if not flight.avoid:
-        return views
-    return [view for view in views if not flight.avoids(view)] or views

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from math import inf
 
-from potluck.core.brain.facts import ReplicaFacts
+from potluck.core.brain.facts import Facts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.routing.balance import decode_seconds
@@ -32,7 +32,8 @@ ANSWERS = 64
 class Speeds:
     """What is learned; changed by the Brain as requests go on and end. Paces are kept on the views."""
 
-    def __init__(self, fleet: Fleet, learns: bool) -> None:
+    def __init__(self, facts: Facts, fleet: Fleet, learns: bool) -> None:
+        self._models = facts.models
         self._fleet = fleet
         self._learns = learns
         """Otherwise all are as planned."""
@@ -94,6 +95,9 @@ class Speeds:
         if steps > 0:
             planned_s += steps * _step_s(view.facts, 0.5 * (others + view.open_requests))
         self._fleet.learn(at_s, view, at_s - flight.watched_s, planned_s)
+        facts, gaps = self._models.get(model), output_tokens - flight.streamed_tokens - 1
+        if facts is not None and facts.slo is not None and gaps > 0:
+            self._fleet.answered(view, at_s - flight.watched_s > gaps * facts.slo.tpot_s)
 
     def faded(self, at_s: float) -> list[View]:
         """Believe less of what was heard long ago; those whose pace fell."""

@@ -16,6 +16,10 @@ from potluck.core.values.route import Route, aggregated
 PLAIN, COMBO, PAIR = 0, 1, 2
 
 
+LATE = 8.0
+"""How much slower a replica counts whose answers all miss their objective."""
+
+
 class Index(Protocol):
     """Something that keeps targets in order of their load."""
 
@@ -86,7 +90,7 @@ class Target:
     def timed(self) -> None:
         """Take over the pace of its replicas; of a group's two sides that of the slower one."""
         view = self.view
-        self.pace = view.pace if view is not None else max(_pace(self.prefills), _pace(self.decodes))
+        self.pace = _strain(view) if view is not None else max(_pace(self.prefills), _pace(self.decodes))
 
     def refresh(self, unit: Unit | None) -> None:
         """Look again which replicas of a group are ready."""
@@ -99,9 +103,14 @@ class Target:
         return self.kind == PLAIN or bool(self.prefills and self.decodes)
 
 
+def _strain(view: View) -> float:
+    """Its pace, and more while its answers come too slowly: less of its work is worth anything then."""
+    return view.pace * (1.0 + LATE * view.late_share)
+
+
 def _pace(side: list[View]) -> float:
     """Of replicas that share their work."""
-    return len(side) / sum(1.0 / view.pace for view in side) if side else 1.0
+    return len(side) / sum(1.0 / _strain(view) for view in side) if side else 1.0
 
 
 def intact_share(target: Target, template: Template) -> float:
@@ -119,3 +128,17 @@ def intact_share(target: Target, template: Template) -> float:
     if flipped:
         return min(1.0, (ready + ready_others) / len(template.replicas))
     return min(1.0, ready / planned, ready_others / others)
+
+
+def avoided(target: Target, avoid: frozenset[str]) -> bool:
+    """Whether nothing is left of a target without the replicas that are to be avoided."""
+    if target.view is not None:
+        return target.view.member.id in avoid
+    return any(all(view.member.id in avoid for view in side) for side in (target.prefills, target.decodes))
+
+
+def unavoided(views: list[View], avoid: frozenset[str]) -> list[View]:
+    """Those that are left; all when none is."""
+    if not avoid:
+        return views
+    return [view for view in views if view.member.id not in avoid] or views

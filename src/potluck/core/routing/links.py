@@ -1,0 +1,97 @@
+"""What links between regions carry at present, and what of ours is on its way over them.
+
+    late_s = bytes before it / present rate + its own bytes (1 / present rate - 1 / planned rate)
+
+is by how much KV sent now would come later than the plan counts on. The rate is what the link last reported, or the
+planned one; the bytes are the Brain's own count, so that a link which is slower than it says shows as well, once
+enough is waiting for it. Nothing here is used while `late_s` is small: the plan chose the way.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from potluck.core.brain.events import LinkReported
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.flight import Flight
+
+LATE_S = 0.5
+"""A way over a link at its full rate that is later than planned by more than this is compared with others."""
+SLOW = 0.5
+"""Share of its planned rate below which a link is slow: then what is on it may be done again elsewhere."""
+PATIENCE_S = 1.0
+"""What is on its way already is given up only if that saves so much."""
+
+
+class Links:
+    """Changed by the Brain alone."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._gbps: dict[str, float] = {}
+        """As reported, by `source->target`."""
+        self._open: dict[str, dict[str, float]] = {}
+        """Link to requests on their way over it, in the order they were sent, with their bytes."""
+        self._bytes: dict[str, float] = {}
+        """Their sum."""
+
+    def reported(self, event: LinkReported) -> None:
+        self._gbps[f"{event.source}->{event.target}"] = event.gbps
+
+    def send(self, flight: Flight, source: str, target: str, tokens: int) -> None:
+        """Count a request's KV as on its way; none within a region."""
+        if source == target:
+            return
+        link, size = f"{source}->{target}", self._size_bytes(flight, tokens)
+        self._open.setdefault(link, {})[flight.request.id] = size
+        self._bytes[link] = self._bytes.get(link, 0.0) + size
+        flight.link = link
+
+    def arrived(self, flight: Flight) -> None:
+        """It is over, or given up."""
+        on_it = self._open[flight.link]
+        self._bytes[flight.link] -= on_it.pop(flight.request.id)
+        if not on_it:
+            self._bytes[flight.link] = 0.0
+        flight.link = ""
+
+    @property
+    def open_bytes(self) -> float:
+        """On their way over all links."""
+        return sum(self._bytes.values())
+
+    def late_s(self, source: str, target: str, flight: Flight) -> float:
+        """By how much a request's KV would be later than planned; 0 where nothing is known of the link."""
+        planned = self._facts.links_gbps.get((source, target), 0.0)
+        link = f"{source}->{target}"
+        gbps = self._gbps.get(link, planned)
+        if planned <= 0:
+            return 0.0
+        if gbps <= 0:
+            return inf
+        before, own = self._bytes.get(link, 0.0), self._size_bytes(flight, flight.prompt_tokens)
+        return max(0.0, before * 8e-9 / gbps + own * 8e-9 * (1.0 / gbps - 1.0 / planned))
+
+    def patience_s(self, source: str, target: str) -> float:
+        """How much later than planned a link may be: the less of its rate is left, the less.
+
+        Transfers share a link, so a slow one keeps all of them longer than its queue alone says.
+        """
+        planned = self._facts.links_gbps.get((source, target), 0.0)
+        gbps = self._gbps.get(f"{source}->{target}", planned)
+        return LATE_S * min(1.0, gbps / planned) if planned > 0 else LATE_S
+
+    def waits_s(self, event: LinkReported) -> list[tuple[str, float]]:
+        """On a link that has become slow: the requests on it, last sent first, and when they will be over."""
+        planned = self._facts.links_gbps.get((event.source, event.target), 0.0)
+        if not 0 < event.gbps < SLOW * planned:
+            return []
+        found, before = [], 0.0
+        for request, size in self._open.get(f"{event.source}->{event.target}", {}).items():
+            before += size
+            found.append((request, before * 8e-9 / event.gbps))
+        return found[::-1]
+
+    def _size_bytes(self, flight: Flight, tokens: int) -> float:
+        model = self._facts.models.get(flight.request.model)
+        return 0.0 if model is None else model.kv_bytes_per_token * tokens + model.state_bytes

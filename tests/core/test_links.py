@@ -1,0 +1,125 @@
+"""Links between regions that are slow: routed around while that is sooner, and what is stuck on them done again."""
+
+from __future__ import annotations
+
+import brain_builders as build
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.brain.actions import Abandon, Run
+from potluck.core.brain.events import LinkReported
+from potluck.core.brain.flight import Flight
+from potluck.core.brain.policy import Policy
+from potluck.core.routing.links import Links
+
+P = build.template("p", ("prefill",), prefill=(9.0,))
+D = build.template("d", ("decode",), decode=(9.0,))
+ACROSS = build.plan(
+    (P, D),
+    {("p", "far"): 1, ("d", "near"): 1},
+    {("p", "far", "prefill"): (9.0,), ("d", "near", "decode"): (9.0,)},
+    {("m", "far", "near"): (9.0,)},
+    longest=(100_000,),
+)
+"""One way: prompts are computed far away. Facts: 10 Gb/s, 100 kB a token, so 1,000 tokens take 0.08 s."""
+
+
+def slow(gbps: float) -> LinkReported:
+    return LinkReported("far", "near", 1.0, 0.0, gbps)
+
+
+def hops(run: Run) -> int:
+    return len(run.route.segments)
+
+
+def send(world: build.World, count: int, prompt: int = 1000) -> list[Run]:
+    runs = []
+    for _ in range(count):
+        (run,) = world.arrive(build.request(f"r{len(world.requests)}", prompt))
+        assert isinstance(run, Run)
+        runs.append(run)
+    return runs
+
+
+def test_a_link_as_planned_is_used_and_a_slow_one_only_as_far_as_it_goes() -> None:
+    world = build.world(ACROSS)
+    assert {hops(run) for run in send(world, 4)} == {2}
+    for job in list(world.jobs):
+        world.finish(job)
+    world.tell(slow(0.1))  # 8 s for 1,000 tokens, which take 0.1 s to compute where they are decoded
+    assert {hops(run) for run in send(world, 4)} == {1}
+    world.tell(slow(10.0))
+    for job in list(world.jobs):
+        world.finish(job)
+    assert hops(send(world, 1)[0]) == 2
+
+
+def test_a_link_that_is_a_little_slower_is_used_on() -> None:
+    world = build.world(ACROSS)
+    world.tell(slow(6.0))  # 0.05 s later than planned
+    assert {hops(run) for run in send(world, 2)} == {2}
+
+
+def test_a_full_link_is_late_even_if_it_says_nothing() -> None:
+    world = build.world(ACROSS)
+    kinds = [hops(run) for run in send(world, 40, prompt=4000)]  # 0.32 s of link each, 0.4 s of prefill
+    assert kinds[0] == 2
+    assert 1 in kinds
+
+
+@pytest.mark.parametrize("balance", ["goodput", "round-robin", "least-work"])
+def test_other_balances_keep_to_the_plan(balance: str) -> None:
+    world = build.world(ACROSS, Policy(balance=balance))  # type: ignore[arg-type]
+    world.tell(slow(0.1))
+    assert {hops(run) for run in send(world, 4)} == {2}
+
+
+def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
+    world = build.world(ACROSS)
+    runs = send(world, 3)
+    actions = world.tell(slow(0.1))
+    again = [action for action in actions if isinstance(action, Run)]
+    assert [action.request for action in again] == [run.request for run in runs[::-1]]
+    assert {action.attempt for action in again} == {1}
+    assert {hops(action) for action in again} == {1}
+    assert sum(isinstance(action, Abandon) for action in actions) == 3
+    assert world.tell(slow(0.05)) == []
+    for job in list(world.jobs):
+        world.finish(job)
+    build.assert_at_rest(world.brain)
+
+
+def test_what_is_nearly_over_stays() -> None:
+    world = build.world(ACROSS)
+    send(world, 1)
+    assert world.tell(slow(1.0)) == []  # 0.8 s: not worth the prefill
+    world.now_s = 1.0
+    world.advance("r0")
+    assert world.tell(slow(0.01)) == []  # it is over already
+
+
+def test_nothing_is_done_again_where_no_retry_is_allowed() -> None:
+    world = build.world(ACROSS, Policy(retries=0))
+    send(world, 2)
+    assert world.tell(slow(0.1)) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50_000)), max_size=60), st.floats(0.01, 20.0))
+def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]], gbps: float) -> None:
+    links = Links(build.facts((P, D)))
+    links.reported(slow(gbps))
+    flights: dict[int, Flight] = {}
+    for name, tokens in steps:
+        if name in flights:
+            links.arrived(flights.pop(name))
+        else:
+            flights[name] = Flight(build.request(str(name), tokens))
+            links.send(flights[name], "far", "near", tokens)
+    before = sum(flight.prompt_tokens for flight in flights.values()) * 1e5
+    own = Flight(build.request("own", 1000))
+    want = before * 8e-9 / gbps + 1e8 * 8e-9 * (1 / gbps - 1 / 10.0)
+    assert links.late_s("far", "near", own) == pytest.approx(max(0.0, want), rel=1e-6, abs=1e-9)
+    assert links.late_s("near", "near", own) == 0.0
+    if gbps < 5.0:
+        assert [name for name, _ in links.waits_s(slow(gbps))] == [str(name) for name in flights][::-1]
