@@ -134,7 +134,7 @@ def tried(each: Case, settings: Settings, rules: Rules, test_runs: int) -> Tried
         {one.name: one.slo for one in each.problem.asks},
         {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
     )
-    trial = Trial(world, each.source, Policy(), Running())
+    trial = Trial(world, each.source, Policy(admission=False), Running())
     found = rehearse(workshop, STRATEGIES["auto"], settings, trial, rules)
     runs = range(TEST, TEST + test_runs)
     return found, evidence_of(trial, first.plan, runs), evidence_of(trial, found.best.plan, runs)

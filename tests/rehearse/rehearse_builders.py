@@ -45,4 +45,4 @@ def a_trial(problem: Problem, traffic: tuple[Traffic, ...], cv: float = 3.0, req
         {each.name: each.slo for each in problem.asks},
         {each.model: (each.mean_input_tokens, each.mean_output_tokens) for each in traffic},
     )
-    return Trial(world, made_up(traffic, cv, requests), Policy(), Running())
+    return Trial(world, made_up(traffic, cv, requests), Policy(admission=False), Running())

@@ -67,7 +67,9 @@ def touches(seed: int, requests: int, limits: Limits, step_s: float) -> list[Tou
     return sorted(found)
 
 
-def live(table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool) -> tuple[Replica, Life]:
+def live(
+    table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool, single: bool = True
+) -> tuple[Replica, Life]:
     """Carry a plan out until the replica is idle; handed-over KV is released a while after it was computed."""
     replica, life = Replica(table, limits, fast_forward=fast_forward), Life()
     agenda = list(plan)
@@ -76,7 +78,7 @@ def live(table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool)
         due_s = replica.next_s()
         if agenda and agenda[0][0] < due_s:
             at_s, _, what, figures = heapq.heappop(agenda)
-            _touch(replica, life, at_s, what, figures, reserved)
+            _touch(replica, life, at_s, what, figures, reserved, single)
             continue
         life.looks += 1
         for at_s, kind, key in replica.advance(due_s):
@@ -90,12 +92,20 @@ def live(table: Table, limits: Limits, plan: list[Touch], *, fast_forward: bool)
 
 
 def _touch(
-    replica: Replica, life: Life, at_s: float, what: str, figures: tuple[float, ...], reserved: set[int]
+    replica: Replica,
+    life: Life,
+    at_s: float,
+    what: str,
+    figures: tuple[float, ...],
+    reserved: set[int],
+    single: bool,
 ) -> None:
     key = int(figures[0]) if figures else -1
     if what == "add" or (what == "received" and key in reserved):
         reserved.discard(key)
-        replica.add(at_s, *map(int, figures))
+        tenant, weight = ("", 1.0) if single else (str(key % 3), 1.0 + key % 3)
+        compute, context, output, priority = map(int, figures[1:])
+        replica.add(at_s, key, compute, context, output, priority, tenant, weight)
     elif what == "reserve":
         life.reserved.append(replica.reserve(at_s, key, int(figures[1])))
         if life.reserved[-1]:

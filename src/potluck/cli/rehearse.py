@@ -83,7 +83,7 @@ def rehearsed(
 
     world = sim_problem(Inputs(spec, workshop.problem, outcome.plan))
     source, recorded = _source(spec, asked, settings.seed)
-    trial = Trial(world, source, Policy(), Running())
+    trial = Trial(world, source, Policy(admission=False), Running())
     # A trace has just so many pieces; seeds there are without end.
     rules = Rules(runs=asked.runs, verdict_runs=asked.runs if recorded else 2 * asked.runs)
     return rehearse(workshop, planner, settings, trial, rules, workshop.said)

@@ -299,14 +299,15 @@ class Room:
     def _prompts_s(self, view: View, flight: Flight, facts: ReplicaFacts, n: int) -> float:
         """n rho, of the tenants whose requests are there."""
         model, tenant = flight.request.model, flight.request.tenant
-        mix = self._mixes.get(view)
-        if mix is None or not self.several:
+        if not self.several:
             return n * self._rho(model, tenant) * facts.prefill_s_per_token
-        total, noted = self._rho(model, tenant), 1
-        for name, count in mix.requests.items():
+        mix, total, noted = self._mixes.get(view), self._rho(model, tenant), 1
+        for name, count in mix.requests.items() if mix is not None else ():
             total += count * self._rho(model, name)
             noted += count
-        return max(n / noted, 1.0) * total * facts.prefill_s_per_token
+        if noted < n and self.tenant is not None:  # those from when there was one tenant
+            total += (n - noted) * self._rho(model, self.tenant)
+        return total * facts.prefill_s_per_token
 
     def _rho(self, model: str, tenant: str) -> float:
         """Prompt tokens for each output token."""

@@ -1,0 +1,254 @@
+"""Admission by the Brain: bounded work at replicas, fair lines before them, refusals in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+
+import pytest
+from brain_builders import World, assert_at_rest, facts, plan, request, template, world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.core.brain.actions import Action, Refuse, Run
+from potluck.core.brain.events import Cancelled, Tick
+from potluck.core.brain.facts import Facts
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan, Template
+from potluck.core.values.service import RequestClass, Tenant, with_built_in
+from potluck.core.values.types import Request, Slo
+
+SLO = Slo(2.0, 0.06)
+PROMPT_S = 1e-4
+"""Seconds of a prompt token, as `brain_builders.facts` says."""
+
+
+def promised(templates: tuple[Template, ...], batch: int = 8) -> Facts:
+    known = facts(templates, batch=batch)
+    models = {name: replace(each, slo=SLO) for name, each in known.models.items()}
+    replicas = {key: replace(each, decode_first_s=0.01) for key, each in known.replicas.items()}
+    return replace(known, models=models, replicas=replicas)
+
+
+def alike(count: int) -> Plan:
+    one = template("one", closed=(5.0, 5.0))
+    return plan([one], {("one", "near"): count}, {("one", "near", "closed"): (5.0, 5.0)})
+
+
+def apart() -> Plan:
+    """Prefill and decode in pools of their own."""
+    first = template("p", ["prefill"], prefill=(5.0, 5.0))
+    second = template("d", ["decode"], decode=(5.0, 5.0))
+    rates = {("p", "near", "prefill"): (5.0, 5.0), ("d", "near", "decode"): (5.0, 5.0)}
+    counts = {("p", "near"): 2, ("d", "near"): 2}
+    return plan([first, second], counts, rates, {("m", "near", "near"): (5.0, 5.0)})  # type: ignore[arg-type]
+
+
+def grouped(kind: str) -> Plan:
+    roles = ("prefill", "decode") if kind == "combo" else ("prefill", "mixed")
+    one = template(kind, roles, kind, closed=(5.0, 5.0))  # type: ignore[arg-type]
+    return plan([one], {(kind, "near"): 2}, {(kind, "near", "closed"): (5.0, 5.0)})
+
+
+FLEETS = {"alike": alike(3), "apart": apart(), "combo": grouped("combo"), "pair": grouped("pair")}
+
+
+def made(fleet: Plan, policy: Policy | None = None) -> World:
+    return world(fleet, policy or Policy(), promised(fleet.templates))
+
+
+def asks(
+    name: str, at_s: float = 0.0, tenant: str = "default", kind: str = "standard", **more: int
+) -> Request:
+    return request(name, at_s=at_s, **more)._replace(tenant=tenant, request_class=kind)
+
+
+def refusals(actions: list[Action]) -> list[Refuse]:
+    return [action for action in actions if isinstance(action, Refuse)]
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -> None:
+    """The rest waits, or is refused at once with a time to try again."""
+    there = made(FLEETS[name])
+    told = [each for number in range(400) for each in refusals(there.arrive(asks(str(number))))]
+    assert told
+    assert all(each.reason == "overloaded" for each in told)
+    assert all(each.retry_after_s is not None and 0 < each.retry_after_s < 3600 for each in told)
+    waiting = [flight for flight in there.brain.flights.values() if flight.place is not None]
+    assert waiting
+    for view in there.brain.fleet.views.values():
+        assert view.open_prefill_tokens * PROMPT_S <= 0.25 * SLO.ttft_s + 1000 * PROMPT_S
+    while there.jobs:
+        there.finish(next(iter(there.jobs)))
+    assert set(there.ended) == set(there.requests)
+    assert_at_rest(there.brain)
+    assert not there.brain.admission.backlogs
+
+
+def test_without_an_objective_or_admission_all_are_sent() -> None:
+    fleet = alike(1)
+    for there in (world(fleet), made(fleet, Policy(admission=False))):
+        for number in range(200):
+            there.arrive(asks(str(number)))
+        assert len(there.jobs) == 200
+
+
+@given(st.lists(st.integers(1, 900), max_size=8), st.sampled_from(sorted(FLEETS)))
+@settings(max_examples=30, deadline=None)
+def test_an_easy_load_is_routed_as_ever(prompts: list[int], name: str) -> None:
+    both = [made(FLEETS[name], Policy(admission=on)) for on in (True, False)]
+    for number, prompt in enumerate(prompts):
+        new = asks(str(number), prompt=prompt)
+        assert both[0].arrive(new) == both[1].arrive(new)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "arrive", "advance", "advance", "cancel", "tick"]),
+        st.integers(0, 30),
+        st.sampled_from(["a", "b"]),
+        st.sampled_from(["standard", "batch", "interactive"]),
+        st.sampled_from([10, 1000, 9000]),
+    ),
+    max_size=60,
+)
+
+
+def live(there: World, steps: list[tuple[str, int, str, str, int]]) -> None:
+    for number, (what, pick, tenant, kind, prompt) in enumerate(steps):
+        there.now_s = 0.01 * number
+        if what == "arrive":
+            there.arrive(asks(str(number), there.now_s, tenant, kind, prompt=prompt))
+        elif what == "advance" and there.jobs:
+            there.advance(sorted(there.jobs)[pick % len(there.jobs)])
+        elif what == "cancel" and there.brain.flights:
+            name = sorted(there.brain.flights)[pick % len(there.brain.flights)]
+            there.ended[name] = "cancelled"
+            there.tell(Cancelled(name))
+            there.jobs.pop(name, None)
+        elif what == "tick":
+            there.tell(Tick())
+        backlogs = there.brain.admission.backlogs
+        waiting = [flight for flight in there.brain.flights.values() if flight.place is not None]
+        assert sum(each.count for each in backlogs.values()) == len(waiting)
+        assert all(each.count for each in backlogs.values())
+        if waiting and there.brain.table.models["m"].offers.flows == ():
+            # Work conserving: nobody waits while a replica that does whole requests has nothing to do.
+            singles = [view for view in there.brain.fleet.views.values() if view.member.kind == "homogeneous"]
+            assert all(view.open_requests for view in singles)
+
+
+@given(STEPS, st.sampled_from(sorted(FLEETS)))
+@settings(max_examples=60, deadline=None)
+def test_nobody_waits_beside_an_idle_replica_and_all_end(
+    steps: list[tuple[str, int, str, str, int]], name: str
+) -> None:
+    there, again = (made(FLEETS[name]) for _ in range(2))
+    live(there, steps)
+    live(again, steps)
+    assert there.log == again.log
+    for _ in range(700):
+        there.now_s += 1.0
+        there.tell(Tick())
+        for job in list(there.jobs):
+            if job in there.jobs:
+                there.finish(job)
+        if not there.brain.flights:
+            break
+    assert set(there.ended) == set(there.requests)
+    assert_at_rest(there.brain)
+    for _, _, actions in there.log:
+        for each in refusals(list(actions)):
+            assert each.retry_after_s is None or (isfinite(each.retry_after_s) and each.retry_after_s > 0)
+
+
+def test_who_waits_is_sent_when_a_prompt_is_computed_or_an_answer_ends() -> None:
+    there = made(alike(1))
+    for number in range(60):
+        there.arrive(asks(str(number)))
+    waiting = len(there.brain.admission.backlogs["m"].places())
+    assert waiting
+    sent = [each for name in list(there.jobs) for each in there.advance(name) if isinstance(each, Run)]
+    sent += [each for name in list(there.jobs) for each in there.advance(name) if isinstance(each, Run)]
+    assert sent
+    assert int(sent[0].request) == min(int(each.request) for each in sent)
+
+
+def test_waiting_ends_at_the_objective_the_deadline_or_the_longest_wait() -> None:
+    classes = with_built_in(
+        (RequestClass("patient", late=True), RequestClass("batch", late=True, max_wait_s=5.0))
+    )
+    there = made(alike(1), Policy(classes=classes, max_wait_s=60.0))
+    for number in range(40):
+        there.arrive(asks(f"x{number}"))
+    late = [asks("objective"), asks("patient", kind="patient"), asks("batch", kind="batch")]
+    late.append(asks("deadline", kind="patient")._replace(deadline_s=2.5))
+    for each in late:
+        there.arrive(each)
+    ends: dict[str, tuple[float, str]] = {}
+    for second in range(1, 70):
+        there.now_s = float(second)
+        for each in refusals(there.tell(Tick())):
+            ends[each.request] = (there.now_s, each.reason)
+    assert ends["deadline"] == (3.0, "deadline")
+    assert ends["batch"] == (5.0, "overloaded")
+    assert ends["patient"] == (60.0, "overloaded")
+    assert "objective" not in there.brain.flights
+
+
+def test_what_matters_least_gives_way() -> None:
+    there = made(alike(1), Policy(queue_requests=4))
+    number = 0
+    while "m" not in there.brain.admission.backlogs:
+        there.arrive(asks(f"x{number}"))
+        number += 1
+    for extra in range(3):
+        there.arrive(asks(f"batch{extra}", kind="batch"))
+    told = refusals(there.arrive(asks("now", kind="interactive")))
+    assert [each.request for each in told] == ["batch2"]
+    head = there.brain.admission.backlogs["m"].head()
+    assert head is not None
+    assert head.flight.request.id == "now"
+
+
+def test_a_running_request_is_stopped_at_its_deadline_where_its_class_says_so() -> None:
+    classes = with_built_in((RequestClass("strict", stops=True),))
+    there = made(alike(1), Policy(classes=classes))
+    for name, kind in (("a", "strict"), ("b", "standard")):
+        there.arrive(asks(name, kind=kind)._replace(deadline_s=1.5))
+    there.now_s = 2.0
+    told = refusals(there.tell(Tick()))
+    assert [(each.request, each.reason) for each in told] == [("a", "deadline")]
+    assert list(there.brain.flights) == ["b"]
+
+
+def test_an_unknown_class_is_refused_by_name() -> None:
+    told = refusals(made(alike(1)).arrive(asks("a", kind="urgent")))
+    assert told[0].reason == "unknown_class"
+    assert "'urgent'" in told[0].detail
+    assert "interactive, standard, batch" in told[0].detail
+
+
+def test_a_flooding_tenant_holds_up_nobody_else() -> None:
+    """Long prompts of one: another's short one is sent at once, away from them, and they get something too."""
+    there = made(alike(3))
+    for number in range(12):
+        there.arrive(asks(f"other{number}", tenant="other", prompt=500))
+    sent = 0
+    for number in range(60):
+        there.now_s = number * 0.1
+        told = there.arrive(asks(f"flood{number}", there.now_s, "flooder", prompt=9000))
+        sent += sum(isinstance(each, Run) for each in told)
+    assert 0 < sent < 60
+    long = {job.run.route.segments[0].replica for name, job in there.jobs.items() if name.startswith("flood")}
+    assert len(long) < 3
+    told = there.arrive(asks("last", there.now_s, "other", prompt=500))
+    assert isinstance(told[0], Run)
+    assert told[0].route.segments[0].replica not in long
+
+
+def test_runs_carry_their_tenants_weight() -> None:
+    there = made(alike(1), Policy(tenants=(Tenant("gold", 4.0),)))
+    runs = [there.arrive(asks(name, tenant=name))[0] for name in ("gold", "iron")]
+    assert [run.weight for run in runs if isinstance(run, Run)] == [4.0, 1.0]
