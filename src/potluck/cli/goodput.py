@@ -74,11 +74,12 @@ def goodput(
     require_positive("rate", rate_per_s)
     if not 0 < tolerance < 1:
         raise InputError("--tolerance", f"must be above 0 and below 1, is {tolerance:g}")
-    rules = replace(policy_of(policy), admission=False)
+    policy_of(policy)
     with progress(20) as said:
         inputs, load = read_inputs(
             paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
         )
+        rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
         problem, planner = sim_problem(inputs), planner_of(inputs.problem, rules, time_limit_s)
         how = Settings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0

@@ -36,7 +36,11 @@ def write_records(path: Path, result: SimResult) -> None:
 def _words(result: SimResult) -> dict[str, list[str | None]]:
     """Coded columns and the words of their codes; replica -1 is nobody."""
     replicas: list[str | None] = [*(replica.id for replica in result.replicas), None]
-    return {
+    labels = result.records.labels
+    who: dict[str, list[str | None]] = {}
+    if labels is not None:
+        who = {"tenant": [*labels.tenants], "request_class": [*labels.classes]}
+    return who | {
         "model": list(result.records.models),
         "outcome": list(OUTCOMES),
         "reason": [reason or None for reason in REASONS],

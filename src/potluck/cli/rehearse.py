@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -76,14 +76,13 @@ def rehearsed(
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return None
     from potluck.cli.simulation import Inputs, sim_problem
-    from potluck.core.brain.policy import Policy
     from potluck.rehearse.evidence import Trial
     from potluck.rehearse.loop import Rules, rehearse
     from potluck.sim.settings import Settings as Running
 
     world = sim_problem(Inputs(spec, workshop.problem, outcome.plan))
     source, recorded = _source(spec, asked, settings.seed)
-    trial = Trial(world, source, Policy(admission=False), Running())
+    trial = Trial(world, source, replace(spec.policy, admission=False), Running())
     # A trace has just so many pieces; seeds there are without end.
     rules = Rules(runs=asked.runs, verdict_runs=asked.runs if recorded else 2 * asked.runs)
     return rehearse(workshop, planner, settings, trial, rules, workshop.said)

@@ -114,6 +114,7 @@ def simulate(
         inputs, load = read_inputs(
             paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
         )
+        rules = policy_of(policy, inputs.spec.policy)
         settings = Settings(
             fast_forward=not stepwise,
             overlap=not bulk,

@@ -16,7 +16,14 @@ MOST_ROWS = 12
 def show_summary(summary: Summary, result: SimResult) -> None:
     models = [*summary.models, *([summary.total] if len(summary.models) > 1 else [])]
     _latencies(models)
-    _promises(models)
+    _promises("Objectives", "model", models)
+    for title, what, groups in (
+        ("Tenants", "tenant", summary.tenants),
+        ("Classes", "class", summary.classes),
+    ):
+        if groups:
+            _promises(title, what, list(groups))
+    _refusals(models)
     _use(summary)
     if result.faults:
         rows = [(seconds(fault.at_s), fault.what) for fault in result.faults[:MOST_ROWS]]
@@ -47,7 +54,17 @@ def _spread(spread: Spread | None) -> tuple[str, ...]:
     return tuple(seconds(value) for value in (spread.mean, spread.p50, spread.p90, spread.p99))
 
 
-def _promises(models: list[ModelSummary]) -> None:
+def _refusals(models: list[ModelSummary]) -> None:
+    rows = [
+        (model.model, reason.replace("_", " "), count(number), percent(number / model.requests))
+        for model in models
+        for reason, number in model.outcomes.refusals.items()
+    ]
+    if rows:
+        table("Refused", ("model", "why", "requests", "of all"), rows)
+
+
+def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
     rows = []
     for model in models:
         ends = model.outcomes
@@ -69,7 +86,7 @@ def _promises(models: list[ModelSummary]) -> None:
             )
         )
     columns = (
-        "model",
+        what,
         "requests",
         "a second",
         "within objective",
@@ -80,7 +97,7 @@ def _promises(models: list[ModelSummary]) -> None:
         "retried",
         "put back",
     )
-    table("Objectives", columns, rows)
+    table(title, columns, rows)
 
 
 def _use(summary: Summary) -> None:

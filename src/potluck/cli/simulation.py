@@ -140,9 +140,9 @@ def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float
     return rate_per_s * spec.model(model).traffic.rate_per_s / total if total > 0 else rate_per_s / parts
 
 
-def policy_of(pairs: tuple[str, ...]) -> Policy:
-    """`--policy balance=least-work --policy opportunistic=false`."""
-    known = [each.name for each in fields(Policy)]
+def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
+    """`--policy balance=least-work --policy opportunistic=false`, over the spec's rules."""
+    known = [each.name for each in fields(Policy) if each.name not in ("tenants", "classes")]
     values: dict[str, object] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")
@@ -152,9 +152,10 @@ def policy_of(pairs: tuple[str, ...]) -> Policy:
             raise UnknownNameError("--policy", name, known)
         values[name] = _plain(text)
     try:
-        return decode(Policy, values, "--policy")
+        said = decode(Policy, values, "--policy")
     except FormatError as error:
         raise InputError(error.field, error.problem) from error
+    return replace(base or Policy(), **{name: getattr(said, name) for name in values})
 
 
 def planner_of(problem: Problem, policy: Policy, time_limit_s: float) -> Planner | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.sim.load import arrivals
+from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT
+from potluck.sim.load import arrivals, labels
 from potluck.sim.load.workload import (
     Blocks,
     Scaling,
@@ -86,6 +87,9 @@ def of_trace(trace: Trace, model: str, asked: Asked) -> Workload:
         cv = 1.0 if asked.gap_cv is None else asked.gap_cv
         times = arrivals.gamma(np.random.default_rng(asked.seed), asked.rate_per_s, cv, len(trace))
     made = workload(model, times, prompt, output, blocks=blocks)
+    tenants = None if trace.tenants is None else [name or DEFAULT_TENANT for name in trace.tenants]
+    classes = None if trace.classes is None else [name or DEFAULT_CLASS for name in trace.classes]
+    made = replace(made, labels=labels.named(tenants, classes, trace.wait_s, len(made)))
     if timed and asked.rate_per_s is not None:
         made = at_rate(made, asked.rate_per_s, asked.how, asked.seed)
     return made if asked.requests is None else first(made, asked.requests)
@@ -95,6 +99,7 @@ def to_trace(made: Workload, format_name: str = "made", start_s: float = 0.0) ->
     """The other way, for writing."""
     from potluck.spec.traces import Trace
 
+    who = made.labels
     return Trace(
         format_name,
         made.arrival_s + start_s,
@@ -104,4 +109,7 @@ def to_trace(made: Workload, format_name: str = "made", start_s: float = 0.0) ->
         empty_outputs=0,
         block_starts=None if made.blocks is None else made.blocks.starts,
         block_ids=None if made.blocks is None else made.blocks.ids,
+        tenants=None if who is None else tuple(who.tenants[place] for place in who.tenant.tolist()),
+        classes=None if who is None else tuple(who.classes[place] for place in who.request_class.tolist()),
+        wait_s=None if who is None else who.wait_s,
     )

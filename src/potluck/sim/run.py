@@ -57,7 +57,7 @@ def simulate(
     wrong = check(world)
     if wrong:
         raise AssertionError(f"the simulation's books do not balance: {wrong[0]}")
-    return result_of(world, seed)
+    return replace(result_of(world, seed), classes={each.name: each for each in (policy or Policy()).classes})
 
 
 def build(

@@ -14,7 +14,8 @@ from potluck.core.values.pool import REGION
 from potluck.spec.marks import MAX_BYTES, read_marked
 from potluck.spec.problems import Loc, Problem, Problems, SpecError, one_line, shown
 from potluck.spec.resolve import resolve
-from potluck.spec.schema import AT, NODE_TAGS, FleetSpecIn, SpecIn
+from potluck.spec.schema import NODE_TAGS, FleetSpecIn, SpecIn
+from potluck.spec.schema_parts import AT
 from potluck.spec.values import Spec
 
 MAX_PROBLEMS = 500
@@ -112,7 +113,7 @@ def _written_loc(loc: Loc) -> Loc:
     )
 
 
-_ITEM_LISTS = {"models", "gpus", "links", "regions", "nodes", "machines"}
+_ITEM_LISTS = {"models", "gpus", "links", "regions", "nodes", "machines", "tenants", "classes"}
 
 
 def _prune(data: dict[str, Any], error: ValidationError) -> bool:

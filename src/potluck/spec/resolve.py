@@ -13,6 +13,7 @@ from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_
 from potluck.core.values.model import Model
 from potluck.core.values.types import Link, NodeType, Offer, Region, Slo
 from potluck.spec.hardware import Hardware
+from potluck.spec.policies import resolve_policy
 from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
@@ -43,6 +44,7 @@ def resolve(
         pooled = _rented(written, hardware, problems, broken)
     links = _links(written.links, region_names, problems)
     models = _models(written.models, folder, problems)
+    policy = resolve_policy(written.policy, problems)
     problems.raise_any()
     return Spec(
         models=tuple(models),
@@ -53,6 +55,7 @@ def resolve(
         price_notes=pooled.price_notes,
         notes=tuple(hardware.notes),
         pool=pooled.pool,
+        policy=policy,
     )
 
 

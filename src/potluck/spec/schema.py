@@ -12,41 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     model_validator,
 )
 
-from potluck.spec.problems import Loc
-
-AT = "@at"
-"""Key under which the loader puts a mapping's location before it is validated."""
-
-MAX_TOKENS = 10_000_000
-
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-PathText = Annotated[str, Field(min_length=1, max_length=4096)]
-Tokens = Annotated[float, Field(ge=1, le=MAX_TOKENS)]
-
-
-class Written(BaseModel):
-    """Base of every mapping a person writes."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    at: Loc = Field(default=(), validation_alias=AT, exclude=True, repr=False)
-
-
-class SloIn(Written):
-    """What users were promised."""
-
-    ttft_ms: float = Field(gt=0, le=3_600_000, validation_alias=AliasChoices("ttft_ms", "ttft"))
-    tpot_ms: float = Field(gt=0, le=600_000, validation_alias=AliasChoices("tpot_ms", "tpot"))
-    attainment: float = Field(default=0.9, gt=0, le=1)
+from potluck.spec.policies import PolicyIn
+from potluck.spec.schema_parts import MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
 
 
 class LognormalIn(Written):
@@ -267,6 +241,7 @@ class SpecIn(Written):
     gpus: list[GpuIn] = Field(default_factory=list)
     links: list[LinkIn] = Field(default_factory=list)
     budget_usd_per_h: float | None = Field(default=None, gt=0, le=1e9)
+    policy: PolicyIn | None = None
 
 
 class FleetSpecIn(SpecIn):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from potluck.spec.problems import shown
 
 MAX_TOKENS = 10_000_000
+MOST_LABEL = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,29 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    tenant: str = ""
+    """Who sent it and of which class it is, where the trace says so."""
+    request_class: str = ""
+    wait_s: float = inf
+    """How long anybody waits for its answer."""
+
+
+def label(column: str, value: object) -> str:
+    """A tenant's or a class's name; nothing is none."""
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MOST_LABEL or not value.isprintable():
+        raise ValueError(f"{column} must be a name of at most {MOST_LABEL} characters, is {shown(value)}")
+    return value.strip()
+
+
+def wait_of(column: str, value: object) -> float:
+    """Milliseconds from the arrival to the deadline; nothing is none."""
+    if value is None or value == "":
+        return inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        raise ValueError(f"{column} must be a positive number of milliseconds, is {shown(value)}")
+    return value / 1000.0
 
 
 def time_of(column: str, value: Any, read: Callable[[Any], float], last_s: float) -> float:

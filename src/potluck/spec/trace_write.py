@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from math import inf
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -74,6 +75,12 @@ def _mooncake(trace: Trace) -> Iterator[str]:
         }
         if starts is not None and ids is not None:
             row["hash_ids"] = ids[starts[i] : starts[i + 1]].tolist()
+        if trace.tenants is not None and trace.tenants[i]:
+            row["tenant"] = trace.tenants[i]
+        if trace.classes is not None and trace.classes[i]:
+            row["class"] = trace.classes[i]
+        if trace.wait_s is not None and trace.wait_s[i] < inf:
+            row["deadline_ms"] = _plain(float(trace.wait_s[i]) * 1e3, 3)
         yield json.dumps(row) + "\n"
 
 

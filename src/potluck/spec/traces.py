@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError, did_you_mean
 from potluck.spec.problems import shown
 from potluck.spec.sharegpt import read_sharegpt
-from potluck.spec.trace_rows import TraceRequest, time_of, tokens, whole
+from potluck.spec.trace_rows import TraceRequest, label, time_of, tokens, wait_of, whole
 
+LABELS = ("Tenant", "Class", "Deadline ms")
+"""Columns that any CSV trace may have beside its own: the deadline counts from the request's time."""
 BLOCK_TOKENS = 512
 """Tokens that one of Mooncake's hash ids stands for."""
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -55,6 +57,11 @@ class Trace:
     block_starts: NDArray[np.int64] | None = None
     """Request i has the prefix blocks block_ids[block_starts[i]:block_starts[i + 1]]; only where asked for."""
     block_ids: NDArray[np.int64] | None = None
+    tenants: tuple[str, ...] | None = None
+    """Who sent each request, and of which class it is, where the trace says so; empty: it does not."""
+    classes: tuple[str, ...] | None = None
+    wait_s: NDArray[np.float64] | None = None
+    """From a request's time to its deadline; infinite without one."""
 
     def __len__(self) -> int:
         return len(self.input_tokens)
@@ -93,6 +100,10 @@ def load_trace(path: Path, *, blocks: bool = False) -> Trace:
     """Read a whole trace, and its prefix blocks where they are wanted."""
     times, inputs, outputs = array("d"), array("d"), array("d")
     ids, starts = array("q"), array("q", [0])
+    names: dict[str, str] = {}
+    tenants: list[str] = []
+    classes: list[str] = []
+    waits = array("d")
     empty, hit, passed_over = 0, 0, 0
     seen: set[int] = set()
     format_name, requests = open_trace(path)
@@ -109,6 +120,9 @@ def load_trace(path: Path, *, blocks: bool = False) -> Trace:
         if blocks:
             ids.extend(request.blocks)
             starts.append(len(ids))
+        tenants.append(names.setdefault(request.tenant, request.tenant))
+        classes.append(names.setdefault(request.request_class, request.request_class))
+        waits.append(request.wait_s)
         if len(inputs) > MAX_REQUESTS:
             raise InputError(path.name, f"has more than {MAX_REQUESTS:,} requests; cut it")
     if not inputs:
@@ -125,6 +139,9 @@ def load_trace(path: Path, *, blocks: bool = False) -> Trace:
         passed_over,
         np.array(starts, dtype=np.int64) if held else None,
         np.array(ids, dtype=np.int64) if held else None,
+        tuple(tenants) if any(tenants) else None,
+        tuple(classes) if any(classes) else None,
+        np.array(waits, dtype=np.float64) if min(waits) < inf else None,
     )
 
 
@@ -176,6 +193,7 @@ def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
         header = [name.strip() for name in next(reader)]
         header[0] = header[0].lstrip("\ufeff")
         at = [header.index(column) for column in known.columns]
+        who, what, wait = (header.index(name) if name in header else -1 for name in LABELS)
         last_s = -inf
         try:
             for row in reader:
@@ -188,6 +206,10 @@ def _read_csv(path: Path, known: _CsvFormat) -> Iterator[TraceRequest]:
                     last_s,
                     tokens(known.columns[1], whole(row[at[1]]), least=1),
                     tokens(known.columns[2], whole(row[at[2]]), least=0),
+                    (),
+                    label(LABELS[0], row[who]) if who >= 0 else "",
+                    label(LABELS[1], row[what]) if what >= 0 else "",
+                    wait_of(LABELS[2], whole(row[wait])) if wait >= 0 else inf,
                 )
         except (ValueError, csv.Error) as error:
             raise InputError(f"{path.name}:{reader.line_num}", str(error)) from error
@@ -218,6 +240,9 @@ def _read_mooncake(path: Path) -> Iterator[TraceRequest]:
                     tokens("input_length", row["input_length"], least=1),
                     tokens("output_length", row["output_length"], least=0),
                     tuple(blocks),
+                    label("tenant", row.get("tenant")),
+                    label("class", row.get("class")),
+                    wait_of("deadline_ms", row.get("deadline_ms")),
                 )
         except (ValueError, RecursionError) as error:
             reason = "is not JSON" if isinstance(error, json.JSONDecodeError | RecursionError) else str(error)

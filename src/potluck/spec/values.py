@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool
@@ -54,6 +55,8 @@ class Spec:
     """What was assumed because the spec and the catalog leave it open."""
     pool: Pool | None = None
     """The machines by name, where they are written; the regions then follow from it."""
+    policy: Policy = Policy()
+    """The rules at run time, with tenants and classes."""
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

@@ -64,6 +64,7 @@ class Ledger:
             _ints(self.decode_replica, np.int32),
             _ints(self.cached_tokens, np.int32),
             _floats(self.wire_bytes),
+            workload.labels,
         )
 
 

@@ -2,7 +2,8 @@
 
 Which requests count: those that arrived at or after `warm_up_s`. For the share that met its objective (attainment):
 
-    met       answered, TTFT <= slo.ttft_s and TPOT <= slo.tpot_s (an answer of one token has no TPOT)
+    met       answered, TTFT <= slo.ttft_s and TPOT <= slo.tpot_s (an answer of one token has no TPOT); the
+              objective is the model's, or what the request's class makes of it
     missed    answered otherwise; refused; still open with TTFT already broken
     left out  cancelled by the user; still open in a run that was cut short
 
@@ -16,7 +17,7 @@ whole run, warm-up included: replicas keep sums, not moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, sqrt
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core import codec
+from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
 from potluck.sim.results.records import (
     ANSWERED,
@@ -36,9 +38,11 @@ from potluck.sim.results.records import (
     ReplicaRecord,
     SimResult,
 )
+from potluck.sim.results.use import HardwareUse, LinkUse, hardware_use, link_use
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Ints = NDArray[np.integer]
 FORMAT, VERSION = "potluck-summary", 1
 MOMENT_S = 1e-6
 """Less than this is no time to speak of rates."""
@@ -73,7 +77,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """One model's requests, or all of them. A spread is None when nothing was measured."""
+    """One model's requests, or a tenant's, a class's or all of them. A spread is None when nothing was measured."""
 
     model: str
     requests: int
@@ -106,33 +110,6 @@ class ModelSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class HardwareUse:
-    """All replicas that stand on the same node types."""
-
-    nodes: str
-    replicas: int
-    gpus: int
-    busy_share: float
-    """Of the time from ready to stopped, weighted by GPUs."""
-    gpu_h: float
-    """GPU-hours from ready to stopped."""
-    lost: int
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUse:
-    source: str
-    target: str
-    kind: str
-    gbps: float
-    sent_bytes: float
-    mean_share: float
-    """Of what it could have carried in the whole run."""
-    busy_share: float
-    """Of the run, with at least one transfer."""
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """A whole run."""
 
@@ -153,6 +130,9 @@ class Summary:
     replicas: int
     faults: int
     seed: int
+    tenants: tuple[ModelSummary, ...] = ()
+    """The same by tenant and by class, where the workload has them; named in place of the model."""
+    classes: tuple[ModelSummary, ...] = ()
 
     def to_json(self) -> str:
         return codec.dumps(self, format_name=FORMAT, version=VERSION)
@@ -166,7 +146,7 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
     """Sum a run up, without the requests that arrived before `warm_up_s`."""
     records = result.records
     counted = records.arrival_s >= warm_up_s
-    verdict = judge(records, result.slos, result.end_s)
+    verdict = judge(records, result.slos, result.end_s, result.classes)
     last_s = float(records.arrival_s[-1]) if len(records) else 0.0
     window = _Window(warm_up_s, last_s, max(result.end_s, warm_up_s))
     models = []
@@ -189,11 +169,27 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
         total.output_tokens / cost_usd if cost_usd > 0 else None,
         int((verdict.met & counted).sum()) / cost_usd if cost_usd > 0 and result.slos else None,
         hardware_use(result.replicas, result.end_s),
-        _link_use(result),
+        link_use(result),
         len(result.replicas),
         len(result.faults),
         result.seed,
+        *_groups(result, counted, verdict, window),
     )
+
+
+def _groups(
+    result: SimResult, counted: Mask, verdict: Verdict, window: _Window
+) -> tuple[tuple[ModelSummary, ...], tuple[ModelSummary, ...]]:
+    """By tenant, and by class."""
+    labels = result.records.labels
+    if labels is None:
+        return (), ()
+
+    def each(names: tuple[str, ...], places: Ints) -> tuple[ModelSummary, ...]:
+        parts = [(name, counted & (places == place)) for place, name in enumerate(names)]
+        return tuple(_summary(n, result, part, verdict, {}, None, window) for n, part in parts if part.any())
+
+    return each(labels.tenants, labels.tenant), each(labels.classes, labels.request_class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,20 +220,30 @@ class Verdict:
     tpot_ok: Mask
 
 
-def judge(records: Records, slos: dict[str, Slo], end_s: float) -> Verdict:
+def judge(
+    records: Records, slos: dict[str, Slo], end_s: float, classes: Mapping[str, RequestClass] | None = None
+) -> Verdict:
     """The rule stands at the top of this file. Models without an objective are not judged."""
-    ttft_limits_s = np.array([slos[name].ttft_s if name in slos else inf for name in records.models])
-    tpot_limits_s = np.array([slos[name].tpot_s if name in slos else inf for name in records.models])
-    promised = np.array([name in slos for name in records.models], dtype=np.bool_)[records.model]
-    ttft_limit_s = ttft_limits_s[records.model]
+    kinds = records.labels.classes if records.labels is not None else ("",)
+    kind = records.labels.request_class if records.labels is not None else np.zeros(len(records), np.int32)
+    promises = [[_promise(slos.get(name), (classes or {}).get(k)) for k in kinds] for name in records.models]
+    limits_s = np.array(
+        [[(slo.ttft_s, slo.tpot_s) if slo else (inf, inf) for slo in row] for row in promises]
+    )
+    promised = np.array([[slo is not None for slo in row] for row in promises], np.bool_)[records.model, kind]
+    ttft_limit_s, tpot_limit_s = limits_s[records.model, kind].T
     answered = records.outcome == ANSWERED
     # A comparison with nan is false: without a first token the objective is not kept.
     in_time = records.first_token_s - records.arrival_s <= ttft_limit_s
     late = (records.outcome == OPEN) & ~in_time & (end_s - records.arrival_s > ttft_limit_s)
     judged = promised & (answered | (records.outcome == REFUSED) | late)
-    paced = (tpot(records) <= tpot_limits_s[records.model]) | (records.streamed_tokens <= 1)
+    paced = (tpot(records) <= tpot_limit_s) | (records.streamed_tokens <= 1)
     ttft_ok, tpot_ok = judged & answered & in_time, judged & answered & paced
     return Verdict(judged, ttft_ok & tpot_ok, ttft_ok, tpot_ok)
+
+
+def _promise(slo: Slo | None, known: RequestClass | None) -> Slo | None:
+    return known.objective(slo) if known is not None else slo
 
 
 def tpot(records: Records) -> Floats:
@@ -290,28 +296,6 @@ def cost_between(rates: Sequence[tuple[float, float]], start_s: float, end_s: fl
         to_s = rates[place + 1][0] if place + 1 < len(rates) else end_s
         total += max(0.0, min(to_s, end_s) - max(from_s, start_s)) * usd_per_h / 3600.0
     return total
-
-
-def hardware_use(replicas: Sequence[ReplicaRecord], end_s: float) -> tuple[HardwareUse, ...]:
-    """How busy each kind of hardware was."""
-    groups: dict[str, list[ReplicaRecord]] = {}
-    for replica in replicas:
-        groups.setdefault("+".join(sorted(set(replica.nodes))) or "unknown", []).append(replica)
-    found = []
-    for nodes, members in sorted(groups.items()):
-        busy_s = sum(member.busy_s * member.gpus for member in members)
-        there_s = sum(serving_s(member, end_s) * member.gpus for member in members)
-        lost = sum(member.changes[-1][1] == "lost" for member in members)
-        share = min(busy_s / there_s, 1.0) if there_s > 0 else 0.0
-        gpus = sum(member.gpus for member in members)
-        found.append(HardwareUse(nodes, len(members), gpus, share, there_s / 3600.0, lost))
-    return tuple(found)
-
-
-def serving_s(replica: ReplicaRecord, end_s: float) -> float:
-    """From ready to stopped."""
-    ready_s = replica.ready_s
-    return 0.0 if ready_s is None else max(0.0, min(replica.ended_s(end_s), end_s) - ready_s)
 
 
 def _summary(
@@ -367,16 +351,3 @@ def _outcomes(records: Records, chosen: Mask) -> Outcomes:
         int((records.attempts[chosen] > 1).sum()),
         int((records.preemptions[chosen] > 0).sum()),
     )
-
-
-def _link_use(result: SimResult) -> tuple[LinkUse, ...]:
-    span_s = result.end_s
-    found = []
-    for link in result.links:
-        if link.kind == "card" and link.sent_bytes == 0:
-            continue
-        most_bytes = link.gbps * 1e9 / 8 * span_s
-        share = min(link.sent_bytes / most_bytes, 1.0) if most_bytes > 0 else 0.0
-        busy = min(link.busy_s / span_s, 1.0) if span_s > 0 else 0.0
-        found.append(LinkUse(link.source, link.target, link.kind, link.gbps, link.sent_bytes, share, busy))
-    return tuple(found)

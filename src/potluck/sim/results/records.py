@@ -18,6 +18,8 @@ Columns are numpy arrays of one length, in order of arrival, about 70 bytes a re
     decode_replica    int32     the same of the last segment's
     cached_tokens     int32     prompt tokens found in prefix caches, last attempt
     wire_bytes        float64   KV bytes sent for it, all attempts
+    tenant            int32     place in `Records.labels.tenants`; only where the workload has labels
+    request_class     int32     place in `Records.labels.classes`; likewise
 
 TTFT = first_token_s - arrival_s; TPOT = (finish_s - first_token_s) / (streamed_tokens - 1).
 """
@@ -32,7 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.brain.actions import RefusalReason
+from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
+from potluck.sim.load.labels import Labels
 
 OPEN, ANSWERED, REFUSED, CANCELLED = 0, 1, 2, 3
 OUTCOMES = ("open", "answered", "refused", "cancelled")
@@ -65,13 +69,19 @@ class Records:
     decode_replica: Ints
     cached_tokens: Ints
     wire_bytes: Floats
+    labels: Labels | None = None
+    """Tenants and classes, where the workload has them."""
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
         """Name to column, in the order above."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "models"}
+        names = [each.name for each in fields(self) if each.name not in ("models", "labels")]
+        found = {name: getattr(self, name) for name in names}
+        if self.labels is not None:
+            found |= {"tenant": self.labels.tenant, "request_class": self.labels.request_class}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +182,8 @@ class SimResult:
     counts: dict[str, int] = field(default_factory=dict)
     """How often each kind of event and action came."""
     seed: int = 0
+    classes: dict[str, RequestClass] = field(default_factory=dict)
+    """What requests of each class were promised, by its name."""
 
     @property
     def cost_usd(self) -> float:

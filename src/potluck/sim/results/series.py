@@ -93,7 +93,7 @@ def series(result: SimResult, bins: int = BINS) -> Series:
     """Everything that the report plots."""
     records, end_s = result.records, max(result.end_s, 1e-9)
     edges = np.linspace(0.0, end_s, bins + 1)
-    verdict = judge(records, result.slos, result.end_s)
+    verdict = judge(records, result.slos, result.end_s, result.classes)
     costs = np.array([cost_between(result.cost_rates, 0.0, at_s) for at_s in edges])
     maps = _heat_maps(result, edges)
     return Series(

@@ -75,7 +75,8 @@ def _tiles(summary: Summary) -> str:
         busy = sum(one.busy_share * one.gpu_h for one in summary.hardware) / gpu_h
         tiles.append(_tile("GPUs busy", digits(busy * 100), "%", f"of {digits(gpu_h)} GPU-hours"))
     lost = total.outcomes.refused + total.outcomes.cancelled + total.outcomes.open
-    note = f"{total.outcomes.refused:,} refused, {total.outcomes.cancelled:,} cancelled"
+    why = ", ".join(f"{reason.replace('_', ' ')} {n:,}" for reason, n in total.outcomes.refusals.items())
+    note = f"{total.outcomes.refused:,} refused{f' ({why})' if why else ''}, {total.outcomes.cancelled:,} cancelled"
     tiles.append(_tile("Not answered", f"{lost:,}", "", note, "bad" if total.outcomes.refused else ""))
     return f'<section class="tiles">{"".join(tiles)}</section>'
 
@@ -103,7 +104,15 @@ def _models(summary: Summary) -> str:
     columns = ("model", "requests", "rate/s", "promised", "within objective", "TTFT kept", "TPOT kept")
     more = ("goodput/s", "output tokens/s", "refused", "sent again", "preempted")
     rows = [_model_row(model) for model in shown]
-    return _table("Models", (*columns, *more), rows) + _latencies(shown)
+    text = _table("Models", (*columns, *more), rows) + _latencies(shown)
+    for title, name, groups in (
+        ("Tenants", "tenant", summary.tenants),
+        ("Classes", "class", summary.classes),
+    ):
+        if groups:
+            rows = [_model_row(group) for group in groups]
+            text += _table(title, (name, *columns[1:], *more), rows) + _latencies(groups, name)
+    return text
 
 
 def _model_row(model: ModelSummary) -> tuple[str, ...]:
@@ -126,7 +135,7 @@ def _model_row(model: ModelSummary) -> tuple[str, ...]:
     )
 
 
-def _latencies(models: Sequence[ModelSummary]) -> str:
+def _latencies(models: Sequence[ModelSummary], what: str = "model") -> str:
     groups = ("TTFT", "TPOT", "TBT", "end to end")
     head = "".join(f'<th colspan="{len(PARTS)}" scope="colgroup">{group}</th>' for group in groups)
     names = [(part, i == 0) for _ in groups for i, part in enumerate(PARTS)]
@@ -136,7 +145,7 @@ def _latencies(models: Sequence[ModelSummary]) -> str:
         spreads = (model.ttft_s, model.tpot_s, model.tbt_s, model.e2e_s)
         rows += f"<tr><td>{escape(model.model)}</td>{''.join(map(_spread_cells, spreads))}</tr>"
     return (
-        f'<div class="wide"><table class="dense"><thead><tr><th rowspan="2" scope="col">model</th>{head}</tr>'
+        f'<div class="wide"><table class="dense"><thead><tr><th rowspan="2" scope="col">{what}</th>{head}</tr>'
         f"<tr>{parts}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
