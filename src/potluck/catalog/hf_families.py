@@ -23,6 +23,8 @@ from potluck.core.values.model import (
 )
 
 Stack = tuple[Layer, ...]
+QWEN_WINDOW = 4096
+"""Tokens, where a file of Qwen's switches windows on without saying how long they are."""
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -73,13 +75,13 @@ def _uniform(fields: Fields, attention: Attention, ffn: Ffn) -> Stack:
 
 
 def _windowed(
-    fields: Fields, build: Callable[[int | None], FullAttention], kinds: list[str]
+    fields: Fields, build: Callable[[int | None], FullAttention], kinds: list[str], usual: int | None = None
 ) -> list[Attention]:
-    """Full and sliding layers after `kinds`; a window that is not given is an error only where used."""
+    """Full and sliding layers after `kinds`; a window that is not given is `usual`, or an error where used."""
     full = build(None)
     if SLIDING not in kinds:
         return [full] * len(kinds)
-    sliding = build(fields.count("sliding_window"))
+    sliding = build(fields.count("sliding_window", default=usual))
     return [sliding if kind == SLIDING else full for kind in kinds]
 
 
@@ -89,9 +91,10 @@ def _qwen_kinds(fields: Fields) -> list[str]:
     kinds = fields.words("layer_types", count, (FULL, SLIDING))
     if kinds is not None:
         return kinds
-    if not fields.flag("use_sliding_window") or fields.maybe("sliding_window") is None:
+    none = fields.says("sliding_window") and fields.maybe("sliding_window") is None
+    if none or not fields.flag("use_sliding_window"):
         return [FULL] * count
-    first = fields.number("max_window_layers", count)
+    first = fields.number("max_window_layers", 28)
     return [SLIDING if index >= first else FULL for index in range(count)]
 
 
@@ -101,27 +104,32 @@ def _llama(fields: Fields) -> Stack:
 
 
 def _mistral(fields: Fields) -> Stack:
+    window = fields.maybe("sliding_window") if fields.says("sliding_window") else 4096
+    return _uniform(fields, _heads(fields, window=window), _dense(fields))
+
+
+def _phi3(fields: Fields) -> Stack:
     return _uniform(fields, _heads(fields, window=fields.maybe("sliding_window")), _dense(fields))
 
 
 def _qwen2(fields: Fields) -> Stack:
     attentions = _windowed(
-        fields, lambda window: _heads(fields, window=window, bias=True), _qwen_kinds(fields)
+        fields, lambda window: _heads(fields, window=window, bias=True), _qwen_kinds(fields), QWEN_WINDOW
     )
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
-def _qwen3_attention(fields: Fields) -> list[Attention]:
+def _qwen3_attention(fields: Fields, kinds: list[str]) -> list[Attention]:
     bias = fields.flag("attention_bias")
 
     def build(window: int | None) -> FullAttention:
         return _heads(fields, window=window, bias=bias, output_bias=bias, qk_norm="head")
 
-    return _windowed(fields, build, _qwen_kinds(fields))
+    return _windowed(fields, build, kinds, QWEN_WINDOW)
 
 
 def _qwen3(fields: Fields) -> Stack:
-    attentions = _qwen3_attention(fields)
+    attentions = _qwen3_attention(fields, _qwen_kinds(fields))
     return _stack(attentions, [_dense(fields)] * len(attentions))
 
 
@@ -141,13 +149,23 @@ def _experts(fields: Fields) -> tuple[int, int]:
 def _qwen3_moe(fields: Fields) -> Stack:
     experts, active = _experts(fields)
     moe = MoeFfn(experts, active, fields.count("moe_intermediate_size"))
-    return _stack(_qwen3_attention(fields), _qwen_ffns(fields, moe))
+    # All layers or none: its code knows neither layer_types nor max_window_layers.
+    windows = fields.flag("use_sliding_window") and (
+        not fields.says("sliding_window") or fields.maybe("sliding_window") is not None
+    )
+    kinds = [SLIDING if windows else FULL] * layer_count(fields)
+    return _stack(_qwen3_attention(fields, kinds), _qwen_ffns(fields, moe))
 
 
 def _qwen2_moe(fields: Fields) -> Stack:
     bias = fields.flag("qkv_bias", default=True)
+    count = layer_count(fields)
+    kinds = fields.words("layer_types", count, (FULL, SLIDING))
+    if kinds is None:  # every other layer below `max_window_layers`
+        last = fields.number("max_window_layers", 28) if fields.flag("use_sliding_window") else 0
+        kinds = [SLIDING if index % 2 == 0 and index < last else FULL for index in range(count)]
     attentions = _windowed(
-        fields, lambda window: _heads(fields, window=window, bias=bias), _qwen_kinds(fields)
+        fields, lambda window: _heads(fields, window=window, bias=bias), kinds, QWEN_WINDOW
     )
     return _stack(attentions, _qwen_ffns(fields, _shared_moe(fields)))
 
@@ -317,7 +335,7 @@ FAMILIES: dict[str, Callable[[Fields], Stack]] = {
     "minimax_m2": _minimax_m2,
     "mistral": _mistral,
     "mixtral": _mixtral,
-    "phi3": _mistral,
+    "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,

@@ -21,8 +21,16 @@ class Fields:
         self._values = values
         self.where = where
 
+    @property
+    def values(self) -> Mapping[str, object]:
+        return self._values
+
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
+
+    def says(self, name: str) -> bool:
+        """Whether the file has it, if only as null."""
+        return name in self._values
 
     def problem(self, text: str) -> InputError:
         return InputError(self.where, text)
@@ -90,14 +98,6 @@ class Fields:
         """A list of integers that are not negative, such as layer numbers."""
         items = self._list(name)
         return None if items is None else [self._integer(name, item, 0, MOST) for item in items]
-
-    def objects(self, name: str) -> list[Fields]:
-        """The members of a nested object that are objects themselves."""
-        part = self.part(name)
-        if part is None:
-            return []
-        members = part._values
-        return [Fields(value, part.where) for value in members.values() if isinstance(value, dict)]
 
     def _list(self, name: str) -> list[object] | None:
         value = self._values.get(name)

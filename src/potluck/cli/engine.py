@@ -6,12 +6,16 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from potluck.cli.emulate import executor_maker
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
+
+if TYPE_CHECKING:
+    from potluck.engine.model.generation import Generation
 
 MB = 1_000_000
 KEY_VARIABLE = "POTLUCK_API_KEY"
@@ -28,6 +32,13 @@ def engine() -> None:
     "--model", type=click.Path(path_type=Path), help="A model's directory; else the one that ships."
 )
 @click.option("--name", help="The model's name for clients; else its directory's.")
+@click.option(
+    "--generation-config",
+    type=click.Choice(["auto", "none"]),
+    default="auto",
+    show_default=True,
+    help="none: take no defaults from generation_config.json.",
+)
 @click.option("--random-weights", type=int, metavar="SEED", help="Do not read weights; make them up.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
@@ -76,6 +87,7 @@ def engine() -> None:
 def serve(
     model: Path | None,
     name: str | None,
+    generation_config: str,
     random_weights: int | None,
     host: str,
     port: int,
@@ -140,9 +152,20 @@ def serve(
         limits=FaceLimits(deadline_s=deadline_s, lease_s=lease_s),
         kv=KvSettings(host, kv_port, kv_from or LOOPBACK[:1], identity=Identity(*kv_tls) if kv_tls else None),
         make=make,
+        generation=generation_of(directory) if generation_config == "auto" else None,
     )
 
     asyncio.run(run(service, host, port, api_key=key, ready=announce(service.name, service.role, as_json)))
+
+
+def generation_of(directory: Path) -> Generation:
+    """What the model's makers say about drawing tokens, with a warning where it cannot be done."""
+    from potluck.engine.model.generation import FILE, read_generation
+
+    found = read_generation(directory)
+    if found.left_out:
+        click.echo(f"potluck: warning: {FILE}: left out: {', '.join(found.left_out)}", err=True)
+    return found
 
 
 def announce(name: str, role: str, as_json: bool) -> Callable[[str], None]:

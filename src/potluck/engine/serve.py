@@ -18,7 +18,7 @@ from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.batch import Limits
 from potluck.core.values.model import Model
-from potluck.core.values.sampling import Sampling, SamplingDefaults
+from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
 from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.face.app import build, server_log
@@ -31,6 +31,7 @@ from potluck.engine.loop.status import Role
 from potluck.engine.memory.prefix import PrefixCache
 from potluck.engine.model.checkpoint import Files, Seeded, Source
 from potluck.engine.model.config import Config, read_config
+from potluck.engine.model.generation import Generation
 from potluck.kv.store.disk import DiskTier
 from potluck.perf.memory import kv_bytes_per_token
 
@@ -135,9 +136,14 @@ def assemble(
     limits: FaceLimits | None = None,
     kv: KvSettings | None = None,
     make: MakeExecutor = local_executor,
+    generation: Generation | None = None,
 ) -> Service:
     """A service that is ready to start. `model` describes a Hugging Face directory; see `read_config`."""
     config = read_config(directory, model)
+    generation = generation or Generation()
+    for token in (*config.eos_tokens, *generation.end_tokens):
+        if not 0 <= token < config.model.vocab:
+            raise InputError("eos_token_id", f"{token} is not in the vocabulary of {config.model.vocab}")
     if settings.device == "cpu":
         small = config.model.hidden < SMALL_HIDDEN
         torch.set_num_threads(settings.threads or (1 if small else torch.get_num_threads()))
@@ -146,7 +152,7 @@ def assemble(
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
     warm_up(executor)
-    return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv)
+    return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv, generation=generation)
 
 
 def service_of(
@@ -157,7 +163,7 @@ def service_of(
     text: Text | None = None,
     limits: FaceLimits | None = None,
     kv: KvSettings | None = None,
-    defaults: SamplingDefaults | None = None,
+    generation: Generation | None = None,
 ) -> Service:
     """A service around an executor."""
     limits = limits or FaceLimits()
@@ -168,7 +174,7 @@ def service_of(
     disk = None if folder is None else _disk(folder, most_bytes, executor.fingerprint)
     prefixes = PrefixCache(executor.config, settings.prefix_cache_bytes, executor.fingerprint, disk)
     loop = Loop(executor, batch, hub.tell, prefixes=prefixes, lease_s=limits.lease_s)
-    service = Service(name, loop, Driver(loop), hub, text, limits, kv, defaults)
+    service = Service(name, loop, Driver(loop), hub, text, limits, kv, generation)
     service.role = settings.role
     return service
 

@@ -14,7 +14,7 @@ from potluck import __version__
 from potluck.api.errors import Refused
 from potluck.api.tokens import Text
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
-from potluck.core.values.sampling import Sampling, SamplingDefaults
+from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.paced import Paced
 from potluck.engine.face.carriage import Carriage, KvSettings
 from potluck.engine.face.hub import Channel, Hub
@@ -25,6 +25,7 @@ from potluck.engine.loop.requests import Job
 from potluck.engine.loop.status import Counters, Role, Status, step_times
 from potluck.engine.memory.feed import CacheFeed
 from potluck.engine.memory.handover import Parcel
+from potluck.engine.model.generation import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,11 @@ class Service:
         text: Text | None,
         limits: FaceLimits,
         kv: KvSettings | None = None,
-        defaults: SamplingDefaults | None = None,
+        generation: Generation | None = None,
     ) -> None:
         self.name = name
-        self.defaults = defaults or SamplingDefaults()
+        generation = generation or Generation()
+        self.defaults = generation.defaults
         """How tokens are drawn where a request does not say."""
         self.text = text
         self.hub = hub
@@ -77,7 +79,7 @@ class Service:
         """Used in the loop's thread."""
         executor = loop.executor
         self.vocab = executor.config.model.vocab
-        self.eos = frozenset(executor.config.eos_tokens)
+        self.eos = frozenset(executor.config.eos_tokens + generation.end_tokens)
         self.fingerprint = executor.fingerprint
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens

@@ -22,6 +22,7 @@ from torch import Tensor
 from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.model.config import Config, write_config
+from potluck.engine.model.scales import FP8, SUFFIXES, brought_back, read_quantised
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,6 +47,8 @@ class Files:
         self._folder = Path(directory)
         self._file_of = self._names()
         self._open: dict[str, Any] = {}
+        self._blocks: list[tuple[int, int] | None] = []
+        """Of scales: read from the configuration when first needed."""
 
     def _names(self) -> dict[str, str]:
         index = self._folder / INDEX
@@ -89,6 +92,24 @@ class Files:
         return name in self._file_of
 
     def take(self, name: str, *shape: int) -> Tensor:
+        tensor, where = self._read(name)
+        if tensor.dtype in FP8:
+            scales = [name + suffix for suffix in SUFFIXES if self.has(name + suffix)]
+            if not scales:
+                raise FormatError(
+                    where, f"{name} is {tensor.dtype}, and there is no {name}_scale to go with it"
+                )
+            tensor = brought_back(tensor, self._read(scales[0])[0], self._block(), name, where)
+        return checked(tensor, name, shape, where)
+
+    def _block(self) -> tuple[int, int] | None:
+        if not self._blocks:
+            found = read_quantised(self._folder)
+            self._blocks = [None if found is None else found.block]
+        return self._blocks[0]
+
+    def _read(self, name: str) -> tuple[Tensor, str]:
+        """A tensor as it is stored, and where that is."""
         file = self._file_of.get(name)
         if file is None:
             raise FormatError(str(self._folder), f"has no tensor {name}; is config.json of another model?")
@@ -98,7 +119,7 @@ class Files:
             tensor: Tensor = self._open[file].get_tensor(name)
         except (SafetensorError, RuntimeError, KeyError) as error:
             raise FormatError(str(self._folder / file), f"{name} cannot be read ({_line(error)})") from error
-        return checked(tensor, name, shape, str(self._folder / file))
+        return tensor, str(self._folder / file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,18 @@ package may not import that one), or a directory of our own kind, whose config.j
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from potluck.core.codec import decode, encode
-from potluck.core.errors import FormatError, InputError
+from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
+from potluck.engine.model.keys import check_keys
+from potluck.engine.model.members import Members, read_json
+from potluck.engine.model.scales import must_be_readable
 
 OWN_KIND = "potluck"
-LARGEST_FILE_BYTES = 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Rope:
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True
+    """yarn: whether the ends of its ramp are rounded to whole pairs."""
     attention_factor: float = 0.0
     """yarn: what cosines and sines are multiplied by; 0 means that it follows from the others."""
 
@@ -75,7 +78,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for index, layer in enumerate(self.model.layers):
-            problem = _unsupported(layer.attention) or _unsupported_ffn(layer.ffn)
+            problem = _unsupported(layer.attention) or _unsupported_ffn(layer.ffn, self.routing)
             if problem:
                 raise InputError(f"layer {index}", f"{problem} cannot be run by the embedded engine")
         if self.family not in FAMILIES and self.family != OWN_KIND:
@@ -99,13 +102,24 @@ def _unsupported(attention: object) -> str | None:
     return None
 
 
-def _unsupported_ffn(ffn: object) -> str | None:
-    return "experts with biases" if isinstance(ffn, MoeFfn) and ffn.bias else None
+def _unsupported_ffn(ffn: object, routing: Routing) -> str | None:
+    if not isinstance(ffn, MoeFfn):
+        return None
+    if ffn.bias:
+        return "experts with biases"
+    groups, top = routing.groups, routing.top_groups
+    if groups < 1 or ffn.experts % groups or not 1 <= top <= groups:
+        return f"a choice of {top} of {groups} groups of {ffn.experts} experts"
+    if groups > 1 and ffn.experts < 2 * groups:
+        return f"{groups} groups of fewer than two of {ffn.experts} experts"
+    if ffn.active > ffn.experts // groups * top:
+        return f"a choice of {ffn.active} experts within {top} of {groups} groups of {ffn.experts}"
+    return None
 
 
 def read_config(directory: str | Path, model: Model | None = None) -> Config:
     """The configuration in a directory; `model` is needed unless the directory is of our own kind."""
-    values = _read_json(Path(directory) / "config.json")
+    values = read_json(Path(directory) / "config.json")
     kind = values.get("model_type")
     if kind == OWN_KIND:
         return decode(Config, values.get("config"), "config.json: config")
@@ -115,7 +129,9 @@ def read_config(directory: str | Path, model: Model | None = None) -> Config:
         )
     if model is None:
         raise InputError("config.json", f"a model of type {kind} must be described by its core.Model too")
-    return _from_hugging_face(_Fields(values), kind, model)
+    check_keys(values, kind, model)
+    must_be_readable(directory, values)
+    return _from_hugging_face(Members(values), kind, model)
 
 
 def write_config(directory: str | Path, config: Config) -> None:
@@ -124,65 +140,7 @@ def write_config(directory: str | Path, config: Config) -> None:
     Path(directory, "config.json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
 
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise FormatError(str(path), "is too large for a model's configuration")
-        document: object = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read ({error.strerror or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(str(path), f"is not JSON ({str(error).splitlines()[0][:120]})") from error
-    if not isinstance(document, dict):
-        raise FormatError(str(path), "must be a JSON object")
-    return document
-
-
-class _Fields:
-    """Members of a JSON object by name and kind; null counts as missing."""
-
-    def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
-        self._values = values
-        self._where = where
-
-    def number(self, name: str, default: float) -> float:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise FormatError(f"{self._where}: {name}", "must be a number")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise FormatError(f"{self._where}: {name}", "must be true or false")
-        return value
-
-    def text(self, *names: str, default: str) -> str:
-        value = next((self._values[name] for name in names if self._values.get(name) is not None), default)
-        if not isinstance(value, str):
-            raise FormatError(f"{self._where}: {names[0]}", "must be a string")
-        return value
-
-    def part(self, *names: str) -> _Fields:
-        for name in names:
-            value = self._values.get(name)
-            if isinstance(value, dict):
-                return _Fields(value, f"{self._where}: {name}")
-        return _Fields({}, self._where)
-
-    def tokens(self, name: str) -> tuple[int, ...]:
-        value = self._values.get(name)
-        found = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) for item in found):
-            raise FormatError(f"{self._where}: {name}", "must be a token or a list of tokens")
-        return tuple(found)
-
-
-def _from_hugging_face(fields: _Fields, kind: str, model: Model) -> Config:
+def _from_hugging_face(fields: Members, kind: str, model: Model) -> Config:
     dtype = fields.text("dtype", "torch_dtype", default="bfloat16").removeprefix("torch.")
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(
@@ -193,7 +151,7 @@ def _from_hugging_face(fields: _Fields, kind: str, model: Model) -> Config:
         raise InputError("config.json: hidden_act", f"{activation!r} cannot be run; only silu can")
     return Config(
         model=model,
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.above_zero("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
         rope=_rope(fields, kind, model),
         routing=_routing(fields, kind),
         family=kind,
@@ -204,34 +162,46 @@ def _from_hugging_face(fields: _Fields, kind: str, model: Model) -> Config:
     )
 
 
-def _rope(fields: _Fields, family: str, model: Model) -> Rope:
-    """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`."""
-    part = fields.part("rope_parameters", "rope_scaling")
+def _rope(fields: Members, family: str, model: Model) -> Rope:
+    """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`, which is stronger."""
+    part = fields.part("rope_scaling", "rope_parameters")
     kind = part.text("rope_type", "type", default="default")
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise InputError(
             "config.json: rope_type", f"{kind!r} cannot be run; known are default, linear, llama3, yarn"
         )
-    theta = part.number("rope_theta", fields.number("rope_theta", FAMILIES[family]))
+    usual = 0.25 if family in ("qwen3_next", "qwen3_5_text") else 1.0
+    share = part.above_zero("partial_rotary_factor", fields.above_zero("partial_rotary_factor", usual))
+    if share > 1 or (share != 1 and usual == 1):
+        most = "1" if usual == 1 else "at most 1"
+        raise InputError(
+            "config.json: partial_rotary_factor",
+            f"{share:g} cannot be run in a {family} model; only {most} can",
+        )
     latent = any(isinstance(layer.attention, LatentAttention) for layer in model.layers)
+    low, high = part.above_zero("low_freq_factor", 1.0), part.above_zero("high_freq_factor", 4.0)
+    if low >= high:
+        raise InputError("config.json: low_freq_factor", f"{low:g} must be below high_freq_factor, {high:g}")
+    original = part.above_zero("original_max_position_embeddings", model.max_context_tokens)
     return Rope(
-        theta=theta,
+        theta=part.above_zero("rope_theta", fields.above_zero("rope_theta", FAMILIES[family])),
         kind=decode(Literal["default", "linear", "llama3", "yarn"], kind, "rope_type"),  # type: ignore[arg-type]
-        share=part.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)),
+        share=share,
         interleaved=latent and fields.flag("rope_interleave", True),
-        factor=part.number("factor", 1.0),
-        original_tokens=int(part.number("original_max_position_embeddings", model.max_context_tokens)),
-        low_freq_factor=part.number("low_freq_factor", 1.0),
-        high_freq_factor=part.number("high_freq_factor", 4.0),
-        beta_fast=part.number("beta_fast", 32.0),
-        beta_slow=part.number("beta_slow", 1.0),
+        factor=part.above_zero("factor", model.max_context_tokens / original if kind == "yarn" else 1.0),
+        original_tokens=int(original),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=part.above_zero("beta_fast", 32.0),
+        beta_slow=part.above_zero("beta_slow", 1.0),
         mscale=part.number("mscale", 0.0),
         mscale_all_dim=part.number("mscale_all_dim", 0.0),
-        attention_factor=part.number("attention_factor", 0.0),
+        truncate=part.flag("truncate", True),
+        attention_factor=part.above_zero("attention_factor", 1.0) if part.has("attention_factor") else 0.0,
     )
 
 
-def _routing(fields: _Fields, kind: str) -> Routing:
+def _routing(fields: Members, kind: str) -> Routing:
     if kind in ("deepseek_v3", "kimi_k2"):
         return Routing(
             scoring="sigmoid",
@@ -241,7 +211,11 @@ def _routing(fields: _Fields, kind: str) -> Routing:
             top_groups=int(fields.number("topk_group", 1)),
         )
     if kind == "deepseek_v2":
-        limited = fields.text("topk_method", default="greedy") == "group_limited_greedy"
+        method = fields.text("topk_method", default="greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            known = "greedy, group_limited_greedy"
+            raise InputError("config.json: topk_method", f"{method!r} cannot be run; known are {known}")
+        limited = method == "group_limited_greedy"
         return Routing(
             normalised=False,
             scale=fields.number("routed_scaling_factor", 1.0),

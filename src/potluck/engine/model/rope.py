@@ -27,8 +27,11 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
         return plain * kept + plain / rope.factor * (1 - kept)
     if rope.kind == "yarn":
         low, high = (_dim_of_turns(rope, dim, turns) for turns in (rope.beta_fast, rope.beta_slow))
-        low, high = max(floor(low), 0), min(ceil(high), dim - 1)
-        ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+        if rope.truncate:
+            low, high = floor(low), ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        spread = 0.001 if low == high else high - low
+        ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / spread).clamp(0, 1)
         return plain / rope.factor * ramp + plain * (1 - ramp)
     return plain
 

@@ -1,0 +1,111 @@
+"""generation_config.json: what ends an answer and how tokens are drawn, where a request does not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_models import KINDS, VOCAB
+from face_kit import NAME, face, letters, played
+
+from potluck.cli.engine import generation_of
+from potluck.core.errors import InputError, PotluckError
+from potluck.core.values.sampling import SamplingDefaults
+from potluck.engine.face.service import Service
+from potluck.engine.model.checkpoint import Seeded, save
+from potluck.engine.model.generation import NEUTRAL, Generation, read_generation
+from potluck.engine.model.reference import Reference
+from potluck.engine.serve import Settings, assemble
+
+
+def written(folder: Path, values: object) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "ends", "defaults"),
+    [
+        ({}, (), SamplingDefaults()),
+        ({"eos_token_id": 7}, (7,), SamplingDefaults()),
+        ({"eos_token_id": [7, 9], "transformers_version": "5"}, (7, 9), SamplingDefaults()),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, (), SamplingDefaults(0.6, 0, 0.9)),
+        ({"temperature": 0.7, "top_k": 20, "min_p": 0.05}, (), SamplingDefaults(0.7, 20, 1.0, 0.05)),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 20}, (), SamplingDefaults(0.0)),
+        ({"do_sample": None, "temperature": None, "top_k": -1}, (), SamplingDefaults()),
+    ],
+)
+def test_what_the_file_says_counts(
+    tmp_path: Path, values: dict[str, Any], ends: tuple[int, ...], defaults: SamplingDefaults
+) -> None:
+    assert read_generation(tmp_path) == Generation()
+    assert read_generation(written(tmp_path, values)) == Generation(ends, defaults)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "generation_config.json"),
+        ({"eos_token_id": "</s>"}, "generation_config.json: eos_token_id"),
+        ({"temperature": -1}, "generation_config.json: temperature"),
+        ({"temperature": "hot"}, "generation_config.json: temperature"),
+        ({"top_p": 2}, "generation_config.json: top_p"),
+        ({"do_sample": 1}, "generation_config.json: do_sample"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(tmp_path: Path, values: object, words: str) -> None:
+    with pytest.raises(PotluckError) as caught:
+        read_generation(written(tmp_path, values))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_done_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, {"repetition_penalty": 1.05, "num_beams": 4, "guidance_scale": None})
+    found = generation_of(tmp_path)
+    assert found.left_out == ("repetition_penalty 1.05", "num_beams 4")
+    assert (
+        "generation_config.json: left out: repetition_penalty 1.05, num_beams 4\n" in capsys.readouterr().err
+    )
+    written(tmp_path, {key: values[0] for key, values in NEUTRAL.items() if values})
+    assert generation_of(tmp_path).left_out == ()
+    assert capsys.readouterr().err == ""
+
+
+def started(folder: Path) -> Service:
+    settings = Settings(max_running=2, max_tokens=64, prefix_cache_bytes=0)
+    service = assemble(folder, None, settings, name=NAME, generation=read_generation(folder))
+    service.text = letters()
+    return service
+
+
+async def said(folder: Path, **fields: Any) -> tuple[str, str]:
+    body = {"model": NAME, "prompt": [5, 6, 7], "max_tokens": 8, **fields}
+    async with face(started(folder)) as client:
+        status, reply = await client.post("/v1/completions", body)
+    assert status == 200, reply
+    return reply["choices"][0]["text"], reply["choices"][0]["finish_reason"]
+
+
+def test_requests_that_do_not_say_get_the_models_defaults(tmp_path: Path) -> None:
+    save(tmp_path, KINDS["full"], Reference(KINDS["full"], Seeded(1)).tensors())
+
+    async def scene() -> None:
+        greedy, why = await said(tmp_path, temperature=0)
+        assert (len(greedy), why) == (8, "length")
+        written(tmp_path, {"do_sample": False})
+        assert await said(tmp_path) == (greedy, why)
+        warm = {await said(tmp_path, temperature=30, seed=seed) for seed in (1, 2)}
+        assert (greedy, why) not in warm  # what a request says is stronger
+        letter = greedy[2]
+        end = letters().encode(letter)[0]
+        written(tmp_path, {"do_sample": False, "eos_token_id": [end]})
+        assert await said(tmp_path) == (greedy[: greedy.index(letter)], "stop")
+        assert await said(tmp_path, ignore_eos=True) == (greedy, why)
+
+    played(scene)
+    written(tmp_path, {"eos_token_id": [3, VOCAB]})
+    with pytest.raises(InputError, match=f"^eos_token_id: {VOCAB} is not in the vocabulary"):
+        started(tmp_path)
