@@ -124,9 +124,7 @@ def serve(
         from potluck.engine.serve import serve as run
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
-    key = api_key(api_key_file)
-    if host not in LOOPBACK and key is None:
-        click.echo(f"potluck: warning: {host} is open to others and no key is set", err=True)
+    key = key_for(host, api_key_file)
     directory = model or shipped_model()
     make = executor_maker(
         emulate,
@@ -190,6 +188,14 @@ def described(directory: Path) -> Model | None:
     except (OSError, ValueError, KeyError, TypeError):
         own = False  # whoever reads the file next says what is wrong with it
     return None if own else read_model(directory)
+
+
+def key_for(host: str, file: Path | None) -> str | None:
+    """The clients' key, with a warning where others can reach the engine and there is none."""
+    key = api_key(file)
+    if host not in LOOPBACK and key is None:
+        click.echo(f"potluck: warning: {host} is open to others and no key is set", err=True)
+    return key
 
 
 def api_key(file: Path | None) -> str | None:
