@@ -17,15 +17,16 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "core": frozenset(),
+    "native": frozenset(),
     "catalog": frozenset({"core"}),
     "spec": frozenset({"core", "catalog"}),
     "perf": frozenset({"core"}),
-    "plan": frozenset({"core", "perf"}),
+    "plan": frozenset({"core", "perf", "native"}),
     "sim": frozenset({"core", "perf"}),
     "rehearse": frozenset({"core", "perf", "plan", "sim"}),
-    "kv": frozenset({"core"}),
+    "kv": frozenset({"core", "native"}),
     "api": frozenset({"core"}),
-    "engine": frozenset({"core", "api", "kv", "perf"}),
+    "engine": frozenset({"core", "api", "kv", "native", "perf"}),
     "gateway": frozenset({"core", "api"}),
     "control": frozenset({"core", "plan"}),
 }

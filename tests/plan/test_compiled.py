@@ -19,20 +19,6 @@ def test_a_compiled_function_gives_the_same() -> None:
     assert compiled(add)(2, 3) == add(2, 3)
 
 
-def test_without_a_folder_to_write_to_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, asked = numba.njit, []
-
-    def njit(**chosen: Any) -> Callable[..., Any]:
-        asked.append(chosen.get("cache", False))
-        if chosen.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(**chosen)
-
-    monkeypatch.setattr(numba, "njit", njit)
-    assert compiled(add)(2, 3) == 5
-    assert asked == [True, False]
-
-
 def test_without_the_undocumented_switch_it_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = numba.njit, []
 

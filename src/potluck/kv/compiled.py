@@ -1,18 +1,14 @@
-"""Compiling inner loops with numba, and keeping the machine code on disk.
-
-numba looks for a folder that it can write to: `NUMBA_CACHE_DIR` when that is set, else `__pycache__` beside the
-module, else the user's cache folder. Where there is none, functions are compiled anew in every process.
-"""
+"""Compiling the inner loops of kv and engine (`native/machine_code.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 from numba.core import options
 
-Function = Callable[..., Any]
+from potluck.native.machine_code import Function, machine_code
+
+__all__ = ["Function", "compiled"]
 
 
 def compiled(function: Function, *signatures: str, arrays: bool = False, **more: Any) -> Function:
@@ -23,9 +19,5 @@ def compiled(function: Function, *signatures: str, arrays: bool = False, **more:
     chosen: dict[str, Any] = {"nogil": True, "error_model": "numpy", **more}
     if not arrays and hasattr(options.DefaultOptions, "_nrt"):
         chosen["_nrt"] = False
-    types = list(signatures) or None
-    try:
-        fast: Function = numba.njit(types, cache=True, **chosen)(function)
-    except RuntimeError:  # numba's word for having found no folder
-        fast = numba.njit(types, **chosen)(function)
+    fast: Function = machine_code(function, signatures, **chosen)
     return fast

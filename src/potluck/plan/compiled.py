@@ -1,8 +1,4 @@
-"""Compiling inner loops with numba, and keeping the machine code on disk.
-
-numba looks for a folder that it can write to: `NUMBA_CACHE_DIR` when that is set, else `__pycache__` beside
-the module, else (a package installed read-only) the user's cache folder. Where none can be written to, the
-functions are compiled anew in every process: slower to start, otherwise the same.
+"""Compiling the planner's inner loops (`native/machine_code.py`).
 
 Compiled functions must not create arrays: they work on what their caller gives them. So nothing has to be
 counted as used or freed, which otherwise takes more time than the search itself. numba's switch for that is
@@ -14,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numba
 from numba.core import options
+
+from potluck.native.machine_code import machine_code
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,8 +23,4 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     chosen: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     if hasattr(options.DefaultOptions, "_nrt"):
         chosen["_nrt"] = False
-    try:
-        fast = numba.njit(cache=True, **chosen)(function)
-    except RuntimeError:  # numba's word for having found no folder
-        fast = numba.njit(**chosen)(function)
-    return cast(Callable[P, R], fast)
+    return cast(Callable[P, R], machine_code(function, **chosen))

@@ -13,6 +13,7 @@ that one.
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 import numba
@@ -44,8 +45,9 @@ def store(number: Any, like: Any) -> Any:
     """The nearest element of the kind of `like`, ties to even; beyond the finite ones the last of these."""
 
 
-HAS_HALF = bool(binding.get_host_cpu_features().get("f16c"))
-"""Whether the processor itself converts float16; without it LLVM would call a library that may not be there."""
+HAS_HALF = platform.machine() in ("aarch64", "arm64") or bool(binding.get_host_cpu_features().get("f16c"))
+"""Whether the processor itself converts float16, as all 64-bit ARM ones do; without it LLVM would call a library that
+may not be there."""
 
 
 @intrinsic

@@ -1,0 +1,96 @@
+"""Machine code on disk that is of no use costs a compilation, never a start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+
+from potluck.native.machine_code import machine_code
+
+
+def double(number):  # type: ignore[no-untyped-def]
+    return number + number
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def started() -> Any:
+    """As in a process of its own: nothing is known but what lies on disk."""
+    fast = machine_code(double, nogil=True)
+    assert fast(21) == 42
+    return fast
+
+
+def from_disk(fast: Any) -> bool:
+    return sum(fast.stats.cache_hits.values()) == 1
+
+
+def files(folder: Path, ending: str) -> list[Path]:
+    found = list(folder.rglob(f"*.{ending}"))
+    assert found
+    return found
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:40])
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def renamed_since(file: Path) -> None:
+    """Names a class that is no longer there, as after a new version."""
+    file.write_bytes(b"cpotluck.native.machine_code\n_Gone\n.")
+
+
+def garbled(file: Path) -> None:
+    file.write_bytes(bytes(byte ^ 0x55 for byte in file.read_bytes()))
+
+
+@pytest.mark.parametrize("damage", [cut_short, emptied, renamed_since, garbled])
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_what_cannot_be_read_is_made_anew(folder: Path, ending: str, damage: Callable[[Path], None]) -> None:
+    assert not from_disk(started())
+    assert from_disk(started())
+    for file in files(folder, ending):
+        damage(file)
+    assert not from_disk(started())
+    assert from_disk(started())
+
+
+def test_what_is_compiled_at_once_survives_as_well(folder: Path) -> None:
+    for _ in range(2):
+        fast = machine_code(double, ["int64(int64)"], nogil=True)
+        assert fast(4) == 8
+        for file in files(folder, "nbi"):
+            renamed_since(file)
+
+
+def test_without_room_on_disk_it_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.caching import IndexDataCacheFile
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "_open_for_write", full)
+    started()
+    assert not list(folder.rglob("*.nbi"))
+
+
+def test_without_a_folder_it_is_compiled_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.dispatcher import Dispatcher
+
+    def none(self: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(Dispatcher, "enable_caching", none)
+    assert not from_disk(started())
