@@ -45,7 +45,10 @@ def run(
     seeds: Sequence[int] = (),
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Measure, print, and return the exit code: 0 unless a target names a figure that is not there."""
+    """Measure, print, and return the exit code: 0 unless a target names a figure that is not there.
+
+    A quick run may leave figures out (see `Budget`); it names those that have a target.
+    """
     parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py")
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -53,7 +56,10 @@ def run(
     started = context(seeds, quick=options.quick)
     figures = {key: float(value) for key, value in measure(options.quick).items()}
     missing = sorted(set(targets) - set(figures))
-    if missing:
+    if missing and options.quick:
+        print(f"{name}: left out by --quick: {', '.join(missing)}", file=sys.stderr)
+        targets = {key: target for key, target in targets.items() if key in figures}
+    elif missing:
         print(f"{name}: no figure for the target(s) {', '.join(missing)}", file=sys.stderr)
         return 1
     report = {
@@ -67,6 +73,31 @@ def run(
     return 0
 
 
+class Budget:
+    """CPU-seconds for a quick run, so that it ends in time on a slow machine: what would take longer is left out, and
+    named. A run that is not quick has no end."""
+
+    def __init__(self, quick: bool, cpu_s: float = 30.0) -> None:
+        self._quick, self._left_s, self._before_s = quick, cpu_s, self._now_s()
+
+    def spend(self, cpu_s: float) -> None:
+        """What a process has spent that has not ended."""
+        self._left_s -= cpu_s
+
+    def allows(self, what: str, cpu_s: float = 0.0) -> bool:
+        """Whether something that takes about so long may begin; if not, says that it is left out."""
+        if not self._quick or self._now_s() - self._before_s + cpu_s <= self._left_s:
+            return True
+        print(f"left out, for lack of time: {what}", file=sys.stderr)
+        return False
+
+    @staticmethod
+    def _now_s() -> float:
+        """Of this process and those of its children that have ended."""
+        times = os.times()
+        return times.user + times.system + times.children_user + times.children_system
+
+
 def holds(figure: float, target: tuple[str, float]) -> bool:
     """Whether a figure meets `(op, number)`."""
     return OPERATORS[target[0]](figure, target[1])
@@ -77,7 +108,7 @@ def as_table(report: Mapping[str, object], targets: Targets) -> str:
     figures, known = report["figures"], report["context"]
     assert isinstance(figures, dict)
     assert isinstance(known, dict)
-    width = max(map(len, figures))
+    width = max(map(len, figures), default=0)
     lines = [str(report["name"])]
     for key, value in figures.items():
         line = f"  {key:<{width}}  {value:>10.4g}"
@@ -120,6 +151,39 @@ def compiled_copy() -> bool:
     made = COMPILED / ".made"
     files = [file for folder in ("core", "sim") for file in (ROOT / "src" / "potluck" / folder).rglob("*.py")]
     return made.exists() and made.stat().st_mtime >= max(file.stat().st_mtime for file in files)
+
+
+def spent_cpu_s(pid: int) -> float:
+    """CPU-seconds of another process that is still running."""
+    if sys.platform == "linux":
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    days, _, rest = _ps(pid, "time").rpartition("-")
+    total_s = 0.0
+    for part in rest.split(":"):
+        total_s = total_s * 60 + float(part)
+    return total_s + 86_400 * int(days or 0)
+
+
+def most_resident_mb(pid: int) -> float:
+    """Of another process, up to now; where only the present is known, that."""
+    if sys.platform == "linux":
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1000
+        raise RuntimeError("the kernel does not say how much is resident")
+    return int(_ps(pid, "rss")) / 1000
+
+
+def peak_bytes() -> float:
+    """Memory that this process had at most."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def _ps(pid: int, field: str) -> str:
+    command = ["ps", "-o", f"{field}=", "-p", str(pid)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _once_s(work: Callable[[], object]) -> float:

@@ -47,13 +47,14 @@ TARGETS = {
     "mmc_sojourn_error": ("<=", 0.01),
 }
 MEMORY = """
-import resource, sys
+import sys
 sys.path[:0] = [{folder!r}]
+import common
 import simulate_fleets as fleets
 from potluck.sim.run import simulate
 problem = fleets.aggregated(8)
 result = simulate(problem, fleets.requests(problem, {count}, {seed}))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(common.peak_bytes())
 """
 
 
@@ -202,7 +203,7 @@ def million_gb(quick: bool) -> float:
 def peak_gb(count: int) -> float:
     code = MEMORY.format(folder=str(ROOT / "benchmarks"), seed=SEED, count=count)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
-    return int(done.stdout) / 1e9
+    return float(done.stdout) / 1e9
 
 
 class Steady:

@@ -12,7 +12,6 @@ shares nothing with the compiled one but its list of partitions.
 
 from __future__ import annotations
 
-import resource
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import cpu_s, run
+from common import cpu_s, peak_bytes, run
 from potluck.catalog import models, nodes
 from potluck.core.values.types import NodeType, Slo
 from potluck.plan.library import pipeline_libraries
@@ -77,7 +76,7 @@ def measure(quick: bool) -> dict[str, float]:
     figures["total_cpu_s"] = cpu_s(lambda: all_libraries(kinds, prune=True), repeats)
     figures["stage_rates_cpu_s"] = cpu_s(lambda: all_rates(kinds), repeats)
     figures["every_cpu_s"] = cpu_s(lambda: all_libraries(kinds, prune=False), repeats)
-    figures["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    figures["peak_bytes"] = peak_bytes()
     kept, every = all_libraries(kinds, prune=True), all_libraries(kinds, prune=False)
     figures["templates_before_pruning"] = sum(library.valid for library in kept)
     figures["templates_after_pruning"] = sum(map(len, kept))

@@ -109,12 +109,20 @@ def _must_fit(model: Model, size: Size, device: str) -> None:
     """A machine that is asked for more memory than it has may not say so, but end this process later."""
     single = 2 if device == "cpu" else 1  # what has 16 bits elsewhere has 32 on a CPU
     needed = single * size.blocks * BLOCK_TOKENS * kv_bytes_per_token(model, range(model.layer_count))
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cpu" and needed > there:
+    there = _memory_bytes()
+    if device == "cpu" and there is not None and needed > there:
         raise CapacityError(
             f"{size.blocks} KV blocks need {needed / 1e9:.1f} GB, this machine has {there / 1e9:.1f} GB; "
             "lower --kv-blocks"
         )
+
+
+def _memory_bytes() -> int | None:
+    """Of this machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def warm_up(executor: Executor) -> None:
@@ -186,6 +194,14 @@ def _disk(folder: Path, capacity_bytes: int, fingerprint: str) -> DiskTier:
         raise InputError("--prefix-cache-dir", f"{folder}: {error.strerror or error}") from error
 
 
+def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, call)
+        except NotImplementedError:  # a system whose loops hear of no signals
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
+
+
 async def serve(
     service: Service, host: str, port: int, *, api_key: str | None, ready: Callable[[str], None]
 ) -> None:
@@ -205,8 +221,7 @@ async def serve(
         except OSError as error:
             raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
         stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        _on_signals(asyncio.get_running_loop(), stop.set)
         bound = runner.addresses[0]
         shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
         ready(f"http://{shown}:{bound[1]}")

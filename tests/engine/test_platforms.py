@@ -1,0 +1,108 @@
+"""Systems that lack something: simulated by taking it away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_models import KINDS
+
+from potluck.core.errors import CapacityError
+from potluck.engine.compute.runner import Size
+from potluck.engine.numbers.kernels import tiles
+from potluck.engine.pipeline import wire
+from potluck.engine.serve import _must_fit, _on_signals
+
+FAR_TOO_MANY = Size(8, 10**9, 1024)
+
+
+def gone(*_: object) -> None:
+    raise ValueError("unrecognized configuration name")
+
+
+def test_without_the_size_of_memory_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = KINDS["full"].model
+    with pytest.raises(CapacityError, match="lower --kv-blocks"):
+        _must_fit(model, FAR_TOO_MANY, "cpu")
+    monkeypatch.setattr(os, "sysconf", gone)
+    _must_fit(model, FAR_TOO_MANY, "cpu")
+    monkeypatch.delattr(os, "sysconf")
+    _must_fit(model, FAR_TOO_MANY, "cpu")
+
+
+def test_an_engine_ends_by_a_signal_where_loops_hear_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Callable[..., object]] = {}
+    monkeypatch.setattr(signal, "signal", lambda number, call: handlers.update({number: call}))
+
+    async def scene() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+        def none(*_: object) -> None:
+            raise NotImplementedError
+
+        monkeypatch.setattr(loop, "add_signal_handler", none)
+        _on_signals(loop, stop.set)
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+        await asyncio.wait_for(stop.wait(), 5)
+
+    asyncio.run(scene())
+    assert set(handlers) == {signal.SIGINT, signal.SIGTERM}
+
+
+@pytest.mark.parametrize("missing", [["TCP_KEEPIDLE"], ["TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"]])
+def test_connections_without_keep_alive_options(missing: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in missing:
+        monkeypatch.delattr(socket, name)
+    monkeypatch.setattr(socket, "TCP_KEEPALIVE", 4, raising=False)  # a Mac's name; the number is Linux's
+    with socket.socket() as connection:
+        wire._keep_alive(connection)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.getsockopt(socket.IPPROTO_TCP, 4) == 10
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")]
+)
+def test_other_processors_have_no_tiles(system: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert not tiles.available()
+
+
+def test_benchmarks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import common
+
+    here = common.spent_cpu_s(os.getpid())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    said = {"time": "1-02:03:04.50", "rss": "2048"}
+    monkeypatch.setattr(common, "_ps", lambda pid, field: said[field])
+    assert common.spent_cpu_s(1) == 86_400 + 2 * 3600 + 3 * 60 + 4.5
+    assert common.most_resident_mb(1) == 2.048
+    assert here > 0
+    assert common.peak_bytes() > 0
+
+
+def test_a_quick_benchmark_leaves_out_what_has_no_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import common
+
+    budget = common.Budget(True, 5.0)
+    assert budget.allows("one", 4.0)
+    budget.spend(4.5)
+    assert not budget.allows("two", 4.0)
+    assert common.Budget(False, 0.0).allows("three", 1e9)
+    assert "left out, for lack of time: two" in capsys.readouterr().err
+    targets = {"a": (">=", 1.0), "b": (">=", 1.0)}
+    assert common.run("made up", lambda quick: {"a": 2.0}, targets, arguments=["--quick"]) == 0
+    assert "left out by --quick: b" in capsys.readouterr().err
+    assert common.run("made up", lambda quick: {"a": 2.0}, targets, arguments=[]) == 1
