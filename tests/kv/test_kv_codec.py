@@ -247,7 +247,6 @@ def test_four_bits_take_at_most_28_percent_of_sixteen() -> None:
 def test_both_ways_to_convert_float16_agree_with_numpy() -> None:
     every = np.arange(65536, dtype=np.uint16)
     with np.errstate(invalid="ignore"):  # Some processors say so of NaNs.
-        with np.errstate(invalid="ignore"):  # some processors make a fuss about NaNs that they convert
         exact = every.view(np.float16).astype(np.float32)
     finite = np.isfinite(exact)
     wide = numbers(5, 4000, "float32", "wide") * np.float32(50)
