@@ -198,7 +198,7 @@ def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> No
     for number in (signal.SIGINT, signal.SIGTERM):
         try:
             loop.add_signal_handler(number, call)
-        except NotImplementedError:  # a system whose loops hear of no signals
+        except RuntimeError:  # a system whose loops hear of no signals
             signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))
 
 
