@@ -22,7 +22,7 @@ State = Literal["starting", "ready", "draining"]
 
 PRIOR_S = 4.0
 """Seconds of work by which the plan is believed against what is observed."""
-KEEP = 1.0 - 1.0 / 32
+KEEP = 1.0 - 1.0 / 16
 """How much of what was observed before still counts after one more observation."""
 LEAST, MOST = 1.0 / 8.0, 8.0
 """Paces that are believed."""
@@ -167,17 +167,21 @@ class Fleet:
     def prefilled(self, view: View, prefill_tokens: int) -> None:
         """Of a segment that goes on decoding, the prompt is computed."""
         view.open_prefill_tokens -= prefill_tokens
+        facts = view.facts
+        if facts is not None:
+            view.done_s += facts.prefill_fixed_s + prefill_tokens * facts.prefill_s_per_token
+            view.done_prompts += 1
+
+    def handed(self, view: View, prefill_tokens: int) -> None:
+        """A segment before the last is computed and handed on."""
+        self.prefilled(view, prefill_tokens)
+        view.open_requests -= 1
 
     def close(self, view: View, prefill_tokens: int, context_tokens: int) -> None:
         """A segment is done, or given up with so much of it still open."""
         view.open_requests -= 1
         view.open_prefill_tokens -= prefill_tokens
         view.open_context_tokens -= context_tokens
-
-    def computed(self, view: View, planned_s: float) -> None:
-        """A prompt was computed there."""
-        view.done_s += planned_s
-        view.done_prompts += 1
 
     def learn(self, at_s: float, view: View, observed_s: float, planned_s: float) -> None:
         """Something took so long that should have taken so long."""

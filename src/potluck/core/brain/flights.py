@@ -56,7 +56,6 @@ class Flights:
         self._router = router
         self._steward = steward
         self._speeds = speeds
-        self._learns = policy.balance == "learned"
         self._admission = admission
         self._room = admission.room
         self._lobby = Lobby(admission, router, table, self._run, self._turned_away, self._hold)
@@ -162,7 +161,10 @@ class Flights:
     def _hand_on(self, at_s: float, flight: Flight) -> list[Action]:
         """The next of the earlier segments is done."""
         view, tokens = flight.earlier[flight.done]
-        self._fleet.close(view, tokens, 0)
+        if tokens:
+            self._fleet.handed(view, tokens)
+        else:
+            self._fleet.close(view, 0, 0)
         flight.done += 1
         if flight.long:
             self._room.computed(flight)
@@ -170,8 +172,7 @@ class Flights:
         onto = flight.earlier[flight.done][0] if going_on else flight.last
         if flight.link and not going_on:
             self._router.links.arrived(flight)
-        if tokens and onto is not None:
-            self._speeds.computed(at_s, flight, view, tokens)
+        if flight.watched_s >= 0 and onto is not None:
             self._speeds.handed(at_s, flight, view, onto)
         actions: list[Action] = []
         if going_on:
@@ -185,8 +186,6 @@ class Flights:
         """What balances by load count for the prompt is done."""
         if len(flight.charges) == 2:
             (target, load), rest = flight.charges
-            if self._learns:
-                target.timed()
             target.lighten(load)
             flight.charges = (rest,)
 
@@ -202,7 +201,6 @@ class Flights:
         if flight.last is not None:
             if flight.last_tokens:
                 self._fleet.prefilled(flight.last, flight.last_tokens)
-                self._speeds.computed(at_s, flight, flight.last, flight.last_tokens)
                 flight.last_tokens = 0
                 self._prompt_done(flight)
             self._speeds.began(at_s, flight, flight.last)
@@ -222,7 +220,8 @@ class Flights:
             self._room.ended(at_s, flight, flight.last, event.output_tokens)
         if self._watches:
             self._steward.finished(at_s, flight, event.output_tokens)
-        self._speeds.ended(at_s, flight, event.output_tokens)
+        if flight.watched_s >= 0:
+            self._speeds.ended(at_s, flight, event.output_tokens)
         return self.release(at_s, flight)
 
     def cancelled(self, at_s: float, event: told.Cancelled) -> list[Action]:
@@ -263,8 +262,6 @@ class Flights:
             self._router.links.arrived(flight)
         if flight.charges:
             for target, load in flight.charges:
-                if self._learns:
-                    target.timed()
                 target.lighten(load)
             flight.charges = ()
         actions = self._leave_pair(at_s, flight) if flight.pair is not None else []

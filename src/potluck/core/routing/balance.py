@@ -39,69 +39,86 @@ class Chooser(Protocol):
     def members(self) -> tuple[Target, ...]: ...
 
 
+class _Place:
+    """A target's place in an index. Heap items whose stamp is not the place's are old and skipped."""
+
+    __slots__ = ("key", "member", "offset", "stamp", "weight")
+
+    def __init__(self, member: Target, weight: float, offset: float) -> None:
+        self.member = member
+        self.weight = weight
+        self.offset = offset
+        self.key = inf
+        """That of its heap item: never more than what it would be now."""
+        self.stamp = 0
+
+
 class Least:
     """The target with the least (load + offset) x pace; of equals the one that was set, or grew lighter, first."""
 
-    __slots__ = ("_heap", "_offset_of", "_offsets", "_stamp", "_stamps", "total")
+    __slots__ = ("_heap", "_offset_of", "_places", "_stamp", "total")
 
     def __init__(self, offset_of: Callable[[Target, float], float]) -> None:
         self.total = 0.0
         """Sum of the weights."""
         self._offset_of = offset_of
         """From a target and its weight to what is added to its load."""
-        self._heap: list[tuple[float, int, Target]] = []
-        self._offsets: dict[Target, tuple[float, float]] = {}
-        """weight and offset"""
-        self._stamps: dict[Target, int] = {}
+        self._heap: list[tuple[float, int, _Place]] = []
+        self._places: dict[Target, _Place] = {}
         self._stamp = 0
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._places)
 
     def __contains__(self, member: Target) -> bool:
-        return member in self._offsets
+        return member in self._places
 
     def members(self) -> tuple[Target, ...]:
-        return tuple(self._offsets)
+        return tuple(self._places)
 
     def set(self, member: Target, weight: float) -> None:
         """Add, change, or remove with a weight of 0."""
-        old = self._offsets.pop(member, None)
+        old = self._places.pop(member, None)
         if old is not None:
-            self.total -= old[0]
-            del self._stamps[member]
+            self.total -= old.weight
+            old.stamp = -1
             member.indexes.remove(self)
         if 0 < weight < inf:
             self.total += weight
-            self._offsets[member] = (weight, self._offset_of(member, weight))
+            self._places[member] = _Place(member, weight, self._offset_of(member, weight))
             member.indexes.append(self)
             self.lighter(member)
-        elif not self._offsets:
+        elif not self._places:
             self.total = 0.0
             self._heap = []
 
     def lighter(self, member: Target) -> None:
-        """Its load fell: it may be the least now."""
-        if member not in self._offsets:
+        """Its load fell: it may be the least now. While its item says still less, that will be put right there."""
+        place = self._places.get(member)
+        if place is None:
+            return
+        key = (member.load + place.offset) * member.pace
+        if key >= place.key:
             return
         self._stamp += 1
-        self._stamps[member] = self._stamp
-        key = (member.load + self._offsets[member][1]) * member.pace
-        heappush(self._heap, (key, self._stamp, member))
-        if len(self._heap) > 2 * len(self._offsets) + 32:
-            self._heap = [((m.load + self._offsets[m][1]) * m.pace, s, m) for m, s in self._stamps.items()]
+        place.stamp, place.key = self._stamp, key
+        heappush(self._heap, (key, self._stamp, place))
+        if len(self._heap) > 2 * len(self._places) + 32:
+            self._heap = [(each.key, each.stamp, each) for each in self._places.values()]
             heapify(self._heap)
 
     def pick(self) -> Target | None:
-        heap, stamps = self._heap, self._stamps
+        heap = self._heap
         while heap:
-            key, stamp, member = heap[0]
-            if stamps.get(member) != stamp:
+            key, stamp, place = heap[0]
+            if place.stamp != stamp:
                 heappop(heap)
                 continue
-            now = (member.load + self._offsets[member][1]) * member.pace
+            member = place.member
+            now = (member.load + place.offset) * member.pace
             if now > key:
-                heapreplace(heap, (now, stamp, member))
+                place.key = now
+                heapreplace(heap, (now, stamp, place))
                 continue
             return member
         return None

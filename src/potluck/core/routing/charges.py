@@ -44,6 +44,19 @@ class Charges:
         for load in loads:
             target.load += load
 
+    def plain(self, flight: Flight, target: Target, view: View) -> None:
+        """The same on a single replica that computes all of the prompt: most requests, so written out."""
+        facts = view.facts
+        if facts is None or not self._learns:
+            self.whole(flight, target, flight.prompt_tokens, [view], [view])
+            return
+        first_s = facts.prefill_fixed_s + flight.prompt_tokens * facts.prefill_s_per_token
+        answer_tokens = self._speeds.answer_tokens(flight.request.model, flight.output_tokens)
+        rest_s = answer_tokens * facts.decode_step_s / max(1, facts.decode_batch)
+        target.load += first_s
+        target.load += rest_s
+        flight.charges = ((target, first_s), (target, rest_s))
+
     def flow(self, flight: Flight, first: Target, second: Target, tokens: int) -> None:
         """The prompt on one target, the answer on another."""
         assert first.view is not None

@@ -109,9 +109,7 @@ class Router:
         if ways is None:
             ways = self._table.ways(table, bucket, total)
         room = self._room
-        if ways.simple and not (
-            self._by_load or flight.avoid or flight.request.blocks or (room is not None and room.several)
-        ):
+        if ways.simple and not (flight.avoid or flight.request.blocks or (room is not None and room.several)):
             # By far the most requests: written out, as each call would cost as much as the decision.
             target = ways.closed.prefills.pick()
             if target is not None:
@@ -128,6 +126,8 @@ class Router:
                 flight.route, flight.state, flight.last = target.route, RUNNING, view
                 flight.last_tokens = prompt
                 self._fleet.open(view, prompt, total)
+                if self._by_load:
+                    self._charges.plain(flight, target, view)
                 return SENT
         self._full = False
         answer = self._through(ways, flight, table)

@@ -25,7 +25,9 @@ from potluck.core.routing.balance import decode_seconds
 
 FADE_S = 10.0
 """A replica without news for so long is believed half as much."""
-ANSWERS = 64
+FEW, SAMPLE = 8, 4
+"""With fewer open requests all are timed, else one in so many: those open at a time see much the same."""
+ANSWERS = 32
 """Answers over which their length is averaged."""
 
 
@@ -62,32 +64,26 @@ class Speeds:
     # As requests go on.
 
     def began(self, at_s: float, flight: Flight, view: View) -> None:
-        """What a replica does for a request from now on is watched."""
-        flight.watched_s = at_s
-        flight.watched = (view.done_s, view.done_prompts, view.open_requests)
-
-    def computed(self, at_s: float, flight: Flight, view: View, tokens: int) -> None:
-        """A prompt, or its part, is computed there."""
-        facts = view.facts
-        if facts is not None:
-            self._fleet.computed(view, facts.prefill_fixed_s + tokens * facts.prefill_s_per_token)
+        """What a replica does for a request from now on is timed; of many at once, one in SAMPLE will do."""
+        if self._learns and (view.open_requests < FEW or view.done_prompts % SAMPLE == 0):
+            flight.watched_s = at_s
+            flight.watched = (view.done_s, view.done_prompts, view.open_requests)
 
     def handed(self, at_s: float, flight: Flight, view: View, onto: View) -> None:
-        """A prompt was handed on. Between regions that takes as long as the link does, which says nothing here."""
-        if self._learns and flight.watched_s >= 0 and view.member.region == onto.member.region:
+        """A timed prompt was handed on. Between regions a link takes its time, which says nothing here."""
+        if view.member.region == onto.member.region:
             done_s, _, _ = flight.watched
             self._fleet.learn(at_s, view, at_s - flight.watched_s, view.done_s - done_s)
+            _time(flight)
         flight.watched_s = -1.0
 
     def ended(self, at_s: float, flight: Flight, output_tokens: int) -> None:
-        """The last token is there."""
-        if not self._learns:
-            return
+        """The last token of a timed request is there."""
         model = flight.request.model
         mean = self._answers.get(model, float(output_tokens))
         self._answers[model] = mean + (output_tokens - mean) / ANSWERS
         view = flight.last
-        if flight.watched_s < 0 or view is None or view.facts is None:
+        if view is None or view.facts is None:
             return
         done_s, prompts, others = flight.watched
         steps = output_tokens - flight.streamed_tokens - 1 - (view.done_prompts - prompts)
@@ -98,6 +94,7 @@ class Speeds:
         facts, gaps = self._models.get(model), output_tokens - flight.streamed_tokens - 1
         if facts is not None and facts.slo is not None and gaps > 0:
             self._fleet.answered(view, at_s - flight.watched_s > gaps * facts.slo.tpot_s)
+        _time(flight)
 
     def faded(self, at_s: float) -> list[View]:
         """Believe less of what was heard long ago; those whose pace fell."""
@@ -106,6 +103,12 @@ class Speeds:
             for view in self._fleet.views.values()
             if view.planned_s > 0 and at_s - view.learned_s >= FADE_S and self._fleet.fade(at_s, view)
         ]
+
+
+def _time(flight: Flight) -> None:
+    """Its targets take over what was learned."""
+    for target, _ in flight.charges:
+        target.timed()
 
 
 def _step_s(facts: ReplicaFacts, batch: float) -> float:
