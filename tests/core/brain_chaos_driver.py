@@ -10,6 +10,7 @@ asked for on one that ended, when tokens would be repeated, or when a count does
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -46,6 +47,7 @@ from potluck.core.values.types import Request
 SURE = (Arrived, Cancelled, ReplicaReady, ReplicaLost, Planned, Tick)
 """They may be late or doubled, but come."""
 MODELS = (*("m",) * 12, *("f",) * 6, "other")
+KINDS = ("interactive", "standard", "batch", "hasty", "none such")
 LATE_MOST, REMEMBERED = 400, 4000
 ROUND_EVENTS = 20_000
 FATES = ("answered", "refused", "cancelled")
@@ -97,6 +99,7 @@ class Chaos:
         self.draining: set[str] = set()
         self.late: list[Event] = []
         self.views: list[View] = []
+        self._news: deque[Event] = deque()
         self.calm = False
         self.tell(Planned(plan(chance)))
 
@@ -115,9 +118,15 @@ class Chaos:
         self._on(event)
 
     def _on(self, event: Event) -> None:
-        self.events += 1
-        for action in self.brain.on(self.now_s, event):
-            self._do(action)
+        """What comes of carrying out actions is told when all of them are done."""
+        self._news.append(event)
+        if len(self._news) > 1:
+            return
+        while self._news:
+            self.events += 1
+            for action in self.brain.on(self.now_s, self._news[0]):
+                self._do(action)
+            self._news.popleft()
 
     def _do(self, action: Action) -> None:
         match action:
@@ -242,7 +251,7 @@ class Chaos:
             chance.choice(MODELS),
             self.now_s,
             None if wait_s is None else self.now_s + wait_s,
-        )
+        )._replace(tenant=chance.choice("xy"), request_class=chance.choice(KINDS))
         self.jobs[request.id] = Job(request)
         self.tell(Arrived(request))
 

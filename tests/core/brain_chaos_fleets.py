@@ -10,6 +10,7 @@ import brain_builders as build
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Balance, Policy, Scaling
 from potluck.core.values.plan import Plan
+from potluck.core.values.service import RequestClass, with_built_in
 from potluck.core.values.types import Slo
 
 REGIONS = ("near", "far", "east")
@@ -44,6 +45,7 @@ def policy(chance: Random) -> Policy:
         retries=chance.choice((0, 1, 2)),
         max_wait_s=chance.choice((2.0, 10.0)),
         grace_s=chance.choice((2.0, 20.0)),
+        classes=with_built_in((RequestClass("hasty", stops=True),)),
     )
 
 

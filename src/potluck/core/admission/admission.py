@@ -96,6 +96,7 @@ class Admission:
         """Prompt tokens that an output token counts for, by model."""
         self._ends: list[tuple[float, int, Place]] = []
         """When waiting ends."""
+        self._notes = 0
         self._deadlines: list[tuple[float, str]] = []
         """Of requests that are stopped then though they run."""
 
@@ -139,7 +140,8 @@ class Admission:
             )
             backlog = self.backlogs.setdefault(model, backlog)
         place = backlog.add(at_s, flight, known.matters, kind, work)
-        heappush(self._ends, (self._end_s(at_s, flight, known), place.stamp, place))
+        self._notes += 1  # a place's stamp is unlike only those of its own backlog
+        heappush(self._ends, (self._end_s(at_s, flight, known), self._notes, place))
         return refused
 
     def next(self, at_s: float, model: str) -> Flight | Refusal | None:

@@ -12,11 +12,12 @@ look at the fleet).
     FirstToken         only counted
     Finished           only counted
     Failed             Run again from what was streamed, elsewhere; or Refuse
+    Underway           only noted: the answer to Inquire
     Cancelled          Abandon
     ReplicaReady       Run for those that were held
-    ReplicaLost        counted out; its requests come as Failed
+    ReplicaLost        counted out; its requests come as Failed, or are asked about
     Planned, Drained   the next steps towards the plan's fleet
-    Tick               refusals of those that waited too long; scaling
+    Tick               refusals of those that waited too long; Inquire after those that went silent; scaling
 
 Every accepted request ends once: in Finished, in a Refuse or in Cancelled. Events that name an unknown request,
 replica or an attempt that is over change nothing.

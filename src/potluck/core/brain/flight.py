@@ -96,8 +96,7 @@ class Flight:
 
     def avoids(self, view: View) -> bool:
         """Whether a replica, or a domain it is in, is one not to go to. Asked only of those that failed before."""
-        avoid, member = self.avoid, view.member
-        return member.id in avoid or any(domain in avoid for domain in member.domains)
+        return view.member.lies_in(self.avoid)
 
     def workers(self) -> list[str]:
         """Replicas that still work on it, those of later segments included."""

@@ -339,6 +339,7 @@ class Flights:
         actions: list[Action] = []
         for flight in self.held.expired(at_s):
             deadline_s, waited_s = flight.request.deadline_s, at_s - flight.held_s
+            self._admission.remove(flight)
             actions += self.release(at_s, flight)
             if deadline_s is not None and at_s >= deadline_s:
                 actions += self.refuse(at_s, flight, "deadline", f"no replica was ready by {deadline_s:g} s")

@@ -139,7 +139,7 @@ class Router:
                 target = self._target(spare.closed.prefills, flight)
                 if target is not None:
                     return self._to(target, flight)
-        return Answer.FULL if self._full else answer
+        return Answer.FULL if self._full and answer is Answer.NOBODY else answer
 
     def _through(self, ways: Ways, flight: Flight, table: ModelTable) -> Answer:
         if ways.simple:

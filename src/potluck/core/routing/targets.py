@@ -133,12 +133,12 @@ def intact_share(target: Target, template: Template) -> float:
 def avoided(target: Target, avoid: frozenset[str]) -> bool:
     """Whether nothing is left of a target without the replicas that are to be avoided."""
     if target.view is not None:
-        return target.view.member.id in avoid
-    return any(all(view.member.id in avoid for view in side) for side in (target.prefills, target.decodes))
+        return target.view.member.lies_in(avoid)
+    return any(all(view.member.lies_in(avoid) for view in side) for side in (target.prefills, target.decodes))
 
 
 def unavoided(views: list[View], avoid: frozenset[str]) -> list[View]:
     """Those that are left; all when none is."""
     if not avoid:
         return views
-    return [view for view in views if view.member.id not in avoid] or views
+    return [view for view in views if not view.member.lies_in(avoid)] or views

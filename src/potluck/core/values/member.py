@@ -37,3 +37,7 @@ class Member:
         """All failure domains it is in, smallest first; with any of them it goes down."""
         zone = (f"zone {self.region}/{self.zone}",) if self.zone else ()
         return (*self.node_domains, *zone, f"region {self.region}")
+
+    def lies_in(self, names: frozenset[str]) -> bool:
+        """Whether it, or a domain it is in, is among these."""
+        return self.id in names or any(domain in names for domain in self.domains)
