@@ -74,7 +74,8 @@ class Flights:
 
     def arrived(self, at_s: float, event: told.Arrived) -> list[Action]:
         request = event.request
-        if request.id in self.open or request.id in self._ended or request.id in self._ended_before:
+        name = request.id
+        if name in self.open or name in self._ended or name in self._ended_before:
             return []
         flight = Flight(request)
         table = self._table.models.get(request.model)
@@ -96,7 +97,7 @@ class Flights:
         if request.deadline_s is not None and at_s >= request.deadline_s:
             late = f"came after its deadline at {request.deadline_s:g} s"
             return [self._refusal(at_s, flight, "deadline", late)]
-        self.open[request.id] = flight
+        self.open[name] = flight
         if request.deadline_s is not None:
             self._admission.watch(flight)
         if self._weights:
@@ -215,7 +216,9 @@ class Flights:
         if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
         del self.open[event.request]
-        self.end(event.request)
+        self._ended.add(event.request)  # `end`, written out
+        if len(self._ended) >= ENDED:
+            self._ended_before, self._ended = self._ended, set()
         if flight.last is not None and flight.first_s >= 0 and not easy(flight.last):
             self._room.ended(at_s, flight, flight.last, event.output_tokens)
         if self._watches:
