@@ -11,12 +11,11 @@ asked for on one that ended, when tokens would be repeated, or when a count does
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
 import brain_builders as build
-from brain_chaos_fleets import facts, plan, policy
+from brain_chaos_fleets import Job, facts, plan, policy
 
 from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop
 from potluck.core.brain.brain import Brain
@@ -42,7 +41,6 @@ from potluck.core.brain.events import (
 from potluck.core.brain.fleet import View
 from potluck.core.brain.flights import ENDED
 from potluck.core.values.member import Member
-from potluck.core.values.types import Request
 
 SURE = (Arrived, Cancelled, ReplicaReady, ReplicaLost, Planned, Tick)
 """They may be late or doubled, but come."""
@@ -55,24 +53,6 @@ FATES = ("answered", "refused", "cancelled")
 
 class Broken(AssertionError):
     """The Brain did what it must never do."""
-
-
-@dataclass(slots=True)
-class Job:
-    """What the driver knows of a request."""
-
-    request: Request
-    attempt: int = -1
-    """The last one it was asked to run."""
-    run: Run | None = None
-    """That, while it runs."""
-    done: int = 0
-    first: bool = False
-    streamed: int = 0
-    """Tokens that the user has."""
-    fate: str = ""
-    last: Finished | Failed | None = None
-    """How the last attempt ended, to be told again when asked."""
 
 
 class Chaos:

@@ -1,17 +1,19 @@
-"""Random fleets and rules for the driver from hell."""
+"""Random fleets and rules for the driver from hell, and what it knows of a request."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import brain_builders as build
 
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Failed, Finished
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Balance, Policy, Scaling
 from potluck.core.values.plan import Plan
 from potluck.core.values.service import RequestClass, with_built_in
-from potluck.core.values.types import Slo
+from potluck.core.values.types import Request, Slo
 
 REGIONS = ("near", "far", "east")
 TEMPLATES = (
@@ -24,6 +26,24 @@ TEMPLATES = (
 )
 BALANCES: tuple[Balance, ...] = ("learned", "goodput", "round-robin", "token", "least-work", "fixed")
 SCALINGS: tuple[Scaling, ...] = ("none", "none", "cauchy", "flips", "replan")
+
+
+@dataclass(slots=True)
+class Job:
+    """What the driver knows of a request."""
+
+    request: Request
+    attempt: int = -1
+    """The last one it was asked to run."""
+    run: Run | None = None
+    """That, while it runs."""
+    done: int = 0
+    first: bool = False
+    streamed: int = 0
+    """Tokens that the user has."""
+    fate: str = ""
+    last: Finished | Failed | None = None
+    """How the last attempt ended, to be told again when asked."""
 
 
 def facts(chance: Random) -> Facts:
