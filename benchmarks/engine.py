@@ -248,7 +248,7 @@ def ratios(count: int, useful: int, best: Mapping[str, float]) -> dict[str, floa
 def engine_process(directory: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`potluck engine serve` and its address."""
     command = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--model", str(directory)]
-    command += ["--port", "0", "--json", *options]
+    command += ["--port", "0", "--json", "--kv-from", "127.0.0.1", *options]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout
-from aiohttp.test_utils import TestServer
 from engine_models import KINDS, VOCAB
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -17,13 +16,16 @@ from tokenizers.models import BPE
 
 from potluck.api.tokens import Text
 from potluck.core.values.model import Model
-from potluck.engine.face.app import build
 from potluck.engine.face.carriage import KvSettings
+from potluck.engine.face.listen import Face, open_face
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.serve import Settings, local_executor, service_of
+from potluck.kv.link.links import ANY_PORT
 
 NAME = "tiny"
+TRIAL = KvSettings(fleet=(("127.0.0.1", ANY_PORT),))
+"""Caches may come from any engine of this machine."""
 LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
 
 
@@ -43,7 +45,7 @@ def make_service(
     kind: str = "hybrid",
     limits: FaceLimits | None = None,
     text: bool = True,
-    kv: KvSettings | None = None,
+    kv: KvSettings = TRIAL,
     **fields: Any,
 ) -> Service:
     settings = Settings(**{"max_running": 8, "max_tokens": 512, "prefix_cache_bytes": 2_000_000, **fields})
@@ -61,6 +63,8 @@ class Client:
         self.service, self.session, self.url = service, session, url
         self.kv = service.carriage.address if service.carriage else ""
         """Where caches are fetched from it."""
+        self.opened: Face
+        """The server, if it is in this process."""
         self.headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def get(self, path: str) -> tuple[int, Any]:
@@ -80,6 +84,10 @@ class Client:
                 return reply.status, [json.loads(event) for event in events]
             return reply.status, [json.loads(line) for line in text.splitlines()]
 
+    async def put(self, path: str, body: object) -> tuple[int, Any]:
+        async with self.session.put(self.url + path, json=body, headers=self.headers) as reply:
+            return reply.status, await reply.json()
+
     async def segment(self, tokens: list[int], **fields: object) -> tuple[int, Any]:
         return await self.post("/segments", {"request": "r", "model": NAME, "tokens": tokens, **fields})
 
@@ -95,14 +103,14 @@ class Client:
 
 @asynccontextmanager
 async def face(service: Service, key: str | None = None) -> AsyncIterator[Client]:
-    server = TestServer(build(service, key))
-    await server.start_server()
+    opened = await open_face(service, "127.0.0.1", 0, api_key=key)
     async with ClientSession(timeout=ClientTimeout(total=60)) as session:
-        client = Client(service, session, str(server.make_url("")).rstrip("/"), key)
+        client = Client(service, session, opened.address, key)
+        client.opened = opened
         try:
             yield client
         finally:
-            await server.close()
+            await opened.close()
 
 
 def played(scene: Callable[[], Awaitable[None]]) -> None:

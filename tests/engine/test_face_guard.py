@@ -98,10 +98,10 @@ def test_a_client_that_leaves_ends_its_requests(stream: bool, n: int) -> None:
 
 BROKEN = [
     b"GARBAGE\r\n\r\n",
-    b"GET /status HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
-    b"POST /segments HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-    b"POST /segments HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /segments HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    b"GET /status HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+    b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+    b"POST /segments HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"POST /segments HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
 ]
 
@@ -140,7 +140,7 @@ def test_a_key_is_compared_whatever_it_is_and_never_told(caplog: pytest.LogCaptu
                 b"Bearer",
             ):
                 raw = (
-                    b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: "
+                    b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: "
                     + wrong
                     + b"\r\n\r\n"
                 )
@@ -175,7 +175,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
         async with face(make_service("full")) as one:
             host, port = one.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /segments HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            writer.write(b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             line = await asyncio.wait_for(reader.readline(), 5)
             assert b" 408 " in line
             writer.close()

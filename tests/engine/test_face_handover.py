@@ -7,12 +7,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from engine_models import prompt
 from face_kit import face, make_service, played, tokens_in
 from loop_kit import desk
 
+from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.service import FaceLimits
 from potluck.engine.memory.handover import Manifest, token_hash
 from potluck.kv.handles import bound_to, new_handle
@@ -102,14 +104,60 @@ def test_status_says_where_caches_are_and_how_links_fare() -> None:
     played(scene)
 
 
-def test_a_cache_is_only_fetched_from_the_fleet() -> None:
+def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> None:
     async def scene() -> None:
-        async with face(make_service(limits=QUICK)) as one:
-            for kv in ("10.1.2.3:80", "example.org:80", "nowhere", "127.0.0.1:x", "127.0.0.1:99999"):
+        service = make_service("full", limits=QUICK, kv=KvSettings(fleet=(("10.9.9.9", 1234),)))
+        async with face(service) as one:
+
+            async def asked(kv: str) -> tuple[int, Any]:
                 source = {"kv": kv, "handle": new_handle()}
-                status, body = await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
-                assert status == 422
-                assert "fleet" in body["error"]["message"] or "HOST:PORT" in body["error"]["message"]
+                return await one.segment(TOKENS, start=50, max_tokens=OUTPUT, source=source)
+
+            for kv in (
+                "nowhere",
+                "127.0.0.1:x",
+                "127.0.0.1:99999",
+                "127.0.0.1:0",
+                "::1:80",
+                "a\nb:80",
+                "x" * 300,
+            ):
+                status, body = await asked(kv)
+                assert (status, body["error"]["param"]) == (400, "source.kv"), kv
+            with socket.create_server(("127.0.0.1", 0)) as open_port, socket.socket() as closed_port:
+                closed_port.bind(("127.0.0.1", 0))
+                open_at, closed_at = (
+                    f"127.0.0.1:{each.getsockname()[1]}" for each in (open_port, closed_port)
+                )
+                strangers = [open_at, closed_at, one.kv, "10.1.2.3:80", "example.org:80", "10.9.9.9:1235"]
+                said = [await asked(kv) for kv in strangers]
+                assert {status for status, _ in said} == {403}
+                assert len({body["error"]["message"] for _, body in said}) == 1
+                assert said[0][1]["error"]["code"] == "not_a_peer"
+                open_port.settimeout(0)
+                with pytest.raises(BlockingIOError):
+                    open_port.accept()
+                # The list is whole each time, and the same again changes nothing.
+                for _ in range(2):
+                    status, told = await one.put("/peers", {"peers": [closed_at, closed_at, "[0:0::1]:80"]})
+                    assert (status, told) == (
+                        200,
+                        {"peers": [closed_at, "[::1]:80"], "always": ["10.9.9.9:1234"]},
+                    )
+                assert (await one.get("/peers"))[1] == told
+                assert (await asked(closed_at))[0] == 502
+                assert (await asked(open_at))[0] == 403
+                await one.put("/peers", {"peers": []})
+                assert (await asked(closed_at))[0] == 403
+            for wrong in (
+                {"peers": ["host"]},
+                {"peers": "x:1"},
+                {"pears": []},
+                {},
+                {"peers": ["h:1"] * 4097},
+            ):
+                assert (await one.put("/peers", wrong))[0] == 400
+            assert (await one.get("/peers"))[1]["peers"] == []
             await one.until_idle()
 
     played(scene)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_models import KINDS, prompt
-from face_kit import NAME, Client, face, letters, make_service, played, spell, tokens_in
+from face_kit import NAME, TRIAL, Client, face, letters, make_service, played, spell, tokens_in
 from loop_kit import Desk
 from pipeline_workers import HYBRID, PLAIN, SECRET, SEED, placed, standing
 
@@ -49,7 +49,7 @@ def joined(config: Config, stages: str, workers: list[tuple[str, int]]) -> Pipel
 
 def serving(executor: Executor, **fields: Any) -> Service:
     settings = Settings(max_running=18, chunk_tokens=48, **{"prefix_cache_bytes": 0, **fields})
-    return service_of(executor, settings, name=NAME, text=letters())
+    return service_of(executor, settings, name=NAME, text=letters(), kv=TRIAL)
 
 
 async def asked(one: Client, place: int) -> list[int]:

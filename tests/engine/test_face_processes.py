@@ -37,7 +37,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     write_config(folder, KINDS["hybrid"])
     letters()._tokenizer.save(str(folder / "tokenizer.json"))
     options = ["--random-weights", "7", "--port", "0", "--max-tokens", "512", "--threads", "1", "--json"]
-    options += ["--chunk-tokens", "7", "--prefix-cache-mb", "0"]
+    options += ["--chunk-tokens", "7", "--prefix-cache-mb", "0", "--kv-from", "127.0.0.1"]
     command = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--model", str(folder), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from engine_models import prompt
-from face_kit import Client, face, make_service, played
+from face_kit import TRIAL, Client, face, make_service, played
 from loop_kit import desk
 
-from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.service import FaceLimits
 from potluck.engine.memory.handover import token_hash
 from potluck.kv.handles import bound_to, new_handle, new_session
@@ -20,7 +20,7 @@ from potluck.kv.wire.frames import Chunk, FrameReader, Hello, Opening, frame
 
 TOKENS = prompt(90)
 QUICK = FaceLimits(handover_s=5.0, attach_s=0.3, lease_s=0.3, deadline_s=20.0)
-KV = KvSettings(outbox=OutboxLimits(lease_s=0.3, beat_s=0.1))
+KV = replace(TRIAL, outbox=OutboxLimits(lease_s=0.3, beat_s=0.1))
 
 
 def greeted(engine: Client, handle: str, stop: int) -> socket.socket:

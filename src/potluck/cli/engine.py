@@ -15,6 +15,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 
 if TYPE_CHECKING:
+    from potluck.engine.face.carriage import KvSettings
     from potluck.engine.model.generation import Generation
 
 MB = 1_000_000
@@ -42,6 +43,12 @@ def engine() -> None:
 @click.option("--random-weights", type=int, metavar="SEED", help="Do not read weights; make them up.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="A name under which clients reach it, such as a proxy's.",
+)
 @click.option("--role", type=click.Choice(["prefill", "decode", "mixed"]), default="mixed", show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option(
@@ -73,7 +80,10 @@ def engine() -> None:
     "--kv-port", default=0, type=click.IntRange(0, 65535), help="Where others fetch caches; else a free one."
 )
 @click.option(
-    "--kv-from", multiple=True, metavar="HOST[:PORT]", help="Where caches may come from; else this machine."
+    "--kv-from",
+    multiple=True,
+    metavar="HOST[:PORT]",
+    help="Where caches may come from, beside what PUT /peers says; 127.0.0.1: any engine of this machine.",
 )
 @click.option(
     "--kv-tls",
@@ -91,6 +101,7 @@ def serve(
     random_weights: int | None,
     host: str,
     port: int,
+    allow_host: tuple[str, ...],
     as_json: bool,
     api_key_file: Path | None,
     prefix_cache_mb: int,
@@ -118,7 +129,6 @@ def serve(
     try:
         import asyncio
 
-        from potluck.engine.face.carriage import Identity, KvSettings
         from potluck.engine.face.service import FaceLimits
         from potluck.engine.serve import Settings, assemble, shipped_model
         from potluck.engine.serve import serve as run
@@ -136,10 +146,8 @@ def serve(
         threads=layout["threads"],  # type: ignore[arg-type]
         kv_blocks=layout["kv_blocks"],  # type: ignore[arg-type]
     )
-    layout |= {
-        "prefix_cache_bytes": prefix_cache_mb * MB,
-        "prefix_cache_disk_bytes": prefix_cache_disk_mb * MB,
-    }
+    layout["prefix_cache_bytes"] = prefix_cache_mb * MB
+    layout["prefix_cache_disk_bytes"] = prefix_cache_disk_mb * MB
     settings = Settings(**layout)  # type: ignore[arg-type]
     service = assemble(
         directory,
@@ -148,12 +156,24 @@ def serve(
         name=name or directory.resolve().name,
         random_seed=random_weights,
         limits=FaceLimits(deadline_s=deadline_s, lease_s=lease_s),
-        kv=KvSettings(host, kv_port, kv_from or LOOPBACK[:1], identity=Identity(*kv_tls) if kv_tls else None),
+        kv=kv_settings(host, kv_port, kv_from, kv_tls),
         make=make,
         generation=generation_of(directory) if generation_config == "auto" else None,
     )
+    ready = announce(service.name, service.role, as_json)
+    asyncio.run(run(service, host, port, api_key=key, ready=ready, names=frozenset(allow_host)))
 
-    asyncio.run(run(service, host, port, api_key=key, ready=announce(service.name, service.role, as_json)))
+
+def kv_settings(
+    host: str, port: int, kv_from: tuple[str, ...], tls: tuple[Path, Path, Path] | None
+) -> KvSettings:
+    """Where caches come from and go to."""
+    from potluck.engine.face.carriage import Identity, KvSettings
+    from potluck.engine.face.peers import address_of
+    from potluck.kv.link.links import ANY_PORT
+
+    fleet = tuple(address_of(text, "--kv-from", ANY_PORT) for text in kv_from)
+    return KvSettings(host, port, fleet, identity=Identity(*tls) if tls else None)
 
 
 def generation_of(directory: Path) -> Generation:

@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 
 import torch
-from aiohttp import web
 
 from potluck.api.tokens import Text
 from potluck.core.brain.facts import BLOCK_TOKENS
@@ -21,9 +20,9 @@ from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
 from potluck.engine.compute.runner import Runner, Size, Work
-from potluck.engine.face.app import build, server_log
 from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.hub import Hub
+from potluck.engine.face.listen import open_face
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.loop.driver import Driver
 from potluck.engine.loop.loop import Loop
@@ -35,7 +34,6 @@ from potluck.engine.model.generation import Generation
 from potluck.kv.store.disk import DiskTier
 from potluck.perf.memory import kv_bytes_per_token
 
-SHUTDOWN_S = 5.0
 SMALL_HIDDEN = 1024
 """Models narrower than this have such short products that threads lose more by waiting for each other than they
 win, above all on a busy machine."""
@@ -203,28 +201,20 @@ def _on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> No
 
 
 async def serve(
-    service: Service, host: str, port: int, *, api_key: str | None, ready: Callable[[str], None]
+    service: Service,
+    host: str,
+    port: int,
+    *,
+    api_key: str | None,
+    ready: Callable[[str], None],
+    names: frozenset[str] = frozenset(),
 ) -> None:
     """Serve until a signal says to end; `ready` hears the address."""
-    runner = web.AppRunner(
-        build(service, api_key),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=SHUTDOWN_S,
-        logger=server_log(),
-    )
-    await runner.setup()
+    face = await open_face(service, host, port, api_key=api_key, names=names)
     try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
         stop = asyncio.Event()
         _on_signals(asyncio.get_running_loop(), stop.set)
-        bound = runner.addresses[0]
-        shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-        ready(f"http://{shown}:{bound[1]}")
+        ready(face.address)
         await stop.wait()
     finally:
-        await runner.cleanup()
+        await face.close()

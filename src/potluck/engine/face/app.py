@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from potluck.api.errors import Refused
-from potluck.engine.face import control, openai, page, segments
+from potluck.engine.face import control, openai, page, peers, segments
 from potluck.engine.face.carriage import Carriage
 from potluck.engine.face.errors import error_response
+from potluck.engine.face.origin import Served, check_origin
+from potluck.engine.face.request_id import HEADER, request_id
 from potluck.engine.face.service import SERVICE, Service
+from potluck.engine.face.visit import arrived
 
 OPEN = frozenset({"/", "/health"})
 """Without the key: the page and /health say nothing."""
@@ -28,26 +30,18 @@ BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamRe
 log = logging.getLogger(__name__)
 
 
-def server_log() -> logging.Logger:
-    """For aiohttp's server: what a client does wrong is the client's to know, not a traceback in the engine's log."""
-    made = logging.getLogger("potluck.engine.http")
-    made.addFilter(_our_fault)
-    return made
-
-
-def _our_fault(record: logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
-
-
-def build(service: Service, api_key: str | None = None) -> web.Application:
+def build(service: Service, api_key: str | None = None, served: Served | None = None) -> web.Application:
     """An application for a service whose driver has not been started yet."""
+    names = served or Served(keyed=api_key is not None)
 
     longest_s = service.limits.deadline_s + STALLED_S
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            if not request.body_exists:
+                arrived(request)
+            check_origin(request.method, request.headers, names)
             if api_key is not None and request.path not in OPEN:
                 _check_key(request, api_key)
             async with asyncio.timeout(longest_s):
@@ -71,6 +65,8 @@ def build(service: Service, api_key: str | None = None) -> web.Application:
     app.router.add_get("/cache", control.cache)
     app.router.add_get("/role", control.show_role)
     app.router.add_post("/role", control.change_role)
+    app.router.add_get("/peers", peers.show_peers)
+    app.router.add_put("/peers", peers.change_peers)
     app.router.add_post("/drain", control.drain)
     app.router.add_get("/health", control.health)
     app.router.add_get("/metrics", control.metrics)
@@ -79,6 +75,7 @@ def build(service: Service, api_key: str | None = None) -> web.Application:
 
 async def _note(request: web.BaseRequest, response: web.StreamResponse) -> None:
     request[BEGUN] = response
+    response.headers[HEADER] = request_id(request.headers)
 
 
 def _broken_off(request: web.Request, error: Exception) -> web.StreamResponse | None:
@@ -99,6 +96,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     limits = service.limits
     kv = replace(service.kv, outbox=replace(service.kv.outbox, attach_s=limits.attach_s))
     service.carriage = Carriage(kv, service.driver, service.pace, limits.handover_s)
+    service.carriage.allow(service.peers | service.always)
     service.hub.bind(service.driver)
     service.driver.start()
     watch = asyncio.create_task(_watch(service))

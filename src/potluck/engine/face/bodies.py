@@ -11,6 +11,8 @@ from potluck.api.bodies import parse_object, shaped, tokens_of
 from potluck.api.errors import Refused
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.sampling import Sampling
+from potluck.engine.face.service import SERVICE
+from potluck.engine.face.visit import arrived
 from potluck.kv.codec.layout import Codec
 
 BODY_S = 30.0
@@ -18,15 +20,34 @@ BODY_S = 30.0
 
 
 async def read_object(request: web.Request, *, optional: bool = False) -> dict[str, object]:
-    """The body as a JSON object; its size is capped by the application, its time here."""
+    """The body as a JSON object, within its time and size."""
     try:
         async with asyncio.timeout(BODY_S):
-            raw = await request.read()
+            raw = await _read(request)
     except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_S:g} s") from None
     except web.RequestPayloadError as error:
         raise FormatError("body", "cannot be decoded as its headers say") from error
+    arrived(request)
     return {} if optional and not raw else parse_object(raw)
+
+
+async def _read(request: web.Request) -> bytes:
+    service, reader = request.app[SERVICE], request.content
+    most_bytes = service.limits.body_bytes
+    if (request.content_length or 0) > most_bytes:
+        raise web.HTTPRequestEntityTooLarge(most_bytes, request.content_length or 0)
+    parts, size = [], 0
+    try:
+        while part := await reader.readany():
+            size += len(part)
+            if size > most_bytes:
+                raise web.HTTPRequestEntityTooLarge(most_bytes, size)
+            service.uploads.grow(reader, len(part))
+            parts.append(part)
+    finally:
+        service.uploads.done(reader)
+    return b"".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ off the event loop. A fetch runs in a thread, asks the loop for each parcel, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from potluck.engine.loop.driver import Driver
 from potluck.engine.loop.requests import NOT_FETCHED, Ended
 from potluck.kv.codec.layout import Codec
 from potluck.kv.codec.parcels import packed
-from potluck.kv.link.links import ANY_PORT, Address, LinkLimits, Links
+from potluck.kv.link.links import Address, LinkLimits, Links
 from potluck.kv.link.report import LinkReport
 from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.parcels import Manifest, Parcel, TransferError
@@ -64,8 +64,8 @@ class KvSettings:
 
     host: str = "127.0.0.1"
     port: int = 0
-    fleet: tuple[str, ...] = ("127.0.0.1",)
-    """Hosts, or HOST:PORT."""
+    fleet: tuple[Address, ...] = ()
+    """From whom caches may always come; a port of 0 stands for any."""
     degree: int = 2
     """Connections per fetch."""
     identity: Identity | None = None
@@ -91,8 +91,7 @@ class Carriage:
             raise InputError(
                 "--kv-port", f"{settings.host}:{settings.port} cannot be used ({error.strerror or error})"
             ) from error
-        fleet = [address_of(host, ANY_PORT) for host in settings.fleet]
-        self._links = Links(fleet, limits=settings.links, tls=tls[1] if tls else None)
+        self._links = Links(settings.fleet, limits=settings.links, tls=tls[1] if tls else None)
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv")
         self._shipments: dict[str, Shipment] = {}
         self._carrying: set[asyncio.Task[None]] = set()
@@ -175,6 +174,10 @@ class Carriage:
 
     # What is fetched.
 
+    def allow(self, fleet: Iterable[Address]) -> None:
+        """From now on, only from these."""
+        self._links.allow(fleet)
+
     async def fetch(
         self,
         address: Address,
@@ -229,13 +232,3 @@ def _result(future: Future[None], within_s: float) -> None:
         future.result(within_s)
     except CancelledError as error:
         raise TransferError("hand-over: the request has ended") from error
-
-
-def address_of(text: str, port: int | None = None) -> Address:
-    """HOST:PORT, or a host alone where a port is given for it."""
-    host, colon, number = text.rpartition(":")
-    if colon and number.isdecimal() and int(number) < 1 << 16 and (":" not in host or host.startswith("[")):
-        return host.strip("[]"), int(number)
-    if port is None or not text:
-        raise InputError("source.kv", f"must be HOST:PORT, is {text!r}")
-    return text.strip("[]"), port

@@ -50,6 +50,9 @@ class Watched(Protocol):
     @property
     def counters(self) -> Counters: ...
 
+    @property
+    def dropped(self) -> Mapping[str, int]: ...
+
     def status(self) -> Status: ...
 
 
@@ -149,3 +152,9 @@ class _Live(Collector):
         for reason, count in sorted(counters.ended.items()):
             ends.add_metric((*self._names, REASONS.get(reason, reason)), count)
         yield ends
+        drops = CounterMetricFamily(
+            "potluck:connections_dropped", "Connections that were ended.", labels=(*LABELS, "why")
+        )
+        for why, count in sorted(self._watched.dropped.items()):
+            drops.add_metric((*self._names, why), count)
+        yield drops

@@ -18,9 +18,10 @@ from aiohttp import web
 from potluck.api.errors import Refused
 from potluck.core.errors import InputError, PotluckError
 from potluck.engine.face.bodies import SegmentAsk, Source, read_object, segment_of
-from potluck.engine.face.carriage import RECEIVER_GONE, Fate, Undelivered, address_of
+from potluck.engine.face.carriage import RECEIVER_GONE, Fate, Undelivered
 from potluck.engine.face.errors import ended
 from potluck.engine.face.hub import Channel
+from potluck.engine.face.peers import address_of
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.requests import Computed, Ended, Job, Token
 from potluck.engine.memory.handover import Manifest, token_hash
@@ -38,6 +39,8 @@ async def segments(request: web.Request) -> web.StreamResponse:
         raise Refused(409, "this engine's role is prefill: it does not decode", "role")
     if asked.stop is not None and service.role == "decode":
         raise Refused(409, "this engine's role is decode: it hands nothing on", "role")
+    if asked.source is not None:
+        service.must_be_peer(address_of(asked.source.kv, "source.kv"))
     job = _job(service, asked, tokens)
     handle = None
     if job.hands_on:
@@ -194,7 +197,7 @@ async def _receive(service: Service, job: Job, channel: Channel, request: str, s
     """Room is only taken when the first bytes come: a sender may be long in coming, or never come."""
     carriage, hub = service.carriage, service.hub
     assert carriage is not None
-    address = address_of(source.kv)
+    address = address_of(source.kv, "source.kv")
     have = await hub.ask(lambda loop, _: loop.look_up(job.key))
     tokens = token_hash(job.prompt[: job.received])
     wanted = Wanted(checked_handle(source.handle), request, service.fingerprint, tokens, have)

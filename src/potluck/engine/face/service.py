@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from potluck.engine.compute.paced import Paced
 from potluck.engine.face.carriage import Carriage, KvSettings
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
+from potluck.engine.face.uploads import Uploads
 from potluck.engine.loop.driver import Driver
 from potluck.engine.loop.loop import Loop
 from potluck.engine.loop.requests import Job
@@ -26,6 +28,7 @@ from potluck.engine.loop.status import Counters, Role, Status, step_times
 from potluck.engine.memory.feed import CacheFeed
 from potluck.engine.memory.handover import Parcel
 from potluck.engine.model.generation import Generation
+from potluck.kv.link.links import ANY_PORT, Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,16 @@ class FaceLimits:
     """What a client may ask for."""
 
     body_bytes: int = 8_000_000
+    bodies_bytes: int = 256_000_000
+    """Of all bodies that have not come whole."""
+    connections: int = 1280
+    """At once, and at most three quarters of the files that the process may have open."""
+    head_s: float = 10.0
+    """In which a request's line and headers must have come."""
+    idle_s: float = 75.0
+    """How long a connection is kept between requests."""
+    stalled_s: float = 30.0
+    """How long an answer waits for a client that reads nothing."""
     open_requests: int = 1024
     """At once; more are refused with 429."""
     deadline_s: float = 600.0
@@ -73,7 +86,11 @@ class Service:
         self.kv = kv or KvSettings()
         self.carriage: Carriage | None = None
         """As long as the application runs."""
+        self._peers: frozenset[Address] = frozenset()
         self.open_requests = 0
+        self.uploads = Uploads(limits.bodies_bytes)
+        self.dropped: Counter[str] = Counter()
+        """Connections that were ended, by why."""
         self._loop, self.driver = loop, driver
         self.feed = CacheFeed(loop.prefixes)
         """Used in the loop's thread."""
@@ -88,6 +105,28 @@ class Service:
     def must_be(self, model: str) -> None:
         if model != self.name:
             raise UnknownNameError("model", model, [self.name])
+
+    @property
+    def always(self) -> frozenset[Address]:
+        """From whom caches may come whatever the peers; a port of 0 stands for any."""
+        return frozenset(self.kv.fleet)
+
+    @property
+    def peers(self) -> frozenset[Address]:
+        """From whom caches may come as well."""
+        return self._peers
+
+    @peers.setter
+    def peers(self, peers: frozenset[Address]) -> None:
+        self._peers = peers
+        if self.carriage is not None:
+            self.carriage.allow(peers | self.always)
+
+    def must_be_peer(self, address: Address) -> None:
+        """Said before anything is tried, so that nobody learns what listens where."""
+        if address not in self.peers | self.always and (address[0], ANY_PORT) not in self.always:
+            line = "source.kv: is no peer of this engine; --kv-from or PUT /peers tells it of its peers"
+            raise Refused(403, line, "not_a_peer", "source.kv")
 
     @property
     def must_have_text(self) -> Text:
