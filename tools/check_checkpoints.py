@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,14 +147,13 @@ what the model computes (`src/potluck/engine/model/keys.py`).
 """
 
 
-def page(found: Iterable[tuple[Case, Outcome]]) -> str:
-    cells: dict[str, dict[str, str]] = {}
-    for case, outcome in found:
-        cells.setdefault(case.label or "(none)", {})[case.family] = outcome.kind.replace("*", "\\*")
+def page(found: Mapping[tuple[str, str], str]) -> str:
+    """By family and change: the outcome."""
     families = list(BASES)
     lines = [HEAD, f"| change | {' | '.join(families)} |", f"|---|{'---|' * len(families)}"]
-    for label, outcomes in cells.items():
-        lines.append(f"| `{label}` | {' | '.join(outcomes.get(family, '') for family in families)} |")
+    for label in dict.fromkeys(case.label or "(none)" for case in cases()):
+        outcomes = (found.get((family, label), "").replace("*", "\\*") for family in families)
+        lines.append(f"| `{label}` | {' | '.join(outcomes)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -173,7 +172,7 @@ def documented(text: str) -> dict[tuple[str, str], str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=sorted(BASES), help="families to try (default: all)")
+    parser.add_argument("--only", nargs="*", choices=sorted(BASES), help="families to try, and to write anew")
     parser.add_argument("--write", type=Path, help="the file to write the table to")
     parser.add_argument("--all", action="store_true", help="print every outcome")
     options = parser.parse_args(arguments)
@@ -192,7 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     if options.write is not None:
-        options.write.write_text(page(found), "utf-8")
+        kept = documented(options.write.read_text("utf-8")) if options.only else {}  # of the other families
+        tried = {(case.family, case.label or "(none)"): outcome.kind for case, outcome in found}
+        options.write.write_text(page({**kept, **tried}), "utf-8")
     return 1 if counts["WRONG"] else 0
 
 

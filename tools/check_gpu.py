@@ -70,7 +70,8 @@ def sample_config(name: str) -> Config:
 
 
 def start(config: Config, device: str, dtype: torch.dtype, *, recorded: bool) -> Runner:
-    size = Size(len(PROMPTS) + 1, 200, 256, max_chunk_tokens=2 * CHUNK)
+    longest = max(PROMPTS) + DECODES
+    size = Size(len(PROMPTS) + 1, 200, longest, max_chunk_tokens=2 * CHUNK)
     engine = Runner(config, Seeded(SEED, SPREAD), size, device=device, dtype=dtype)
     if not recorded:
         engine._graphs = None

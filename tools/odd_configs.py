@@ -177,10 +177,20 @@ LATENT += [
     {"rope_interleave": False, "rope_scaling": scaled(YARN)},
     {"rope_scaling": {**scaled(YARN), "mscale": 1.0}},
 ]
+_LONG: Values = {"original_max_position_embeddings": 64}
+PHI: list[Values] = [
+    {**_LONG, "rope_scaling": {"type": "longrope", **SHORT_LONG}},
+    {**_LONG, "rope_scaling": {"type": "su", **SHORT_LONG}},
+    {**_LONG, "rope_scaling": {"type": "yarn", **SHORT_LONG}},
+    {**_LONG, "rope_scaling": {"type": "longrope", "attention_factor": 1.3, **SHORT_LONG}},
+    {**_LONG, "rope_scaling": {"type": "longrope", **SHORT_LONG}, "partial_rotary_factor": 0.5},
+    {"original_max_position_embeddings": 64},
+]
 OWN: dict[str, list[Values]] = {
     "llama": [],
     "mistral": [],
     "mixtral": [*EXPERTS, {"num_local_experts": ABSENT, "num_experts": 4}, {"num_local_experts": 8}],
+    "phi3": PHI,
     "qwen2": [],
     "qwen2_moe": [*EXPERTS, *SHARED, RENAMED, {"qkv_bias": False}],
     "qwen3": [],

@@ -61,6 +61,7 @@ BASES: dict[str, Values] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {},
     "qwen2": {},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3": {"head_dim": 16},
@@ -83,6 +84,20 @@ VARIANTS: dict[str, tuple[str, Values]] = {
     "llama-llama3-rope": ("llama", {"rope_parameters": scaled(LLAMA3)}),
     "llama-biases-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral-window": ("mistral", {"sliding_window": 20}),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "initializer_range": 0.15,
+            "original_max_position_embeddings": 256,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.1, 1.7, 2.3, 3.1],
+                "long_factor": [2.0, 5.0, 7.0, 9.0],
+            },
+        },
+    ),
     "qwen2-some-windows": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},

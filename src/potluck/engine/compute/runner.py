@@ -25,6 +25,7 @@ from potluck.engine.memory.cache import Cache, groups_of
 from potluck.engine.memory.tables import Tables
 from potluck.engine.model.checkpoint import Source, fingerprint
 from potluck.engine.model.config import Config
+from potluck.engine.model.fused import parted
 from potluck.engine.model.loading import Loader
 from potluck.engine.model.stack import OnLayer, Stack
 from potluck.engine.numbers.filling import exactness
@@ -74,7 +75,7 @@ class Runner:
                 "max_tokens", f"{size.max_tokens} is more than the model's {model.max_context_tokens}"
             )
         with torch.inference_mode():
-            load = Loader(source, self.device, self.dtype, norm_plus_one=config.norm_plus_one)
+            load = Loader(parted(source, config), self.device, self.dtype, norm_plus_one=config.norm_plus_one)
             self.stack = Stack(config, load, first, last)
             groups = groups_of(
                 model, first, last, blocks=size.blocks, rows=size.rows, max_chunk_tokens=size.max_chunk_tokens

@@ -9,7 +9,7 @@ package may not import that one), or a directory of our own kind, whose config.j
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,11 @@ from potluck.engine.model.members import Members, read_json
 from potluck.engine.model.scales import must_be_readable
 
 OWN_KIND = "potluck"
+ROPES = ("default", "linear", "llama3", "yarn")
+PHI_ROPES = ("default", "longrope")
+
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Rope:
     """Rotary positions. `kind` says how long contexts are reached; the fields below it belong to the kinds."""
 
     theta: float = 10_000.0
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: RopeKind = "default"
     share: float = 1.0
     """The part of each head that is rotated (Qwen3-Next: a quarter)."""
     interleaved: bool = False
@@ -44,7 +49,9 @@ class Rope:
     truncate: bool = True
     """yarn: whether the ends of its ramp are rounded to whole pairs."""
     attention_factor: float = 0.0
-    """yarn: what cosines and sines are multiplied by; 0 means that it follows from the others."""
+    """yarn, longrope: what cosines and sines are multiplied by; 0 means that it follows from the others."""
+    factors: tuple[float, ...] = ()
+    """longrope: how much slower each pair turns, within the original context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +88,19 @@ class Config:
             problem = _unsupported(layer.attention) or _unsupported_ffn(layer.ffn, self.routing)
             if problem:
                 raise InputError(f"layer {index}", f"{problem} cannot be run by the embedded engine")
+            if self.rope.kind == "longrope":
+                self._check_factors(layer.attention)
         if self.family not in FAMILIES and self.family != OWN_KIND:
             known = ", ".join(sorted(FAMILIES))
             raise InputError(
                 "model_type", f"{self.family!r} cannot be run by the embedded engine; known are {known}"
             )
+
+    def _check_factors(self, attention: object) -> None:
+        size = attention.head_dim if isinstance(attention, FullAttention) else 0
+        if len(self.rope.factors) != int(size * self.rope.share) // 2 or min(self.rope.factors) <= 0:
+            count = int(size * self.rope.share) // 2
+            raise InputError("config.json: short_factor", f"must be {count} numbers above 0")
 
 
 def _unsupported(attention: object) -> str | None:
@@ -149,10 +164,14 @@ def _from_hugging_face(fields: Members, kind: str, model: Model) -> Config:
     activation = fields.text("hidden_act", default="silu")
     if activation != "silu":
         raise InputError("config.json: hidden_act", f"{activation!r} cannot be run; only silu can")
+    rope = _rope(fields, kind, model)
+    if rope.kind == "longrope":
+        # Beyond the original context every position turns otherwise, also those that were computed before.
+        model = replace(model, max_context_tokens=min(model.max_context_tokens, rope.original_tokens))
     return Config(
         model=model,
-        norm_eps=fields.above_zero("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6),
-        rope=_rope(fields, kind, model),
+        norm_eps=fields.above_zero("rms_norm_eps", 1e-5 if kind in ("mixtral", "phi3") else 1e-6),
+        rope=rope,
         routing=_routing(fields, kind),
         family=kind,
         norm_plus_one=kind in ("qwen3_next", "qwen3_5_text"),
@@ -166,14 +185,16 @@ def _rope(fields: Members, family: str, model: Model) -> Rope:
     """Both spellings: `rope_parameters` with everything, or `rope_theta` beside `rope_scaling`, which is stronger."""
     part = fields.part("rope_scaling", "rope_parameters")
     kind = part.text("rope_type", "type", default="default")
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise InputError(
-            "config.json: rope_type", f"{kind!r} cannot be run; known are default, linear, llama3, yarn"
-        )
+    kinds = PHI_ROPES if family == "phi3" else ROPES
+    if family == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # what it was called before
+    if kind not in kinds:
+        raise InputError("config.json: rope_type", f"{kind!r} cannot be run; known are {', '.join(kinds)}")
     usual = 0.25 if family in ("qwen3_next", "qwen3_5_text") else 1.0
     share = part.above_zero("partial_rotary_factor", fields.above_zero("partial_rotary_factor", usual))
-    if share > 1 or (share != 1 and usual == 1):
-        most = "1" if usual == 1 else "at most 1"
+    partial = usual != 1 or family == "phi3"
+    if share > 1 or (share != 1 and not partial):
+        most = "at most 1" if partial else "1"
         raise InputError(
             "config.json: partial_rotary_factor",
             f"{share:g} cannot be run in a {family} model; only {most} can",
@@ -182,13 +203,18 @@ def _rope(fields: Members, family: str, model: Model) -> Rope:
     low, high = part.above_zero("low_freq_factor", 1.0), part.above_zero("high_freq_factor", 4.0)
     if low >= high:
         raise InputError("config.json: low_freq_factor", f"{low:g} must be below high_freq_factor, {high:g}")
-    original = part.above_zero("original_max_position_embeddings", model.max_context_tokens)
+    before = fields.above_zero("original_max_position_embeddings", model.max_context_tokens)
+    original = part.above_zero("original_max_position_embeddings", before)
+    if kind == "longrope" and (original != before or not fields.has("original_max_position_embeddings")):
+        problem = "must stand beside rope_scaling, and be the same within it if it is there too"
+        raise InputError("config.json: original_max_position_embeddings", problem)
+    stretched = kind in ("yarn", "longrope")
     return Rope(
         theta=part.above_zero("rope_theta", fields.above_zero("rope_theta", FAMILIES[family])),
-        kind=decode(Literal["default", "linear", "llama3", "yarn"], kind, "rope_type"),  # type: ignore[arg-type]
+        kind=decode(RopeKind, kind, "rope_type"),  # type: ignore[arg-type]
         share=share,
         interleaved=latent and fields.flag("rope_interleave", True),
-        factor=part.above_zero("factor", model.max_context_tokens / original if kind == "yarn" else 1.0),
+        factor=part.above_zero("factor", model.max_context_tokens / original if stretched else 1.0),
         original_tokens=int(original),
         low_freq_factor=low,
         high_freq_factor=high,
@@ -198,6 +224,7 @@ def _rope(fields: Members, family: str, model: Model) -> Rope:
         mscale_all_dim=part.number("mscale_all_dim", 0.0),
         truncate=part.flag("truncate", True),
         attention_factor=part.above_zero("attention_factor", 1.0) if part.has("attention_factor") else 0.0,
+        factors=part.numbers("short_factor") if kind == "longrope" else (),
     )
 
 
@@ -232,6 +259,7 @@ FAMILIES = {
     "llama": 10_000.0,
     "mistral": 10_000.0,
     "mixtral": 1_000_000.0,
+    "phi3": 10_000.0,
     "qwen2": 10_000.0,
     "qwen2_moe": 10_000.0,
     "qwen3": 10_000.0,

@@ -59,6 +59,7 @@ READ_BY: dict[str, frozenset[str]] = {family: READ | keys for family, keys in {
     "llama": {"head_dim", "attention_bias", "mlp_bias"},
     "mistral": {"head_dim", "sliding_window"},
     "mixtral": {"head_dim", "sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"},
+    "phi3": {"head_dim", "sliding_window", "original_max_position_embeddings", "partial_rotary_factor"},
     "qwen2": {"layer_types", *_WINDOWS},
     "qwen2_moe": {"layer_types", "qkv_bias", *_WINDOWS, *_EXPERTS, *_SHARED},
     "qwen3": {"head_dim", "attention_bias", "layer_types", *_WINDOWS},
@@ -107,6 +108,9 @@ ROPE_KEYS = frozenset({
 # fmt: on
 
 
+PHI_ROPE_KEYS = ROPE_KEYS | {"short_factor", "long_factor"}
+
+
 def check_keys(values: Mapping[str, object], family: str, model: Model) -> None:
     """Raises InputError for the first key that is not understood."""
     own = NEUTRAL_IN.get(family, {})
@@ -129,7 +133,7 @@ def check_keys(values: Mapping[str, object], family: str, model: Model) -> None:
     for key in ("rope_scaling", "rope_parameters"):
         part = values.get(key)
         for name, value in part.items() if isinstance(part, dict) else ():
-            if name not in ROPE_KEYS and value is not None:
+            if name not in (PHI_ROPE_KEYS if family == "phi3" else ROPE_KEYS) and value is not None:
                 raise InputError(
                     f"config.json: {key}.{name}", "is not known, and may change what the model computes"
                 )

@@ -44,6 +44,12 @@ class Members:
             raise FormatError(f"{self._where}: {name}", "must be a number")
         return float(value)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        value = self._values.get(name)
+        if not isinstance(value, list) or any(type(each) not in (int, float) for each in value):
+            raise FormatError(f"{self._where}: {name}", "must be a list of numbers")
+        return tuple(float(each) for each in value)
+
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._values.get(name)
         if value is None:

@@ -6,7 +6,7 @@ their projections reordered when they are loaded; queries and keys are reordered
 
 from __future__ import annotations
 
-from math import ceil, floor, log, pi
+from math import ceil, floor, log, pi, sqrt
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ def frequencies(rope: Rope, dim: int) -> Tensor:
         spread = 0.001 if low == high else high - low
         ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / spread).clamp(0, 1)
         return plain / rope.factor * ramp + plain * (1 - ramp)
+    if rope.kind == "longrope":
+        return plain / torch.tensor(rope.factors, dtype=torch.float64)
     return plain
 
 
@@ -47,10 +49,12 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 def amplitude(rope: Rope) -> float:
     """What cosines and sines are multiplied by."""
-    if rope.kind != "yarn":
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor:
         return rope.attention_factor
+    if rope.kind == "longrope":
+        return sqrt(1 + log(rope.factor) / log(rope.original_tokens)) if rope.factor > 1 else 1.0
     if rope.mscale and rope.mscale_all_dim:
         return _yarn_scale(rope.factor, rope.mscale) / _yarn_scale(rope.factor, rope.mscale_all_dim)
     return _yarn_scale(rope.factor, 1.0)
