@@ -317,11 +317,11 @@ class Room:
 
 def easy(view: View) -> bool:
     """Whether it has so little to do that there is room for sure."""
-    requests, tokens, context = view.easy
+    bounds = view.easy
     return (
-        view.open_requests <= requests
-        and view.open_prefill_tokens <= tokens
-        and view.open_context_tokens <= context
+        view.open_requests <= bounds[0]
+        and view.open_prefill_tokens <= bounds[1]
+        and view.open_context_tokens <= bounds[2]
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from potluck.core.admission.admission import Admission, Refusal
 from potluck.core.admission.lobby import Lobby
-from potluck.core.admission.room import easy
 from potluck.core.brain import events as told
 from potluck.core.brain.actions import Abandon, Action, RefusalReason, Refuse
 from potluck.core.brain.caches import Caches
@@ -116,10 +115,11 @@ class Flights:
     def _send(self, at_s: float, flight: Flight, table: ModelTable | None) -> list[Action]:
         """Send a request, or hold it."""
         if table is not None:
-            answer = Answer.FULL
-            self._room.now_s = at_s
-            if not self._backlogs or not self._lobby.behind(flight, table):
-                answer = self._router.send(flight, table)
+            if self._backlogs and self._lobby.behind(flight, table):
+                return self._lobby.line_up(at_s, flight, table)
+            if self._room.several:
+                self._room.now_s = at_s
+            answer = self._router.send(flight, table)
             if answer is SENT:
                 return [self._run(at_s, flight)]
             if answer is Answer.FULL:
@@ -219,8 +219,9 @@ class Flights:
         self._ended.add(event.request)  # `end`, written out
         if len(self._ended) >= ENDED:
             self._ended_before, self._ended = self._ended, set()
-        if flight.last is not None and flight.first_s >= 0 and not easy(flight.last):
-            self._room.ended(at_s, flight, flight.last, event.output_tokens)
+        last = flight.last
+        if last is not None and last.open_requests > last.easy[0] and flight.first_s >= 0:
+            self._room.ended(at_s, flight, last, event.output_tokens)
         if self._watches:
             self._steward.finished(at_s, flight, event.output_tokens)
         if flight.watched_s >= 0:

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from potluck.core.errors import InputError
 from potluck.core.replica.batch_values import Queue
+
+MOST_WEIGHT = 1e9
+
+
+def require_weight(weight: float) -> None:
+    """A weight that somebody else sent."""
+    if not 0 < weight < MOST_WEIGHT:
+        raise InputError("weight", f"must be above 0 and below {MOST_WEIGHT:g}, is {weight}")
 
 
 class Shares:

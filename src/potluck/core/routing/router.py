@@ -132,8 +132,9 @@ class Router:
         self._full = False
         answer = self._through(ways, flight, table)
         if answer is Answer.NOBODY:
-            if self._full:
+            if self._full and ways.simple:
                 return Answer.FULL
+            # Where flows are full or gone, whoever has room may do all of it.
             for bucket in (CLOSED, ANY):
                 spare = self._table.ways(table, bucket, total)
                 target = self._target(spare.closed.prefills, flight)

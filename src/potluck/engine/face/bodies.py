@@ -10,6 +10,7 @@ from aiohttp import web
 from potluck.api.bodies import parse_object, shaped, tokens_of
 from potluck.api.errors import Refused
 from potluck.core.errors import FormatError, InputError
+from potluck.core.replica.sharing import require_weight
 from potluck.core.values.sampling import Sampling
 from potluck.engine.face.service import SERVICE
 from potluck.engine.face.visit import arrived
@@ -90,6 +91,9 @@ class SegmentAsk:
     min_tokens: int = 0
     """Nothing that ends the output is drawn before there are so many."""
     priority: int = 0
+    tenant: str = ""
+    """Whose it is: tenants share what is computed, by their weights."""
+    weight: float = 1.0
     source: Source | None = None
     handle: str | None = None
     """Under which the cache of [0, stop) can be fetched; made up and told if not given."""
@@ -99,6 +103,9 @@ class SegmentAsk:
     def __post_init__(self) -> None:
         if not 1 <= len(self.request) <= 200 or not self.request.isprintable():
             raise InputError("request", "must be a name of 1 to 200 characters")
+        if len(self.tenant) > 200 or not (not self.tenant or self.tenant.isprintable()):
+            raise InputError("tenant", "must be a name of at most 200 characters")
+        require_weight(self.weight)
         if (self.start > 0) != (self.source is not None):
             raise InputError("source", "is needed when start is beyond 0, and only then")
         if not 0 <= self.min_tokens <= self.max_tokens:

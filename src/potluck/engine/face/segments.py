@@ -74,6 +74,8 @@ def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
         sampling=service.holding(asked.sampling.sampling, ends, len(tokens), asked.min_tokens),
         ends=ends,
         priority=asked.priority,
+        tenant=asked.tenant,
+        weight=asked.weight,
     )
 
 

@@ -87,10 +87,19 @@ class Lanes:
         self._turn = (self._turn + 1) % len(self.all)
         return self.all[self._turn]
 
-    def add(self, key: int, compute: int, context: int, output: int, priority: int) -> None:
+    def add(
+        self,
+        key: int,
+        compute: int,
+        context: int,
+        output: int,
+        priority: int,
+        tenant: str = "",
+        weight: float = 1.0,
+    ) -> None:
         """Where a cache has room already, or else where the fewest are."""
         lane = self._of.get(key) or min(self.all, key=lambda each: (each.batcher.queued, _load(each)))
-        lane.batcher.add(key, compute, context, output, priority)
+        lane.batcher.add(key, compute, context, output, priority, tenant, weight)
         self._of[key] = lane
 
     def reserve(self, key: int, tokens: int) -> bool:

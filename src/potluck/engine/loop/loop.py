@@ -81,7 +81,7 @@ class Loop:
         if job.hands_on:
             self._senders.lobby.append(job.key)
         else:
-            self.lanes.add(job.key, job.whole, 0, job.output_tokens, job.priority)
+            self.lanes.add(job.key, job.whole, 0, job.output_tokens, *job.standing)
 
     def cancel(self, key: int, now_s: float, problem: str = "", *, reason: str = "") -> None:
         """End a request, in whatever state; an unknown one has ended already."""
@@ -136,7 +136,7 @@ class Loop:
         self._incoming(key).finish()
         run = self._here(key)
         run.incoming, job = None, run.job
-        self.lanes.add(key, job.whole - job.received, job.received, job.output_tokens, job.priority)
+        self.lanes.add(key, job.whole - job.received, job.received, job.output_tokens, *job.standing)
 
     def _here(self, key: int) -> LiveJob:
         run = self._runs.get(key)
@@ -217,7 +217,7 @@ class Loop:
     def _let_in(self) -> None:
         for key in self._senders.next():
             job = self._runs[key].job
-            self.lanes.add(key, job.whole, 0, 0, job.priority)
+            self.lanes.add(key, job.whole, 0, 0, *job.standing)
             self._senders.enter(key)
         for key in self._receivers.next():
             run = self._runs[key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.replica.sharing import require_weight
 from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.memory.handover import Parcel
 
@@ -32,8 +33,12 @@ class Job:
     """Tokens that end the output."""
     priority: int = 0
     """Higher first."""
+    tenant: str = ""
+    """Tenants share what is computed, by their weights."""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
+        require_weight(self.weight)
         length = len(self.prompt)
         if not length:
             raise InputError("prompt", "must have at least one token")
@@ -73,6 +78,11 @@ class Job:
     @property
     def hands_on(self) -> bool:
         return self.stop is not None
+
+    @property
+    def standing(self) -> tuple[int, str, float]:
+        """Its place among others: priority, tenant, weight."""
+        return self.priority, self.tenant, self.weight
 
 
 @dataclass(frozen=True, slots=True)
