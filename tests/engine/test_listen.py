@@ -7,7 +7,9 @@ import asyncio
 import errno
 import json
 import logging
+import resource
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -192,6 +194,20 @@ def test_too_many_bytes_of_bodies_send_the_largest_away() -> None:
                     await asyncio.sleep(0.01)
             status, body = await one.post("/v1/completions", b"x" * 900_001)
             assert (status, "larger" in body["error"]["message"]) == (413, True)
+
+    played(scene)
+
+
+@pytest.mark.parametrize(("files", "most"), [(resource.RLIM_INFINITY, 1280), (1024, 768), (65536, 1280)])
+def test_there_is_room_for_as_many_as_there_are_files_for(
+    files: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+
+    async def scene() -> None:
+        listener = listen.Listener([], web.Server(control.health), FaceLimits(), Counter())  # type: ignore[arg-type]
+        assert listener.crowd.most == most
+        await listener.close()
 
     played(scene)
 

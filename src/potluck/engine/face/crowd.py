@@ -25,7 +25,7 @@ class _Peer(Generic[K]):
 class Crowd(Generic[K]):
     """The connections of one listener, by the address that they came from."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: float) -> None:
         self.most = most
         self._peers: dict[str, _Peer[K]] = {}
         self._peer_of: dict[K, str] = {}

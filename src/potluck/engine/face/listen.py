@@ -9,8 +9,9 @@ stop reading, for idle ones.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import resource
+import math
 import socket
 from collections import Counter
 
@@ -59,29 +60,23 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self.log = server_log()
         self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
-        files = int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] * SHARE_OF_FILES)
-        self.crowd: Crowd[Visit] = Crowd(min(limits.connections, files))
+        self.crowd: Crowd[Visit] = Crowd(min(limits.connections, _files() * SHARE_OF_FILES))
         self._coming: set[asyncio.Task[None]] = set()
         self._told: Counter[str] = Counter()
         self._told_s = -LOG_S
-        for each in sockets:
-            each.setblocking(False)
-            self._loop.add_reader(each, self._accept, each)
         self._watching = self._loop.call_later(WATCH_S, self._watch)
-        self._resting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._accepting = {each: self._loop.create_task(self._accept(each)) for each in sockets}
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Accept nobody any more; those who are here are the server's."""
         self._watching.cancel()
         self._tell()
-        while self._sockets:
-            each = self._sockets.pop()
-            if each in self._resting:
-                self._resting.pop(each).cancel()
-            self._loop.remove_reader(each)
-            each.close()
-        for task in self._coming:
+        tasks = (*self._accepting.values(), *self._coming)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in self._sockets:
+            each.close()
 
     def drop(self, why: str) -> None:
         """Counted, and told of now and then."""
@@ -94,34 +89,31 @@ class Listener:
             log.warning("connections dropped so far: %s; %d are open", shown, len(self.crowd))
             self._told, self._told_s = Counter(self._dropped), now_s
 
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
+    async def _accept(self, listening: socket.socket) -> None:
+        listening.setblocking(False)
+        for number in itertools.count():
+            if number % ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
-                connection, address = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                connection, address = await self._loop.sock_accept(listening)
+            except ConnectionAbortedError:
+                continue
             except (
                 OSError
             ):  # No file descriptor is left, or no memory. Asking again at once would be in vain.
                 self.drop("no_files")
                 self._make_room()
-                self._loop.remove_reader(listening)
-                self._resting[listening] = self._loop.call_later(REST_S, self._go_on, listening)
-                return
+                await asyncio.sleep(REST_S)
+                continue
             if self.crowd.full and not self._make_room():
                 self.drop("full")
                 _turn_away(connection)
                 continue
-            connection.setblocking(False)
             visit = Visit(self, self._server, self._limits)
             self.crowd.came(visit, str(address[0]))
             task = self._loop.create_task(self._welcome(visit, connection))
             self._coming.add(task)
             task.add_done_callback(self._coming.discard)
-
-    def _go_on(self, listening: socket.socket) -> None:
-        del self._resting[listening]
-        self._loop.add_reader(listening, self._accept, listening)
 
     def _make_room(self) -> bool:
         visit = self.crowd.oldest()
@@ -147,7 +139,21 @@ class Listener:
             if why:
                 self.drop(why)
                 visit.end(why)
+        for each, task in self._accepting.items():
+            if task.done():  # A fault of ours; an engine that nobody can reach would be worse.
+                log.error("accepting failed", exc_info=task.exception())
+                self._accepting[each] = self._loop.create_task(self._accept(each))
         self._tell()
+
+
+def _files() -> float:
+    """File descriptors that this process may have; on some systems there is no such limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _turn_away(connection: socket.socket) -> None:
@@ -169,7 +175,7 @@ class Face:
 
     async def close(self) -> None:
         """What is under way may end, for a while."""
-        self.listener.close()
+        await self.listener.close()
         if self._open:
             self._open = False
             await self._runner.cleanup()
