@@ -244,8 +244,10 @@ class Admission:
         if rate is None:
             found = [view.facts for view in self._table.ready(model)]
             known = [facts for facts in found if facts is not None]
-            prior = sum(1.0 / max(facts.prefill_s_per_token, 1e-12) for facts in known)
-            rate = self._rates[model] = Rate(prior or 1.0)
+            prior = 0.0
+            for facts in known:
+                prior += 1.0 / max(facts.prefill_s_per_token, 1e-12)
+            rate = self._rates[model] = Rate(prior if prior > 0 else 1.0)
             if known:
                 steps_s = sum(facts.decode_step_s / max(1, facts.decode_batch) for facts in known)
                 self._costs[model] = steps_s / sum(max(facts.prefill_s_per_token, 1e-12) for facts in known)

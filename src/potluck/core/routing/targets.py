@@ -110,7 +110,10 @@ def _strain(view: View) -> float:
 
 def _pace(side: list[View]) -> float:
     """Of replicas that share their work."""
-    return len(side) / sum(1.0 / _strain(view) for view in side) if side else 1.0
+    speed = 0.0
+    for view in side:
+        speed += 1.0 / _strain(view)
+    return len(side) / speed if side else 1.0
 
 
 def intact_share(target: Target, template: Template) -> float:
