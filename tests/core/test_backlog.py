@@ -80,6 +80,33 @@ def test_who_is_stuck_stands_in_nobodys_way() -> None:
     assert backlog.head() is None
 
 
+def test_those_not_tried_yet_come_before_those_that_found_no_room() -> None:
+    backlog = Backlog({})
+    places = {name: backlog.add(0.0, flight(number, name), 1, KIND, 1.0) for number, name in enumerate("abc")}
+    assert backlog.head() is places["a"]
+    backlog.stuck.add(("a", KIND))
+    backlog.cut = True  # enough were tried in vain
+    backlog.again()
+    for name in "bc":
+        assert backlog.head() is places[name]
+        backlog.stuck.add((name, KIND))
+    assert backlog.head() is None
+    backlog.again()
+    assert taken(backlog) is places["a"]
+
+
+def test_one_that_stands_aside_may_come_with_another_kind() -> None:
+    backlog = Backlog({})
+    backlog.add(0.0, flight(0, "a"), 1, KIND, 1.0)
+    backlog.stuck.add(("a", KIND))
+    assert backlog.head() is None
+    other = backlog.add(0.0, flight(1, "a"), 1, (1, 0), 1.0)
+    assert taken(backlog) is other
+    assert backlog.head() is None
+    backlog.again()
+    assert backlog.head() is not None
+
+
 def test_a_newcomer_waits_for_its_own_and_for_as_much_of_others_as_is_their_due() -> None:
     backlog = Backlog({"b": 2.0})
     for number in range(10):

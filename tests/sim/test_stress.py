@@ -16,13 +16,14 @@ from sim_fleets import FAST, MODEL, SLOW, closed_plan, decode_only, flow_plan, p
 from potluck.catalog import workloads as named
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan, Template
-from potluck.sim.load.workload import Workload, synthetic, with_prefixes, workload
+from potluck.sim.load.workload import Workload, labelled, merge, synthetic, with_prefixes, workload
 from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.records import REFUSED, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults
 
 CAPACITY_PER_S = 90.0
+TICK_S = Policy().tick_s
 Mask = NDArray[np.bool_]
 
 
@@ -54,9 +55,40 @@ def met(result: SimResult) -> Mask:
     return judge(result.records, result.slos, result.end_s).met
 
 
+def good_per_s(result: SimResult, from_s: float, to_s: float) -> float:
+    """Of those that arrived in a time."""
+    arrival_s = result.records.arrival_s
+    return float((met(result) & (arrival_s >= from_s) & (arrival_s < to_s)).sum()) / (to_s - from_s)
+
+
 def attainment(result: SimResult, from_s: float = 0.0, to_s: float = np.inf) -> float:
     arrival_s = result.records.arrival_s
     return float(met(result)[(arrival_s >= from_s) & (arrival_s < to_s)].mean())
+
+
+def refusals_s(result: SimResult) -> NDArray[np.float64]:
+    """From arrival to refusal."""
+    records = result.records
+    waits: NDArray[np.float64] = (records.finish_s - records.arrival_s)[records.outcome == REFUSED]
+    return waits
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+def test_overload_leaves_as_many_good_answers_as_there_is_capacity(factor: float) -> None:
+    result = served(four(), chat(factor * CAPACITY_PER_S, 40.0))
+    assert good_per_s(result, 20.0, 40.0) >= 0.85 * CAPACITY_PER_S
+    assert refusals_s(result).max() <= TICK_S
+
+
+def test_after_a_burst_all_is_well_at_once() -> None:
+    parts = [
+        chat(36.0, 5.0),
+        chat(360.0, 12.0, seed=4, start_s=5.0),
+        chat(36.0, 30.0, seed=5, start_s=17.0),
+    ]
+    result = served(four(), merge(parts))
+    assert good_per_s(result, 5.0, 17.0) >= 0.75 * CAPACITY_PER_S
+    assert attainment(result, 27.0, 47.0) >= 0.95
 
 
 def test_a_slow_replica_gets_as_much_as_it_can_do() -> None:
@@ -68,6 +100,32 @@ def test_a_slow_replica_gets_as_much_as_it_can_do() -> None:
 def test_wrong_weights_do_not_drown_the_small_gpus() -> None:
     plan = closed_plan((alone(FAST, 24.0), "east", 2), (alone(SLOW, 2.7), "east", 4))
     assert attainment(served(plan, chat(40.0, 60.0))) >= 0.95
+
+
+def flooded(span_s: float, flooder: str) -> tuple[SimResult, Mask]:
+    """A tenant with chat, and one who sends eight prompts of 14,000 tokens a second; who is the first."""
+    count = int(8 * span_s)
+    prompts = np.full(count, 14_000)
+    flood = workload(MODEL, np.arange(count) / 8.0, prompts, np.full(count, 200))
+    load = merge([labelled(chat(36.0, span_s), "other"), labelled(flood, flooder)])
+    return served(four(), load), load.prompt_tokens != 14_000
+
+
+def test_a_flood_of_one_tenant_does_not_drown_another() -> None:
+    result, hers = flooded(40.0, "flooder")
+    assert met(result)[hers].mean() >= 0.95
+    assert (result.records.streamed_tokens[~hers] == 200).sum() >= 10
+
+
+def test_a_link_that_is_slow_is_no_worse_than_one_that_is_dead() -> None:
+    plan = flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2))
+    load = chat(14.0, 40.0)
+    kept = {}
+    for factor in (0.1, 0.0):
+        bad = Fault(10.0, "link", source="west", target="east", factor=factor, duration_s=15.0)
+        kept[factor] = attainment(served(plan, load, bad))
+    assert kept[0.0] >= 0.99
+    assert kept[0.1] >= 0.97
 
 
 @pytest.mark.parametrize("seed", [1, 3])

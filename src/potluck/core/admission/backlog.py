@@ -9,7 +9,8 @@ requests ask for:
 
 So of tenants that all wait, none is behind another by more than one request of each, whatever they ask for. Within a
 tenant higher priority goes first, then earlier arrival. Requests that may go to different replicas wait side by
-side (`kind`), so that none stands in the way of one that finds room.
+side (`kind`), so that none stands in the way of one that finds room. A tenant that found none stands aside until
+something has ended. However many tenants wait, whose turn it is costs O(log n).
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ Line = list[tuple[int, int, Place]]
 class Turn:
     """A tenant in a level."""
 
-    __slots__ = ("count", "lines", "tag", "weight", "work")
+    __slots__ = ("count", "entry", "lines", "tag", "weight", "work")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.tag = 0.0
         self.count = 0
+        self.entry = -1
+        """Its place in the level's order, by number; -1 when it is in none."""
         self.work = 0.0
         """Of all that wait."""
         self.lines: dict[Kind, Line] = {}
@@ -76,12 +79,52 @@ class Turn:
 class Level:
     """All that matter alike."""
 
-    __slots__ = ("now", "turns", "work")
+    __slots__ = ("_entry", "aside", "kinds", "now", "order", "turns", "waiting", "work")
 
     def __init__(self) -> None:
         self.now = 0.0
         self.turns: dict[str, Turn] = {}
+        """All tenants that ever waited, for their tags."""
+        self.waiting: dict[str, Turn] = {}
+        """Those that do."""
+        self.order: list[tuple[float, int, str]] = []
+        """A heap of tags, numbers and tenants; only the number that a turn names is its own."""
+        self.aside: list[str] = []
+        """Tenants that wait and found no room."""
+        self.kinds: dict[Kind, int] = {}
+        """How many of each wait."""
         self.work = 0.0
+        self._entry = 0
+
+    def stand(self, tenant: str, turn: Turn) -> None:
+        """Put a tenant where its tag belongs."""
+        self._entry += 1
+        turn.entry = self._entry
+        heappush(self.order, (turn.tag, self._entry, tenant))
+
+    def head(self, stuck: Container[Stuck]) -> Place | None:
+        """Whose turn it is; those who find no room go aside."""
+        order = self.order
+        while order:
+            _, entry, tenant = order[0]
+            turn = self.turns[tenant]
+            if turn.entry == entry and turn.count:
+                place = turn.head(stuck, tenant)
+                if place is not None:
+                    return place
+                self.aside.append(tenant)
+            if turn.entry == entry:
+                turn.entry = -1
+            heappop(order)
+        return None
+
+    def back(self) -> None:
+        """Those who stood aside are tried again."""
+        for tenant in self.aside:
+            turn = self.turns[tenant]
+            if turn.count and turn.entry < 0:
+                self.stand(tenant, turn)
+        self.aside.clear()
 
 
 class Backlog:
@@ -94,6 +137,8 @@ class Backlog:
         self.count = 0
         self.stuck: set[Stuck] = set()
         """Tenants and kinds that found no room, and nothing has ended since."""
+        self.cut = False
+        """Whether some have not been tried since those did."""
 
     def add(self, at_s: float, flight: Flight, level: int, kind: Kind, work: float) -> Place:
         """Let a request wait."""
@@ -107,12 +152,17 @@ class Backlog:
             turn = held.turns[tenant] = Turn(self._weights.get(tenant, 1.0))
         if not turn.count:
             turn.tag = max(turn.tag, held.now)
+            turn.entry = -1
+            held.waiting[tenant] = turn
+        if turn.entry < 0:
+            held.stand(tenant, turn)
         self._stamp += 1
         place = Place(flight, tenant, level, kind, work, at_s, self._stamp)
         heappush(turn.lines.setdefault(kind, []), (-flight.request.priority, self._stamp, place))
         turn.count += 1
         turn.work += work
         held.work += work
+        held.kinds[kind] = held.kinds.get(kind, 0) + 1
         self.count += 1
         flight.state, flight.place = QUEUED, place
         return place
@@ -120,19 +170,18 @@ class Backlog:
     def head(self) -> Place | None:
         """Whose turn it is, among those that may find room."""
         for level in self._levels.values():
-            tried: set[str] = set()
-            while len(tried) < len(level.turns):
-                tenant, turn = min(
-                    ((name, turn) for name, turn in level.turns.items() if name not in tried),
-                    key=lambda each: each[1].tag if each[1].count else float("inf"),
-                )
-                if not turn.count:
-                    break
-                place = turn.head(self.stuck, tenant)
-                if place is not None:
-                    return place
-                tried.add(tenant)
+            place = level.head(self.stuck)
+            if place is not None:
+                return place
         return None
+
+    def again(self) -> None:
+        """Something has ended: all may be tried again, once those were that have not been."""
+        if not self.cut:
+            self.stuck.clear()
+            for level in self._levels.values():
+                level.back()
+        self.cut = False
 
     def take(self, place: Place) -> None:
         """It is sent: its tenant has had so much."""
@@ -140,6 +189,8 @@ class Backlog:
         turn = level.turns[place.tenant]
         level.now = max(level.now, turn.tag)
         turn.tag += place.work / turn.weight
+        if turn.entry >= 0:
+            level.stand(place.tenant, turn)
         self.remove(place)
 
     def remove(self, place: Place) -> None:
@@ -150,8 +201,14 @@ class Backlog:
         turn.count -= 1
         turn.work -= place.work
         level.work -= place.work
+        level.kinds[place.kind] -= 1
+        if not level.kinds[place.kind]:
+            del level.kinds[place.kind]
         self.count -= 1
-        if not any(each.count for each in level.turns.values()):
+        if not turn.count:
+            turn.entry = -1
+            del level.waiting[place.tenant]
+        if not level.waiting:
             del self._levels[place.level]
         if not self.count:
             self._levels.clear()
@@ -165,10 +222,12 @@ class Backlog:
         for rank, held in self._levels.items():
             if rank < level:
                 return False
-            turns = held.turns.items()
-            if any(
-                turn.count and kind in turn.lines for name, turn in turns if name == tenant or rank > level
-            ):
+            if rank > level:
+                if kind in held.kinds:
+                    return True
+                continue
+            turn = held.waiting.get(tenant)
+            if turn is not None and any(_waits(item[2]) for item in turn.lines.get(kind, ())):
                 return True
         return False
 
@@ -182,22 +241,22 @@ class Backlog:
             if rank > level:
                 before += held.work
                 continue
-            own = held.turns.get(tenant)
-            mine = own.work if own is not None else 0.0
-            weight = own.weight if own is not None else self._weights.get(tenant, 1.0)
-            before += mine
-            for name, turn in held.turns.items():
-                if name != tenant and turn.count:
-                    before += min(turn.work, mine * turn.weight / weight)
+            own = held.waiting.get(tenant)
+            if own is None:
+                continue
+            before += own.work
+            due = own.work / own.weight
+            for turn in held.waiting.values():
+                if turn is not own:
+                    before += min(turn.work, due * turn.weight)
         return before
 
     def others(self, tenant: str, level: int) -> bool:
         """Whether another tenant waits that matters as much."""
         return any(
-            turn.count and name != tenant
+            len(held.waiting) > (tenant in held.waiting)
             for rank, held in self._levels.items()
             if rank >= level
-            for name, turn in held.turns.items()
         )
 
     def tenant_count(self, tenant: str) -> int:

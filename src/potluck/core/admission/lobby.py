@@ -17,6 +17,9 @@ from potluck.core.routing.router import Router
 from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
 
+MOST_MISSES = 8
+"""Tries in vain after which nobody else is tried for now."""
+
 
 class Lobby:
     """The Brain's waiting requests."""
@@ -54,7 +57,7 @@ class Lobby:
         backlog = self._admission.backlogs.get(member.model)
         if backlog is None:
             return []
-        backlog.stuck.clear()
+        backlog.again()
         target = self._table.groups.get(member.unit) or self._table.singles.get(member.id)
         return self._go(at_s, member.model, target) if target is not None else []
 
@@ -66,13 +69,17 @@ class Lobby:
         """Whatever was missed: those that wait are tried everywhere."""
         actions: list[Action] = []
         for model, backlog in list(self._admission.backlogs.items()):
-            backlog.stuck.clear()
+            backlog.again()
             actions += self._go(at_s, model, None)
         return actions
 
     def _go(self, at_s: float, model: str, target: Target | None) -> list[Action]:
-        """Send those whose turn it is, as long as they find room: at one target, or anywhere."""
+        """Send those whose turn it is, as long as they find room: at one target, or anywhere.
+
+        Where many find none the rest are left for the next time, so that this costs no more with a thousand tenants.
+        """
         actions: list[Action] = []
+        misses = 0
         self._admission.room.now_s = at_s
         admission, router, table = self._admission, self._router, self._table.models.get(model)
         while table is not None and (found := admission.next(at_s, model)) is not None:
@@ -82,6 +89,10 @@ class Lobby:
             answer = router.send(found, table) if target is None else router.send_to(target, found, table)
             if answer is Answer.FULL:
                 admission.stuck(found)
+                misses += 1
+                if misses >= MOST_MISSES:
+                    admission.backlogs[model].cut = True
+                    break
                 continue
             admission.take(at_s, found)
             if answer is SENT:

@@ -57,9 +57,12 @@ UNBOUNDED = 1 << 60
 class Mix:
     """Whose requests a replica has, once there are several tenants."""
 
-    __slots__ = ("long", "requests")
+    __slots__ = ("count", "long", "requests", "rho")
 
     def __init__(self) -> None:
+        self.count = 0
+        self.rho = 0.0
+        """The sum of theirs, each as it was when it was sent."""
         self.requests: dict[str, int] = {}
         self.long: dict[str, int] = {}
         """Long prompts that are not computed."""
@@ -150,9 +153,12 @@ class Room:
         flight.long = self._is_long(flight, first)
         if flight.long and self._beside(first, tenant):
             self._charge(flight, first)
+        flight.rho = self._rho(flight.request.model, tenant)
         for view in flight.mixed:
             mix = self._mixes.setdefault(view, Mix())
             mix.requests[tenant] = mix.requests.get(tenant, 0) + 1
+            mix.count += 1
+            mix.rho += flight.rho
         if flight.long:
             long = self._mixes[first].long
             long[tenant] = long.get(tenant, 0) + 1
@@ -169,6 +175,8 @@ class Room:
         for view in flight.mixed:
             mix = self._mixes[view]
             _less(mix.requests, flight.request.tenant)
+            mix.count -= 1
+            mix.rho -= flight.rho
             if not mix.requests and not mix.long:
                 del self._mixes[view]
         flight.mixed = ()
@@ -302,9 +310,9 @@ class Room:
         if not self.several:
             return n * self._rho(model, tenant) * facts.prefill_s_per_token
         mix, total, noted = self._mixes.get(view), self._rho(model, tenant), 1
-        for name, count in mix.requests.items() if mix is not None else ():
-            total += count * self._rho(model, name)
-            noted += count
+        if mix is not None:
+            total += mix.rho
+            noted += mix.count
         if noted < n and self.tenant is not None:  # those from when there was one tenant
             total += (n - noted) * self._rho(model, self.tenant)
         return total * facts.prefill_s_per_token

@@ -64,6 +64,8 @@ class Flight:
     """Where it waits for room."""
     mixed: tuple[View, ...] = ()
     """Replicas that count it among its tenant's."""
+    rho = 0.0
+    """Prompt tokens for each output token that it counts for there."""
     weight = 1.0
     """Of its tenant."""
     long = False
