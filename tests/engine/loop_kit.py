@@ -10,7 +10,7 @@ from potluck.core.replica.batch import Limits
 from potluck.engine.compute.executor import Executor, LocalExecutor
 from potluck.engine.compute.runner import Runner, Size
 from potluck.engine.loop.loop import Loop
-from potluck.engine.loop.requests import Ended, Event, Job, Room, Sent, Token
+from potluck.engine.loop.requests import Ended, Event, Job, RowReady, Sent, Token
 from potluck.engine.memory.handover import Manifest, Parcel
 from potluck.engine.memory.prefix import PrefixCache
 from potluck.engine.model.checkpoint import Seeded
@@ -100,7 +100,7 @@ def carry(sender: Desk, source: int, receiver: Desk, target: int, *, late: bool 
     sender.run()
     receiver.loop.want(target)
     receiver.turn()
-    assert any(isinstance(event, Room) for event in receiver.said[target])
+    assert any(isinstance(event, RowReady) for event in receiver.said[target])
     receiver.loop.expect(target, about)
     for parcel in sender.parcels(source):
         receiver.loop.accept(target, parcel)

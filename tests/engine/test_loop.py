@@ -197,7 +197,7 @@ def test_cancelling_anything_at_any_time_leaks_nothing() -> None:
     for _ in range(3000):
         engine.turn()
         for key in keys:  # those that wait for a cache that never comes
-            if any(type(event).__name__ == "Room" for event in engine.said.get(key, ())):
+            if any(type(event).__name__ == "RowReady" for event in engine.said.get(key, ())):
                 engine.loop.cancel(key, engine.now_s)
         if engine.loop.idle:
             break

@@ -75,7 +75,7 @@ def _by_roles(roles: Iterable[str]) -> Rates:
     return Rates(decode_per_s=1.0) if found == {"decode"} else Rates(closed_per_s=1.0)
 
 
-class Room:
+class FreeNodes:
     """Nodes that are free, and GPUs of named machines."""
 
     __slots__ = ("_free", "_known")
@@ -83,8 +83,8 @@ class Room:
     def __init__(self, known: Mapping[str, Blueprint], free: dict[Resource, int]) -> None:
         self._known, self._free = known, free
 
-    def copy(self) -> Room:
-        return Room(self._known, dict(self._free))
+    def copy(self) -> FreeNodes:
+        return FreeNodes(self._known, dict(self._free))
 
     def take(self, key: Key) -> bool:
         """Set a copy's nodes aside if all are free."""
@@ -119,7 +119,7 @@ def room_in(
     known: Mapping[str, Blueprint],
     available: Mapping[Resource, int] | None,
     stopped: Collection[str] = (),
-) -> Room:
+) -> FreeNodes:
     """What is free beside all copies but those whose replicas have all been stopped.
 
     Node types that `available` does not name cannot be had; without it they are unlimited. How many GPUs a named
@@ -140,7 +140,7 @@ def room_in(
             free[each] = max(held.get(each, 0), asked.get(each, 0)) - held.get(each, 0)
         elif available is not None:
             free[each] = available.get(each, 0) - held.get(each, 0)
-    return Room(known, free)
+    return FreeNodes(known, free)
 
 
 def _needs(template: Template, region: str) -> dict[Resource, int]:

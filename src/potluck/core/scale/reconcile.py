@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from potluck.core.brain.actions import Action, Drain, Flip, Start, Stop
 from potluck.core.brain.fleet import Fleet, Unit
-from potluck.core.scale.capacity import Blueprint, Key, Measure, Room, room_in
+from potluck.core.scale.capacity import Blueprint, FreeNodes, Key, Measure, room_in
 from potluck.core.scale.rates import NOTHING, Rates
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan, Template
@@ -222,7 +222,7 @@ class _Work:
                 found += units
         return sorted(found, key=lambda unit: (unit.id in self.whole, *_load(unit)))
 
-    def start_missing(self, room: Room, dip: float) -> None:
+    def start_missing(self, room: FreeNodes, dip: float) -> None:
         missing = self._missing()
         for key, count in sorted(missing.items()):
             if count and (key[0] not in self.known):
@@ -276,7 +276,7 @@ class _Work:
                     self._start_replica(blueprint.template, key, unit.id, index, f"{index}+{self._number()}")
         return missing
 
-    def _exchange(self, short: Mapping[Key, int], room: Room, dip: float) -> None:
+    def _exchange(self, short: Mapping[Key, int], room: FreeNodes, dip: float) -> None:
         """There are no nodes for copies that are wanted: let copies go that hold them, within the dip."""
         for unit in self._leaving():
             room.give(unit)
@@ -296,7 +296,7 @@ class _Work:
                     self.notes.append(f"{name}: no spare nodes, so {unit.id} goes first")
                 room.take(key)
 
-    def _in_the_way(self, key: Key, room: Room) -> tuple[list[Unit], float]:
+    def _in_the_way(self, key: Key, room: FreeNodes) -> tuple[list[Unit], float]:
         """Copies that must go for one of these to start, and the share of the floor that is missing meanwhile."""
         trial, serving, units, lost = room.copy(), dict(self.serving), [], 0.0
         extra = {key: len(units) - self.wanted[key] for key, units in self.live.items()}

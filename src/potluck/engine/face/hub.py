@@ -11,7 +11,7 @@ from typing import TypeVar
 from potluck.api.errors import Refused
 from potluck.core.errors import PotluckError
 from potluck.engine.loop.driver import Ask, Driver
-from potluck.engine.loop.requests import Ended, Event, Job, Room, Sent, Times, Token
+from potluck.engine.loop.requests import Ended, Event, Job, RowReady, Sent, Times, Token
 
 T = TypeVar("T")
 LAST_WORD_S = 5.0
@@ -36,7 +36,7 @@ class Channel:
         if isinstance(event, Sent):
             self.parcels.put_nowait(event)
             return
-        if isinstance(event, Room):
+        if isinstance(event, RowReady):
             if not self.room.done():
                 self.room.set_result(None)
             return

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from potluck.api.errors import error_object
+from potluck.engine.face.crowd import Crowd
 from potluck.engine.face.request_id import HEADER, request_id
 
 if TYPE_CHECKING:
-    from potluck.engine.face.listen import Listener
     from potluck.engine.face.service import FaceLimits
 
 HEAD_BYTES = 65_536
@@ -29,6 +30,15 @@ LINGER_S = 5.0
 
 NEVER_S = 1e6
 """aiohttp's own timer for idle connections, which says nothing to anybody, is not used."""
+
+
+class Host(Protocol):
+    """What a connection needs of whoever accepted it."""
+
+    log: logging.Logger
+    crowd: Crowd[Visit]
+
+    def drop(self, why: str) -> None: ...
 
 
 def arrived(request: web.Request) -> None:
@@ -50,7 +60,7 @@ class Visit(RequestHandler):
         "_wire",
     )
 
-    def __init__(self, listener: Listener, server: web.Server, limits: FaceLimits) -> None:
+    def __init__(self, listener: Host, server: web.Server, limits: FaceLimits) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),

@@ -26,7 +26,7 @@ from potluck.engine.compute.runner import Work
 from potluck.engine.loop.gates import Gate
 from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
-from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, Room, Sent, Token
+from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, RowReady, Sent, Token
 from potluck.engine.loop.status import Counters
 from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.memory.prefix import PrefixCache
@@ -113,7 +113,7 @@ class Loop:
         return run.found[0]
 
     def want(self, key: int) -> None:
-        """The cache is coming in: `Room` will say when there is a row and blocks for it."""
+        """The cache is coming in: `RowReady` will say when there is a row and blocks for it."""
         self._here(key)
         self._receivers.lobby.append(key)
 
@@ -228,7 +228,7 @@ class Loop:
             except FAILURES as error:
                 self._lose([key], error)
                 continue
-            self._said.append((key, Room()))
+            self._said.append((key, RowReady()))
             self._receivers.enter(key)
         self.flush()
 

@@ -107,7 +107,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RowReady:
     """A row and blocks are set apart for a cache that is coming in."""
 
 
@@ -141,4 +141,4 @@ class Ended:
     """A word for the problem, where others can act on it."""
 
 
-Event = Token | Room | Sent | Computed | Ended
+Event = Token | RowReady | Sent | Computed | Ended

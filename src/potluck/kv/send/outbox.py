@@ -18,7 +18,7 @@ from potluck.kv.link import shm
 from potluck.kv.link.report import LinkReport, info, report
 from potluck.kv.link.strand import Strand, shut
 from potluck.kv.parcels import TransferError
-from potluck.kv.send.shipment import Closed, Opened, Room, Shipment
+from potluck.kv.send.shipment import Closed, Opened, OutboxMemory, Shipment
 from potluck.kv.send.stream import OutboxLimits, Peer, Stream
 from potluck.kv.wire.frames import Beat, Hello, Opening, Problem, Refused
 
@@ -39,7 +39,7 @@ class Outbox:
     ) -> None:
         self.limits = limits or OutboxLimits()
         self._tls, self._shared = tls, shared_memory and tls is None
-        self._room = Room(self.limits.most_bytes)
+        self._room = OutboxMemory(self.limits.most_bytes)
         self._changed = self._room.changed
         self._handles: Handles[Shipment] = Handles()
         self._shipments: dict[str, Shipment] = {}

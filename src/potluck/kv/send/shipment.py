@@ -23,7 +23,7 @@ KEEPS_UP = 2
 make their own."""
 
 
-class Room:
+class OutboxMemory:
     """The memory that all shipments of an outbox share, and the lock that all of them are under."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -37,7 +37,7 @@ class Shipment:
 
     def __init__(
         self,
-        room: Room,
+        room: OutboxMemory,
         chunk_bytes: int,
         opened: Opened,
         expires_s: float,
