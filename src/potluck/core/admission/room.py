@@ -15,11 +15,12 @@ rho is observed, per model and tenant: the sum of the prompts over that of the a
 are multiplied by the replica's pace (routing/speeds.py), gaps by what they were seen to be against what was reckoned.
 
 Between tenants a long prompt (LONG times the TPOT objective) is a nuisance: every answer beside it waits for each of
-its chunks. It goes where no other tenant's requests are. Beside others a tenant's long prompts may take no more of
-the replicas' time than makes those others' tokens `disturbance` slower on average; and when other tenants wait too,
-they go wherever there is room, as shares are what counts then. Others keep away from replicas with such a prompt
-while they find room elsewhere. With gap = first step / (1 - load) a share u of the time makes tokens u / (1 - load)
-slower, so u = disturbance / (1 + disturbance) x first step / gap.
+its chunks, or for a place elsewhere. It goes to a replica with nothing to do. While other tenants are there, one's
+long prompts may else take no more of the replicas' time than makes those others' tokens `disturbance` slower on
+average, where fewest of them are; and when other tenants wait too, they go wherever there is room, as shares are what
+counts then. Others keep away from replicas with such a prompt while they find room elsewhere. With gap = first step /
+(1 - load) a share u of the time makes tokens u / (1 - load) slower, so u = disturbance / (1 + disturbance) x first
+step / gap.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ class Room:
         tenant = flight.request.tenant
         first = flight.mixed[0]
         flight.long = self._is_long(flight, first)
-        if flight.long and self._beside(first, tenant):
+        if flight.long and first.open_requests > 1:
             self._charge(flight, first)
         flight.rho = self._rho(flight.request.model, tenant)
         for view in flight.mixed:
@@ -186,11 +187,20 @@ class Room:
         if view.facts is None or not self._share:
             return
         key = flight.request.model, flight.request.tenant
-        prompt_s = view.pace * view.facts.prefill_s_per_token * flight.prompt_tokens
-        gap_s = view.gap_pace * self._gap_s(view, flight, view.facts, view.open_requests, CLOSED)
-        idle = min(1.0, view.facts.decode_first_s / gap_s) if view.facts.decode_first_s > 0 else 0.5
-        time_s = prompt_s / (self._share * idle * max(1, len(self._table.ready(key[0]))))
+        prompt_s = view.facts.prefill_s_per_token * flight.prompt_tokens
+        ready = self._table.ready(key[0])
+        idle = sum(self._idle(each, flight) for each in ready if self._beside(each, key[1]) > (each is view))
+        if not idle:  # nobody else is there
+            return
+        time_s = prompt_s / (self._share * idle)
         self._next_s[key] = max(self.now_s, self._next_s.get(key, 0.0)) + time_s
+
+    def _idle(self, view: View, flight: Flight) -> float:
+        """First step / gap there."""
+        if view.facts is None or not view.facts.decode_first_s > 0:
+            return 0.5
+        gap_s = view.gap_pace * self._gap_s(view, flight, view.facts, view.open_requests, CLOSED)
+        return min(1.0, view.facts.decode_first_s / gap_s)
 
     def _is_long(self, flight: Flight, view: View) -> bool:
         slo, facts = self.slo(view.member.model), view.facts
@@ -258,9 +268,9 @@ class Room:
         if not roomy:
             return None
         if self._is_long(flight, _views(picked)[0]) and not self.crowded:
-            alone = [each for each in roomy if not self._foreign(each, tenant)]
-            if alone:
-                return picked if picked in alone else alone[0]
+            idle = [each for each in roomy if not _open(each)]
+            if idle:
+                return picked if picked in idle else idle[0]
             if self.now_s < self._next_s.get((model, tenant), 0.0) or not self._share:
                 return None
             return min(roomy, key=lambda each: self._foreign(each, tenant))

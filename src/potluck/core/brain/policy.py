@@ -52,7 +52,7 @@ class Policy:
     """
     queue_requests: int = 1000
     """Requests of one tenant for one model that may wait for their turn."""
-    disturbance: float = 0.1
+    disturbance: float = 0.08
     """How much slower, on average, other tenants' tokens may get for one tenant's long prompts; 0: not at all."""
     tenants: tuple[Tenant, ...] = ()
     """Tenants with weights; any other weighs 1."""
