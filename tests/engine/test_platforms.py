@@ -50,7 +50,7 @@ def test_an_engine_ends_by_a_signal_where_loops_hear_of_none(monkeypatch: pytest
         monkeypatch.setattr(loop, "add_signal_handler", none)
         _on_signals(loop, stop.set)
         handlers[signal.SIGTERM](signal.SIGTERM, None)
-        await asyncio.wait_for(stop.wait(), 5)
+        await asyncio.wait_for(stop.wait(), 60)
 
     asyncio.run(scene())
     assert set(handlers) == {signal.SIGINT, signal.SIGTERM}
