@@ -254,6 +254,7 @@ def test_when_all_are_busy_the_next_is_told_and_a_stop_is_quick(monkeypatch: pyt
         return web.Response(text="done")
 
     monkeypatch.setattr(control, "status", slow)
+    monkeypatch.setattr(listen, "SHUTDOWN_S", 600.0)
 
     async def scene() -> None:
         async with face(make_service("full", FaceLimits(connections=4))) as one:
