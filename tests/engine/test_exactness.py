@@ -52,6 +52,15 @@ def test_chunks_of_any_size_give_the_same_logits(kind: str) -> None:
     engine.tables.check()
 
 
+def test_a_chunk_that_leaves_one_query_over() -> None:
+    """torch's attention takes 32 queries at a time: the last of 33 is by itself."""
+    engine, tokens = runner(KINDS["latent"]), prompt(99)
+    row = opened(engine, 99)
+    whole = run(engine, row, tokens, [99])
+    engine.tables.close(row)
+    assert same(run(engine, opened(engine, 99), tokens, [33] * 3), whole)
+
+
 def test_widths_of_a_model_that_ships() -> None:
     """Wide enough that the library has several ways to multiply, which differ for 1, 7 and 64 rows."""
     layer = Layer(FullAttention(8, 4, 32, 32), DenseFfn(704))

@@ -19,6 +19,8 @@ the processor has matrix tiles. What is left to a library takes more care:
   part of a call has at most 384 columns or all 512 (`padded_columns`), and queries that end between 256 and 384
   within a part, which the second half would cut, go in calls of their own (`cut_of`). Short windows are always
   one sum (`step.py`).
+- Queries of a chunk, there too. torch's attention takes them 32 (or 64, or 256) at a time, and OpenBLAS multiplies a
+  block of a single one in another way. So a lone last one is computed twice (`chunk_attention`).
 - Functions. torch's sigmoid, silu and complex product take another path for the last few elements of a tensor, with
   another rounding; exp, and any single addition or product, does not. So `sigmoid` is made of exp here, and positions
   are turned in real numbers.
@@ -42,6 +44,7 @@ PART = 512
 HALF = 256
 LONGEST_SUM = 384
 LEAST_ROWS = 16
+QUERIES = 32
 
 
 def padded_columns(columns: int) -> int:
@@ -98,6 +101,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return out if own is not None else out.mul_(weight)
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (x * length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()).mul_(weight)
+
+
+def chunk_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[..., tokens, dim] queries over keys and values that all see alike, but for the mask."""
+    count = queries.shape[-2]
+    if count % QUERIES == 1:
+        queries, mask = (torch.cat([x, x[..., -1:, :]], -2) for x in (queries, mask))
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)[..., :count, :]
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from potluck.engine.numbers.exact import padded_columns, per_head
+from potluck.engine.numbers.exact import QUERIES, chunk_attention, padded_columns, per_head
 
 SHAPES = ((16, 16), (20, 30), (64, 1), (64, 200), (256, 8), (256, 704), (704, 256), (2048, 300))
 """(depth, width) of matrices to try: partly filled vectors, sums in one part and in several, work for threads."""
@@ -127,23 +127,26 @@ def _latent_holds(dtype: torch.dtype, threads: int) -> bool:
         x = torch.randn(ROWS, HEADS, HEAD_DIM, generator=generator).to(dtype)
         if not _cut_alike(lambda rows: per_head(x[rows], weight)):
             return False
-        return all(_attention_is_cut_alike(count, generator, dtype) for count in CONTEXTS)
+        chunks = (3, QUERIES + 1)
+        return all(_attention_is_cut_alike(c, q, generator, dtype) for c in CONTEXTS for q in chunks)
 
 
-def _attention_is_cut_alike(count: int, generator: torch.Generator, dtype: torch.dtype) -> bool:
-    """Three queries as a chunk, and each by itself, as attention/paged.py has them."""
+def _attention_is_cut_alike(
+    count: int, chunk_tokens: int, generator: torch.Generator, dtype: torch.dtype
+) -> bool:
+    """Queries as a chunk, and each by itself, as attention/paged.py has them."""
     kept = torch.randn(1, 1, padded_columns(count), HEAD_DIM, generator=generator).to(dtype)
-    queries = torch.randn(3, HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
-    ends = torch.arange(count - 3, count)
+    queries = torch.randn(chunk_tokens, HEADS, 1, HEAD_DIM, generator=generator).to(dtype)
+    ends = torch.arange(count - chunk_tokens, count)
 
     def mask(columns: int, ends: Tensor) -> Tensor:
         hidden = torch.arange(columns) > ends.view(1, 1, -1, 1)
         return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
     everywhere = kept.expand(HEADS, -1, -1, -1)
-    chunk = F.scaled_dot_product_attention(
-        queries.permute(1, 2, 0, 3), everywhere, everywhere, attn_mask=mask(kept.shape[2], ends), scale=0.2
-    ).permute(2, 0, 1, 3)
+    together_mask = mask(kept.shape[2], ends)
+    chunk = chunk_attention(queries.permute(1, 2, 0, 3), everywhere, everywhere, together_mask, 0.2)
+    chunk = chunk.permute(2, 0, 1, 3)
     for place, end in enumerate(ends.tolist()):
         columns = padded_columns(end + 1)
         seen, own = kept[:, :, :columns], mask(columns, ends[place]).expand(-1, -1, HEADS, -1)

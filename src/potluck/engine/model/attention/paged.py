@@ -14,6 +14,7 @@ from torch import Tensor
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.engine.compute.step import Piece
 from potluck.engine.memory.cache import Pages
+from potluck.engine.numbers.exact import chunk_attention
 
 
 def attend(queries: Tensor, pages: Pages, pieces: tuple[Piece, ...], scale: float) -> Tensor:
@@ -31,9 +32,7 @@ def _piece(queries: Tensor, pages: Pages, piece: Piece, scale: float) -> Tensor:
         out = F.scaled_dot_product_attention(rows.transpose(1, 2), keys, values, attn_mask=mask, scale=scale)
         return out.transpose(1, 2).reshape(count, -1)
     keys, values = (x.expand(rows.shape[1], -1, -1, -1) for x in (keys, values))
-    out = F.scaled_dot_product_attention(
-        rows.permute(1, 2, 0, 3), keys, values, attn_mask=piece.mask, scale=scale
-    )
+    out = chunk_attention(rows.permute(1, 2, 0, 3), keys, values, piece.mask, scale)
     return out.permute(2, 0, 1, 3).reshape(count, -1)
 
 
