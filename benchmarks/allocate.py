@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 
-from common import run
+from common import Budget, run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.colgen import relax
@@ -48,12 +48,14 @@ EXTENDED = CORE | {
     "Qwen3-235B-A22B": (Slo(1.8, 0.12), AZURE_CODE),
 }
 SEEDS = tuple(range(10))
-QUICK_SEEDS = {"core": (0, 1), "extended": (0,)}
+QUICK_SEEDS = (0,)
+QUICK_SCARCE_S = 12.0
+"""About what a scarce program takes to be made and solved."""
 SPREAD = 0.75
 """Standard deviation of the logarithm of availability."""
 PENALTY = 0.1
 """Six minutes to start a node, an hour between two plans."""
-LIMIT_S, PLAIN_LIMIT_S = 15.0, 10.0
+LIMIT_S, PLAIN_LIMIT_S, QUICK_PLAIN_LIMIT_S = 15.0, 10.0, 2.0
 TARGETS = {
     "core_ample_gap": ("<=", 1e-6),
     "core_ample_cpu_s": ("<=", 0.3),
@@ -169,9 +171,9 @@ def spread_of(key: str, found: list[Allocation]) -> dict[str, float]:
     return figures
 
 
-def ample(name: str, gap_target: float) -> dict[str, float]:
-    """The median of three solves: nothing in it is random."""
-    runs = [timed(program(name), gap_target) for _ in range(3)]
+def ample(name: str, gap_target: float, repeats: int) -> dict[str, float]:
+    """The median of some solves: nothing in it is random."""
+    runs = [timed(program(name), gap_target) for _ in range(repeats)]
     found = runs[0]
     kinds = [int(node.split("x")[0]) for node in program(name).fleet.nodes]
     gpus = sum(
@@ -186,7 +188,7 @@ def ample(name: str, gap_target: float) -> dict[str, float]:
     }
 
 
-def plain(asked: CoverProgram, ours: Allocation) -> tuple[float, float]:
+def plain(asked: CoverProgram, ours: Allocation, limit_s: float) -> tuple[float, float]:
     """HiGHS on all columns at once: its CPU-seconds, up to a limit, over ours, and the gap it proves."""
     cover = prepare(asked)
     cells = [np.nonzero(group.fits) for group in cover.groups]
@@ -194,7 +196,7 @@ def plain(asked: CoverProgram, ours: Allocation) -> tuple[float, float]:
     row, region = (np.concatenate([cell[k] for cell in cells]) for k in (0, 1))
     problem = Restricted(cover, Columns(group, row, region)).milp(None)
     start_s = time.process_time()
-    answer = solve_milp(problem, time_limit_s=PLAIN_LIMIT_S, gap_rel=max(ours.gap, 1e-6))
+    answer = solve_milp(problem, time_limit_s=limit_s, gap_rel=max(ours.gap, 1e-6))
     spent_s = time.process_time() - start_s
     proven = (answer.objective - answer.bound) / answer.objective if answer.x is not None else 1.0
     return spent_s / max(ours.cpu_s, 1e-9), proven
@@ -213,27 +215,33 @@ def rewarmed(before: CoverProgram, plan: Allocation, seeds: tuple[int, ...]) -> 
 
 def measure(quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
+    budget = Budget(quick)
+    seeds = QUICK_SEEDS if quick else SEEDS
+    repeats, plain_limit_s = (1, QUICK_PLAIN_LIMIT_S) if quick else (3, PLAIN_LIMIT_S)
+    if quick:
+        print(f"left out: all seeds but {len(seeds)}, warm starts of scarce programs", file=sys.stderr)
     start_s = time.process_time()
     for name in SETTINGS:
         program(name)
     figures["libraries_cpu_s"] = time.process_time() - start_s
-    figures |= ample("core", 0.0)
-    figures |= ample("extended", 0.001)
+    figures |= ample("core", 0.0, repeats)
+    figures |= ample("extended", 0.001, repeats)
     warm: list[Allocation] = []
     warm_scarce: list[Allocation] = []
     for name in SETTINGS:
-        seeds = QUICK_SEEDS[name] if quick else SEEDS
         first = timed(program(name), 0.001)
         warm += rewarmed(program(name), first, seeds)
+        if not budget.allows(f"{name}, scarce", QUICK_SCARCE_S):
+            continue
         asked = [scarce(name, seed) for seed in seeds]
         plans = [timed(each, 0.01) for each in asked]
         figures |= spread_of(f"{name}_scarce", plans)
         if name == "core":
             few = list(zip(asked, plans, strict=True))[: 1 if quick else 5]
-            ratios = [plain(*each) for each in few]
+            ratios = [plain(*each, plain_limit_s) for each in few]
             figures["plain_highs_scarce_over_ours_median"] = statistics.median(ratio for ratio, _ in ratios)
             figures["plain_highs_scarce_gap_median"] = statistics.median(proven for _, proven in ratios)
-            ratio, proven = plain(program(name), first)
+            ratio, proven = plain(program(name), first, plain_limit_s)
             figures["plain_highs_ample_over_ours"], figures["plain_highs_ample_gap"] = ratio, proven
         if not quick:
             for seed, before, plan in zip(seeds, asked, plans, strict=True):

@@ -73,6 +73,14 @@ def run(
     return 0
 
 
+def skip(name: str, why: str) -> int:
+    """For a benchmark that cannot run here: says why, as one object where that is asked for, and returns 0."""
+    print(f"{name}: skipped, {why}", file=sys.stderr)
+    if "--json" in sys.argv:
+        print(json.dumps({"name": name, "skipped": why}))
+    return 0
+
+
 class Budget:
     """CPU-seconds for a quick run, so that it ends in time on a slow machine: what would take longer is left out, and
     named. A run that is not quick has no end."""

@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from common import skip
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.model.checkpoint import Files, Seeded, Source
@@ -115,8 +116,7 @@ def compare(config: Config, source: Source, dtype: torch.dtype, prompt: int, dec
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("engine_gpu: skipped, there is no CUDA device", file=sys.stderr)
-        return 0
+        return skip("engine_gpu", "there is no CUDA device")
     found: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     shipped = Config(SHIPPED, rope=Rope(theta=10000.0), norm_eps=1e-6)
     hybrid = read_config(DATA / "words-hybrid", None)

@@ -8,7 +8,7 @@ history that the forecaster learns from; the second is served, in simulation, se
     replan           re-allocation every six minutes at the rates now seen
     ahead            re-allocation at the rates forecast (core/scale/ahead.py)
 
-A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hours of the week with
+A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hour of the week with
 `replan` and `ahead`.
 `POTLUCK_SOURCE` names another of the models (m-large, m-mid, m-small), `POTLUCK_DAYS` another number of days.
 """
@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
-from common import run
+from common import run, skip
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
@@ -40,7 +40,7 @@ from potluck.sim.setup import SimProblem
 SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
 DAYS = int(os.environ.get("POTLUCK_DAYS", "7"))
 WEEK = 1008
-QUICK_STEPS = 24
+QUICK_STEPS = 6
 REVERSAL_S = 1800.0
 START_S = 135.0
 """About what a copy takes to start (113 to 157 s)."""
@@ -55,10 +55,9 @@ def two_weeks() -> np.ndarray | None:
         return None
     import pyarrow.parquet as parquet
 
-    columns = parquet.read_table(path, columns=["model", "t_s", "rate_rps"])
-    mine = np.asarray(columns["model"].to_pylist()) == SOURCE
-    step = (columns["t_s"].to_numpy()[mine] // STEP_S).astype(int)
-    rates = columns["rate_rps"].to_numpy()[mine].astype(float)
+    mine = parquet.read_table(path, columns=["t_s", "rate_rps"], filters=[("model", "==", SOURCE)])
+    step = (mine["t_s"].to_numpy() // STEP_S).astype(int)
+    rates = mine["rate_rps"].to_numpy().astype(float)
     inside = step < 2 * WEEK
     total = np.bincount(step[inside], rates[inside], minlength=2 * WEEK)
     return np.asarray(total * RATE_PER_S / total.mean())
@@ -155,6 +154,8 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         ("replan", replace(base, scaling="replan"), float(week[0])),
         ("ahead", replace(base, scaling="ahead"), float(week[0])),
     ]
+    if quick:
+        print(f"left out: all but {len(week) / 6:g} h, the fleets that stay", file=sys.stderr)
     for name, policy, first in rows[2:] if quick else rows:
         plan = planner.begin(first)
         asks = workshop.problem.asks
@@ -192,8 +193,7 @@ TARGETS = {
 def main() -> int:
     rates = two_weeks()
     if rates is None:
-        print(f"forecast: skipped, {DATA} has no servegen_client_rates.parquet", file=sys.stderr)
-        return 0
+        return skip("forecast", f"{DATA} has no servegen_client_rates.parquet")
     return run(
         "forecast",
         lambda quick: measure(rates, quick),

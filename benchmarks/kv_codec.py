@@ -3,9 +3,9 @@
 Speed is that of one core over a layer of Llama-3.1-8B-shaped keys and values (2,048 tokens), in bytes of the 16-bit
 original per CPU-second of encoding and decoding together, beside copying the same bytes. Perplexity: of text that the
 models have not seen, the first 384 tokens of each window are computed exactly, their cache is handed over through the
-codec, and the next 128 tokens are scored on it. Windows do not overlap; --quick takes a quarter of them. The text is
-what the training held out, where POTLUCK_TEXT names the folder of its packages (`tools/texts.py`), and else the
-project's own prose, on which the small models know less; which of them is printed first, to standard error.
+codec, and the next 128 tokens are scored on it. Windows do not overlap; --quick takes the first few. The text is what
+the training held out, where POTLUCK_TEXT names the folder of its packages (`tools/texts.py`), and else the project's
+own prose, on which the small models know less; which of them is printed first, to standard error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common import ROOT, cpu_s, run
+from common import ROOT, Budget, cpu_s, run
 from potluck.kv.codec.convert import Codec, decode, encode, sizes
 from potluck.kv.codec.reference import from_floats, to_floats
 
@@ -34,6 +34,8 @@ SHAPE = (2048, 2, 8, 128)
 PREFIX, SCORED = 384, 128
 MOST_CHARACTERS = 60_000
 SEED = 7
+QUICK_WINDOWS, QUICK_MODEL_S = 4, 8.0
+"""For each model; about what it takes."""
 LOSSY: tuple[Codec, ...] = ("int8", "int4")
 MODELS = (("words", "float32"), ("words", "bfloat16"), ("words-hybrid", "float32"))
 
@@ -96,7 +98,7 @@ def shares() -> Iterator[tuple[str, float]]:
     )
 
 
-def windows(name: str, quick: bool) -> Iterator[list[int]]:
+def windows(name: str) -> list[list[int]]:
     from tokenizers import Tokenizer
 
     import potluck.engine
@@ -105,9 +107,7 @@ def windows(name: str, quick: bool) -> Iterator[list[int]]:
     tokenizer = Tokenizer.from_file(str(data / name / "tokenizer.json"))
     ids = tokenizer.encode("\n".join(unseen()[1])[:MOST_CHARACTERS]).ids
     size = PREFIX + SCORED
-    starts = range(0, len(ids) - size, size)
-    for start in starts[:: 4 if quick else 1]:
-        yield ids[start : start + size + 1]
+    return [ids[start : start + size + 1] for start in range(0, len(ids) - size, size)]
 
 
 def handed_over(parcel: Parcel, codec: Codec, errors: dict[str, Errors]) -> Parcel:
@@ -157,7 +157,7 @@ def scored(runner: Runner, tokens: list[int], parcels: list[Parcel]) -> float:
     return float(torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="sum"))
 
 
-def perplexities(name: str, dtype: str, quick: bool) -> Iterator[tuple[str, float]]:
+def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str, float]]:
     import torch
 
     import potluck.engine
@@ -175,7 +175,7 @@ def perplexities(name: str, dtype: str, quick: bool) -> Iterator[tuple[str, floa
     losses: dict[Codec, float] = {"raw": 0.0, "int8": 0.0, "int4": 0.0}
     errors: dict[Codec, dict[str, Errors]] = {codec: {} for codec in losses}
     count, four_bit_states = 0, 0.0
-    for tokens in windows(name, quick):
+    for tokens in windows(name)[:most]:
         row = runner.tables.open()
         runner.tables.grow(row, PREFIX)
         runner.step([Work(row, 0, tokens[:PREFIX], "none")])
@@ -201,9 +201,13 @@ def perplexities(name: str, dtype: str, quick: bool) -> Iterator[tuple[str, floa
 def measure(quick: bool) -> dict[str, float]:
     print(f"perplexity is measured on {unseen()[0]}", file=sys.stderr)
     figures = dict(shares())
+    budget, most = Budget(quick), QUICK_WINDOWS if quick else None
     figures |= dict(speeds(quick))
+    if quick:
+        print(f"left out: all windows but the first {most}", file=sys.stderr)
     for name, dtype in MODELS:
-        figures |= dict(perplexities(name, dtype, quick))
+        if budget.allows(f"{name} in {dtype}", QUICK_MODEL_S):
+            figures |= dict(perplexities(name, dtype, most))
     return figures
 
 

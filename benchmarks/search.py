@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from common import cpu_s, run
+from common import Budget, cpu_s, run
 from potluck.catalog import gpus, models, nodes
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step import steps
@@ -36,6 +36,8 @@ from potluck.plan.search.tabu import Found, Limits, Settings, search
 SEED = 1
 SEEDS = (1, 2, 3, 4, 5)
 LONG_SEED = 77
+QUICK_SEARCH_S = 5.0
+"""About what one search of the cloud takes."""
 HELD_OUT = ((11, "coding", 9.0), (12, "conversation", 16.0))
 """(seed of the links, workload, rate)"""
 CLOUD = (("A6000", 4), ("A6000", 4), ("A5000", 4), ("A5000", 4), ("A40", 8), ("3090Ti", 4), ("3090Ti", 4))
@@ -70,15 +72,24 @@ TARGETS = {
 def measure(quick: bool) -> dict[str, float]:
     search(cloud(1), work("coding"), settings(ALL, limits=Limits(steps=2)))  # load compiled code
     figures: dict[str, float] = {}
-    found = schedule(figures, quick)
+    budget = Budget(quick)
+    if quick:
+        print(
+            f"left out: longer searches, bounds, other pools, table 3, {len(SEEDS) - 1} of {len(SEEDS)} seeds",
+            file=sys.stderr,
+        )
+    found = schedule(figures, quick, budget)
     if not quick:
         figures |= held_out()
+        figures |= large_pool()
     figures |= losing_a_node(found["conversation"], quick)
-    figures |= small_pools(3 if quick else 12)
-    figures |= large_pool(quick)
-    figures |= table_3(found, quick)
-    for label, timing, kind in (("", Peak(), "paper"), ("vendor_", Calibrated(), "catalog")):
-        figures |= table_5(label, timing, kind)
+    if budget.allows("table 5", QUICK_SEARCH_S):
+        figures |= table_5("", Peak(), "paper")
+    if budget.allows("small pools", QUICK_SEARCH_S):
+        figures |= small_pools(1 if quick else 12)
+    if not quick:
+        figures |= table_3(found)
+        figures |= table_5("vendor_", Calibrated(), "catalog")
     return figures
 
 
@@ -146,12 +157,15 @@ def longer(
     return search(pool, wanted, settings(phases, seed=LONG_SEED, limits=limits)).score.attainment
 
 
-def schedule(figures: dict[str, float], quick: bool) -> dict[str, Found]:
+def schedule(figures: dict[str, float], quick: bool, budget: Budget) -> dict[str, Found]:
     """Both workloads in both spaces, each against a longer search and a bound."""
-    pool, times = cloud(1), 2.0 if quick else 20.0
-    figures["longer_times"] = times
+    pool, times = cloud(1), 20.0
     answers: dict[str, Found] = {}
+    if not quick:
+        figures["longer_times"] = times
     for prefix, phases in SPACES:
+        if prefix and not budget.allows("mixed replicas", 4 * QUICK_SEARCH_S):
+            continue
         took: list[float] = []
         speed: list[float] = []
         for name in WORK:
@@ -161,12 +175,11 @@ def schedule(figures: dict[str, float], quick: bool) -> dict[str, Found]:
             answers[f"{prefix}{name}"] = short[0][0]
             attained = [found.score.attainment for found, _ in short]
             figures[f"{prefix}{name}_attainment"] = attained[0]
-            if not (quick and prefix):
+            if not quick:
                 long = longer(pool, work(name), phases, short, times)
                 figures[f"{prefix}{name}_attainment_longer"] = long
                 figures[f"{prefix}{name}_over_longer"] = min(attained) / long
                 figures[f"{prefix}{name}_mean_over_longer"] = float(np.mean(attained)) / long
-            if not quick:
                 best = max(*attained, long) * RATE_PER_S
                 bound = exact_bound(pool, work(name), Peak(), phases, known_per_s=best, time_limit_s=240.0)
                 figures[f"{prefix}{name}_gap_32_gpus"] = 1.0 - min(attained) * RATE_PER_S / bound
@@ -193,6 +206,8 @@ def losing_a_node(before: Found, quick: bool) -> dict[str, float]:
     pool, wanted = cloud(1), work("conversation")
     figures: dict[str, float] = {}
     for label, most in (("", None), ("of_4_", 4)):
+        if quick and most is not None:
+            continue
         if most is not None:
             before = search(pool, wanted, settings(PAPER, max_group_gpus=most))
         left = survivors(pool, before, {"node0": 4})
@@ -230,21 +245,18 @@ def small_pools(count: int) -> dict[str, float]:
     }
 
 
-def large_pool(quick: bool) -> dict[str, float]:
+def large_pool() -> dict[str, float]:
     """Four times the cloud, four times the traffic."""
     pool, wanted = cloud(4), work("conversation", 4 * RATE_PER_S)
-    limits = Limits(time_limit_s=6.0 if quick else 50.0)
-    found, took_s = timed(pool, wanted, settings(PAPER, limits=limits))
-    figures = {
+    found, took_s = timed(pool, wanted, settings(PAPER, limits=Limits(time_limit_s=50.0)))
+    got_per_s = found.score.attainment * wanted.rate_per_s
+    bound = class_bound(pool, wanted, Peak(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
+    return {
         "schedule_128_cpu_s": took_s,
         "attainment_128": found.score.attainment,
         "converged_128": float(found.converged),
+        "gap_128_gpus": 1.0 - got_per_s / bound,
     }
-    if not quick:
-        got_per_s = found.score.attainment * wanted.rate_per_s
-        bound = class_bound(pool, wanted, Peak(), PAPER, known_per_s=got_per_s, time_limit_s=240.0)
-        figures["gap_128_gpus"] = 1.0 - got_per_s / bound
-    return figures
 
 
 def share(found: Found, phase: int, gpu: str | None = None) -> float:
@@ -259,17 +271,13 @@ def _count(takes: Takes, mine: Sequence[int]) -> int:
     return sum(count for place, count in takes if place in mine)
 
 
-def table_3(found: Mapping[str, Found], quick: bool) -> dict[str, float]:
+def table_3(found: Mapping[str, Found]) -> dict[str, float]:
     """Who prefills and who decodes: free, in groups of up to four as the paper's are, and with other figures."""
     figures: dict[str, float] = {}
-    limits = Limits(walks=8) if quick else Limits()
-    small = {
-        name: search(cloud(1), work(name), settings(PAPER, limits=limits, max_group_gpus=4)) for name in WORK
-    }
+    small = {name: search(cloud(1), work(name), settings(PAPER, max_group_gpus=4)) for name in WORK}
     plans = {"": {name: found[name] for name in WORK}, "of_4_": small}
-    if not quick:
-        rich = cloud(1, "catalog")
-        plans["vendor_"] = {name: search(rich, work(name), settings(PAPER, Calibrated())) for name in WORK}
+    rich = cloud(1, "catalog")
+    plans["vendor_"] = {name: search(rich, work(name), settings(PAPER, Calibrated())) for name in WORK}
     for label, mine in plans.items():
         for name, plan in mine.items():
             figures[f"table_3_{label}{name}_prefill_share"] = share(plan, 0)
