@@ -7,8 +7,10 @@ for cycles does it matter whether an import runs when the module loads.
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,11 +82,18 @@ class Import:
         return self.name if self.name in PACKAGES else None
 
 
-def imports(tree: ast.Module, module: str, is_package: bool = False) -> Iterator[Import]:
+@cache
+def imports(source: str, module: str, is_package: bool = False) -> tuple[Import, ...]:
     """Every import in a module: plain, from, relative, and importlib.import_module of a fixed name."""
-    lazy = {id(inner) for outer in ast.walk(tree) if _defers(outer) for inner in ast.walk(outer)}
-    for node in ast.walk(tree):
-        on_load = id(node) not in lazy
+    return tuple(_imports(ast.parse(source), module, is_package))
+
+
+def _imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[Import]:
+    left: deque[tuple[ast.AST, bool]] = deque([(tree, True)])
+    while left:
+        node, on_load = left.popleft()
+        inside = on_load and not _defers(node)
+        left.extend((child, inside) for child in ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, None, node.lineno, on_load)
@@ -114,30 +123,31 @@ def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def _called(node: ast.Call) -> str:
-    return ast.unparse(node.func).split(".")[-1]
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
 
 
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """What in one module breaks the rules, as `module:line: what`."""
-    tree = ast.parse(source)
     parts = module.split(".")
     if len(parts) == 1:
         return [
             f"{module}:{i.line}: the root imports {i.package}"
-            for i in imports(tree, module, True)
+            for i in imports(source, module, True)
             if i.package
         ]
     package = parts[1]
     if package not in PACKAGES:
         return [f"{module}:1: {package} is not in the table of packages"]
     found = []
-    for item in imports(tree, module, is_package):
+    for item in imports(source, module, is_package):
         problem = _direction(package, item) or _heavy(package, item)
         if problem is None and package == "core" and item.top != "potluck" and item.top not in PURE:
             problem = f"core is pure and may not import {item.module}"
         if problem:
             found.append(f"{module}:{item.line}: {problem}")
-    return found + (_impure_calls(module, tree) if package == "core" else [])
+    return found + (_impure_calls(module, ast.parse(source)) if package == "core" else [])
 
 
 def _direction(package: str, item: Import) -> str | None:
@@ -168,7 +178,7 @@ def cycle(modules: Mapping[str, str], packages: Iterable[str] = ()) -> list[str]
     edges = {
         module: {
             target
-            for item in imports(ast.parse(source), module, module in inits)
+            for item in imports(source, module, module in inits)
             if item.on_load and (target := _module_of(item, modules)) and target != module
         }
         for module, source in modules.items()

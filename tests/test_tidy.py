@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ Found = Iterator[tuple[int, str]]
 Rule = Callable[[str], Found]
 
 
+@lru_cache(maxsize=1)
+def nodes_of(text: str) -> list[ast.AST]:
+    """The module first. Several rules look at one file in turn."""
+    return list(ast.walk(ast.parse(text)))
+
+
 def long_file(text: str) -> Found:
     lines = len(text.splitlines())
     if lines > MAX_FILE_LINES:
@@ -72,7 +79,7 @@ def long_file(text: str) -> Found:
 
 
 def long_functions(text: str) -> Found:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > MAX_FUNCTION_LINES:
@@ -80,7 +87,7 @@ def long_functions(text: str) -> Found:
 
 
 def swallowed_errors(text: str) -> Found:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 yield node.lineno, "bare except"
@@ -101,11 +108,13 @@ def _does_nothing(line: ast.stmt) -> bool:
 
 
 def _called(node: ast.Call) -> str:
-    return ast.unparse(node.func).split(".")[-1]
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
 
 
 def prints(text: str) -> Found:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Name) and node.id == "print":
             yield node.lineno, "print outside of the command line, benchmarks and tools"
 
@@ -117,7 +126,7 @@ def unfinished(text: str) -> Found:
 
 
 def unsafe(text: str) -> Found:
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             yield from _unsafe_import(node, [alias.name for alias in node.names])
         elif isinstance(node, ast.ImportFrom):
@@ -135,7 +144,7 @@ def _unsafe_import(node: ast.stmt, modules: list[str]) -> Found:
 def _unsafe_call(node: ast.Call) -> Found:
     if isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
         yield node.lineno, f"{node.func.id} runs text"
-    if ast.unparse(node.func) in ("os.system", "os.popen"):
+    if _called(node) in ("system", "popen") and ast.unparse(node.func).startswith("os."):
         yield node.lineno, "a command through a shell"
     for keyword in node.keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
@@ -144,7 +153,9 @@ def _unsafe_call(node: ast.Call) -> Found:
 
 
 def no_docstring(text: str) -> Found:
-    if not ast.get_docstring(ast.parse(text)):
+    module = nodes_of(text)[0]
+    assert isinstance(module, ast.Module)
+    if not ast.get_docstring(module):
         yield 1, "the module has no docstring"
 
 

@@ -30,12 +30,13 @@ links:
 """
 
 
-@pytest.fixture
-def files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    spec, plan = tmp_path / "potluck.yaml", tmp_path / "plan.json"
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A plan and its spec, which no test changes."""
+    folder = tmp_path_factory.mktemp("replan")
+    spec, plan = folder / "potluck.yaml", folder / "plan.json"
     spec.write_text(SPEC)
     assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
-    capsys.readouterr()
     return str(plan), str(spec)
 
 

@@ -76,7 +76,7 @@ def test_every_multiset_equals_brute_force() -> None:
 def test_random_multisets_equal_corals_integer_program() -> None:
     rng = np.random.default_rng(2)
     noisy = 0
-    for rates, max_nodes in instances(3, INSTANCES, most_layers=6):
+    for rates, max_nodes in instances(3, INSTANCES // 2, most_layers=6):
         units, _ = all_optima(rates, max_nodes)
         space = multisets(rates.shape[1], max_nodes)
         number = int(rng.integers(max(space.count // 2, 1), space.count))
@@ -84,7 +84,7 @@ def test_random_multisets_equal_corals_integer_program() -> None:
         assert truth.proven
         assert units[number] == truth.units
         noisy += increases(rates)
-    assert noisy > 60
+    assert noisy > 30
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.3])
