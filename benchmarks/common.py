@@ -44,16 +44,20 @@ def run(
     *,
     seeds: Sequence[int] = (),
     arguments: Sequence[str] | None = None,
+    quick_without: str = "",
 ) -> int:
     """Measure, print, and return the exit code: 0 unless a target names a figure that is not there.
 
-    A quick run may leave figures out (see `Budget`); it names those that have a target.
+    A quick run says what it always does without; it may leave figures out (see `Budget`), and names those that have
+    a target.
     """
     parser = argparse.ArgumentParser(prog=f"benchmarks/{name}.py")
     parser.add_argument("--quick", action="store_true", help="end within 60 s")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     started = context(seeds, quick=options.quick)
+    if options.quick and quick_without:
+        print(f"{name}: --quick does without {quick_without}", file=sys.stderr)
     figures = {key: float(value) for key, value in measure(options.quick).items()}
     missing = sorted(set(targets) - set(figures))
     if missing and options.quick:
