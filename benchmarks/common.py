@@ -138,7 +138,7 @@ def context(seeds: Sequence[int], *, quick: bool) -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {library: metadata.version(library) for library in LIBRARIES},
+        "versions": {library: _version(library) for library in LIBRARIES},
         "commit": _commit(),
         "seeds": list(seeds),
         "quick": quick,
@@ -202,6 +202,14 @@ def _once_s(work: Callable[[], object]) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
+
+
+def _version(library: str) -> str | None:
+    """None where it is used from its source, without being installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

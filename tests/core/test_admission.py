@@ -10,6 +10,7 @@ from brain_builders import World, assert_at_rest, facts, plan, request, template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.core.admission.room import AHEAD, AHEAD_APART
 from potluck.core.brain.actions import Action, Refuse, Run
 from potluck.core.brain.events import Cancelled, Tick
 from potluck.core.brain.facts import Facts
@@ -78,7 +79,8 @@ def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -
     waiting = [flight for flight in there.brain.flights.values() if flight.place is not None]
     assert waiting
     for view in there.brain.fleet.views.values():
-        assert view.open_prefill_tokens * PROMPT_S <= 0.25 * SLO.ttft_s + 1000 * PROMPT_S
+        ahead = AHEAD_APART if view.role == "prefill" else AHEAD
+        assert view.open_prefill_tokens * PROMPT_S <= ahead * SLO.ttft_s + 1000 * PROMPT_S
     while there.jobs:
         there.finish(next(iter(there.jobs)))
     assert set(there.ended) == set(there.requests)

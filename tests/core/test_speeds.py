@@ -15,7 +15,7 @@ from potluck.core.brain.events import Finished, FirstToken, Tick
 from potluck.core.brain.fleet import LEAST, MOST, Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.speeds import FADE_S
-from potluck.core.routing.targets import LATE
+from potluck.core.routing.targets import LATE, MANY
 from potluck.core.values.member import Member
 from potluck.core.values.types import Slo
 
@@ -111,7 +111,9 @@ def test_answers_that_come_too_slowly_make_a_replica_count_for_less() -> None:
     serve(world, first, 4.0, 4)
     view, target = world.brain.fleet.views[first], world.brain.table.singles[first]
     assert view.late_share > 0
-    assert target.pace == pytest.approx(view.pace * (1.0 + LATE * view.late_share))
+    counted = view.late_share * min(1.0, view.late_share / MANY)
+    assert target.pace == pytest.approx(view.pace * (1.0 + LATE * counted))
+    assert target.pace > view.pace
 
 
 def test_the_wait_is_of_prompts_before_it_at_the_pace_observed() -> None:

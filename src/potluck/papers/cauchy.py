@@ -118,7 +118,7 @@ def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> SimProblem:
 
 
 def table3_policy(opportunistic: bool) -> Policy:
-    return Policy(balance="goodput", opportunistic=opportunistic)
+    return Policy(balance="goodput", admission=False, opportunistic=opportunistic)
 
 
 def goodput_per_s(problem: SimProblem, load: Load, policy: Policy, effort: Effort) -> float:
@@ -142,7 +142,7 @@ def latencies(
 
 def combo_goodputs(load: Load, effort: Effort) -> list[float]:
     """Figure 9's weights: what each kind of combo does by itself, as profiled before the deployment."""
-    policy = Policy(balance="goodput", opportunistic=False)
+    policy = Policy(balance="goodput", admission=False, opportunistic=False)
     return [
         goodput_per_s(_problem(load, [(_named(name, 1.0), 1)]), load, policy, effort) for name, _ in COMBOS
     ]
@@ -156,7 +156,7 @@ def figure9_latencies(load: Load, effort: Effort) -> tuple[float, dict[Balance, 
     rate_per_s = LOAD_SHARE * total_per_s
     found: dict[Balance, Latencies] = {}
     for balance in BALANCES:
-        policy = Policy(balance=balance, opportunistic=False)
+        policy = Policy(balance=balance, admission=False, opportunistic=False)
         found[balance] = latencies(problem, load, policy, rate_per_s, effort)
     return rate_per_s, found
 

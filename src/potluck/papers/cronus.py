@@ -141,6 +141,7 @@ def run(
     when_s = np.arange(len(requests)) / rate_per_s
     load = workload(fleets.MODEL, when_s, requests.prompt_tokens, requests.output_tokens)
     policy = Policy(
+        admission=False,
         balance="goodput",
         opportunistic=False,
         split=approach == CRONUS,

@@ -63,6 +63,7 @@ def policies() -> dict[str, Policy]:
     """The paper's rule, with each of ours, and with both."""
     return {
         name: Policy(
+            admission=False,
             balance="goodput",
             opportunistic=False,
             split_overflow=overflow,

@@ -29,7 +29,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.routing.table import Table
 from potluck.core.values.service import RequestClass
 
-WAIT = 0.3
+WAIT = 0.45
 GIVE_UP = 0.45
 """Share of the TTFT objective after which a request that still waits is refused."""
 MEMORY_S = 2.0

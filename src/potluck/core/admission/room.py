@@ -2,7 +2,8 @@
 
 A request may be sent to a replica (or to a group of them) when there
 
-    prompts   at most AHEAD of the TTFT objective lies in prompts that were sent and are not computed
+    prompts   at most AHEAD of the TTFT objective lies in prompts that were sent and are not computed; where nobody
+              decodes beside them, AHEAD_APART
     pace      with one answer more, a token takes at most MARGIN of the TPOT objective
     memory    all that was sent fits its KV
 
@@ -39,7 +40,7 @@ from potluck.core.routing.targets import COMBO, PLAIN, Target
 from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
 
-AHEAD = 0.25
+AHEAD, AHEAD_APART = 0.25, 0.45
 MARGIN = 0.9
 EASY = 0.25
 """Below this share of the objective's TPOT, and of what may lie ahead, nothing more is asked."""
@@ -299,7 +300,7 @@ class Room:
             return True
         if phase in (CLOSED, PREFILL):
             ahead_s = view.pace * facts.prefill_s_per_token * view.open_prefill_tokens
-            if ahead_s > AHEAD * slo.ttft_s * fill:
+            if ahead_s > (AHEAD_APART if view.role == "prefill" else AHEAD) * slo.ttft_s * fill:
                 return False
         if phase == PREFILL:
             return True

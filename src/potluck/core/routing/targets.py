@@ -18,6 +18,9 @@ PLAIN, COMBO, PAIR = 0, 1, 2
 
 LATE = 8.0
 """How much slower a replica counts whose answers all miss their objective."""
+MANY = 0.2
+"""A smaller share of them counts for less than that in proportion: bursts do it to anybody, and to shun whoever had
+one would only pass it on to the next."""
 
 
 class Index(Protocol):
@@ -105,7 +108,8 @@ class Target:
 
 def _strain(view: View) -> float:
     """Its pace, and more while its answers come too slowly: less of its work is worth anything then."""
-    return view.pace * (1.0 + LATE * view.late_share)
+    late = view.late_share
+    return view.pace * (1.0 + LATE * late * min(1.0, late / MANY)) if late > 0 else view.pace
 
 
 def _pace(side: list[View]) -> float:
