@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.admission.backlog import Backlog, Place
-from potluck.core.brain.flight import Flight
+from potluck.core.admission.backlog import Backlog
+from potluck.core.brain.flight import Flight, Place
 from potluck.core.values.types import Request
 
 KIND = (0, 0)

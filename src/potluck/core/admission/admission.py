@@ -19,12 +19,12 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import exp
 
-from potluck.core.admission.backlog import Backlog, Kind, Place
+from potluck.core.admission.backlog import Backlog
 from potluck.core.admission.room import AHEAD, Room
 from potluck.core.brain.actions import RefusalReason
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet
-from potluck.core.brain.flight import RUNNING, Flight
+from potluck.core.brain.flight import RUNNING, Flight, Kind, Place
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.table import Table
 from potluck.core.values.service import RequestClass

@@ -18,30 +18,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from heapq import heappop, heappush
 
-from potluck.core.brain.flight import QUEUED, Flight
+from potluck.core.brain.flight import QUEUED, Flight, Kind, Place
 
-Kind = tuple[int, int]
-"""Bucket and length class: those of one kind may go to the same replicas."""
 Stuck = tuple[str, Kind]
 """Tenant and kind."""
-
-
-class Place:
-    """Where a request waits."""
-
-    __slots__ = ("flight", "kind", "level", "since_s", "stamp", "tenant", "work")
-
-    def __init__(
-        self, flight: Flight, tenant: str, level: int, kind: Kind, work: float, since_s: float, stamp: int
-    ) -> None:
-        self.flight = flight
-        self.tenant = tenant
-        self.level = level
-        self.kind = kind
-        self.work = work
-        """What it asks for, in prompt tokens."""
-        self.since_s = since_s
-        self.stamp = stamp
 
 
 Line = list[tuple[int, int, Place]]

@@ -10,11 +10,13 @@ from potluck.core.values.route import Route
 from potluck.core.values.types import Request
 
 if TYPE_CHECKING:
-    from potluck.core.admission.backlog import Place
     from potluck.core.routing.targets import Target
 
 RUNNING, HELD, WAITING, QUEUED = 0, 1, 2, 3
 """Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica; waiting for room anywhere."""
+
+Kind = tuple[int, int]
+"""Bucket and length class: requests of one kind may go to the same replicas."""
 
 
 class Flight:
@@ -103,3 +105,21 @@ class Flight:
     def workers(self) -> list[str]:
         """Replicas that still work on it, those of later segments included."""
         return list(dict.fromkeys(view.member.id for view in self.views()))
+
+
+class Place:
+    """Where a request waits for room (`core/admission`)."""
+
+    __slots__ = ("flight", "kind", "level", "since_s", "stamp", "tenant", "work")
+
+    def __init__(
+        self, flight: Flight, tenant: str, level: int, kind: Kind, work: float, since_s: float, stamp: int
+    ) -> None:
+        self.flight = flight
+        self.tenant = tenant
+        self.level = level
+        self.kind = kind
+        self.work = work
+        """What it asks for, in prompt tokens."""
+        self.since_s = since_s
+        self.stamp = stamp
