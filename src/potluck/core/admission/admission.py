@@ -244,13 +244,15 @@ class Admission:
         if rate is None:
             found = [view.facts for view in self._table.ready(model)]
             known = [facts for facts in found if facts is not None]
-            prior = 0.0
+            prior = prompts_s = steps_s = 0.0
             for facts in known:
-                prior += 1.0 / max(facts.prefill_s_per_token, 1e-12)
+                prompt_s = max(facts.prefill_s_per_token, 1e-12)
+                prior += 1.0 / prompt_s
+                prompts_s += prompt_s
+                steps_s += facts.decode_step_s / max(1, facts.decode_batch)
             rate = self._rates[model] = Rate(prior if prior > 0 else 1.0)
             if known:
-                steps_s = sum(facts.decode_step_s / max(1, facts.decode_batch) for facts in known)
-                self._costs[model] = steps_s / sum(max(facts.prefill_s_per_token, 1e-12) for facts in known)
+                self._costs[model] = steps_s / prompts_s
         return rate
 
 

@@ -190,7 +190,10 @@ class Room:
         key = flight.request.model, flight.request.tenant
         prompt_s = view.facts.prefill_s_per_token * flight.prompt_tokens
         ready = self._table.ready(key[0])
-        idle = sum(self._idle(each, flight) for each in ready if self._beside(each, key[1]) > (each is view))
+        idle = 0.0
+        for each in ready:
+            if self._beside(each, key[1]) > (each is view):
+                idle += self._idle(each, flight)
         if not idle:  # nobody else is there
             return
         time_s = prompt_s / (self._share * idle)

@@ -53,7 +53,7 @@ def divided(budget: int, wants: list[tuple[float, int]]) -> list[int]:
     given = [0] * len(wants)
     open_ = [place for place, (_, tokens) in enumerate(wants) if tokens > 0]
     while open_ and budget > 0:
-        weight = sum(wants[place][0] for place in open_)
+        weight = _weight(wants, open_)
         small = [place for place in open_ if wants[place][1] * weight <= budget * wants[place][0]]
         if not small:
             break
@@ -61,10 +61,18 @@ def divided(budget: int, wants: list[tuple[float, int]]) -> list[int]:
             given[place] = wants[place][1]
         budget -= sum(given[place] for place in small)
         open_ = [place for place in open_ if place not in small]
-    weight = sum(wants[place][0] for place in open_)
+    weight = _weight(wants, open_)
     for place in open_:
         given[place] = int(budget * wants[place][0] / weight)
     left = budget - sum(given[place] for place in open_)
     for place in open_[:left]:
         given[place] += 1
     return given
+
+
+def _weight(wants: list[tuple[float, int]], places: list[int]) -> float:
+    """A loop, as compiled code takes a sum that begins with 0 for one of whole numbers."""
+    weight = 0.0
+    for place in places:
+        weight += wants[place][0]
+    return weight
