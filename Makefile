@@ -27,7 +27,7 @@ test: lint ## install, lint, type-check, run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 testcompiled: compiled ## the tests of decisions and simulator, with the hot code compiled
-	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist worksteal tests/core tests/sim tests/rehearse
+	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist worksteal --tb=native tests/core tests/sim tests/rehearse
 
 lint: $(VENV)/.dev ## ruff and mypy only
 	$(BIN)/ruff check
