@@ -118,7 +118,8 @@ def flood(rules: Rules) -> Figures:
     The other one's pace is compared with what it has when it is alone.
     """
     span_s = rules.span_s(120.0, 60.0)
-    other = labelled(fleet.chat(0.4 * fleet.capacity_per_s(four, rules), span_s), "other")
+    load = 0.4
+    other = labelled(fleet.chat(load * fleet.capacity_per_s(four, rules), span_s), "other")
     flooder = labelled(fleet.alike_requests(8.0, span_s, 14_000, 200), "flooder")
     alone = summarise(rules.run(four(), other)).models[0]
     rest = rules.run(four(), flooder)
@@ -130,13 +131,16 @@ def flood(rules: Rules) -> Figures:
     pace_s = tpot(records)
     assert alone.tpot_s is not None
     flooded = (records.outcome == ANSWERED) & ~hers
+    good_per_s, alone_per_s = float(met[~hers].sum()) / span_s, float(fleet.good(rest).sum()) / span_s
     return {
         "flood_other_alone_attainment": alone.attainment or 0.0,
         "flood_other_attainment": float(met[hers].mean()),
         "flood_other_tpot_over_alone": float(np.nanmean(pace_s[hers])) / alone.tpot_s.mean,
         "flood_flooder_answered_per_s": float(flooded.sum()) / span_s,
-        "flood_flooder_good_per_s": float(met[~hers].sum()) / span_s,
-        "flood_flooder_alone_good_per_s": float(fleet.good(rest).sum()) / span_s,
+        "flood_flooder_good_per_s": good_per_s,
+        "flood_flooder_alone_good_per_s": alone_per_s,
+        # What the other one leaves free of the fleet, in what the flooder makes of a whole one.
+        "flood_flooder_of_the_rest": good_per_s / ((1.0 - load) * alone_per_s),
     }
 
 
@@ -183,6 +187,7 @@ def prefix(rules: Rules) -> Figures:
             f"{key}_p99_over_round_robin": ours.ttft_s.p99 / theirs.ttft_s.p99,
             f"{key}_attainment": held[0],
             f"{key}_round_robin_attainment": held[1],
+            f"{key}_attainment_over_round_robin": held[0] / max(1e-9, held[1]),
             f"{key}_cached_share": ours.cached_tokens / ours.prompt_tokens,
         }
     return figures
@@ -232,12 +237,13 @@ def _p90_s(summary: ModelSummary) -> float:
 
 def _prefix_targets() -> dict[str, tuple[str, float]]:
     """For the traces that are here."""
-    return {
-        f"{_key(trace)}_{figure}_over_round_robin": ("<=", most)
-        for trace, most in TRACES.items()
-        for figure in ("mean", "p99")
-        if _path(trace).exists()
-    }
+    targets: dict[str, tuple[str, float]] = {}
+    for trace, most in TRACES.items():
+        if _path(trace).exists():
+            for figure in ("mean", "p99"):
+                targets[f"{_key(trace)}_{figure}_over_round_robin"] = ("<=", most)
+            targets[f"{_key(trace)}_attainment_over_round_robin"] = (">=", 1.0)
+    return targets
 
 
 SCENARIOS = (
@@ -265,6 +271,7 @@ SCENARIOS = (
             "flood_other_attainment": (">=", 0.95),
             "flood_other_tpot_over_alone": ("<=", 1.1),
             "flood_flooder_answered_per_s": (">", 0.0),
+            "flood_flooder_of_the_rest": (">=", 0.9),
         },
     ),
     Scenario("link", link, {"link_tenth_over_dead": (">=", 0.995)}),
