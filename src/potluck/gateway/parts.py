@@ -1,0 +1,236 @@
+"""What the gateway's rooms see of each other, and no more.
+
+    client ─▶ http Exchange ─▶ door ─▶ Asked, Answer ─▶ drive ─▶ Line ─▶ desk (the Brain)
+                                          ▲              │  ▲              │
+                                          └── tokens ────┘  └── actions ───┘
+                                                         └─▶ http Outgoing ─▶ engines
+
+Nothing here waits: every call returns at once, and what comes later comes as another call, in the one event loop of a
+worker. So a token costs a few function calls, and no task is made for a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from potluck.core.brain.actions import Action, Refuse
+from potluck.core.brain.events import Event
+from potluck.core.values.sampling import Choice, Sampling
+from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT
+
+Headers = Mapping[bytes, bytes]
+"""Names in small letters; of a name that comes twice the values are joined by a comma, or the message is refused."""
+
+
+# Bytes: made by http/.
+
+
+class Exchange(Protocol):
+    """One request of a client that has come whole, and its answer. Exactly one answer is given."""
+
+    method: bytes
+    path: bytes
+    """Without the query."""
+    query: bytes
+    headers: Headers
+    body: bytes
+    peer: str
+    """The client's address."""
+    came_s: float
+    """When its first byte came, by the monotonic clock."""
+    on_gone: Callable[[], None] | None
+    """To be set by whoever answers: called once when the client leaves before the answer's end."""
+    on_room: Callable[[bool], None] | None
+    """To be set as well: False when the client reads more slowly than is written, True when it has caught up."""
+
+    def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """The whole answer at once; its length is said for you."""
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """An answer that comes in pieces."""
+
+    def write(self, data: bytes) -> None:
+        """A piece. After the client has left this does nothing."""
+
+    def end(self) -> None:
+        """The last piece was written."""
+
+    def drop(self) -> None:
+        """Cut the connection: what was written must not be taken for whole."""
+
+
+Handler = Callable[[Exchange], None]
+"""Called for every request that has come whole. It may answer at once or later."""
+
+
+class Address(NamedTuple):
+    host: str
+    port: int
+    tls: bool = False
+
+
+class Listener(Protocol):
+    """Who hears an engine's answer. After `done` or `lost`, of which exactly one comes, it hears no more."""
+
+    def head(self, status: int, headers: Headers) -> None: ...
+
+    def data(self, data: bytes) -> None:
+        """A piece of the body, without HTTP's own framing."""
+
+    def done(self) -> None: ...
+
+    def lost(self, why: str) -> None:
+        """No connection, cut off, not HTTP, or silent for too long; one line."""
+
+
+class Call(Protocol):
+    """A request on its way to an engine."""
+
+    def cancel(self) -> None:
+        """Nobody wants it any more: the connection is closed, which tells the engine; the listener hears nothing."""
+
+    def pause(self) -> None:
+        """Read no more for now."""
+
+    def resume(self) -> None: ...
+
+
+class Outgoing(Protocol):
+    """Connections to engines, kept alive between requests."""
+
+    def send(
+        self,
+        address: Address,
+        method: bytes,
+        path: bytes,
+        body: bytes,
+        listener: Listener,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        silence_s: float = 60.0,
+    ) -> Call:
+        """Send a request. With nothing heard for `silence_s` (before its answer or in it) the call is lost."""
+
+
+# Who asks for what: made by door/.
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One answer that a client wants. A request with `n` or several prompts asks for several."""
+
+    id: str
+    """The Brain's name for it; unguessable, since engines and logs show it."""
+    model: str
+    prompt: tuple[int, ...]
+    """Its tokens; empty where only servers of plain OpenAI have the model and nobody here can tokenise for it."""
+    prompt_tokens: int
+    """How many there are; an estimate where `prompt` is empty."""
+    max_output_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    ends: tuple[int, ...] = ()
+    """Tokens that end the answer, beside the model's own."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    tenant: str = DEFAULT_TENANT
+    request_class: str = DEFAULT_CLASS
+    priority: int = 0
+    deadline_s: float | None = None
+    """By the monotonic clock, as all times of the gateway."""
+    session: str = ""
+    """Requests that name the same one belong together."""
+    salt: str = ""
+    """Prefixes are shared among requests with the same one."""
+    path: bytes = b""
+    """What the client called, /v1/chat/completions say, and with what: for servers of plain OpenAI."""
+    body: bytes = b""
+    stream: bool = False
+
+
+class Answer(Protocol):
+    """Where an answer goes; the door turns it into what the client reads.
+
+    Either `tokens` are told and then `finished`; or a server of plain OpenAI wrote the client's bytes itself:
+    `relay_begin`, `relay` ..., `relay_end`. Or `refused`, which may come after some of either.
+    """
+
+    def tokens(self, choices: Sequence[Choice]) -> bool:
+        """The next tokens. True: a stop string was found, the answer is over, and nothing more is to be told."""
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None: ...
+
+    def relay_begin(self, status: int, content_type: bytes) -> None: ...
+
+    def relay(self, data: bytes) -> None: ...
+
+    def relay_end(self) -> None: ...
+
+    def refused(self, refusal: Refuse) -> None:
+        """It will not be answered, or not to its end."""
+
+
+# Who does it: made by drive/.
+
+
+class Driver(Protocol):
+    """A worker's requests under way."""
+
+    def begin(self, asked: Asked, answer: Answer) -> None:
+        """Have it answered. The answer may hear of it before this returns."""
+
+    def cancel(self, request: str) -> None:
+        """The client went away."""
+
+    def room(self, request: str, there: bool) -> None:
+        """The client reads too slowly for now, or has caught up."""
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """What the Brain asks of this worker: Run, Refuse, Abandon, Inquire."""
+
+
+# Who decides: made by desk/.
+
+
+class Line(Protocol):
+    """A worker's way to the Brain. What it wants comes back through `Driver.act`, perhaps before this returns."""
+
+    def tell(self, event: Event) -> None: ...
+
+    def now_s(self) -> float:
+        """The Brain's time: seconds since its log began."""
+
+
+# Who is there: made by fleet/.
+
+EngineKind = Literal["face", "openai"]
+"""Whether it runs segments (docs/engine.md), or whole requests over plain OpenAI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a replica is reached. One that is restarted is another replica, mostly at the same address."""
+
+    replica: str
+    model: str
+    region: str
+    address: Address
+    kind: EngineKind = "face"
+    kv: str = ""
+    """HOST:PORT of its caches; empty where it has none."""
+    fingerprint: str = ""
+    """Of its model and weights; hand-overs need equal ones. Whoever answers with another is not who it was."""
+    served_model: str = ""
+    """What it calls the model itself."""
+    key: str = field(default="", repr=False)
+    """What it wants as a bearer, if anything."""
+
+
+class Directory(Protocol):
+    """The replicas that can be reached now, as a worker knows them."""
+
+    def find(self, replica: str) -> Endpoint | None: ...
+
+    def codec(self, model: str, source_region: str, target_region: str) -> str:
+        """How KV crosses between them: raw, int8 or int4."""
