@@ -43,7 +43,7 @@ from potluck.sim.results.metrics import Summary, summarise
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings as Running
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 SOURCE, DAY = "m-large", 0
@@ -119,7 +119,7 @@ def served(row: Row, workshop: Workshop, load: Workload) -> tuple[Summary, SimRe
     """The day with one way to provide for it."""
     plan = planner(workshop, row.strategy)
     problem = workshop.problem
-    world = SimProblem(
+    world = Scene(
         plan(row.rate_per_s),
         {NAME: problem.asks[0].model},
         problem.by_name,

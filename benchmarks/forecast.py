@@ -35,7 +35,7 @@ from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ReplicaRecord, SimResult
 from potluck.sim.run import simulate
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
 DAYS = int(os.environ.get("POTLUCK_DAYS", "7"))
@@ -96,7 +96,7 @@ class Planner:
 
 
 def served(
-    policy: Policy, planner: Planner, problem: SimProblem, load: Workload, react: Callable[..., Plan]
+    policy: Policy, planner: Planner, problem: Scene, load: Workload, react: Callable[..., Plan]
 ) -> tuple[dict[str, float], SimResult]:
     start_s = time.process_time()
     result = simulate(
@@ -159,7 +159,7 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
     for name, policy, first in rows[2:] if quick else rows:
         plan = planner.begin(first)
         asks = workshop.problem.asks
-        problem = SimProblem(
+        problem = Scene(
             plan,
             {NAME: asks[0].model},
             workshop.problem.by_name,

@@ -29,7 +29,7 @@ from potluck.sim.load import arrivals
 from potluck.sim.load.lengths import draw
 from potluck.sim.load.workload import Workload, merge, workload
 from potluck.sim.settings import Settings as Running
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 MODELS = {
     "Llama-3.1-8B": (1.0, 0.05),
@@ -125,7 +125,7 @@ def tried(each: Case, settings: Settings, rules: Rules, test_runs: int) -> Tried
     first = STRATEGIES["auto"](workshop, settings)
     if first.plan.fraction < 1:
         return None
-    world = SimProblem(
+    world = Scene(
         first.plan,
         {one.name: one.model for one in each.problem.asks},
         each.problem.by_name,

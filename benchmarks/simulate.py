@@ -33,7 +33,7 @@ from potluck.sim.replicas.replica import Replica, replica_limits
 from potluck.sim.replicas.rounds import step_table
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 SEED = 5
 TARGETS = {
@@ -112,7 +112,7 @@ def growth_with_replicas(quick: bool) -> float:
     return many_s / run_s(fleets.aggregated(1), count, repeats)
 
 
-def run_s(problem: SimProblem, count: int, repeats: int, block_tokens: int = 0) -> float:
+def run_s(problem: Scene, count: int, repeats: int, block_tokens: int = 0) -> float:
     """CPU-seconds of a whole run, from the plan to the records; with shared prefixes in such blocks, if any."""
     made = fleets.requests(problem, count, SEED, block_tokens)
 

@@ -23,7 +23,7 @@ from potluck.core.values.types import Offer, Region, Role, Slo
 from potluck.perf.roofline import roofline
 from potluck.perf.throughput import best_operating
 from potluck.sim.load.workload import Workload, synthetic, with_prefixes
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 MODEL = "chat"
 LLAMA = models.model("Llama-3.1-8B")
@@ -41,19 +41,19 @@ def capacity_per_s(role: Role = "mixed") -> float:
     return found.requests_per_s
 
 
-def aggregated(replicas: int) -> SimProblem:
+def aggregated(replicas: int) -> Scene:
     rates = (0.0, 0.0, capacity_per_s())
     return _problem(template("chat: mixed", "homogeneous", [("mixed", NODE.name)], rates), replicas)
 
 
-def combos(copies: int) -> SimProblem:
+def combos(copies: int) -> Scene:
     """One prefill and one decode replica each."""
     rate = min(capacity_per_s("prefill"), capacity_per_s("decode"))
     parts: list[tuple[Role, str]] = [("prefill", NODE.name), ("decode", NODE.name)]
     return _problem(template("chat: 1P1D", "combo", parts, (0.0, 0.0, rate)), copies)
 
 
-def requests(problem: SimProblem, count: int, seed: int, block_tokens: int = 0) -> Workload:
+def requests(problem: Scene, count: int, seed: int, block_tokens: int = 0) -> Workload:
     """Poisson arrivals at a part of what the fleet sustains; with blocks of some size, with shared prefixes."""
     rate = LOAD * problem.plan.predictions[0].capacity_per_s
     made = synthetic(MODEL, named.workload("azure-conv").lengths, rate, count, seed)
@@ -70,7 +70,7 @@ def template(
     return Template(name, kind, MODEL, counts, replicas, (BucketCapacity(0, *rates, 0.2, 0.03),), "measured")
 
 
-def _problem(template: Template, copies: int) -> SimProblem:
+def _problem(template: Template, copies: int) -> Scene:
     rate = copies * template.capacity[0].closed_per_s
     plan = Plan(
         "benchmark",
@@ -85,4 +85,4 @@ def _problem(template: Template, copies: int) -> SimProblem:
     )
     region = Region("east", (Offer(NODE.name, 2.0, 10_000),))
     slos, mean = {MODEL: Slo(2.0, 0.06)}, {MODEL: (float(INPUT), float(OUTPUT))}
-    return SimProblem(plan, {MODEL: LLAMA}, {NODE.name: NODE}, (region,), (), slos, mean)
+    return Scene(plan, {MODEL: LLAMA}, {NODE.name: NODE}, (region,), (), slos, mean)

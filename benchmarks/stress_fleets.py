@@ -37,8 +37,8 @@ from potluck.sim.results.metrics import judge, summarise
 from potluck.sim.results.records import REFUSED, Records, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
-from potluck.sim.setup import SimProblem
 from potluck.sim.world.faults import Fault, Faults
+from potluck.worlds.scene import Scene
 
 MODEL = fleets.MODEL
 SEED = 11
@@ -60,7 +60,7 @@ class Rules:
 
     def run(
         self,
-        problem: SimProblem,
+        problem: Scene,
         load: Workload,
         faults: Sequence[Fault] = (),
         settings: Settings | None = None,
@@ -85,7 +85,7 @@ def per_s(node: str, role: Role = "mixed") -> float:
     return found.requests_per_s
 
 
-def alike(replicas: int) -> SimProblem:
+def alike(replicas: int) -> Scene:
     """So many H100s that each do the whole work. Prompts of any length belong to the one bucket."""
     return closed([(mixed(FAST), "east", replicas)])
 
@@ -97,9 +97,7 @@ def mixed(node: str, weight: float = 1.0) -> Template:
     )
 
 
-def closed(
-    fleet: Sequence[tuple[Template, str, int]], slo: Slo = SLO, links: Sequence[Link] = ()
-) -> SimProblem:
+def closed(fleet: Sequence[tuple[Template, str, int]], slo: Slo = SLO, links: Sequence[Link] = ()) -> Scene:
     """(template, region, copies): each serves by itself."""
     shares = tuple(
         Share(t.name, region, 0, "closed", n * t.capacity[0].closed_per_s) for t, region, n in fleet
@@ -107,7 +105,7 @@ def closed(
     return _problem(fleet, shares, (), slo, links)
 
 
-def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: float) -> SimProblem:
+def apart(prefills: Sequence[tuple[str, int]], decodes: tuple[str, int], gbps: float) -> Scene:
     """(region, replicas): prefill in some regions, decode in one, with a link from each of the former."""
     first = fleets.template(
         "chat: prefill", "homogeneous", [("prefill", FAST)], (per_s(FAST, "prefill"), 0.0, 0.0)
@@ -136,7 +134,7 @@ def _problem(
     flows: tuple[Flow, ...],
     slo: Slo,
     links: Sequence[Link],
-) -> SimProblem:
+) -> Scene:
     rate = sum(n * max(_rates(t.capacity[0])) for t, _, n in fleet)
     templates = tuple({t.name: t for t, _, _ in fleet}.values())
     plan = Plan(
@@ -154,7 +152,7 @@ def _problem(
     offers = tuple(Offer(name, 2.0, 100_000) for name in used)
     regions = tuple(Region(name, offers) for name in dict.fromkeys(region for _, region, _ in fleet))
     mean = {MODEL: (float(fleets.INPUT), float(fleets.OUTPUT))}
-    return SimProblem(plan, {MODEL: fleets.LLAMA}, used, regions, tuple(links), {MODEL: slo}, mean)
+    return Scene(plan, {MODEL: fleets.LLAMA}, used, regions, tuple(links), {MODEL: slo}, mean)
 
 
 def _rates(capacity: BucketCapacity) -> tuple[float, float, float]:
@@ -188,13 +186,13 @@ def phases(*parts: tuple[float, float]) -> Workload:
     return merge(loads)
 
 
-def capacity_per_s(make: Callable[[], SimProblem], rules: Rules) -> float:
+def capacity_per_s(make: Callable[[], Scene], rules: Rules) -> float:
     """What `potluck goodput` finds for a fleet: the highest rate that keeps the objective, with nobody refused."""
     return _capacity(make, replace(rules.policy, admission=False), rules.span_s(120.0, 60.0))
 
 
 @cache
-def _capacity(make: Callable[[], SimProblem], policy: Policy, span_s: float) -> float:
+def _capacity(make: Callable[[], Scene], policy: Policy, span_s: float) -> float:
     problem = make()
     base = chat(problem.plan.predictions[0].capacity_per_s, span_s)
     base_per_s = len(base) / float(base.arrival_s[-1])

@@ -19,8 +19,8 @@ from potluck.sim.load.labels import Labels
 from potluck.sim.load.workload import Workload, labelled, merge
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.settings import Settings
-from potluck.sim.setup import SimProblem
 from potluck.sim.world.faults import Fault
+from potluck.worlds.scene import Scene
 from stress_fleets import FAST, SMALL, Rules
 from stress_scenarios import Figures, Scenario, four
 
@@ -114,18 +114,18 @@ def kinds(rules: Rules) -> Figures:
     return figures
 
 
-def _combos() -> SimProblem:
+def _combos() -> Scene:
     return simulate_fleets.combos(2)
 
 
-def _pairs() -> SimProblem:
+def _pairs() -> Scene:
     pair = simulate_fleets.template(
         "chat: pair", "pair", [("prefill", SMALL), ("mixed", FAST)], (0.0, 0.0, 24.0)
     )
     return fleet.closed([(pair, "east", 2)])
 
 
-def _apart() -> SimProblem:
+def _apart() -> Scene:
     return fleet.apart([("east", 2)], ("east", 2), 100.0)
 
 

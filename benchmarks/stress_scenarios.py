@@ -20,8 +20,8 @@ from potluck.core.values.types import Slo
 from potluck.sim.load.workload import first, labelled, merge
 from potluck.sim.results.metrics import ModelSummary, summarise, tpot
 from potluck.sim.results.records import ANSWERED, SimResult
-from potluck.sim.setup import SimProblem
 from potluck.sim.world.faults import Fault
+from potluck.worlds.scene import Scene
 from stress_fleets import FAST, SMALL, Rules
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
@@ -44,7 +44,7 @@ class Scenario:
     targets: dict[str, tuple[str, float]]
 
 
-def four() -> SimProblem:
+def four() -> Scene:
     return fleet.alike(4)
 
 

@@ -12,7 +12,7 @@ from common import cpu_s
 from potluck.sim.load.workload import Workload
 from potluck.sim.replicas import steps
 from potluck.sim.run import simulate
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 from stress_fleets import SEED, Rules
 from stress_scenarios import Figures, Scenario
 
@@ -44,7 +44,7 @@ def lookup(rules: Rules) -> Figures:
     }
 
 
-def _least_s(rules: Rules, problem: SimProblem, count: int, repeats: int, block_tokens: int = 0) -> float:
+def _least_s(rules: Rules, problem: Scene, count: int, repeats: int, block_tokens: int = 0) -> float:
     made: Workload = fleets.requests(problem, count, SEED, block_tokens)
 
     def once() -> None:

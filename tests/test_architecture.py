@@ -24,12 +24,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "spec": frozenset({"core", "catalog"}),
     "perf": frozenset({"core"}),
     "plan": frozenset({"core", "perf", "native"}),
-    "sim": frozenset({"core", "perf"}),
-    "rehearse": frozenset({"core", "perf", "plan", "sim"}),
+    "worlds": frozenset({"core", "perf"}),
+    "sim": frozenset({"core", "perf", "worlds"}),
+    "rehearse": frozenset({"core", "perf", "plan", "sim", "worlds"}),
     "kv": frozenset({"core", "native"}),
     "api": frozenset({"core"}),
     "engine": frozenset({"core", "api", "kv", "native", "perf"}),
-    "gateway": frozenset({"core", "api"}),
+    "gateway": frozenset({"core", "api", "worlds"}),
     "control": frozenset({"core", "plan"}),
 }
 USES_ALL = frozenset({"papers", "cli", "__main__"})

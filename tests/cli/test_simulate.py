@@ -10,7 +10,7 @@ import pytest
 from potluck.cli.goodput import Step, search
 from potluck.cli.main import run
 from potluck.core.brain.brain import Brain
-from potluck.sim.results import eventlog
+from potluck.worlds.replay import replay
 
 SPEC = """\
 models:
@@ -67,7 +67,7 @@ def test_a_plan_is_simulated_with_everything_written(
     assert rows[0]["decode_replica"].startswith("chat: ")
     assert "</html>" in (tmp_path / "r.html").read_text()
     with (tmp_path / "l.jsonl").open() as log:
-        assert eventlog.replay(log, Brain).difference == ""
+        assert replay(log, Brain).difference == ""
 
 
 def test_json_is_the_same_for_the_same_seed_and_without_fast_forward(

@@ -10,7 +10,7 @@ from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.evidence import Trial
 from potluck.rehearse.sources import made_up
 from potluck.sim.settings import Settings as Running
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 OFFERS = {"1xL40S": (1.9, 20), "1xA10G": (1.0, 20), "1xL4": (0.7, 20)}
 LENGTHS = (LengthBin(300, 60, 0.6), LengthBin(1200, 80, 0.4))
@@ -36,7 +36,7 @@ def a_problem(*traffic: Traffic, offers: dict[str, tuple[float, int]] | None = N
 
 def a_trial(problem: Problem, traffic: tuple[Traffic, ...], cv: float = 3.0, requests: int = 400) -> Trial:
     plan = melange(Workshop(problem), SETTINGS).plan
-    world = SimProblem(
+    world = Scene(
         plan,
         {each.name: each.model for each in problem.asks},
         problem.by_name,

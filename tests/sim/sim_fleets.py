@@ -23,7 +23,7 @@ from potluck.core.values.plan import (
 )
 from potluck.core.values.types import Codec, Link, Offer, Region, Role, Slo
 from potluck.sim.load.workload import Blocks, Workload, workload
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 MODEL = "chat"
 LLAMA = models.model("Llama-3.1-8B")
@@ -100,9 +100,9 @@ def _plan(
     )
 
 
-def problem(plan: Plan, gbps: float = 100.0, rtt_s: float = 0.01) -> SimProblem:
+def problem(plan: Plan, gbps: float = 100.0, rtt_s: float = 0.01) -> Scene:
     offers = tuple(Offer(name, 2.0 + i, 100) for i, name in enumerate(NODES))
-    return SimProblem(
+    return Scene(
         plan,
         {MODEL: LLAMA},
         NODES,

@@ -10,9 +10,9 @@ from potluck.core.brain.policy import Policy
 from potluck.sim.results.metrics import judge
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
-from potluck.sim.setup import Kits
 from potluck.sim.world.faults import Fault, Faults
-from potluck.sim.world.world import Mind
+from potluck.worlds.kits import Kits
+from potluck.worlds.mind import Mind
 
 FOUR = fleets.problem(fleets.closed_plan((fleets.mixed(), "east", 4)))
 ACROSS = fleets.problem(

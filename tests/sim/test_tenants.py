@@ -15,11 +15,11 @@ from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
 from potluck.core.values.service import Tenant
 from potluck.sim.load.workload import Workload, labelled, merge, workload
-from potluck.sim.results.eventlog import replay
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.spec.trace_write import write_trace
 from potluck.spec.traces import load_trace
+from potluck.worlds.replay import replay
 
 
 def alike(count: int, rate_per_s: float, prompt: int, output: int, seed: int = 0) -> Workload:

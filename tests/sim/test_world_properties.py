@@ -28,13 +28,13 @@ from potluck.core.brain.events import Event
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.sim.load.workload import Workload
-from potluck.sim.results import eventlog
 from potluck.sim.results.records import ANSWERED, OPEN, REFUSED
 from potluck.sim.run import build, result_of
 from potluck.sim.settings import Settings
 from potluck.sim.world.checks import check, midway
 from potluck.sim.world.faults import Fault, Faults, PriceChange, Rates, SupplyChange
-from potluck.sim.world.world import Mind, World
+from potluck.worlds.mind import Mind, World
+from potluck.worlds.replay import replay
 
 PLANS = {
     "one": closed_plan((mixed(), "east", 1)),
@@ -194,7 +194,7 @@ def test_the_same_seed_gives_the_same_log_and_it_replays(data: st.DataObject) ->
         assert check(world) == []
         logs.append(out.getvalue())
     assert logs[0] == logs[1]
-    replayed = eventlog.replay(logs[0].splitlines(), Brain)
+    replayed = replay(logs[0].splitlines(), Brain)
     assert replayed.difference == ""
     assert replayed.lines == logs[0].count("\n") - 1
 

@@ -12,7 +12,7 @@ import numpy as np
 from potluck.cli.progress import progress
 from potluck.cli.render import emit_json, percent, seconds, table
 from potluck.cli.simulate import options, require_positive
-from potluck.cli.simulation import planner_of, policy_of, read_inputs, requests, sim_problem
+from potluck.cli.simulation import planner_of, policy_of, read_inputs, requests, scene_of
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def goodput(
             paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
-        problem, planner = sim_problem(inputs), planner_of(inputs.problem, rules, time_limit_s)
+        problem, planner = scene_of(inputs), planner_of(inputs.problem, rules, time_limit_s)
         how = Settings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0
         if base_per_s <= 0:

@@ -75,12 +75,12 @@ def rehearsed(
         return None
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return None
-    from potluck.cli.simulation import Inputs, sim_problem
+    from potluck.cli.simulation import Inputs, scene_of
     from potluck.rehearse.evidence import Trial
     from potluck.rehearse.loop import Rules, rehearse
     from potluck.sim.settings import Settings as Running
 
-    world = sim_problem(Inputs(spec, workshop.problem, outcome.plan))
+    world = scene_of(Inputs(spec, workshop.problem, outcome.plan))
     source, recorded = _source(spec, asked, settings.seed)
     trial = Trial(world, source, replace(spec.policy, admission=False), Running())
     # A trace has just so many pieces; seeds there are without end.

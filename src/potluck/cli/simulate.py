@@ -13,7 +13,7 @@ import click
 
 from potluck.cli.progress import progress
 from potluck.cli.render import emit_json
-from potluck.cli.simulation import planner_of, policy_of, read_faults, read_inputs, requests, sim_problem
+from potluck.cli.simulation import planner_of, policy_of, read_faults, read_inputs, requests, scene_of
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def simulate(
             samples=SAMPLES if report is not None else 0,
         )
         result = run(
-            sim_problem(inputs),
+            scene_of(inputs),
             load,
             rules,
             seed=seed,

@@ -18,10 +18,10 @@ from potluck.core.values.plan import Plan, plan_from_json
 if TYPE_CHECKING:
     from potluck.plan.problem import Problem
     from potluck.sim.load.workload import Workload
-    from potluck.sim.setup import SimProblem
     from potluck.sim.world.faults import Faults
     from potluck.sim.world.world import Planner
     from potluck.spec.values import Spec
+    from potluck.worlds.scene import Scene
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ def planned(problem: Problem, time_limit_s: float) -> Plan:
     return outcome.plan
 
 
-def sim_problem(inputs: Inputs) -> SimProblem:
+def scene_of(inputs: Inputs) -> Scene:
     """The plan with all that its names mean."""
-    from potluck.sim.setup import SimProblem
+    from potluck.worlds.scene import Scene
 
     spec, pool = inputs.spec, inputs.spec.pool
     machines = {}
@@ -82,7 +82,7 @@ def sim_problem(inputs: Inputs) -> SimProblem:
     for template in inputs.plan.templates:
         if template.model not in {model.name for model in spec.models}:
             raise UnknownNameError("plan: model", template.model, [model.name for model in spec.models])
-    return SimProblem(
+    return Scene(
         inputs.plan,
         {model.name: model.model for model in spec.models},
         inputs.problem.by_name,

@@ -33,7 +33,7 @@ from potluck.papers.cronus import FITTED_HOST_S
 from potluck.sim.load.workload import Workload, synthetic
 from potluck.sim.results.metrics import Summary, summarise
 from potluck.sim.run import simulate
-from potluck.sim.setup import Engine, SimProblem
+from potluck.worlds.scene import Engine, Scene
 
 MODEL, NETWORK_GBPS, SLOTS = "Llama-3.1-8B", 25.0, 256
 ATTAINMENT = 0.9
@@ -104,12 +104,12 @@ class Effort:
 QUICK = Effort(1.0, (1,), 0.04)
 
 
-def table3_problem(decodes: int) -> SimProblem:
+def table3_problem(decodes: int) -> Scene:
     """1PxD: an H800 and so many H20."""
     return _problem(LOADS[1], [(_combo("1PxD", "H800", "H20", decodes), 1)])
 
 
-def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> SimProblem:
+def figure9_problem(load: Load, goodputs_per_s: Sequence[float]) -> Scene:
     """All combos, weighted by these."""
     fleet = [
         (_named(name, weight), count) for (name, count), weight in zip(COMBOS, goodputs_per_s, strict=True)
@@ -121,14 +121,12 @@ def table3_policy(opportunistic: bool) -> Policy:
     return Policy(balance="goodput", admission=False, opportunistic=opportunistic)
 
 
-def goodput_per_s(problem: SimProblem, load: Load, policy: Policy, effort: Effort) -> float:
+def goodput_per_s(problem: Scene, load: Load, policy: Policy, effort: Effort) -> float:
     """The highest rate at which enough requests keep the objective, averaged over seeds."""
     return float(np.mean([_goodput(problem, load, policy, effort, seed) for seed in effort.seeds]))
 
 
-def latencies(
-    problem: SimProblem, load: Load, policy: Policy, rate_per_s: float, effort: Effort
-) -> Latencies:
+def latencies(problem: Scene, load: Load, policy: Policy, rate_per_s: float, effort: Effort) -> Latencies:
     """At one rate, averaged over seeds."""
     found = []
     for seed in effort.seeds:
@@ -161,7 +159,7 @@ def figure9_latencies(load: Load, effort: Effort) -> tuple[float, dict[Balance, 
     return rate_per_s, found
 
 
-def _goodput(problem: SimProblem, load: Load, policy: Policy, effort: Effort, seed: int) -> float:
+def _goodput(problem: Scene, load: Load, policy: Policy, effort: Effort, seed: int) -> float:
     """Double until it breaks, then halve the gap."""
 
     def holds(rate_per_s: float) -> bool:
@@ -180,7 +178,7 @@ def _goodput(problem: SimProblem, load: Load, policy: Policy, effort: Effort, se
     return low
 
 
-def _summary(problem: SimProblem, requests: Workload, policy: Policy) -> Summary:
+def _summary(problem: Scene, requests: Workload, policy: Policy) -> Summary:
     return summarise(simulate(problem, requests, policy), WARM_UP * requests.span_s)
 
 
@@ -205,7 +203,7 @@ def _named(name: str, weight_per_s: float) -> Template:
     return fleets.template(name, "homogeneous", [("mixed", layout)], weight_per_s)
 
 
-def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> SimProblem:
+def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> Scene:
     where = [_node("H800"), _node("H20"), _node("A800-PCIe"), _node("A800-PCIe", 2)]
     engine = Engine(slots=SLOTS, host_s=FITTED_HOST_S)
     engines = {(each.name, index): engine for each, _ in fleet for index in range(len(each.replicas))}

@@ -41,8 +41,9 @@ from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
-from potluck.sim.setup import Engine, Kits, SimProblem
-from potluck.sim.world.world import Mind
+from potluck.worlds.kits import Kits
+from potluck.worlds.mind import Mind
+from potluck.worlds.scene import Engine, Scene
 
 HIGH, NETWORK_GBPS = "A100-80", 100.0
 TRACE = "azure_llm_2023_conv.csv.gz"
@@ -191,7 +192,7 @@ def _nodes(low: str) -> tuple[NodeType, NodeType]:
     return fleets.node(HIGH, NETWORK_GBPS), fleets.node(low, NETWORK_GBPS)
 
 
-def _problem(setting: Setting, approach: str, host_s: float) -> SimProblem:
+def _problem(setting: Setting, approach: str, host_s: float) -> Scene:
     where = _nodes(setting.low)
     fleet, engines = _fleet(setting, approach, host_s)
     return fleets.problem(setting.model, where, [(each, 1) for each in fleet], engines, MEAN_TOKENS)

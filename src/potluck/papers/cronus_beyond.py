@@ -21,7 +21,7 @@ from potluck.sim.load.lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
-from potluck.sim.setup import Engine
+from potluck.worlds.scene import Engine
 
 REQUESTS = 3000
 OVERLOADS = {"prompts": ("azure-conv", 9.0), "answers": ("longwriter", 4.5)}

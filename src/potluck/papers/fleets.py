@@ -18,7 +18,7 @@ from potluck.core.values.plan import (
     TemplateKind,
 )
 from potluck.core.values.types import NodeType, Offer, Region, Role, Slo
-from potluck.sim.setup import Engine, SimProblem
+from potluck.worlds.scene import Engine, Scene
 
 MODEL, REGION = "model", "here"
 LONGEST_TOKENS = 1 << 20
@@ -63,7 +63,7 @@ def problem(
     *,
     slo: Slo | None = None,
     price_usd_per_h: Mapping[str, float] | None = None,
-) -> SimProblem:
+) -> Scene:
     """A plan of (template, copies), all in one place, with all that its names mean."""
     prices = price_usd_per_h or {}
     plan = Plan(
@@ -78,7 +78,7 @@ def problem(
         0.0,
     )
     offers = tuple(Offer(each.name, prices.get(each.name, 0.0), 1000) for each in where)
-    return SimProblem(
+    return Scene(
         plan,
         {MODEL: models.model(model)},
         {each.name: each for each in where},

@@ -21,7 +21,7 @@ from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
-from potluck.sim.setup import SimProblem
+from potluck.worlds.scene import Scene
 
 Z = 1.6449
 """One-sided 95 % of the normal law."""
@@ -90,7 +90,7 @@ def wilson(share: float, count: int) -> float:
 class Trial:
     """How plans are tried: everything but the plan."""
 
-    world: SimProblem
+    world: Scene
     """Its plan is replaced by the one on trial."""
     source: Callable[[int], Workload]
     """The requests of a run by its number; the same number, the same requests."""

@@ -18,21 +18,23 @@ from potluck.sim.replicas.gaps import BINS_PER_DOUBLING, LEAST_S
 from potluck.sim.replicas.replica import Replica, replica_limits
 from potluck.sim.replicas.rounds import Table, step_table
 from potluck.sim.replicas.steps import StepTable
-from potluck.sim.results import eventlog
 from potluck.sim.results.records import LinkRecord, ReplicaRecord, SimResult
 from potluck.sim.settings import Settings
-from potluck.sim.setup import Kit, Kits, SimProblem
 from potluck.sim.world.checks import check
 from potluck.sim.world.faults import Faults
 from potluck.sim.world.state import Site
-from potluck.sim.world.world import Mind, Planner, World
+from potluck.sim.world.world import Planner, World
 from potluck.sim.world.yard import Make
+from potluck.worlds.kits import Kit, Kits
+from potluck.worlds.log import Logged
+from potluck.worlds.mind import Mind
+from potluck.worlds.scene import Scene
 
 MINDS = Callable[[Kits, Policy], Mind]
 
 
 def simulate(
-    problem: SimProblem,
+    scene: Scene,
     workload: Workload,
     policy: Policy | None = None,
     *,
@@ -49,7 +51,7 @@ def simulate(
     `mind` replaces the Brain, for tests. A run whose books do not balance is an error of ours and raised as one.
     """
     world = build(
-        problem, workload, policy, settings=settings, planner=planner, log=log, progress=progress, mind=mind
+        scene, workload, policy, settings=settings, planner=planner, log=log, progress=progress, mind=mind
     )
     if faults is not None:
         world.outside.plan(faults, seed, horizon_s(workload))
@@ -61,7 +63,7 @@ def simulate(
 
 
 def build(
-    problem: SimProblem,
+    scene: Scene,
     workload: Workload,
     policy: Policy | None = None,
     *,
@@ -75,13 +77,13 @@ def build(
     policy = Policy() if policy is None else policy
     settings = Settings(tick_s=policy.tick_s) if settings is None else settings
     for name in workload.models:
-        if name not in problem.models:
-            raise UnknownNameError("workload: model", name, problem.models)
-    if not problem.plan.deployments:
+        if name not in scene.models:
+            raise UnknownNameError("workload: model", name, scene.models)
+    if not scene.plan.deployments:
         raise CapacityError("the plan deploys nothing, so there is nothing to simulate")
     if settings.reports is None or settings.first_tokens is None:
-        reads = reads_reports(problem.plan, workload, policy)
-        bounded = policy.admission and any(model in problem.slos for model in workload.models)
+        reads = reads_reports(scene.plan, workload, policy)
+        bounded = policy.admission and any(model in scene.slos for model in workload.models)
         settings = replace(
             settings,
             reports=reads if settings.reports is None else settings.reports,
@@ -93,11 +95,11 @@ def build(
             if settings.first_tokens is None
             else settings.first_tokens,
         )
-    kits = Kits(problem, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens)
-    kits.learn(problem.plan)
+    kits = Kits(scene, BLOCK_TOKENS if workload.blocks is None else workload.blocks.tokens)
+    kits.learn(scene.plan)
     thinks: Mind = Brain(kits.facts(), policy) if mind is None else mind(kits, policy)
     if log is not None:
-        thinks = eventlog.Logged(thinks, log, kits.facts(), policy)
+        thinks = Logged(thinks, log, kits.facts(), policy)
     return World(kits, thinks, workload, settings, maker(settings.fast_forward), planner, progress)
 
 
@@ -150,7 +152,7 @@ def result_of(world: World, seed: int) -> SimResult:
     }
     return SimResult(
         world.ledger.records(world.workload),
-        dict(world.kits.problem.slos),
+        dict(world.kits.scene.slos),
         tuple(_replica_record(site, end_s) for site in world.yard.all_sites),
         tuple(_link_record(world, pipe) for pipe in (*links, *cards)),
         end_s,
@@ -191,7 +193,7 @@ def _replica_record(site: Site, end_s: float) -> ReplicaRecord:
 def _link_record(world: World, pipe: Pipe) -> LinkRecord:
     if pipe.kind == "link":
         gbps = next(
-            k.gbps for k in world.kits.problem.links if (k.source, k.target) == (pipe.source, pipe.target)
+            k.gbps for k in world.kits.scene.links if (k.source, k.target) == (pipe.source, pipe.target)
         )
     else:
         gbps = pipe.rate_bytes_per_s * 8 / 1e9

@@ -14,8 +14,8 @@ from __future__ import annotations
 from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
 from potluck.sim.links.link import Pipe
-from potluck.sim.setup import SimProblem
 from potluck.sim.world.state import Machine, Site
+from potluck.worlds.scene import Scene
 
 ROUND_TRIP_S = 1e-4
 """Between two machines of one region."""
@@ -29,15 +29,15 @@ def card_pipe(name: str, gbps: float) -> Pipe:
 class Network:
     """All pipes of a run."""
 
-    __slots__ = ("_links", "_machines", "links", "pipes", "problem")
+    __slots__ = ("_links", "_machines", "links", "pipes", "scene")
 
-    def __init__(self, problem: SimProblem) -> None:
-        self.problem = problem
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
         self.pipes: list[Pipe] = []
         self._links: dict[tuple[str, str], Link] = {}
         self.links: dict[tuple[str, str], Pipe] = {}
         self._machines: dict[tuple[str, str], Pipe] = {}
-        for link in problem.links:
+        for link in scene.links:
             path = link_alpha_beta(link)
             ends = (link.source, link.target)
             self._links[ends] = link
@@ -80,11 +80,11 @@ class Network:
         return 0.0
 
     def _between(self, source: Site, target: Site) -> Pipe | None:
-        if not self.problem.machine_gbps or not source.kit.machines or not target.kit.machines:
+        if not self.scene.machine_gbps or not source.kit.machines or not target.kit.machines:
             return None
         ends = (source.kit.machines[0], target.kit.machines[0])
         if ends not in self._machines:
-            found = self.problem.machine_gbps.get(ends)
+            found = self.scene.machine_gbps.get(ends)
             if found is None:
                 return None
             path = alpha_beta(found[0], found[1])

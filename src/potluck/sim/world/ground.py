@@ -16,10 +16,10 @@ from potluck.sim.links.network import Network
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.ledger import Ledger, Purse
 from potluck.sim.settings import Settings
-from potluck.sim.setup import Kits
 from potluck.sim.world.agenda import Agenda
 from potluck.sim.world.reports import Reports
 from potluck.sim.world.state import Site
+from potluck.worlds.kits import Kits
 
 Tell = Callable[[float, Event], None]
 """Lets the Brain know what happened when, and does what it asks."""
@@ -35,7 +35,7 @@ class Ground:
         self.agenda = Agenda()
         self.sites: dict[str, Site] = {}
         """Replicas that are there, by id."""
-        self.network = Network(kits.problem)
+        self.network = Network(kits.scene)
         self.handovers = Handovers(self.agenda, self.network, settings.overlap)
         self.reports = Reports(self.agenda, self.network, settings)
         self.ledger = Ledger(len(workload))

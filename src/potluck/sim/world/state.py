@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from potluck.sim.links.link import Pipe
     from potluck.sim.replicas.cache import PrefixCache
     from potluck.sim.replicas.replica import Replica
-    from potluck.sim.setup import Kit
+    from potluck.worlds.kits import Kit
 
 SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost"]
 """`leaving`: the Brain was told that it is lost, but its machine still has its notice to run."""

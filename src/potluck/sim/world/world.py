@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop
 from itertools import repeat
 from math import inf, nextafter
-from typing import Any, Protocol
+from typing import Any
 
 from potluck.core.brain.actions import (
     Abandon,
@@ -40,7 +40,6 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Request
 from potluck.sim.load.workload import Workload
 from potluck.sim.settings import Settings
-from potluck.sim.setup import Kits
 from potluck.sim.world.agenda import (
     CALL,
     COLLECT,
@@ -60,6 +59,8 @@ from potluck.sim.world.journeys import Journeys
 from potluck.sim.world.outside import Outside
 from potluck.sim.world.sampler import Sampler
 from potluck.sim.world.yard import Make, Yard
+from potluck.worlds.kits import Kits
+from potluck.worlds.mind import Mind
 
 Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
 """(rates per model, time) to a plan; None when there is none better."""
@@ -69,12 +70,6 @@ SWEEP = 16 * FEED
 """Requests after which cycles are looked for, if there are any at all."""
 PATIENCE_S = 86400.0
 """When no request has ended for so long although some are open, something is stuck."""
-
-
-class Mind(Protocol):
-    """What decides: the Brain, or a stand-in for it."""
-
-    def on(self, at_s: float, event: Event) -> list[Action]: ...
 
 
 class World(Ground):
@@ -143,7 +138,7 @@ class World(Ground):
 
     def _run(self) -> None:
         self.yard.warm = self.settings.warm
-        self.tell(0.0, Planned(self.kits.problem.plan))
+        self.tell(0.0, Planned(self.kits.scene.plan))
         self.yard.warm = False
         self.agenda.push(self.settings.tick_s, TICK, None)
         self.agenda.push(nextafter(self.settings.end_s, inf), END, None)

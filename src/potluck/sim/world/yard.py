@@ -19,7 +19,7 @@ from potluck.sim.world.state import Machine, Site
 if TYPE_CHECKING:
     from potluck.sim.links.link import Pipe
     from potluck.sim.replicas.replica import Replica
-    from potluck.sim.setup import Kit
+    from potluck.worlds.kits import Kit
 
 Make = Callable[["Kit", Role], "Replica"]
 
@@ -127,10 +127,10 @@ class Yard:
         found = self.machines.get(name)
         if found is None:
             ground = self._ground
-            card = ground.network.card(name, ground.kits.problem.node(node).network_gbps)
+            card = ground.network.card(name, ground.kits.scene.node(node).network_gbps)
             found = Machine(name, unit, node, region, at_s, card)
             self.machines[name] = found
-            ground.purse.rent(at_s, region, node, ground.kits.problem.price_usd_per_h(region, node))
+            ground.purse.rent(at_s, region, node, ground.kits.scene.price_usd_per_h(region, node))
         return found
 
     def _cache(self, model: str) -> PrefixCache:

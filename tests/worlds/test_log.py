@@ -14,9 +14,10 @@ from potluck.core.brain.events import Arrived, Event, Planned, Tick
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import FormatError
-from potluck.sim.results import eventlog
 from potluck.sim.run import simulate
 from potluck.sim.world.faults import Faults, Rates
+from potluck.worlds import log
+from potluck.worlds.replay import read, replay
 
 
 def a_log(**more: object) -> list[str]:
@@ -29,18 +30,18 @@ def a_log(**more: object) -> list[str]:
 
 def test_a_log_replays_and_reads_back() -> None:
     lines = a_log()
-    replayed = eventlog.replay(lines, Brain)
+    replayed = replay(lines, Brain)
     assert replayed.difference == ""
     assert replayed.lines == len(lines) - 1
     assert replayed.actions >= 60
-    read = list(eventlog.read(lines))
-    assert isinstance(read[0][1], Planned)
-    arrived = [event.request for _, event, _ in read if isinstance(event, Arrived)]
+    told = list(read(lines))
+    assert isinstance(told[0][1], Planned)
+    arrived = [event.request for _, event, _ in told if isinstance(event, Arrived)]
     assert [int(request.id) for request in arrived] == list(range(60))
     assert arrived[0].blocks
-    assert sum(isinstance(action, Run) for _, _, actions in read for action in actions) > 30
-    for at_s, event, actions in read:
-        assert eventlog.line(at_s, event, actions).rstrip("\n") in lines
+    assert sum(isinstance(action, Run) for _, _, actions in told for action in actions) > 30
+    for at_s, event, actions in told:
+        assert log.line(at_s, event, actions).rstrip("\n") in lines
 
 
 def test_another_brain_is_found_out() -> None:
@@ -49,10 +50,10 @@ def test_another_brain_is_found_out() -> None:
             actions = self.brain.on(at_s, event)
             return [] if isinstance(event, Arrived) and event.request.id == "7" else actions
 
-    replayed = eventlog.replay(a_log(), Forgetful)
+    replayed = replay(a_log(), Forgetful)
     assert "Arrived" in replayed.difference
     assert "instead of" in replayed.difference
-    other = eventlog.replay(a_log(), lambda facts, policy: Brain(facts, Policy(balance="round-robin")))
+    other = replay(a_log(), lambda facts, policy: Brain(facts, Policy(balance="round-robin")))
     assert isinstance(other.difference, str)
 
 
@@ -69,7 +70,7 @@ def test_templates_of_a_later_plan_replay_too() -> None:
 
     lines = a_log(mind=mind, planner=lambda rates, at_s: later)
     assert sum(text.startswith("{") for text in lines) == 2
-    assert eventlog.replay(lines, Asking).difference == ""
+    assert replay(lines, Asking).difference == ""
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_templates_of_a_later_plan_replay_too() -> None:
     ],
 )
 def test_a_bad_log_is_answered_with_its_line(lines: list[object], says: str) -> None:
-    good = eventlog.header(Facts({}, {}), Policy())
+    good = log.header(Facts({}, {}), Policy())
     texts = [good if line is ... else str(line) for line in lines]
     with pytest.raises(FormatError) as error:
-        eventlog.replay(texts, Brain)
+        replay(texts, Brain)
     assert says in str(error.value)

@@ -1,32 +1,26 @@
-"""A log of every event told and every action asked for, which replays.
-
-JSON lines. The first has the facts and the policy (again where a later plan brings templates that were not known
-before); each other one is `[time, event, actions]`, where events and actions are `[name, field, ...]` in the order
-of their fields. A live log has the same lines. `replay` feeds the events to
-a fresh Brain and compares what it asks for: the same policy in both worlds must ask for the same.
-"""
+"""A log read back, and fed to a fresh Brain: the same policy in both worlds must ask for the same."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 from potluck.core.brain import actions, events
 from potluck.core.brain.actions import Action
 from potluck.core.brain.events import Event
 from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.brain.policy import Policy
-from potluck.core.codec import decode, encode
+from potluck.core.codec import decode
 from potluck.core.errors import FormatError
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.types import Region, Request
-from potluck.sim.world.world import Mind
+from potluck.worlds.log import FORMAT, VERSION, dumps, pack
+from potluck.worlds.mind import Mind
 
-FORMAT, VERSION = "potluck.log", 2
 _EVENTS: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
@@ -65,47 +59,6 @@ _ACTIONS: dict[str, type[Any]] = {
 }
 
 
-class Logged:
-    """A Brain whose talk is written down."""
-
-    def __init__(self, mind: Mind, out: IO[str], facts: Facts, policy: Policy) -> None:
-        self._mind = mind
-        self._out = out
-        self._facts = facts
-        self._policy = policy
-        self._known = -1
-
-    def on(self, at_s: float, event: Event) -> list[Action]:
-        if len(self._facts.replicas) != self._known:
-            self._known = len(self._facts.replicas)
-            self._out.write(header(self._facts, self._policy))
-        answer = self._mind.on(at_s, event)
-        self._out.write(line(at_s, event, answer))
-        return answer
-
-
-def header(facts: Facts, policy: Policy) -> str:
-    """The first line of a log."""
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "policy": encode(policy),
-        "models": {name: encode(each) for name, each in facts.models.items()},
-        "replicas": [[*key, encode(each)] for key, each in facts.replicas.items()],
-        "splits": {name: encode(each) for name, each in facts.splits.items()},
-        "links": [[*ends, gbps] for ends, gbps in facts.links_gbps.items()],
-        "regions": [encode(region) for region in facts.regions],
-        "history": facts.history,
-        "places": [[*key, each] for key, each in facts.places.items()],
-    }
-    return _dumps(body) + "\n"
-
-
-def line(at_s: float, event: Event, answer: list[Action]) -> str:
-    """One further line."""
-    return _dumps([at_s, _pack(event), [_pack(action) for action in answer]]) + "\n"
-
-
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """How a replay went."""
@@ -127,11 +80,11 @@ def replay(lines: Iterable[str], brain: Callable[[Facts, Policy], Mind]) -> Repl
             _grow(facts, _read_header(text, number)[0])
             continue
         at_s, event, expected = _read_line(text, number)
-        answer = [_pack(action) for action in mind.on(at_s, event)]
+        answer = [pack(action) for action in mind.on(at_s, event)]
         count += 1
         asked += len(answer)
         # Through JSON once, so that tuples and lists compare alike.
-        if json.loads(_dumps(answer)) != expected:
+        if json.loads(dumps(answer)) != expected:
             where = f"line {number}: {type(event).__name__} at {at_s:g} s"
             return Replayed(count, asked, f"{where}: {_short(answer)} instead of {_short(expected)}")
     return Replayed(count, asked, "")
@@ -146,40 +99,6 @@ def read(lines: Iterable[str]) -> Iterator[tuple[float, Event, list[Action]]]:
             continue
         at_s, event, answer = _read_line(text, number)
         yield at_s, event, [_unpack(_ACTIONS, each, number) for each in answer]
-
-
-def _pack(value: Any) -> list[Any]:
-    """A named tuple as its name and fields; nested values through the codec."""
-    kind = type(value).__name__
-    if kind == "Arrived":
-        r = value.request
-        fields = [
-            r.id,
-            r.model,
-            r.arrival_s,
-            r.prompt_tokens,
-            r.max_output_tokens,
-            r.priority,
-            r.deadline_s,
-            r.blocks,
-            r.tenant,
-            r.request_class,
-        ]
-        return [kind, fields]
-    if kind == "Run":
-        route = [[s.replica, s.start, s.stop] for s in value.route.segments]
-        return [
-            kind,
-            value.request,
-            route,
-            value.attempt,
-            value.prompt_tokens,
-            value.streamed_tokens,
-            value.weight,
-        ]
-    if kind in ("Planned", "Start"):
-        return [kind, encode(value[0])]
-    return [kind, *value]
 
 
 def _unpack(kinds: dict[str, type[Any]], data: Any, number: int) -> Any:
@@ -254,10 +173,6 @@ def _loads(text: str, number: int) -> Any:
         raise FormatError(f"log: line {number}", f"is not JSON ({error})") from error
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
 def _short(value: Any) -> str:
-    text = _dumps(value)
+    text = dumps(value)
     return text if len(text) <= 120 else f"{text[:117]}..."

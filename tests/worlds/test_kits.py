@@ -28,7 +28,7 @@ from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import layout_requests
 from potluck.perf.transfer import codec_ratio
 from potluck.sim.run import build, simulate
-from potluck.sim.setup import Kits, kv_of, places, total_blocks
+from potluck.worlds.kits import Kits, kv_of, places, total_blocks
 
 SOME = [models.model(name) for name in models.names()]
 

@@ -1,4 +1,4 @@
-"""From a plan to what a simulation needs: timers, memory, cards and start-up times, and the Brain's facts.
+"""From a plan to what a world needs: timers, memory, cards and start-up times, and the Brain's facts.
 
 Everything is worked out once per template and index and then shared by all its copies.
 """
@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from math import floor
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.errors import UnknownNameError
 from potluck.core.values.layout import Layout
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
-from potluck.core.values.types import Codec, Link, NodeType, Region, Slo
+from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.capacity import require_fit, stage_memory
 from potluck.perf.memory import (
     kv_bytes_per_gpu,
@@ -23,72 +22,18 @@ from potluck.perf.memory import (
     weight_bytes,
     window_bytes_per_token,
 )
-from potluck.perf.phases import CHUNK_TOKENS, decode_step_s
+from potluck.perf.phases import decode_step_s
 from potluck.perf.pipeline import pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
 from potluck.perf.roofline import HOST_S, roofline
-from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
-from potluck.perf.throughput import MAX_BATCH, best_operating
+from potluck.perf.throughput import best_operating
 from potluck.perf.transfer import codec_ratio
+from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
 MEAN_TOKENS = (1024.0, 256.0)
 """Prompt and answer of a model that nothing is known of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """How an engine is set up: what a step may hold, and what its host takes of each."""
-
-    token_budget: int = CHUNK_TOKENS
-    """New tokens of a step; a pipeline has as many in each of its lanes."""
-    slots: int = MAX_BATCH
-    """Sequences that have begun."""
-    host_s: float = HOST_S
-    """Seconds of a step in which no GPU works."""
-    pipelined: bool = True
-    """Whether the stages of a pipeline work on different batches at once; else on one after another."""
-
-
-DEFAULT_ENGINE = Engine()
-
-
-@dataclass(frozen=True, slots=True)
-class SimProblem:
-    """A plan with all that its names mean."""
-
-    plan: Plan
-    models: Mapping[str, Model]
-    """By the name that requests use."""
-    nodes: Mapping[str, NodeType]
-    regions: tuple[Region, ...]
-    links: tuple[Link, ...] = ()
-    slos: Mapping[str, Slo] = field(default_factory=dict)
-    mean_tokens: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Mean prompt and answer of a model, for the facts that depend on them."""
-    machine_gbps: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """(gbps, round trip in s) between two named machines, where a pool says so; else their cards count."""
-    startup: StartupCosts = DEFAULT_COSTS
-    engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
-    """(template, index of the replica in it) to its engine, where it is not the default one."""
-    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Rates before the run, for forecasts (`core.brain.facts`)."""
-
-    def model(self, name: str) -> Model:
-        if name not in self.models:
-            raise UnknownNameError("plan: model", name, self.models)
-        return self.models[name]
-
-    def node(self, name: str) -> NodeType:
-        if name not in self.nodes:
-            raise UnknownNameError("plan: node", name, self.nodes)
-        return self.nodes[name]
-
-    def price_usd_per_h(self, region: str, node: str) -> float:
-        """What a node costs there; 0 where nothing is said."""
-        found = next((each for each in self.regions if each.name == region), None)
-        offer = None if found is None else found.offer(node)
-        return 0.0 if offer is None else offer.price_usd_per_h
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +80,7 @@ class Kit:
 class Kits:
     """All kits of the plans seen so far. `learn` is the one mutator."""
 
-    problem: SimProblem
+    scene: Scene
     block_tokens: int = BLOCK_TOKENS
     """Tokens per prefix block of the requests to come."""
     templates: dict[str, Template] = field(default_factory=dict)
@@ -150,14 +95,14 @@ class Kits:
 
     def facts(self) -> Facts:
         """The Brain's facts. They grow with every plan learned, so that a new plan's templates are known."""
-        links = {(link.source, link.target): link.gbps for link in self.problem.links}
+        links = {(link.source, link.target): link.gbps for link in self.scene.links}
         return Facts(
             self._models,
             self._replicas,
             self._splits,
             links,
-            self.problem.regions,
-            self.problem.history,
+            self.scene.regions,
+            self.scene.history,
             self._places,
         )
 
@@ -169,29 +114,29 @@ class Kits:
         for template in plan.templates:
             if template.name in self.templates and self.templates[template.name] == template:
                 continue
-            if template.name in used or template.model in self.problem.models:
+            if template.name in used or template.model in self.scene.models:
                 self._learn(template)
 
     def _learn(self, template: Template) -> None:
-        problem = self.problem
-        model = problem.model(template.model)
+        scene = self.scene
+        model = scene.model(template.model)
         if template.model not in self.kv:
             self.kv[template.model] = kv_of(model)
             self._models[template.model] = _model_facts(
-                model, self.block_tokens, problem.slos.get(template.model)
+                model, self.block_tokens, scene.slos.get(template.model)
             )
-        mean = problem.mean_tokens.get(template.model, MEAN_TOKENS)
-        placed = places(template, problem.nodes)
+        mean = scene.mean_tokens.get(template.model, MEAN_TOKENS)
+        placed = places(template, scene.nodes)
         made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
         for index, replica in enumerate(template.replicas):
-            engine = problem.engines.get((template.name, index), DEFAULT_ENGINE)
+            engine = scene.engines.get((template.name, index), DEFAULT_ENGINE)
             if (replica.layout, engine) not in made:
-                timer = timer_of(model, replica.layout, problem.nodes, engine.host_s)
-                room = total_blocks(model, replica.layout, problem.nodes, sum(mean))
+                timer = timer_of(model, replica.layout, scene.nodes, engine.host_s)
+                room = total_blocks(model, replica.layout, scene.nodes, sum(mean))
                 made[replica.layout, engine] = (timer, room)
             timer, blocks = made[replica.layout, engine]
-            kinds = [problem.node(node) for node, _ in placed[index]]
-            start = startup_s(weight_bytes(model), max(1, len(kinds)), problem.startup)
+            kinds = [scene.node(node) for node, _ in placed[index]]
+            start = startup_s(weight_bytes(model), max(1, len(kinds)), scene.startup)
             self.kits[template.name, index] = Kit(
                 timer,
                 blocks,
@@ -205,7 +150,7 @@ class Kits:
                 engine,
             )
             self._replicas[template.name, index] = _replica_facts(
-                timer, model, blocks, mean, problem.slos.get(template.model), engine.slots
+                timer, model, blocks, mean, scene.slos.get(template.model), engine.slots
             )
             self._places[template.name, index] = tuple(f"{node}/{place}" for node, place in placed[index])
         split = _split_facts(template, self.kits)

@@ -1,0 +1,70 @@
+"""A plan with all that its names mean: models, nodes, regions, links, objectives, engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from potluck.core.errors import UnknownNameError
+from potluck.core.values.model import Model
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Link, NodeType, Region, Slo
+from potluck.perf.phases import CHUNK_TOKENS
+from potluck.perf.roofline import HOST_S
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts
+from potluck.perf.throughput import MAX_BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How an engine is set up: what a step may hold, and what its host takes of each."""
+
+    token_budget: int = CHUNK_TOKENS
+    """New tokens of a step; a pipeline has as many in each of its lanes."""
+    slots: int = MAX_BATCH
+    """Sequences that have begun."""
+    host_s: float = HOST_S
+    """Seconds of a step in which no GPU works."""
+    pipelined: bool = True
+    """Whether the stages of a pipeline work on different batches at once; else on one after another."""
+
+
+DEFAULT_ENGINE = Engine()
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A plan with all that its names mean."""
+
+    plan: Plan
+    models: Mapping[str, Model]
+    """By the name that requests use."""
+    nodes: Mapping[str, NodeType]
+    regions: tuple[Region, ...]
+    links: tuple[Link, ...] = ()
+    slos: Mapping[str, Slo] = field(default_factory=dict)
+    mean_tokens: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean prompt and answer of a model, for the facts that depend on them."""
+    machine_gbps: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """(gbps, round trip in s) between two named machines, where a pool says so; else their cards count."""
+    startup: StartupCosts = DEFAULT_COSTS
+    engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
+    """(template, index of the replica in it) to its engine, where it is not the default one."""
+    history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Rates before the run, for forecasts (`core.brain.facts`)."""
+
+    def model(self, name: str) -> Model:
+        if name not in self.models:
+            raise UnknownNameError("plan: model", name, self.models)
+        return self.models[name]
+
+    def node(self, name: str) -> NodeType:
+        if name not in self.nodes:
+            raise UnknownNameError("plan: node", name, self.nodes)
+        return self.nodes[name]
+
+    def price_usd_per_h(self, region: str, node: str) -> float:
+        """What a node costs there; 0 where nothing is said."""
+        found = next((each for each in self.regions if each.name == region), None)
+        offer = None if found is None else found.offer(node)
+        return 0.0 if offer is None else offer.price_usd_per_h
