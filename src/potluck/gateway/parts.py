@@ -189,6 +189,9 @@ class Driver(Protocol):
     def act(self, actions: Sequence[Action]) -> None:
         """What the Brain asks of this worker: Run, Refuse, Abandon, Inquire."""
 
+    def gone(self, replica: str) -> None:
+        """The fleet's keeper says that it is gone: what runs there has failed, whatever its connections say."""
+
 
 # Who decides: made by desk/.
 
