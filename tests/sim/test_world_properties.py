@@ -33,7 +33,8 @@ from potluck.sim.run import build, result_of
 from potluck.sim.settings import Settings
 from potluck.sim.world.checks import check, midway
 from potluck.sim.world.faults import Fault, Faults, PriceChange, Rates, SupplyChange
-from potluck.worlds.mind import Mind, World
+from potluck.sim.world.world import World
+from potluck.worlds.mind import Mind
 from potluck.worlds.replay import replay
 
 PLANS = {
@@ -196,7 +197,7 @@ def test_the_same_seed_gives_the_same_log_and_it_replays(data: st.DataObject) ->
     assert logs[0] == logs[1]
     replayed = replay(logs[0].splitlines(), Brain)
     assert replayed.difference == ""
-    assert replayed.lines == logs[0].count("\n") - 1
+    assert replayed.events == logs[0].count("\n") - 1
 
 
 def test_the_fleets_are_what_they_are_called() -> None:

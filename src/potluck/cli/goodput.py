@@ -46,6 +46,7 @@ class Step:
 def goodput(
     paths: tuple[Path, ...],
     workload: tuple[str, ...],
+    logs: tuple[Path, ...],
     rate_per_s: float | None,
     count: int | None,
     seed: int,
@@ -77,7 +78,10 @@ def goodput(
     policy_of(policy)
     with progress(20) as said:
         inputs, load = read_inputs(
-            paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
+            paths,
+            time_limit_s,
+            said,
+            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs),
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
         problem, planner = scene_of(inputs), planner_of(inputs.problem, rules, time_limit_s)

@@ -1,7 +1,8 @@
 """`potluck`: finds the command, runs it, and turns whatever goes wrong into one line and an exit code.
 
     0  done            2  bad input (the message names the field and the fix)
-    1  broken pipe    70  a bug of ours (POTLUCK_DEBUG=1 shows the traceback)
+    1  no, or broken pipe (`replay`: a difference was found)
+                      70  a bug of ours (POTLUCK_DEBUG=1 shows the traceback)
                      130  interrupted
 
 Commands are imported when they are run: `potluck --help` and `potluck estimate` must not wait for
@@ -31,6 +32,7 @@ COMMANDS = {
     "compare": ("potluck.cli.plan:compare", "All planning strategies on one spec, in one table."),
     "replan": ("potluck.cli.replan:replan", "Answers to trouble for a running plan, from cheap to dear."),
     "simulate": ("potluck.cli.simulate:simulate", "Serve a workload with a plan's fleet, in simulation."),
+    "replay": ("potluck.cli.replay:replay", "Feed a log to a fresh Brain; does it decide the same?"),
     "goodput": ("potluck.cli.goodput:goodput", "The highest rate at which a plan keeps its objectives."),
     "trace": ("potluck.cli.trace:trace", "Look at request traces, scale, convert and make them."),
     "reproduce": ("potluck.cli.reproduce:reproduce", "A paper's experiments, its figures beside ours."),

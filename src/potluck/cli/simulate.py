@@ -48,6 +48,13 @@ def options(command: Command) -> Command:
         ),
         click.option("--requests", "count", type=click.IntRange(min=1), help="How many."),
         click.option(
+            "--from-log",
+            "logs",
+            multiple=True,
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Serve the requests of this LOG again, live or simulated; again for further files, in order.",
+        ),
+        click.option(
             "--workload",
             multiple=True,
             help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
@@ -74,6 +81,7 @@ def options(command: Command) -> Command:
 def simulate(
     paths: tuple[Path, ...],
     workload: tuple[str, ...],
+    logs: tuple[Path, ...],
     rate_per_s: float | None,
     count: int | None,
     seed: int,
@@ -92,13 +100,14 @@ def simulate(
 ) -> None:
     """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
 
-    The requests are the spec's own traffic unless --workload says otherwise.
+    The requests are the spec's own traffic unless --workload or --from-log says otherwise.
 
     \b
     Examples:
       potluck simulate potluck.yaml --report run.html
       potluck simulate plan.json potluck.yaml --workload azure-conv --rate 20 --requests 100000 --seed 1
       potluck simulate plan.json potluck.yaml --faults faults.yaml --policy scaling=replan
+      potluck simulate plan.json potluck.yaml --from-log gateway.log
     """
     from potluck.cli.record_files import require_kind
     from potluck.sim.results.metrics import summarise
@@ -111,9 +120,8 @@ def simulate(
     rules = policy_of(policy)
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
-        inputs, load = read_inputs(
-            paths, time_limit_s, said, lambda spec: requests(spec, workload, rate_per_s, count, seed, cv)
-        )
+        asked = workload, rate_per_s, count, seed, cv, logs
+        inputs, load = read_inputs(paths, time_limit_s, said, lambda spec: requests(spec, *asked))
         rules = policy_of(policy, inputs.spec.policy)
         settings = Settings(
             fast_forward=not stepwise,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import click
+
 from potluck.cli.problems import load_problem, read_spec
 from potluck.cli.workloads import DEFAULT_REQUESTS, Asked, load
 from potluck.core.brain.policy import Policy
@@ -101,10 +103,15 @@ def requests(
     count: int | None,
     seed: int,
     cv: float | None,
+    logs: tuple[Path, ...] = (),
 ) -> Workload:
-    """The spec's own traffic, or for each model what `--workload` names: `NAME` or `MODEL=NAME`."""
+    """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
     from potluck.sim.load.workload import merge, of_traffic
 
+    if logs:
+        if workloads or cv is not None:
+            raise InputError("--from-log", "has its own requests and times; leave --workload and --cv out")
+        return _logged(spec, logs, rate_per_s, count)
     if not workloads:
         traffic = [model.traffic for model in spec.models]
         total = sum(each.rate_per_s for each in traffic)
@@ -118,6 +125,24 @@ def requests(
         asked = Asked(_rate(spec, model, len(workloads), rate_per_s), count, seed + place, cv)
         parts.append(load(what, model, asked))
     return parts[0] if len(parts) == 1 else merge(parts)
+
+
+def _logged(spec: Spec, logs: tuple[Path, ...], rate_per_s: float | None, count: int | None) -> Workload:
+    from potluck.sim.load.logged import from_log
+    from potluck.sim.load.workload import at_rate, first
+    from potluck.worlds.replay import log_lines
+
+    with log_lines(logs) as lines:
+        found = from_log(lines)
+    for number in found.cuts:
+        click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
+    made = found.workload
+    for name in made.models:
+        if name not in {model.name for model in spec.models}:
+            raise UnknownNameError("log: model", name, [model.name for model in spec.models])
+    if rate_per_s is not None:
+        made = at_rate(made, rate_per_s)
+    return made if count is None else first(made, count)
 
 
 def _named(text: str, names: list[str]) -> tuple[str, str]:

@@ -1,99 +1,132 @@
 """A log of every event told and every action asked for, which replays (`replay.py`).
 
-JSON lines. The first has the facts and the policy (again where a later plan brings templates that were not known
-before); each other one is `[time, event, actions]`, where events and actions are `[name, field, ...]` in the order
-of their fields. A live log has the same lines as a simulated one.
+JSON lines, the same from a simulation and from a live gateway. A header has the facts and the policy; each other line
+is `[time, event, actions]` (`lines.py`). A header says what begins with it: `run` a new Brain, whose time starts at 0
+again, `facts` only that more is known from here on, since a later plan brought templates that were not known before.
+So a gateway that starts again goes on writing to the same file. A live header also says when its time 0 was.
+
+Nothing that was asked or answered is in a log: prompts are numbers of tokens and the names of their blocks, which are
+hashes. Tenants, models and replicas appear by their names.
 """
 
 from __future__ import annotations
 
-import json
-from typing import IO, Any
+import os
+from math import inf
+from pathlib import Path
+from typing import IO, Any, Literal
 
 from potluck.core.brain.actions import Action
-from potluck.core.brain.events import Event
+from potluck.core.brain.events import Event, Planned
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import encode
+from potluck.core.errors import InputError
+from potluck.worlds.lines import dumps, line
 from potluck.worlds.mind import Mind
 
-FORMAT, VERSION = "potluck.log", 2
+FORMAT, VERSION = "potluck.log", 3
+FLUSH_S = 1.0
+"""A live log is this far behind at most: what a killed gateway loses of it."""
+BUFFER_BYTES = 1 << 18
+
+Begins = Literal["run", "facts"]
 
 
 class Logged:
-    """A Brain whose talk is written down."""
+    """A Brain whose talk is written down.
 
-    def __init__(self, mind: Mind, out: IO[str], facts: Facts, policy: Policy) -> None:
-        self._mind = mind
+    `zero_utc_s` is the wall clock at time 0, of a live log. With `flush_s` what was written reaches the operating
+    system whenever an event is told so much later than at the last time; whoever serves tells a Tick now and then.
+    When writing fails, the log ends there and `trouble` says why: to serve matters more than to write about it.
+    """
+
+    def __init__(
+        self,
+        mind: Mind,
+        out: IO[str],
+        facts: Facts,
+        policy: Policy,
+        *,
+        zero_utc_s: float | None = None,
+        flush_s: float = inf,
+    ) -> None:
+        self._on = mind.on
         self._out = out
         self._facts = facts
         self._policy = policy
+        self._zero_utc_s = zero_utc_s
+        self._flush_s = flush_s
+        self._flushed_s = 0.0
         self._known = -1
+        self._body: dict[str, Any] = {}
+        self.trouble = ""
+        """Why nothing is written any more; empty while all is well."""
 
     def on(self, at_s: float, event: Event) -> list[Action]:
-        if len(self._facts.replicas) != self._known:
-            self._known = len(self._facts.replicas)
-            self._out.write(header(self._facts, self._policy))
-        answer = self._mind.on(at_s, event)
-        self._out.write(line(at_s, event, answer))
+        if len(self._facts.replicas) != self._known or type(event) is Planned:
+            self._head()
+        answer = self._on(at_s, event)
+        if not self.trouble:
+            try:
+                self._out.write(line(at_s, event, answer))
+                if at_s - self._flushed_s >= self._flush_s:
+                    self._flushed_s = at_s
+                    self._out.flush()
+            except OSError as error:
+                self._failed(error)
         return answer
 
+    def close(self) -> None:
+        """Everything reaches the file."""
+        try:
+            self._out.close()
+        except OSError as error:
+            self._failed(error)
 
-def header(facts: Facts, policy: Policy) -> str:
-    """The first line of a log."""
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "policy": encode(policy),
+    def _head(self) -> None:
+        """What is known, where it is more than the log says so far."""
+        body = facts_body(self._facts)
+        if body == self._body:
+            return
+        begins: Begins = "facts" if self._body else "run"
+        self._known, self._body = len(self._facts.replicas), body
+        if not self.trouble:
+            try:
+                self._out.write(header(self._facts, self._policy, begins, self._zero_utc_s))
+            except OSError as error:
+                self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        self.trouble = self.trouble or f"the log ends here: {error.strerror or error}"
+
+
+def open_log(path: Path) -> IO[str]:
+    """A file to go on writing to, for its owner's eyes; what a killed writer left of a line gets its end."""
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        size = os.fstat(opened).st_size
+        if size and os.pread(opened, 1, size - 1) != b"\n":
+            os.write(opened, b"\n")
+        return os.fdopen(opened, "a", buffering=BUFFER_BYTES, encoding="ascii", newline="\n")
+    except OSError as error:
+        raise InputError(f"log {path}", error.strerror or "cannot be written") from error
+
+
+def header(facts: Facts, policy: Policy, begins: Begins = "run", zero_utc_s: float | None = None) -> str:
+    """The line that says what all others rest on."""
+    start = {"format": FORMAT, "version": VERSION, "begins": begins, "zero_utc_s": zero_utc_s}
+    return dumps(start | {"policy": encode(policy)} | facts_body(facts)) + "\n"
+
+
+def facts_body(facts: Facts) -> dict[str, Any]:
+    """The facts as plain values."""
+    return {
         "models": {name: encode(each) for name, each in facts.models.items()},
         "replicas": [[*key, encode(each)] for key, each in facts.replicas.items()],
         "splits": {name: encode(each) for name, each in facts.splits.items()},
         "links": [[*ends, gbps] for ends, gbps in facts.links_gbps.items()],
         "regions": [encode(region) for region in facts.regions],
-        "history": facts.history,
-        "places": [[*key, each] for key, each in facts.places.items()],
+        "history": {name: list(rates) for name, rates in facts.history.items()},
+        "places": [[*key, list(each)] for key, each in facts.places.items()],
     }
-    return dumps(body) + "\n"
-
-
-def line(at_s: float, event: Event, answer: list[Action]) -> str:
-    """One further line."""
-    return dumps([at_s, pack(event), [pack(action) for action in answer]]) + "\n"
-
-
-def pack(value: Any) -> list[Any]:
-    """A named tuple as its name and fields; nested values through the codec."""
-    kind = type(value).__name__
-    if kind == "Arrived":
-        r = value.request
-        fields = [
-            r.id,
-            r.model,
-            r.arrival_s,
-            r.prompt_tokens,
-            r.max_output_tokens,
-            r.priority,
-            r.deadline_s,
-            r.blocks,
-            r.tenant,
-            r.request_class,
-        ]
-        return [kind, fields]
-    if kind == "Run":
-        route = [[s.replica, s.start, s.stop] for s in value.route.segments]
-        return [
-            kind,
-            value.request,
-            route,
-            value.attempt,
-            value.prompt_tokens,
-            value.streamed_tokens,
-            value.weight,
-        ]
-    if kind in ("Planned", "Start"):
-        return [kind, encode(value[0])]
-    return [kind, *value]
-
-
-def dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)

@@ -2,128 +2,171 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast, get_args
 
-from potluck.core.brain import actions, events
 from potluck.core.brain.actions import Action
 from potluck.core.brain.events import Event
 from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
-from potluck.core.errors import FormatError
-from potluck.core.values.member import Member
-from potluck.core.values.plan import Plan
-from potluck.core.values.route import Route, Segment
-from potluck.core.values.types import Region, Request
-from potluck.worlds.log import FORMAT, VERSION, dumps, pack
+from potluck.core.errors import FormatError, InputError
+from potluck.core.values.types import Region
+from potluck.worlds.lines import kind_of, read_line, written
+from potluck.worlds.log import FORMAT, VERSION, Begins
 from potluck.worlds.mind import Mind
 
-_EVENTS: dict[str, type[Any]] = {
-    each.__name__: each
-    for each in (
-        events.Arrived,
-        events.SegmentDone,
-        events.FirstToken,
-        events.Finished,
-        events.Failed,
-        events.Underway,
-        events.Cancelled,
-        events.Reported,
-        events.LinkReported,
-        events.Cached,
-        events.ReplicaReady,
-        events.ReplicaLost,
-        events.Drained,
-        events.Planned,
-        events.Tick,
-    )
-}
-_ACTIONS: dict[str, type[Any]] = {
-    each.__name__: each
-    for each in (
-        actions.Run,
-        actions.Refuse,
-        actions.Abandon,
-        actions.Inquire,
-        actions.Start,
-        actions.Drain,
-        actions.Stop,
-        actions.Flip,
-        actions.Replan,
-        actions.Recount,
-        actions.Move,
-    )
-}
+
+class Head(NamedTuple):
+    """What begins here: a run, or only that more is known."""
+
+    begins: Begins
+    facts: Facts
+    policy: Policy
+    zero_utc_s: float | None
+    """The wall clock at the run's time 0, in UTC seconds; None in a simulation."""
+
+
+class Told(NamedTuple):
+    """What was told and asked for."""
+
+    line: int
+    at_s: float
+    event: Event
+    actions: list[Action]
+
+
+class LogReader:
+    """The lines of a log, one file or several in order.
+
+    A writer that was killed may leave half a line, the last one or one before a new run: it is passed over, and
+    `cuts` has its number. With `wanted` only events of these names are read, the others passed over unread.
+    """
+
+    def __init__(self, lines: Iterable[str], wanted: Collection[str] | None = None) -> None:
+        self._lines = lines
+        self._wanted = wanted
+        self.cuts: list[int] = []
+
+    def __iter__(self) -> Iterator[Head | Told]:
+        half: FormatError | None = None
+        begun, number = False, 0
+        for number, text in enumerate(self._lines, 1):
+            place = f"log: line {number}"
+            if not begun and half is None and not text.startswith("{"):
+                raise FormatError(place, f"is not the beginning of a {FORMAT}")
+            if half is None and self._unwanted(text):
+                continue
+            try:
+                head = _read_header(text, place) if text.startswith("{") else None
+                told = Told(number, *read_line(text, place)) if head is None else None
+            except FormatError as error:
+                if half is not None or not isinstance(error.__cause__, json.JSONDecodeError):
+                    raise half or error from None
+                half = error
+                continue
+            new_run = head is not None and head.begins == "run"
+            if half is not None:
+                if not new_run:
+                    raise half
+                self.cuts.append(number - 1)
+                half = None
+            if not begun and not new_run:
+                raise FormatError(place, "goes on with a run; name the file that it begins in first")
+            begun = True
+            yield cast(Head | Told, head or told)
+        if not begun:
+            raise half or FormatError("log", "is empty")
+        if half is not None:
+            self.cuts.append(number)
+
+    def _unwanted(self, text: str) -> bool:
+        """Only of lines that look whole."""
+        wanted = self._wanted
+        return wanted is not None and text.endswith("]]\n") and kind_of(text) not in wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """How a replay went."""
 
-    lines: int
+    events: int
     actions: int
+    runs: int
     difference: str
     """The first line at which the Brain asked for something else; empty when none."""
+    cuts: tuple[int, ...] = ()
+    """Numbers of lines that were cut off in writing, and passed over."""
 
 
-def replay(lines: Iterable[str], brain: Callable[[Facts, Policy], Mind]) -> Replayed:
-    """Feed a log to a fresh Brain and compare."""
-    source = iter(lines)
-    facts, policy = _read_header(next(source, ""), 1)
-    mind = brain(facts, policy)
-    count = asked = 0
-    for number, text in enumerate(source, 2):
-        if text.startswith("{"):
-            _grow(facts, _read_header(text, number)[0])
+def replay(
+    lines: Iterable[str],
+    brain: Callable[[Facts, Policy], Mind],
+    progress: Callable[[int], None] | None = None,
+) -> Replayed:
+    """Feed a log to a fresh Brain and compare; each of its runs gets one of its own."""
+    reader = LogReader(lines)
+    events = asked = runs = 0
+    mind: Mind | None = None
+    facts = Facts({}, {})
+    for entry in reader:
+        if isinstance(entry, Head):
+            if entry.begins == "run":
+                facts, runs = entry.facts, runs + 1
+                mind = brain(facts, entry.policy)
+            else:
+                _grow(facts, entry.facts)
             continue
-        at_s, event, expected = _read_line(text, number)
-        answer = [pack(action) for action in mind.on(at_s, event)]
-        count += 1
+        assert mind is not None
+        answer = mind.on(entry.at_s, entry.event)
+        events += 1
         asked += len(answer)
-        # Through JSON once, so that tuples and lists compare alike.
-        if json.loads(dumps(answer)) != expected:
-            where = f"line {number}: {type(event).__name__} at {at_s:g} s"
-            return Replayed(count, asked, f"{where}: {_short(answer)} instead of {_short(expected)}")
-    return Replayed(count, asked, "")
+        if progress is not None and events % 1000 == 0:
+            progress(events)
+        if (answer or entry.actions) and written(answer) != written(entry.actions):
+            where = f"line {entry.line}: {type(entry.event).__name__} at {entry.at_s:g} s"
+            difference = f"{where}: {_short(answer)} instead of {_short(entry.actions)}"
+            return Replayed(events, asked, runs, difference, tuple(reader.cuts))
+    return Replayed(events, asked, runs, "", tuple(reader.cuts))
 
 
 def read(lines: Iterable[str]) -> Iterator[tuple[float, Event, list[Action]]]:
     """The events and actions of a log."""
-    source = iter(lines)
-    _read_header(next(source, ""), 1)
-    for number, text in enumerate(source, 2):
-        if text.startswith("{"):
-            continue
-        at_s, event, answer = _read_line(text, number)
-        yield at_s, event, [_unpack(_ACTIONS, each, number) for each in answer]
+    for entry in LogReader(lines):
+        if isinstance(entry, Told):
+            yield entry.at_s, entry.event, entry.actions
 
 
-def _unpack(kinds: dict[str, type[Any]], data: Any, number: int) -> Any:
-    where = f"log: line {number}"
-    if not isinstance(data, list) or not data or data[0] not in kinds:
-        raise FormatError(where, f"has no known event or action: {str(data)[:60]}")
-    name, *fields = data
+@contextmanager
+def log_lines(paths: Iterable[Path]) -> Iterator[Iterator[str]]:
+    """The lines of these files, one after another; those that end in `.gz` are unpacked."""
+    with ExitStack() as stack:
+        try:
+            yield chain.from_iterable(_lines(stack.enter_context(_open(path)), path) for path in paths)
+        except OSError as error:
+            raise InputError("log", error.strerror or str(error)) from error
+
+
+def _open(path: Path) -> IO[str]:
     try:
-        if name == "Arrived":
-            *rest, blocks, tenant, request_class = fields[0]
-            return events.Arrived(Request(*rest, tuple(blocks), tenant, request_class))  # type: ignore[call-arg]
-        if name == "Run":
-            request, route, *rest = fields
-            return actions.Run(request, Route(tuple(Segment(*each) for each in route)), *rest)
-        if name == "Planned":
-            return events.Planned(decode(Plan, fields[0], where))
-        if name == "Start":
-            return actions.Start(decode(Member, fields[0], where))
-        if name == "Reported":
-            return events.Reported(fields[0], events.Status(*fields[1]))
-        if name == "Replan":
-            return actions.Replan(tuple((model, rate) for model, rate in fields[0]), fields[1])
-        return kinds[name](*(tuple(each) if isinstance(each, list) else each for each in fields))
-    except (TypeError, ValueError) as error:
-        raise FormatError(where, f"{name}: {error}") from error
+        if path.suffix == ".gz":
+            return gzip.open(path, "rt", encoding="utf-8")
+        return path.open(encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from error
+
+
+def _lines(file: IO[str], path: Path) -> Iterator[str]:
+    try:
+        yield from file
+    except (UnicodeDecodeError, EOFError) as error:
+        raise InputError(str(path), f"is not a log ({error})") from error
 
 
 def _grow(facts: Facts, more: Facts) -> None:
@@ -138,10 +181,13 @@ def _grow(facts: Facts, more: Facts) -> None:
         old.update(new)
 
 
-def _read_header(text: str, number: int) -> tuple[Facts, Policy]:
-    data = _loads(text, number)
+def _read_header(text: str, where: str) -> Head:
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(where, f"is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise FormatError(f"log: line {number}", f"is not the beginning of a {FORMAT}")
+        raise FormatError(where, f"is not the beginning of a {FORMAT}")
     if data.get("version") != VERSION:
         raise FormatError("log: version", f"is {data.get('version')}, this release reads {VERSION}")
     try:
@@ -154,25 +200,16 @@ def _read_header(text: str, number: int) -> tuple[Facts, Policy]:
             {name: tuple(each) for name, each in data["history"].items()},
             {(name, index): tuple(each) for name, index, each in data["places"]},
         )
-        return facts, decode(Policy, data["policy"], "policy")
+        begins, zero_utc_s = data["begins"], data["zero_utc_s"]
+        if begins not in get_args(Begins):
+            raise FormatError(f"{where}: begins", f"must be one of {', '.join(get_args(Begins))}")
+        if zero_utc_s is not None:
+            zero_utc_s = decode(float, zero_utc_s, f"{where}: zero_utc_s")
+        return Head(cast(Any, begins), facts, decode(Policy, data["policy"], "policy"), zero_utc_s)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"log: line {number}", f"lacks or garbles {error}") from error
+        raise FormatError(where, f"lacks or garbles {error}") from error
 
 
-def _read_line(text: str, number: int) -> tuple[float, Event, list[Any]]:
-    data = _loads(text, number)
-    if not isinstance(data, list) or len(data) != 3:
-        raise FormatError(f"log: line {number}", "must be [time, event, actions]")
-    return float(data[0]), _unpack(_EVENTS, data[1], number), data[2]
-
-
-def _loads(text: str, number: int) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"log: line {number}", f"is not JSON ({error})") from error
-
-
-def _short(value: Any) -> str:
-    text = dumps(value)
+def _short(answer: list[Action]) -> str:
+    text = written(answer)
     return text if len(text) <= 120 else f"{text[:117]}..."
