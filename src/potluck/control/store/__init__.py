@@ -1,0 +1,6 @@
+"""What the controller must not forget, in one SQLite file.
+
+schema.py   the tables, and how older files become newer ones
+store.py    reading and writing them
+lease.py    so that two controllers never act at once
+"""

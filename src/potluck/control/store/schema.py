@@ -1,0 +1,69 @@
+"""The tables of the state file. Each migration brings a file one version further; none is ever changed afterwards."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from potluck.core.errors import FormatError
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE plans (
+            version INTEGER PRIMARY KEY AUTOINCREMENT,
+            at_s REAL NOT NULL,
+            reason TEXT NOT NULL,
+            plan TEXT NOT NULL
+        )""",
+        """CREATE TABLE instances (
+            name TEXT PRIMARY KEY,
+            make TEXT NOT NULL,
+            state TEXT NOT NULL,
+            since_s REAL NOT NULL,
+            url TEXT NOT NULL DEFAULT '',
+            replica TEXT NOT NULL DEFAULT '',
+            problem TEXT NOT NULL DEFAULT '',
+            pinned INTEGER NOT NULL DEFAULT 0,
+            place TEXT NOT NULL DEFAULT ''
+        )""",
+        """CREATE TABLE events (
+            id INTEGER PRIMARY KEY AUTOINCREMENT,
+            at_s REAL NOT NULL,
+            kind TEXT NOT NULL,
+            what TEXT NOT NULL,
+            why TEXT NOT NULL
+        )""",
+        """CREATE TABLE rates (
+            model TEXT NOT NULL,
+            bin INTEGER NOT NULL,
+            rate_per_s REAL NOT NULL,
+            PRIMARY KEY (model, bin)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID""",
+        """CREATE TABLE lease (
+            id INTEGER PRIMARY KEY CHECK (id = 1),
+            holder TEXT NOT NULL,
+            turn INTEGER NOT NULL,
+            until_s REAL NOT NULL
+        )""",
+    ),
+)
+VERSION = len(MIGRATIONS)
+
+
+def migrate(connection: sqlite3.Connection, where: str) -> None:
+    """Bring a file to this release's version; one of a newer release is left alone."""
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
+    if found > VERSION:
+        raise FormatError(
+            where,
+            f"was written by a newer release (version {found}, this one knows {VERSION}); upgrade potluck",
+        )
+    for version, statements in enumerate(MIGRATIONS[found:], found + 1):
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            # Another process may have done it while this one waited.
+            if connection.execute("PRAGMA user_version").fetchone()[0] >= version:
+                continue
+            for statement in statements:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {version}")

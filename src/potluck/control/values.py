@@ -1,0 +1,87 @@
+"""What the controller compares: what is wanted, and what was started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from potluck.core.values.layout import Layout
+from potluck.core.values.types import Role
+
+InstanceState = Literal["starting", "up", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """What an engine is, whichever replica it is at present: a role can be changed, this cannot."""
+
+    model: str
+    layout: Layout
+    region: str
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A replica that the Brain wants."""
+
+    replica: str
+    make: Make
+    role: Role
+    draining: bool = False
+    """It is being emptied: nobody starts another in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An engine that somebody started for us, as a launcher sees it."""
+
+    name: str
+    """Its own, never used twice."""
+    make: Make
+    state: InstanceState
+    since_s: float
+    """When it came into that state."""
+    url: str = ""
+    """Where it listens, once it is up."""
+    replica: str = ""
+    """Which replica it is, or is being started for; empty: none."""
+    problem: str = ""
+    """Why it is dead, in one line."""
+    pinned: bool = False
+    """Started by hand: it is used, and never stopped by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Start an engine for a replica."""
+
+    want: Want
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """An engine that is there becomes a replica; with an empty one, none."""
+
+    instance: str
+    replica: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """Stop an engine."""
+
+    instance: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget an engine that is dead."""
+
+    instance: str
+    why: str
+
+
+Order = Launch | Assign | Halt | Clear

@@ -1,0 +1,129 @@
+"""Wanted beside started: any order of happenings ends with just what is wanted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.control.step import Memory, step
+from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Make, Want
+from potluck.core.values.layout import single
+
+A = Make("m", single("1xA10", 1, 2), "east")
+B = Make("m", single("1xL4", 1, 2), "east")
+
+
+def _want(name: str, make: Make = A, *, draining: bool = False) -> Want:
+    return Want(name, make, "mixed", draining)
+
+
+def _up(name: str, replica: str = "", make: Make = A, since_s: float = 0.0) -> Instance:
+    return Instance(name, make, "up", since_s, f"http://h/{name}", replica)
+
+
+def test_what_is_there_is_used_before_anything_is_started() -> None:
+    found = step([_want("r1"), _want("r2"), _want("r3", B)], [_up("i1", "r1"), _up("i2")], Memory(), 0.0)
+    assert Assign("i2", "r2", "it is there and nobody") in found.orders
+    launches = [order.want.replica for order in found.orders if isinstance(order, Launch)]
+    assert launches == ["r3"]
+
+
+def test_the_same_engine_serves_on_under_another_name() -> None:
+    found = step([_want("new")], [_up("i", "old")], Memory(), 0.0)
+    assert found.orders == (Assign("i", "new", "it is there and nobody"),)
+
+
+def test_what_nobody_wants_is_stopped_after_a_while_unless_started_by_hand() -> None:
+    hand = replace(_up("hand"), pinned=True)
+    first = step([], [_up("i", "r"), hand], Memory(), 10.0, linger_s=5.0)
+    assert [type(order) for order in first.orders] == [Assign]
+    later = step([], [_up("i"), hand], first.memory, 15.0, linger_s=5.0)
+    assert [order.instance for order in later.orders if isinstance(order, Halt)] == ["i"]
+
+
+def test_a_want_that_comes_back_in_time_saves_its_engine() -> None:
+    first = step([], [_up("i")], Memory(), 0.0, linger_s=5.0)
+    again = step([_want("r")], [_up("i")], first.memory, 4.0, linger_s=5.0)
+    assert [type(order) for order in again.orders] == [Assign]
+    gone = step([], [_up("i")], again.memory, 6.0, linger_s=5.0)
+    assert gone.orders == ()
+
+
+def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
+    memory, now_s, tries = Memory(), 0.0, []
+    while now_s < 200:
+        found = step([_want("r")], [], memory, now_s)
+        memory = found.memory
+        if found.orders:
+            tries.append(now_s)
+            dead = Instance(f"i{now_s}", A, "dead", now_s, problem="no memory")
+            found = step([_want("r")], [dead], memory, now_s)
+            assert Clear(f"i{now_s}", "no memory") in found.orders
+            memory = found.memory
+        else:
+            assert "starts failed" in found.waiting[0]
+        now_s += 0.5
+    assert tries[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
+    assert tries[-1] - tries[-2] == 60.0
+
+
+def test_one_that_is_up_makes_failures_forgotten() -> None:
+    memory = Memory().failed(A, 0.0).failed(A, 0.0)
+    found = step([_want("r")], [_up("i", "r")], memory, 1.0)
+    assert found.memory.failures == {}
+
+
+def test_a_start_that_takes_too_long_has_failed() -> None:
+    slow = Instance("i", A, "starting", 0.0, replica="r")
+    found = step([_want("r")], [slow], Memory(), 11.0, start_s=10.0)
+    assert [type(order) for order in found.orders] == [Halt]
+    assert found.memory.failures[A].count == 1
+
+
+def test_what_drains_is_not_replaced() -> None:
+    assert step([_want("r", draining=True)], [], Memory(), 0.0).orders == ()
+
+
+@given(st.data())
+def test_any_fleet_settles_on_what_is_wanted(data: st.DataObject) -> None:
+    """Whatever there is, and whatever dies or is not carried out on the way: in the end each want has one engine of
+    its make, no engine has two, and none is left over."""
+    makes = st.sampled_from([A, B])
+    wants = [_want(f"r{i}", make) for i, make in enumerate(data.draw(st.lists(makes, max_size=5)))]
+    living = {
+        f"i{i}": _up(f"i{i}", data.draw(st.sampled_from(["", "r0", "r1", "gone"])), make)
+        for i, make in enumerate(data.draw(st.lists(makes, max_size=5)))
+    }
+    memory, now_s, started = Memory(), 0.0, 0
+    for turn in range(60):
+        now_s += 10.0
+        found = step(wants, living.values(), memory, now_s, linger_s=20.0)
+        memory = found.memory
+        for order in found.orders:
+            if turn < 10 and data.draw(st.booleans()):
+                continue  # it was not carried out: the controller died
+            match order:
+                case Launch(want):
+                    started += 1
+                    living[f"n{started}"] = Instance(
+                        f"n{started}", want.make, "starting", now_s, replica=want.replica
+                    )
+                case Assign(name, replica) if name in living:
+                    living[name] = replace(living[name], replica=replica)
+                case Halt(name) | Clear(name):
+                    living.pop(name, None)
+        for name, each in list(living.items()):
+            if each.state == "starting":
+                dies = turn < 10 and data.draw(st.booleans())
+                living[name] = (
+                    replace(each, state="dead", since_s=now_s, problem="died")
+                    if dies
+                    else replace(each, state="up", since_s=now_s, url="http://h")
+                )
+    assert sorted(each.replica for each in living.values()) == sorted(want.replica for want in wants)
+    assert all(
+        each.make == next(w.make for w in wants if w.replica == each.replica) for each in living.values()
+    )
+    assert step(wants, living.values(), memory, now_s).orders == ()

@@ -1,0 +1,133 @@
+"""The state file: what is written is read again, whoever wrote it and whatever became of them."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from potluck.control.store import schema
+from potluck.control.store.lease import Lease
+from potluck.control.store.store import StateError, Store
+from potluck.control.values import Instance, Make
+from potluck.core.errors import PotluckError
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Plan
+
+MAKE = Make("m", single("1xA10", 1, 2), "east")
+PLAN = Plan("auto", (), (), (), (), (), (), 1.5, 0.0)
+
+
+def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.db"
+    store = Store(path)
+    first = store.add_plan(PLAN, 10.0, "begin")
+    second = store.add_plan(replace(PLAN, cost_usd_per_h=2.0), 11.0, "more load")
+    one = Instance("i1", MAKE, "starting", 5.0, replica="r1")
+    store.put(one, {"pid": 7})
+    store.put(replace(one, state="up", url="http://h:1"))
+    store.note(1.0, "start", "i1", "wanted")
+    store.add_rates(100, [("m", 2.5)])
+    store.set("gateway", {"url": "http://g"})
+    store.close()
+    again = Store(path)
+    assert again.instances() == (replace(one, state="up", url="http://h:1"),)
+    assert again.places() == {"i1": {"pid": 7}}
+    newest = again.plan()
+    assert newest is not None
+    assert (newest.version, newest.reason, newest.plan.cost_usd_per_h) == (second, "more load", 2.0)
+    oldest = again.plan(first)
+    assert oldest is not None
+    assert oldest.plan == PLAN
+    assert [each.what for each in again.happenings()] == ["i1"]
+    assert again.rates("m", 101, 3) == (0.0, 2.5, 0.0)
+    assert again.get("gateway") == {"url": "http://g"}
+    assert again.get("nothing") is None
+    again.remove("i1")
+    assert again.instances() == ()
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_damaged_file_is_said_to_be_one_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    path.write_bytes(b"this is not a database, however long it may be " * 50)
+    with pytest.raises(StateError) as error:
+        Store(path)
+    assert "damaged" in str(error.value)
+    assert "mv " in str(error.value)
+    assert path.read_bytes().startswith(b"this is not")
+
+
+def test_a_newer_releases_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    Store(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+    with pytest.raises(PotluckError, match="newer release"):
+        Store(path)
+
+
+def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.db"
+    store = Store(path)
+    store.put(Instance("i", MAKE, "up", 0.0))
+    store.close()
+    more = (*schema.MIGRATIONS, ("ALTER TABLE instances ADD COLUMN colour TEXT NOT NULL DEFAULT 'red'",))
+    monkeypatch.setattr(schema, "MIGRATIONS", more)
+    monkeypatch.setattr(schema, "VERSION", len(more))
+    again = Store(path)
+    assert [each.name for each in again.instances()] == ["i"]
+    assert again._rows("SELECT colour FROM instances") == [("red",)]
+
+
+def test_a_file_where_no_folder_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PotluckError, match="--state"):
+        Store(tmp_path / "file" / "state.db")
+
+
+def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db")
+
+    def breaks_off() -> None:
+        with store._change() as db:
+            db.execute("INSERT INTO settings VALUES ('a', '1')")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        breaks_off()
+    assert store.get("a") is None
+    store.set("a", 2)
+    assert store.get("a") == 2
+
+
+def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("potluck.control.store.store.MOST_EVENTS", 20)
+    monkeypatch.setattr("potluck.control.store.store.BATCH", 10)
+    store = Store(tmp_path / "state.db")
+    for place in range(60):
+        store.note(float(place), "k", str(place), "")
+    found = store.happenings(most=1000)
+    assert [each.what for each in found] == [str(place) for place in range(40, 60)]
+    assert [each.what for each in store.happenings(after=found[-3].id)] == ["58", "59"]
+
+
+def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) -> None:
+    now = [0.0]
+    one = Lease(Store(tmp_path / "state.db"), lambda: now[0])
+    two = Lease(Store(tmp_path / "state.db"), lambda: now[0])
+    assert one.renew()
+    assert not two.renew()
+    assert one.held
+    assert not two.held
+    now[0] = 5.0
+    assert not one.held, "too little is left to begin anything"
+    assert one.renew()
+    now[0] = 12.0
+    assert two.renew()
+    assert not one.held
+    assert not one.renew()
+    two.release()
+    assert one.renew()
