@@ -10,12 +10,12 @@ import pytest
 from engine_models import KINDS, VOCAB
 from face_kit import NAME, face, letters, played
 
+from potluck.api.generation import NEUTRAL, Generation, read_generation
 from potluck.cli.engine import generation_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SamplingDefaults
 from potluck.engine.face.service import Service
 from potluck.engine.model.checkpoint import Seeded, save
-from potluck.engine.model.generation import NEUTRAL, Generation, read_generation
 from potluck.engine.model.reference import Reference
 from potluck.engine.serve import Settings, assemble
 

@@ -8,7 +8,7 @@ import pytest
 from face_kit import NAME, face, make_service, played
 
 from potluck.api.errors import Refused
-from potluck.engine.face.origin import Served, check_origin
+from potluck.api.origin import Served, check_origin
 
 HERE = Served(loopback=True)
 OPEN = Served(loopback=False, names=frozenset({"gpu7"}))

@@ -5,6 +5,8 @@ fields.py     which fields change nothing, which need an engine that can do them
 asks.py       /v1/completions and /v1/chat/completions as values;  messages.py: a chat's messages
 tokens.py     text to tokens and back, chat templates
 growth.py     an answer's text, token by token;  stops.py: stop strings in it
-answers.py    the shapes of replies
+answers.py    the shapes of replies;  chunks.py: the commonest as bytes, written straight
+members.py    JSON files that come with a model;  generation.py: what its makers say about drawing
+origin.py     requests that a page of somebody else made;  ids.py: `x-request-id`
 errors.py     what goes wrong, as a status and OpenAI's error object
 """

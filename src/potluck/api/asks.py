@@ -6,6 +6,7 @@ What a request leaves out stays None where a model may have a default of its own
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from potluck.api.bodies import shaped, tokens_of
 from potluck.api.fields import Abilities, what_counts
@@ -19,6 +20,7 @@ DEFAULT_TOKENS = 16
 """Of a completion that says no max_tokens, as OpenAI has it."""
 MOST_STOP_TOKENS = 256
 LARGEST_SEED = 1 << 63
+PLAIN = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +101,19 @@ def sampling_of(
 ) -> Sampling:
     """How tokens are drawn: what the request says, else what the model's defaults say."""
 
-    def chosen(given: float | None, default: float) -> float:
-        return default if given is None else given
+    temperature = defaults.temperature if asked.temperature is None else asked.temperature
+    top_k = max(defaults.top_k if asked.top_k is None else asked.top_k, 0)
+    top_p = defaults.top_p if asked.top_p is None else asked.top_p
+    min_p = defaults.min_p if asked.min_p is None else asked.min_p
+    return _drawing(temperature, top_k, top_p, min_p, seed, logprobs)
 
-    return Sampling(
-        temperature=chosen(asked.temperature, defaults.temperature),
-        top_k=max(defaults.top_k if asked.top_k is None else asked.top_k, 0),
-        top_p=chosen(asked.top_p, defaults.top_p),
-        min_p=chosen(asked.min_p, defaults.min_p),
-        seed=seed,
-        logprobs=logprobs,
-    )
+
+@lru_cache(maxsize=256)
+def _drawing(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int, logprobs: int | None
+) -> Sampling:
+    """Many ask for the same."""
+    return Sampling(temperature, top_k, top_p, min_p, seed, logprobs)
 
 
 def completion_of(body: dict[str, object], able: Abilities) -> tuple[Completion, list[str | tuple[int, ...]]]:
@@ -150,8 +154,9 @@ def chat_of(body: dict[str, object], able: Abilities) -> tuple[Chat, list[Messag
 def _check(asked: Completion | Chat, able: Abilities) -> None:
     """What a shape does not say. Raised here, so that the error names its field."""
     _within("n", asked.n, 1, able.most_choices)
-    sampling_of(asked, SamplingDefaults(), seed=0)
-    checked_stops(asked.shown.stops)
+    sampling_of(asked, PLAIN, seed=0)
+    if asked.stop != ():
+        checked_stops(asked.shown.stops)
     if len(asked.stop_token_ids) > MOST_STOP_TOKENS:
         raise InputError("stop_token_ids", f"at most {MOST_STOP_TOKENS}, got {len(asked.stop_token_ids)}")
     if asked.seed is not None and not -LARGEST_SEED <= asked.seed < LARGEST_SEED:

@@ -80,6 +80,7 @@ OTHERS: dict[str, tuple[object, ...]] = {
 }
 KNOWN = PENALTIES | TOOLS | BEAMS | GUIDES | OTHERS
 """Fields that some engine honours, each with the values that ask for nothing."""
+ODD = frozenset(KNOWN) | {"response_format"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,12 @@ def what_counts(body: dict[str, object], able: Abilities) -> dict[str, object]:
     null counts as not given. What the engine honours beyond the reader's own fields is left out as well: it reaches
     the engine in the body, which goes on to it as it came.
     """
-    return {
-        name: _said(value) if name == "stream_options" else value
-        for name, value in body.items()
-        if value is not None and name not in SILENT and not _settled(name, value, able)
-    }
+    kept = {}
+    for name, value in body.items():
+        if value is None or name in SILENT or (name in ODD and _settled(name, value, able)):
+            continue
+        kept[name] = _said(value) if name == "stream_options" else value
+    return kept
 
 
 def _settled(name: str, value: object, able: Abilities) -> bool:
@@ -125,8 +127,6 @@ def _settled(name: str, value: object, able: Abilities) -> bool:
         if not isinstance(kind, str) or kind not in able.formats:
             raise InputError(name, f"must have a type of {', '.join(sorted(able.formats))} for this engine")
         return True
-    if name not in KNOWN:
-        return False
     if name not in able.fields and not any(_same(value, each) for each in KNOWN[name]):
         raise InputError(name, "is not supported by this engine; leave it out")
     return True

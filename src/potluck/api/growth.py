@@ -41,15 +41,21 @@ class Growth:
         self._shown, self._ends = shown, ends
         self.tokens = 0
 
-    def feed(self, choice: Choice) -> Delta:
-        """One more token. `finish` is `stop` where a stop string was met: the rest is of no use."""
+    def grow(self, choice: Choice) -> str:
+        """One more token; the text that can be shown now. `met` says whether a stop string was."""
         self.tokens += 1
         hidden = choice.token in self._ends and not self._shown.include_stop
         piece = "" if hidden or self._decoding is None else self._decoding.feed(choice.token)
-        if self.tokens <= self._shown.min_tokens:
-            return Delta(piece, (choice,))
-        text = self._scanner.feed(piece)
-        return Delta(text, (choice,), None if self._scanner.found is None else "stop")
+        return piece if self.tokens <= self._shown.min_tokens else self._scanner.feed(piece)
+
+    @property
+    def met(self) -> bool:
+        """A stop string was found: the rest is of no use."""
+        return self._scanner.found is not None
+
+    def feed(self, choice: Choice) -> Delta:
+        """One more token. `finish` is `stop` where a stop string was met."""
+        return Delta(self.grow(choice), (choice,), "stop" if self.met else None)
 
     def end(self, reason: str, cached_tokens: int = 0) -> Delta:
         """No more tokens come: what was held back is shown."""

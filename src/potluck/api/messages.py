@@ -27,11 +27,10 @@ def messages_of(value: object, *, tools: bool) -> list[Message]:
 def _message(value: object, where: str, tools: bool) -> Message:
     if not isinstance(value, dict):
         raise FormatError(where, "must be an object")
-    unknown = value.keys() - KEYS
-    if unknown:
-        raise FormatError(f"{where}.{_word(min(unknown))}", "unknown key")
-    speakers = SPEAKERS + (TOOL_SPEAKERS if tools else ())
-    role = value.get("role")
+    if not value.keys() <= KEYS:
+        raise FormatError(f"{where}.{_word(min(value.keys() - KEYS))}", "unknown key")
+    speakers = SPEAKERS + TOOL_SPEAKERS if tools else SPEAKERS
+    role = value.get("role", "")
     if role not in speakers:
         raise InputError(f"{where}.role", f"must be one of {', '.join(speakers)}")
     if value.get("audio") is not None:
@@ -42,6 +41,8 @@ def _message(value: object, where: str, tools: bool) -> Message:
         if not isinstance(name, str):
             raise FormatError(f"{where}.name", "must be text")
         made["name"] = name
+    if value.keys().isdisjoint(TOOL_KEYS):
+        return made
     for key in sorted(TOOL_KEYS):
         given = value.get(key)
         if given is None or given == []:

@@ -38,6 +38,8 @@ class StopScanner:
         """More text; what can be shown now. After a stop was found, nothing can."""
         if self.found is not None:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         ends = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if ends:

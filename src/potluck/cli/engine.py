@@ -15,8 +15,8 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 
 if TYPE_CHECKING:
+    from potluck.api.generation import Generation
     from potluck.engine.face.carriage import KvSettings
-    from potluck.engine.model.generation import Generation
 
 MB = 1_000_000
 KEY_VARIABLE = "POTLUCK_API_KEY"
@@ -178,7 +178,7 @@ def kv_settings(
 
 def generation_of(directory: Path) -> Generation:
     """What the model's makers say about drawing tokens, with a warning where it cannot be done."""
-    from potluck.engine.model.generation import FILE, read_generation
+    from potluck.api.generation import FILE, read_generation
 
     found = read_generation(directory)
     if found.left_out:

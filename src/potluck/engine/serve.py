@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from potluck.api.generation import Generation
 from potluck.api.tokens import Text
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError
@@ -30,7 +31,6 @@ from potluck.engine.loop.status import Role
 from potluck.engine.memory.prefix import PrefixCache
 from potluck.engine.model.checkpoint import Files, Seeded, Source
 from potluck.engine.model.config import Config, read_config
-from potluck.engine.model.generation import Generation
 from potluck.kv.store.disk import DiskTier
 from potluck.perf.memory import kv_bytes_per_token
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from potluck.core.brain.actions import Action, Refuse
-from potluck.core.brain.events import Event
+from potluck.core.brain.actions import Action, Refuse, Run
+from potluck.core.brain.events import Event, FailureKind
 from potluck.core.values.sampling import Choice, Sampling
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT
 
@@ -237,3 +237,61 @@ class Directory(Protocol):
 
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         """How KV crosses between them: raw, int8 or int4."""
+
+
+# What happens: heard by admin/.
+
+
+class Told(NamedTuple):
+    """How a client's request went, told once when it has ended one way or another. All times are monotonic."""
+
+    request: str
+    """The x-request-id that the client saw."""
+    key: str
+    """The name of its key, never the key; empty where none is asked for."""
+    tenant: str
+    model: str
+    request_class: str
+    outcome: str
+    """`stop`, `length`, `cancelled`, or why it was refused."""
+    status: int
+    """Of the HTTP answer; 499 where the client left before there was one."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    came_s: float
+    first_s: float | None
+    """When its first token was passed on."""
+    ended_s: float
+    streamed: bool
+    estimated: bool = False
+    """Whether tokens were guessed, since neither a tokenizer nor the server's usage told them."""
+
+
+class Meter(Protocol):
+    """What happens, for metrics and whoever watches. Every call is cheap, and none fails."""
+
+    def came(self, model: str, tenant: str) -> None:
+        """A request was let in; `answered` will tell how it went."""
+
+    def answered(self, told: Told) -> None: ...
+
+    def gap(self, model: str, gap_s: float) -> None:
+        """Between two tokens of one answer, or two pieces of it where tokens are not seen."""
+
+    def routed(self, asked: Asked, run: Run) -> None:
+        """An attempt is sent on its way; a further one is a retry."""
+
+    def segment(
+        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+    ) -> None:
+        """A replica's part in an attempt is over: how many tokens it computed or streamed."""
+
+    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+        """An attempt was lost."""
+
+    def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
+        """KV crossed from one replica to another."""
+
+    def decided(self, what: str, why: str) -> None:
+        """Something about the fleet, or a rule, with its reason: one line each."""

@@ -12,11 +12,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from potluck.api.errors import Refused
+from potluck.api.ids import HEADER, request_id
+from potluck.api.origin import Served, check_origin
 from potluck.engine.face import control, openai, page, peers, segments
 from potluck.engine.face.carriage import Carriage
 from potluck.engine.face.errors import error_response
-from potluck.engine.face.origin import Served, check_origin
-from potluck.engine.face.request_id import HEADER, request_id
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.face.visit import arrived
 
@@ -75,7 +75,7 @@ def build(service: Service, api_key: str | None = None, served: Served | None = 
 
 async def _note(request: web.BaseRequest, response: web.StreamResponse) -> None:
     request[BEGUN] = response
-    response.headers[HEADER] = request_id(request.headers)
+    response.headers[HEADER] = request_id(request.headers.get(HEADER))
 
 
 def _broken_off(request: web.Request, error: Exception) -> web.StreamResponse | None:

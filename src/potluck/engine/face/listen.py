@@ -18,10 +18,10 @@ from collections import Counter
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from potluck.api.origin import Served
 from potluck.core.errors import InputError
 from potluck.engine.face.app import build
 from potluck.engine.face.crowd import Crowd
-from potluck.engine.face.origin import Served
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.face.visit import Visit
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from potluck import __version__
 from potluck.api.errors import Refused
+from potluck.api.generation import Generation
 from potluck.api.tokens import Text
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.sampling import Sampling
@@ -27,7 +28,6 @@ from potluck.engine.loop.requests import Job
 from potluck.engine.loop.status import Counters, Role, Status, step_times
 from potluck.engine.memory.feed import CacheFeed
 from potluck.engine.memory.handover import Parcel
-from potluck.engine.model.generation import Generation
 from potluck.kv.link.links import ANY_PORT, Address
 
 

@@ -16,8 +16,8 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from potluck.api.errors import error_object
+from potluck.api.ids import HEADER, request_id
 from potluck.engine.face.crowd import Crowd
-from potluck.engine.face.request_id import HEADER, request_id
 
 if TYPE_CHECKING:
     from potluck.engine.face.service import FaceLimits

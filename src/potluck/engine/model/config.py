@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from potluck.api.members import Members, read_json
 from potluck.core.codec import decode, encode
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.engine.model.keys import check_keys
-from potluck.engine.model.members import Members, read_json
 from potluck.engine.model.scales import must_be_readable
 
 OWN_KIND = "potluck"

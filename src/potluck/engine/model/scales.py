@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from potluck.api.members import read_json
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.quantised import Quantised, modelopt_scheme, quantised_of
-from potluck.engine.model.members import read_json
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUFFIXES = ("_scale_inv", "_scale")

@@ -1,6 +1,6 @@
 """Requests that a web page of somebody else made: refused. Pure.
 
-A browser sends what any page tells it to, also to an engine on this machine. Without a key, two things tell such
+A browser sends what any page tells it to, also to a server on this machine. Without a key, two things tell such
 requests from a client's: `Origin`, which a browser adds where something may change and no page can forge, and `Host`,
 which holds the attacker's own name when that name was made to point here (DNS rebinding).
 """
@@ -21,7 +21,7 @@ ELSEWHERE = frozenset({"cross-site", "same-site"})
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Under which names an engine is served."""
+    """Under which names a server is reached."""
 
     loopback: bool = True
     """It can only be reached from this machine."""
@@ -46,15 +46,15 @@ def check_origin(method: str, headers: Mapping[str, str], served: Served) -> Non
     if host is not None and not served.keyed and (served.loopback or origin is not None):
         name = _name(host)
         if name is None or not served.has(name):
-            line = "Host is no name of this engine; use its address, or start it with --allow-host"
+            line = "Host is no name of this server; use its address, or start it with --allow-host"
             raise Refused(403, line, "wrong_host")
     if method in SAFE:
         return
     page = None if origin is None else urlsplit(origin).netloc.lower()
     if page is not None and page != (host or "").lower() and _name(page) not in served.names:
-        raise Refused(403, "pages of another origin may not use this engine", "cross_origin")
+        raise Refused(403, "pages of another origin may not use this server", "cross_origin")
     if page is None and headers.get("Sec-Fetch-Site") in ELSEWHERE:
-        raise Refused(403, "pages of another origin may not use this engine", "cross_origin")
+        raise Refused(403, "pages of another origin may not use this server", "cross_origin")
 
 
 def _name(host: str) -> str | None:

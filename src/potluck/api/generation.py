@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from potluck.api.members import Members, read_json
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.sampling import SamplingDefaults
-from potluck.engine.model.members import Members, read_json
 
 FILE = "generation_config.json"
 NEUTRAL: dict[str, tuple[object, ...]] = {

@@ -1,0 +1,1 @@
+"""For operators: metrics, the fleet, what happens right now."""

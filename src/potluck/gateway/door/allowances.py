@@ -1,0 +1,132 @@
+"""How much one key may ask for: requests and tokens a minute, and requests at once. No clock of its own.
+
+Each is a bucket that fills evenly and holds a minute's worth. Tokens are charged as expected when a request comes
+and put right when it has ended, so that many at once cannot all use the same room; a bucket may then be in debt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from potluck.core.errors import InputError
+
+MINUTE_S = 60.0
+EXPECTED_OUTPUT = 256
+"""Tokens charged at first for an answer whose longest length the client does not say."""
+Kind = Literal["requests", "tokens", "concurrent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a key may use; None: as much as there is."""
+
+    requests_per_min: float | None = None
+    tokens_per_min: float | None = None
+    concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("requests_per_min", "tokens_per_min", "concurrent"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1e12:
+                raise InputError(name, f"must be above 0, is {value}")
+
+    @property
+    def any(self) -> bool:
+        return not self.requests_per_min is self.tokens_per_min is self.concurrent is None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Nothing is left of one kind."""
+
+    kind: Kind
+    retry_after_s: float
+
+
+class Pail:
+    """Fills by `rate_per_s` up to `most`."""
+
+    __slots__ = ("_level", "_seen_s", "most", "rate_per_s")
+
+    def __init__(self, per_min: float, now_s: float) -> None:
+        self.most = max(per_min, 1.0)
+        self.rate_per_s = per_min / MINUTE_S
+        self._level, self._seen_s = self.most, now_s
+
+    def level(self, now_s: float) -> float:
+        if now_s > self._seen_s:
+            self._level = min(self.most, self._level + (now_s - self._seen_s) * self.rate_per_s)
+            self._seen_s = now_s
+        return self._level
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Until so much can be taken; more than it ever holds is waited for until it is full."""
+        return max(0.0, (min(amount, self.most) - self.level(now_s)) / self.rate_per_s)
+
+    def take(self, amount: float) -> None:
+        self._level = min(self.most, self._level - amount)
+
+
+class Allowance:
+    """One key's use of its quota."""
+
+    __slots__ = ("_requests", "_tokens", "open", "quota")
+
+    def __init__(self, quota: Quota, now_s: float) -> None:
+        self.open = 0
+        """Requests under way."""
+        self._requests: Pail | None = None
+        self._tokens: Pail | None = None
+        self.quota = Quota()
+        self.change(quota, now_s)
+
+    def change(self, quota: Quota, now_s: float) -> None:
+        """Other limits from now on; a bucket whose limit is the same keeps its level."""
+        if quota.requests_per_min != self.quota.requests_per_min:
+            self._requests = None if quota.requests_per_min is None else Pail(quota.requests_per_min, now_s)
+        if quota.tokens_per_min != self.quota.tokens_per_min:
+            self._tokens = None if quota.tokens_per_min is None else Pail(quota.tokens_per_min, now_s)
+        self.quota = quota
+
+    def enter(self, now_s: float) -> Spent | None:
+        """One more request, unless there is no room for it. `leave` ends it."""
+        most = self.quota.concurrent
+        if most is not None and self.open >= most:
+            return Spent("concurrent", 1.0)
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(1.0, now_s)
+            if wait_s > 0:
+                return Spent("requests", wait_s)
+            self._requests.take(1.0)
+        self.open += 1
+        return None
+
+    def charge(self, tokens: int, now_s: float) -> Spent | None:
+        """Tokens that the request is expected to use."""
+        if self._tokens is None:
+            return None
+        wait_s = self._tokens.wait_s(float(tokens), now_s)
+        if wait_s > 0:
+            return Spent("tokens", wait_s)
+        self._tokens.take(float(tokens))
+        return None
+
+    def leave(self, charged: int, used: int) -> None:
+        """A request has ended: what was charged for it is put right."""
+        self.open -= 1
+        if self._tokens is not None and used != charged:
+            self._tokens.take(float(used - charged))
+
+    def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
+        """OpenAI's headers: what is left, and when all of it will be."""
+        told = []
+        for name, pail in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if pail is not None:
+                level = pail.level(now_s)
+                full_s = (pail.most - level) / pail.rate_per_s
+                told.append((b"x-ratelimit-limit-" + name, b"%d" % pail.most))
+                told.append((b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(level))))
+                told.append((b"x-ratelimit-reset-" + name, b"%ds" % ceil(full_s)))
+        return told

@@ -1,0 +1,247 @@
+"""One request's answer, from its first word to its last: what voices say becomes what the client reads.
+
+The status is only said with the first part, so that what fails before has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from potluck.api.answers import LAST_EVENT, Head, event, usage
+from potluck.api.chunks import usage_text, whole_reply
+from potluck.api.errors import Refused
+from potluck.gateway.door.keys import ApiKey
+from potluck.gateway.door.relays import Counts
+from potluck.gateway.door.replies import (
+    EVENTS,
+    FRESH,
+    JSON,
+    UNBUFFERED,
+    Pairs,
+    compact,
+    error_bytes,
+    reply_error,
+)
+from potluck.gateway.door.wishes import Wish
+from potluck.gateway.parts import Driver, Exchange, Meter, Told
+
+if TYPE_CHECKING:
+    from potluck.gateway.door.voice import Voice
+
+GONE = 499
+"""The status that is counted where a client left before there was one."""
+
+
+class Answering:
+    """From the first word of an answer to the last, whoever says it; told to the meter once."""
+
+    __slots__ = (
+        "_begun",
+        "_cached",
+        "_charged",
+        "_clock",
+        "_driver",
+        "_exchange",
+        "_key",
+        "_leave",
+        "_left",
+        "_meter",
+        "_tag",
+        "estimated",
+        "first_s",
+        "head",
+        "last_s",
+        "limits",
+        "logprobs",
+        "output",
+        "over",
+        "prompt_tokens",
+        "request",
+        "voices",
+        "wish",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        request: str,
+        key: ApiKey,
+        driver: Driver,
+        meter: Meter,
+        clock: Callable[[], float],
+        left: Callable[[], None],
+    ) -> None:
+        self._exchange, self._key, self._driver, self._meter = exchange, key, driver, meter
+        self._clock, self._leave = clock, left
+        self.request = request
+        self._tag = (b"x-request-id", request.encode())
+        self.limits: Pairs = []
+        self.wish: Wish | None = None
+        self.head: Head | None = None
+        self.voices: list[Voice] = []
+        self.over = self._begun = self.estimated = self.logprobs = False
+        self._left = self.output = self._cached = self.prompt_tokens = self._charged = 0
+        self.first_s: float | None = None
+        self.last_s = 0.0
+
+    def start(self, wish: Wish, head: Head, voices: list[Voice], prompt_tokens: int) -> None:
+        """What is asked is known: from here on voices may speak."""
+        self.wish, self.head, self.voices, self._left = wish, head, voices, len(voices)
+        self.prompt_tokens = prompt_tokens
+        self.logprobs = wish.asked is not None and wish.asked.reported is not None
+        self._exchange.on_room = self._room
+
+    def charged(self, tokens: int) -> None:
+        self._charged = tokens
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether a server's bytes may go on as they come."""
+        return len(self.voices) == 1
+
+    # What a voice says.
+
+    def came(self, tokens: int) -> None:
+        """More tokens, or pieces where tokens are not seen."""
+        now_s = self._clock()
+        assert self.wish is not None
+        if self.first_s is None:
+            self.first_s = now_s
+        else:
+            self._meter.gap(self.wish.card.name, now_s - self.last_s)
+        self.last_s = now_s
+        self.output += tokens
+
+    def say(self, data: bytes) -> None:
+        """A part of a stream."""
+        if not self._begun:
+            self.begin(200, EVENTS)
+        self._exchange.write(data)
+
+    def begin(self, status: int, kind: tuple[bytes, bytes]) -> None:
+        self._begun = True
+        self._exchange.begin(status, [kind, FRESH, UNBUFFERED, self._tag, *self.limits])
+
+    def usage_so_far(self) -> str:
+        """What a part says of the usage, if it says anything of it."""
+        assert self.wish is not None
+        asked = self.wish.asked
+        if asked is not None and asked.stream_options.continuous_usage_stats:
+            return usage_text(self.prompt_tokens, self.output, self._cached)
+        return "null"
+
+    def done(self, cached_tokens: int) -> None:
+        """A voice has said all it had to."""
+        self._cached += cached_tokens
+        self._left -= 1
+        if self._left or self.over:
+            return
+        assert self.wish is not None
+        assert self.head is not None
+        if self.wish.stream:
+            self._end_stream()
+        else:
+            self._exchange.reply(200, self._whole(), [JSON, self._tag, *self.limits])
+        self._close(self.voices[0].finish or "stop", 200)
+
+    def _end_stream(self) -> None:
+        assert self.wish is not None
+        assert self.head is not None
+        end = LAST_EVENT
+        asked = self.wish.asked
+        if asked is not None and asked.stream_options.include_usage:
+            whole = usage(self.prompt_tokens, self.output, self._cached)
+            end = event(self.head.reply([], chunk=True, usage=whole)) + end
+        self.say(end)
+        self._exchange.end()
+
+    def _whole(self) -> bytes:
+        head, voices = self.head, self.voices
+        assert head is not None
+        if len(voices) == 1 and not self.logprobs and voices[0].choice is None:
+            counts = usage_text(self.prompt_tokens, self.output, self._cached)
+            return whole_reply(head, "".join(voices[0].texts), voices[0].finish or "stop", counts)
+        choices = [voice.whole() for voice in voices]
+        return compact(
+            head.reply(choices, chunk=False, usage=usage(self.prompt_tokens, self.output, self._cached))
+        )
+
+    def relayed(self, status: int, kind: bytes, body: bytes | None, counts: Counts) -> None:
+        """A server has said all of it: `body` where nothing was passed on yet."""
+        if self.over:
+            return
+        if counts.output is not None and counts.prompt is not None:
+            self.prompt_tokens, self.output, self.estimated = counts.prompt, counts.output, False
+        self._cached = counts.cached
+        if body is not None:
+            self._exchange.reply(status, body, [(b"content-type", kind), self._tag, *self.limits])
+        else:
+            self._exchange.end()
+        self._close("stop" if status < 400 else "upstream", status)
+
+    # What goes wrong.
+
+    def fail(self, error: Refused, outcome: str, after_s: float | None = None) -> None:
+        """It will not be answered, or not to its end."""
+        if self.over:
+            return
+        self.over = True
+        self._cancel()
+        if not self._begun:
+            reply_error(self._exchange, self._tag, error, after_s)
+        elif self.wish is not None and self.wish.stream:
+            self._exchange.write(b"data: " + error_bytes(error) + b"\n\n" + LAST_EVENT)
+            self._exchange.end()
+        else:
+            self._exchange.drop()
+        self._tell(outcome, error.status)
+
+    def gone(self) -> None:
+        """The client left."""
+        if not self.over:
+            self.over = True
+            self._cancel()
+            self._tell("cancelled", GONE)
+
+    def _cancel(self) -> None:
+        for voice in self.voices:
+            if not voice.over:
+                voice.over = True
+                if voice.begun:
+                    self._driver.cancel(voice.id)
+
+    def _room(self, there: bool) -> None:
+        for voice in self.voices:
+            if not voice.over:
+                self._driver.room(voice.id, there)
+
+    def _close(self, outcome: str, status: int) -> None:
+        self.over = True
+        self._tell(outcome, status)
+
+    def _tell(self, outcome: str, status: int) -> None:
+        exchange, key, wish = self._exchange, self._key, self.wish
+        exchange.on_gone = exchange.on_room = None
+        self._leave()
+        served = self.prompt_tokens if self.output or status < 400 else 0
+        key.allowance.leave(self._charged, served + self.output)
+        self._meter.answered(
+            Told(
+                self.request,
+                key.name,
+                key.tenant,
+                "" if wish is None else wish.card.name,
+                "" if wish is None else wish.manner.request_class,
+                outcome,
+                status,
+                self.prompt_tokens,
+                self._cached,
+                self.output,
+                exchange.came_s,
+                self.first_s,
+                self._clock(),
+                wish is not None and wish.stream,
+                self.estimated,
+            )
+        )

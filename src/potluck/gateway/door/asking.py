@@ -1,0 +1,137 @@
+"""From a wish and its tokens to what the driver is asked for: one `Asked` for each answer."""
+
+from __future__ import annotations
+
+import secrets
+
+from potluck.api.asks import sampling_of
+from potluck.api.growth import Growth
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.sampling import Sampling
+from potluck.gateway.door.allowances import EXPECTED_OUTPUT
+from potluck.gateway.door.cards import ModelCard
+from potluck.gateway.door.replies import compact
+from potluck.gateway.door.wishes import Wish, guessed
+from potluck.gateway.parts import Asked
+
+GREEDY = Sampling()
+
+
+class Asking:
+    """One request on its way to the driver."""
+
+    def __init__(self, wish: Wish, tenant: str, salt: str, path: bytes, body: bytes) -> None:
+        self._wish, self._tenant, self._salt, self._path, self._body = wish, tenant, salt, path, body
+        self.prompt_tokens = 0
+        """Each prompt counts once, however many answers it gets."""
+        self.expected_tokens = 0
+        """Prompt and answers, before anything is known of the answers."""
+        self.estimated = False
+        self._seed: int | None = None
+
+    def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[Asked]:
+        """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
+        wish, card = self._wish, self._wish.card
+        if card.plain:
+            self.estimated = not prompts
+            self.prompt_tokens = sum(map(len, prompts)) or guessed(wish)
+            output = self._room(card, self.prompt_tokens)
+            self._expect(output, 1)
+            tokens = prompts[0] if len(prompts) == 1 else ()
+            return [self._asked(word, tokens, self.prompt_tokens, output, GREEDY, self._body)]
+        made: list[Asked] = []
+        alone = len(prompts) * wish.n == 1
+        for prompt in prompts:
+            self.prompt_tokens += _checked(card, prompt)
+            output = self._room(card, len(prompt))
+            for drawn in range(wish.n):
+                way = self._drawing(drawn)
+                name = word if alone else f"{word}-{len(made)}"
+                body = self._body if alone else self._alone(prompt, way)
+                made.append(self._asked(name, prompt, len(prompt), output, way, body))
+        self._expect(made[-1].max_output_tokens, len(made))
+        return made
+
+    def _expect(self, output: int, answers: int) -> None:
+        longest = min(EXPECTED_OUTPUT, output) if self._wish.limit is None else output
+        self.expected_tokens = self.prompt_tokens + longest * answers
+
+    def _room(self, card: ModelCard, prompt_tokens: int) -> int:
+        """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""
+        limit = self._wish.limit
+        room = card.context_tokens - prompt_tokens
+        if room < (limit or 1) and not self.estimated:
+            raise CapacityError(
+                f"a prompt of {prompt_tokens} tokens and {limit or 1} more exceed the model's {card.context_tokens}"
+            )
+        asked = self._wish.asked
+        output = max(room, 1) if limit is None else limit
+        if asked is not None and asked.min_tokens > output:
+            raise InputError("min_tokens", f"there is room for {output}, not {asked.min_tokens}")
+        return output
+
+    def _drawing(self, drawn: int) -> Sampling:
+        """Chance differs from choice to choice, and is the same again for the same seed."""
+        asked, defaults = self._wish.asked, self._wish.card.defaults
+        assert asked is not None
+        if self._seed is None:
+            plain = sampling_of(asked, defaults, seed=0, logprobs=asked.reported)
+            if plain.temperature == 0 and asked.seed is None:
+                return plain  # nothing is drawn
+            self._seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        return sampling_of(asked, defaults, seed=self._seed + (drawn << 32), logprobs=asked.reported)
+
+    def _alone(self, prompt: tuple[int, ...], way: Sampling) -> bytes:
+        """One of several choices as a body of its own, for a server of plain OpenAI."""
+        wish = self._wish
+        body = {**wish.body, "n": 1, "best_of": None}
+        body["stream_options"] = {"include_usage": True} if wish.stream else None
+        if not wish.chat:
+            body["prompt"] = list(prompt)
+        if self._seed is not None:
+            body["seed"] = way.seed
+        return compact({name: value for name, value in body.items() if value is not None})
+
+    def _asked(
+        self, id: str, prompt: tuple[int, ...], prompt_tokens: int, output: int, way: Sampling, body: bytes
+    ) -> Asked:
+        wish, asked, manner = self._wish, self._wish.asked, self._wish.manner
+        return Asked(
+            id,
+            wish.card.name,
+            prompt,
+            prompt_tokens,
+            output,
+            way,
+            () if asked is None else asked.stop_token_ids,
+            asked is not None and asked.ignore_eos,
+            0 if asked is None else asked.min_tokens,
+            self._tenant,
+            manner.request_class,
+            manner.priority,
+            manner.deadline_s,
+            manner.session,
+            self._salt,
+            self._path,
+            body,
+            wish.stream,
+        )
+
+
+def growth_of(wish: Wish) -> Growth | None:
+    """How one answer's text grows; None where a server writes it."""
+    asked = wish.asked
+    if asked is None:
+        return None
+    ends = frozenset[int]() if asked.ignore_eos else wish.card.ends
+    if asked.stop_token_ids:
+        ends |= frozenset(asked.stop_token_ids)
+    return Growth(wish.card.text, asked.shown, ends)
+
+
+def _checked(card: ModelCard, prompt: tuple[int, ...]) -> int:
+    if not prompt:
+        raise InputError("prompt", "must have at least one token")
+    if card.vocab and not 0 <= min(prompt) <= max(prompt) < card.vocab:
+        raise InputError("prompt", f"tokens must be 0 to {card.vocab - 1}")
+    return len(prompt)

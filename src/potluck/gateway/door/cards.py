@@ -1,0 +1,80 @@
+"""What the gateway knows of a model that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from potluck.api.fields import Abilities
+from potluck.api.generation import read_generation
+from potluck.api.members import Members, read_json
+from potluck.api.tokens import Text
+from potluck.core.errors import CapacityError
+from potluck.core.values.sampling import MOST_LOGPROBS, SamplingDefaults
+
+ENGINES = Abilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS)
+"""What engines can do that run segments; a service tier is the gateway's own affair."""
+GUESSED_CHARS = 4
+"""Of a token, where nobody can tokenise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model, as far as reading requests for it needs it."""
+
+    name: str
+    context_tokens: int
+    """Prompt and answer together."""
+    text: Text | None = None
+    """Its tokenizer; without one, only tokens can be sent to engines, and prompts to other servers are guessed at."""
+    plain: bool = False
+    """Only servers of plain OpenAI have it: what they can do is theirs to say, and bodies go on as they came."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer and are not shown."""
+    vocab: int = 0
+    """0: not known."""
+    able: Abilities = ENGINES
+    created_s: int = 0
+
+    @property
+    def most_chars(self) -> int:
+        """A longer prompt cannot fit, whatever its tokens."""
+        longest = GUESSED_CHARS * 4 if self.text is None else self.text.longest_token_chars
+        return self.context_tokens * longest
+
+    def must_fit(self, chars: int) -> None:
+        """Said before anything is tokenised."""
+        if chars > self.most_chars:
+            raise CapacityError(
+                f"a prompt of {chars} characters cannot fit in {self.context_tokens} tokens; send less"
+            )
+
+
+def read_card(
+    name: str, directory: str | Path, *, context_tokens: int = 0, plain: bool = False, created_s: int = 0
+) -> ModelCard:
+    """A card from a model's files: tokenizer.json, config.json, generation_config.json, those that are there."""
+    folder = Path(directory)
+    text = Text.read(folder)
+    generation = read_generation(folder)
+    ends, context, vocab = set(generation.end_tokens), 0, 0
+    if (folder / "config.json").is_file():
+        members = Members(read_json(folder / "config.json"))
+        inner = members.part("text_config")
+        for each in (members, inner):
+            ends.update(each.tokens("eos_token_id"))
+            context = context or int(each.number("max_position_embeddings", 0))
+            vocab = vocab or int(each.number("vocab_size", 0))
+    if not context_tokens and not context:
+        raise CapacityError(f"{folder}: config.json says no max_position_embeddings; say the model's context")
+    return ModelCard(
+        name,
+        context_tokens or context,
+        text,
+        plain,
+        generation.defaults,
+        frozenset(ends),
+        vocab or (0 if text is None else text.vocab),
+        created_s=created_s,
+    )

@@ -1,0 +1,314 @@
+"""Every request of a client: who asks, what for, and an answer whatever happens."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote_to_bytes
+
+from potluck.api.answers import Head, model_entry
+from potluck.api.bodies import parse_object
+from potluck.api.errors import Refused, refusal
+from potluck.api.ids import request_id
+from potluck.api.origin import Served, check_origin
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.values.service import CLASSES
+from potluck.core.values.types import DEFAULT_TENANT
+from potluck.gateway.door.allowances import Spent
+from potluck.gateway.door.answering import Answering
+from potluck.gateway.door.asking import Asking, growth_of
+from potluck.gateway.door.cards import ModelCard
+from potluck.gateway.door.counting import Counting
+from potluck.gateway.door.keys import ApiKey, KeyRing, nobody
+from potluck.gateway.door.replies import Limited, reply_error, reply_json
+from potluck.gateway.door.voice import Voice
+from potluck.gateway.door.wishes import Wish, manner_of, wish_of
+from potluck.gateway.parts import Driver, Exchange, Headers, Meter
+
+log = logging.getLogger(__name__)
+
+Ready = Callable[[str], str]
+"""Why a model cannot be served now; empty when it can."""
+POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+UNSERVED = frozenset(
+    {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
+)
+"""Of OpenAI's and others', which no model here can do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSettings:
+    """What holds for every request."""
+
+    classes: frozenset[str] = frozenset(each.name for each in CLASSES)
+    secret: bytes = b""
+    """From which tenants' salts are made; empty: made up at the start."""
+    shared_prefixes: bool = False
+    """Whether tenants may use each other's cached prefixes."""
+    served: Served = Served()
+    """Under which names the gateway is reached; asked only where there are no keys."""
+    most_open: int = 20_000
+    """Requests at once; more are turned away."""
+
+
+class FrontDoor:
+    """The handler of the public port."""
+
+    def __init__(
+        self,
+        cards: Mapping[str, ModelCard],
+        driver: Driver,
+        meter: Meter,
+        *,
+        keys: KeyRing | None = None,
+        settings: DoorSettings | None = None,
+        ready: Ready = lambda model: "",
+        counting: Counting | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        calendar: Callable[[], float] = time.time,
+    ) -> None:
+        self._cards, self._driver, self._meter, self._keys = dict(cards), driver, meter, keys
+        self._settings = settings or DoorSettings()
+        self._ready, self._clock, self._calendar = ready, clock, calendar
+        self._counting = counting or Counting()
+        self._nobody = nobody(clock())
+        self._secret = self._settings.secret or secrets.token_bytes(32)
+        self._salts: dict[str, str] = {}
+        self._hosts: set[bytes] = set()
+        self.open = 0
+        """Requests under way."""
+        self.closing = ""
+        """Why nothing new is taken; empty while it is."""
+
+    def __call__(self, exchange: Exchange) -> None:
+        headers = exchange.headers
+        given = headers.get(b"x-request-id")
+        name = request_id(None if given is None else given.decode("latin-1"))
+        answering: Answering | None = None
+        try:
+            path = exchange.path
+            if path in POST_ONLY:
+                key = self._who(exchange)
+                if exchange.method != b"POST":
+                    raise Refused(405, f"{_shown(path)} takes POST", "method_not_allowed")
+                answering = self._enter(exchange, name, key)
+                self._generate(exchange, answering, key, chat=path == b"/v1/chat/completions")
+            else:
+                self._other(exchange, (b"x-request-id", name.encode()))
+        except Exception as error:
+            known = refusal(error) or self._unexpected(error)
+            if answering is not None:
+                answering.fail(known, _outcome(known))
+            else:
+                reply_error(exchange, (b"x-request-id", name.encode()), known, None)
+
+    def close(self) -> None:
+        self._counting.close()
+
+    # Who.
+
+    def _who(self, exchange: Exchange) -> ApiKey:
+        if self._keys is not None:
+            return self._keys.who(exchange.headers.get(b"authorization"), self._clock())
+        self._check_page(exchange.method, exchange.headers)
+        return self._nobody
+
+    def _check_page(self, method: bytes, headers: Headers) -> None:
+        """Without keys, pages of other origins could use the gateway through their reader's browser."""
+        host, origin, site = headers.get(b"host"), headers.get(b"origin"), headers.get(b"sec-fetch-site")
+        if origin is None and site is None and host in self._hosts:
+            return
+        texts = {"Host": host, "Origin": origin, "Sec-Fetch-Site": site}
+        said = {name: value.decode("latin-1") for name, value in texts.items() if value is not None}
+        check_origin(method.decode("latin-1"), said, self._settings.served)
+        if origin is None and site is None and host is not None and len(self._hosts) < 64:
+            self._hosts.add(host)
+
+    def _enter(self, exchange: Exchange, name: str, key: ApiKey) -> Answering:
+        if self.closing:
+            raise Refused(503, self.closing, "shutting_down")
+        if self.open >= self._settings.most_open:
+            raise Limited(f"{self.open} requests are open; try again", "overloaded", 1.0)
+        allowance, now_s = key.allowance, self._clock()
+        spent = allowance.enter(now_s)
+        if spent is not None:
+            raise _limited(key, spent, now_s)
+        self.open += 1
+        answering = Answering(exchange, name, key, self._driver, self._meter, self._clock, self._left)
+        exchange.on_gone = answering.gone
+        if allowance.quota.any:
+            answering.limits = allowance.headers(now_s)
+        return answering
+
+    def _left(self) -> None:
+        self.open -= 1
+
+    # What for.
+
+    def _generate(self, exchange: Exchange, answering: Answering, key: ApiKey, *, chat: bool) -> None:
+        body = parse_object(exchange.body)
+        card = self._card(body.get("model"))
+        wish = wish_of(card, body, chat=chat)
+        wish.manner = manner_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
+        answering.wish = wish
+        self._meter.came(card.name, key.tenant)
+        chars = wish.chars
+        card.must_fit(chars)
+        if card.plain and card.text is None:
+            self._begin(exchange, answering, key, wish, [])
+            return
+
+        def then(found: list[tuple[int, ...]] | Exception) -> None:
+            if answering.over:  # the client left meanwhile
+                return
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                self._begin(exchange, answering, key, wish, found)
+            except Exception as error:
+                known = refusal(error) or self._unexpected(error)
+                answering.fail(known, _outcome(known))
+
+        self._counting.do(chars, wish.tokenised, then)
+
+    def _card(self, model: object) -> ModelCard:
+        if not isinstance(model, str):
+            raise InputError("model", f"must be the name of a model, one of {', '.join(self._cards)}"[:400])
+        card = self._cards.get(model)
+        if card is None:
+            raise UnknownNameError("model", model[:100], self._cards)
+        return card
+
+    def _begin(
+        self,
+        exchange: Exchange,
+        answering: Answering,
+        key: ApiKey,
+        wish: Wish,
+        prompts: list[tuple[int, ...]],
+    ) -> None:
+        """All is known: let the driver see to it."""
+        word = secrets.token_hex(12)
+        asking = Asking(wish, key.tenant, self._salt(key.tenant), exchange.path, exchange.body)
+        asks = asking.asks(word, prompts)
+        answering.estimated = asking.estimated
+        self._charge(answering, key, asking.expected_tokens)
+        kind = "chatcmpl" if wish.chat else "cmpl"
+        head = Head(f"{kind}-{word}", int(self._calendar()), wish.card.name, wish.chat, wish.usage_said)
+        voices = [Voice(answering, asked.id, place, growth_of(wish)) for place, asked in enumerate(asks)]
+        answering.start(wish, head, voices, asking.prompt_tokens)
+        for asked, voice in zip(asks, voices, strict=True):
+            if answering.over:  # an earlier one was refused at once
+                break
+            voice.begun = True
+            self._driver.begin(asked, voice)
+
+    def _charge(self, answering: Answering, key: ApiKey, tokens: int) -> None:
+        if key.allowance.quota.tokens_per_min is None:
+            return
+        now_s = self._clock()
+        spent = key.allowance.charge(tokens, now_s)
+        if spent is not None:
+            raise _limited(key, spent, now_s)
+        answering.charged(tokens)
+        answering.limits = key.allowance.headers(now_s)
+
+    def _salt(self, tenant: str) -> str:
+        """Tenants with another one share no cached prefix."""
+        if self._settings.shared_prefixes or (self._keys is None and tenant == DEFAULT_TENANT):
+            return ""
+        found = self._salts.get(tenant)
+        if found is None:
+            if len(self._salts) > 100_000:
+                self._salts.clear()
+            found = hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()[:32]
+            self._salts[tenant] = found
+        return found
+
+    # All else.
+
+    def _other(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
+        path, method = exchange.path, exchange.method
+        if path == b"/health":
+            _must_read(method, path)
+            reply_json(exchange, tag, {"status": "ok"})
+            return
+        if path == b"/ready":
+            _must_read(method, path)
+            self._say_ready(exchange, tag)
+            return
+        self._who(exchange)
+        if path == b"/v1/models":
+            _must_read(method, path)
+            reply_json(
+                exchange, tag, {"object": "list", "data": [_entry(card) for card in self._cards.values()]}
+            )
+        elif path.startswith(b"/v1/models/"):
+            _must_read(method, path)
+            reply_json(exchange, tag, _entry(self._card(_unquoted(path[len(b"/v1/models/") :]))))
+        elif path in UNSERVED:
+            raise Refused(
+                400, f"{_shown(path)}: no model here can do this; they complete text", "unsupported"
+            )
+        else:
+            raise Refused(
+                404, f"nothing is at {_shown(path)}; docs/gateway.md has what there is", "not_found"
+            )
+
+    def _say_ready(self, exchange: Exchange, tag: tuple[bytes, bytes]) -> None:
+        """All models, or the one that ?model=NAME names."""
+        wanted = [_unquoted(part[6:]) for part in exchange.query.split(b"&") if part.startswith(b"model=")]
+        models = [self._card(name).name for name in wanted] or list(self._cards)
+        reasons = {model: reason for model in models if (reason := self._ready(model))}
+        if self.closing:
+            reasons = {"gateway": self.closing}
+        state = {"status": "waiting", "reasons": reasons} if reasons else {"status": "ready"}
+        reply_json(exchange, tag, state, 503 if reasons else 200)
+
+    def _unexpected(self, error: Exception) -> Refused:
+        """A bug of ours. Its message may hold a client's text, so that only its kind and place are logged."""
+        place = "".join(traceback.format_tb(error.__traceback__)[-4:])
+        log.error("a request failed: %s at\n%s", type(error).__name__, place)
+        return Refused(500, "internal error; the gateway's log says more", "internal_error")
+
+
+def _limited(key: ApiKey, spent: Spent, now_s: float) -> Limited:
+    quota = key.allowance.quota
+    what = {
+        "requests": f"{quota.requests_per_min:g} requests a minute" if quota.requests_per_min else "",
+        "tokens": f"{quota.tokens_per_min:g} tokens a minute" if quota.tokens_per_min else "",
+        "concurrent": f"{quota.concurrent} requests at once",
+    }[spent.kind]
+    line = f"this key may use {what}; try again in {spent.retry_after_s:.1f} s"
+    return Limited(line, "rate_limit_exceeded", spent.retry_after_s, key.allowance.headers(now_s))
+
+
+def _outcome(error: Refused) -> str:
+    """Why a request was turned away at the door, in a word."""
+    if error.status == 429:
+        return "limited"
+    return "internal" if error.status == 500 else "invalid" if error.status < 500 else "closing"
+
+
+def _entry(card: ModelCard) -> dict[str, object]:
+    return model_entry(card.name, card.created_s, card.context_tokens)
+
+
+def _must_read(method: bytes, path: bytes) -> None:
+    if method not in (b"GET", b"HEAD"):
+        raise Refused(405, f"{_shown(path)} takes GET", "method_not_allowed")
+
+
+def _unquoted(value: bytes) -> str:
+    return unquote_to_bytes(value).decode("utf-8", "replace")
+
+
+def _shown(path: bytes) -> str:
+    text = path[:100].decode("latin-1")
+    return text if text.isprintable() else repr(text)

@@ -1,0 +1,215 @@
+"""Who may ask: a file of keys, one JSON object per line, read again when it changes.
+
+    {"name": "ann-laptop", "sha256": "9f86d0...", "tenant": "ann", "requests_per_min": 600, "tokens_per_min": 200000,
+     "concurrent": 32, "classes": ["standard", "batch"], "expires": "2031-01-31"}
+
+Only `name` and `sha256` must be there (each object on one line; lines that begin with # are skipped). The file holds
+no key, only what a key's SHA-256 is: keys are long and random, so nothing can be learnt from it. To rotate a key, add
+a line with the same name and the new hash, hand the new key out, and remove the old line: both count as one for
+limits. A file that is broken changes nothing: the keys read last stay, and `problem` says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from potluck.api.errors import Refused
+from potluck.core.codec import decode
+from potluck.core.errors import FormatError, InputError
+from potluck.core.values.types import DEFAULT_TENANT
+from potluck.gateway.door.allowances import Allowance, Quota
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How soon a change of the file is seen."""
+MOST_BYTES = 32_000_000
+LONGEST_KEY = 512
+BEARER = b"bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLine:
+    """A key as the file has it."""
+
+    name: str
+    sha256: str
+    tenant: str = DEFAULT_TENANT
+    requests_per_min: float | None = None
+    tokens_per_min: float | None = None
+    concurrent: int | None = None
+    classes: tuple[str, ...] | None = None
+    """Of requests; None: all."""
+    expires: str | None = None
+    """A day or a time, such as 2031-01-31 or 2031-01-31T12:00:00+01:00; without a zone it is UTC."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """Who asks."""
+
+    name: str
+    tenant: str
+    allowance: Allowance
+    classes: frozenset[str] | None = None
+    expires_s: float | None = None
+    """By the calendar."""
+    digest: bytes = b""
+
+
+def nobody(now_s: float) -> ApiKey:
+    """Whoever asks where no key is asked for."""
+    return ApiKey("", DEFAULT_TENANT, Allowance(Quota(), now_s))
+
+
+class KeyRing:
+    """The keys of a file. `clock` is the calendar's, for when keys expire; times given are monotonic."""
+
+    def __init__(self, path: str | Path, now_s: float, clock: Callable[[], float]) -> None:
+        self._path, self._clock = Path(path), clock
+        self._allowances: dict[str, Allowance] = {}
+        self.problem = ""
+        """Why the file as it is now is not used; empty when it is."""
+        self._seen = self._stamp()
+        self._next_look_s = now_s + LOOK_S
+        self._by_digest = self._read(now_s)
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def who(self, authorization: bytes | None, now_s: float) -> ApiKey:
+        """Whose key a client shows; raises for none, an unknown or an old one."""
+        if now_s >= self._next_look_s:
+            self.look(now_s)
+        if authorization is None or authorization[:7].lower() != BEARER:
+            raise Refused(
+                401, "no key: send it as `Authorization: Bearer KEY`", "invalid_api_key", "authorization"
+            )
+        shown = authorization[7:].strip()
+        digest = hashlib.sha256(shown[: LONGEST_KEY + 1]).digest()
+        found = self._by_digest.get(digest)
+        # The table finds by hash, which tells nothing of the key; whether it is the one is said in constant time.
+        known = hmac.compare_digest(digest, found.digest if found is not None else bytes(32))
+        if found is None or not known:
+            raise Refused(401, "this key is not known", "invalid_api_key", "authorization")
+        if found.expires_s is not None and self._clock() >= found.expires_s:
+            raise Refused(401, "this key has expired", "expired_api_key", "authorization")
+        return found
+
+    def look(self, now_s: float) -> None:
+        """Read the file again if it is another than it was."""
+        self._next_look_s = now_s + LOOK_S
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            self._by_digest = self._read(now_s)
+        except InputError as error:
+            self.problem = str(error)
+            log.warning("the keys read last stay: %s", error)
+            return
+        self.problem = ""
+        log.info("read %d keys", len(self._by_digest))
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self, now_s: float) -> dict[bytes, ApiKey]:
+        lines = read_lines(self._path)
+        found: dict[bytes, ApiKey] = {}
+        kept: dict[str, KeyLine] = {}
+        for line in lines:
+            first = kept.setdefault(line.name, line)
+            if replace(line, sha256=first.sha256, expires=first.expires) != first:
+                where = f"{self._path}: {line.name}"
+                raise InputError(
+                    where, "is there twice and differs in more than sha256 and expires; make them agree"
+                )
+        for line in lines:  # Only now, since a file that is broken must change nothing.
+            quota = Quota(line.requests_per_min, line.tokens_per_min, line.concurrent)
+            allowance = self._allowances.setdefault(line.name, Allowance(quota, now_s))
+            allowance.change(quota, now_s)
+            digest = bytes.fromhex(line.sha256)
+            classes = None if line.classes is None else frozenset(line.classes)
+            found[digest] = ApiKey(line.name, line.tenant, allowance, classes, _expiry_s(line), digest)
+        for name in self._allowances.keys() - kept.keys():
+            del self._allowances[name]
+        return found
+
+
+def read_lines(path: Path) -> list[KeyLine]:
+    """The file's lines, each checked; raises for the first that is wrong, never with what it holds."""
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise InputError(str(path), f"is larger than {MOST_BYTES} bytes")
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(str(path), "is not text") from error
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            lines.append(_line(line, f"{path}:{number}"))
+    if not lines:
+        raise InputError(str(path), "has no key; `potluck keys new NAME` makes one")
+    return lines
+
+
+def _line(text: str, where: str) -> KeyLine:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise FormatError(where, "is not a JSON object on one line") from None
+    if not isinstance(found, dict) or "type" in found:
+        raise FormatError(where, "is not a key: it must have name and sha256")
+    try:
+        line = decode(KeyLine, found)
+        Quota(line.requests_per_min, line.tokens_per_min, line.concurrent)
+        _expiry_s(line)
+    except InputError as error:
+        raise InputError(f"{where}: {error.field}", error.problem) from None
+    if not 1 <= len(line.name) <= 128 or not line.name.isprintable():
+        raise InputError(f"{where}: name", "must have 1 to 128 characters that can be shown")
+    if not 1 <= len(line.tenant) <= 128 or not line.tenant.isprintable():
+        raise InputError(f"{where}: tenant", "must have 1 to 128 characters that can be shown")
+    try:
+        long_enough = len(bytes.fromhex(line.sha256)) == 32
+    except ValueError:
+        long_enough = False
+    if not long_enough:
+        raise InputError(f"{where}: sha256", "must be 64 hexadecimal digits: the SHA-256 of the key")
+    return line
+
+
+def _expiry_s(line: KeyLine) -> float | None:
+    if line.expires is None:
+        return None
+    try:
+        when = datetime.fromisoformat(line.expires)
+    except ValueError:
+        raise InputError("expires", "must be a day or a time, such as 2031-01-31") from None
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+
+
+def new_key(name: str, tenant: str | None = None) -> tuple[str, str]:
+    """A key, to be shown once, and its line for the file."""
+    key = "pk-" + secrets.token_urlsafe(32)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    line = json.dumps({"name": name, "sha256": digest, "tenant": tenant or name})
+    _line(line, "key")
+    return key, line

@@ -1,0 +1,71 @@
+"""Small answers: errors and lists, as a status, a body and headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import ceil
+
+from potluck.api.errors import Refused, error_object
+from potluck.core.brain.actions import RefusalReason, Refuse
+from potluck.gateway.parts import Exchange
+
+Pairs = list[tuple[bytes, bytes]]
+JSON = (b"content-type", b"application/json")
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
+FRESH = (b"cache-control", b"no-cache")
+UNBUFFERED = (b"x-accel-buffering", b"no")
+"""Proxies on the way pass parts on as they come."""
+
+REFUSALS: Mapping[RefusalReason, tuple[int, str]] = {
+    "overloaded": (429, "overloaded"),
+    "no_capacity": (503, "no_capacity"),
+    "too_long": (400, "context_length_exceeded"),
+    "deadline": (504, "deadline_exceeded"),
+    "unknown_model": (404, "model_not_found"),
+    "unknown_class": (400, "unknown_class"),
+    "retries": (502, "upstream_failed"),
+    "lost": (502, "upstream_failed"),
+}
+"""What the Brain says no with, as a status and a code."""
+AGAIN = frozenset({429, 503})
+"""With these comes Retry-After."""
+
+
+class Limited(Refused):
+    """Too much for now: with when to try again, and what is left."""
+
+    def __init__(self, message: str, code: str, retry_after_s: float, headers: Pairs | None = None) -> None:
+        super().__init__(429, message, code)
+        self.retry_after_s = retry_after_s
+        self.headers = headers or []
+
+
+def refused_by_brain(refusal: Refuse) -> tuple[Refused, float | None]:
+    """As an error, and when to try again."""
+    status, code = REFUSALS[refusal.reason]
+    return Refused(status, refusal.detail or refusal.reason, code), refusal.retry_after_s
+
+
+def compact(body: object) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def error_bytes(error: Refused) -> bytes:
+    return compact(error_object(error.status, str(error), param=error.param, code=error.code))
+
+
+def reply_error(exchange: Exchange, tag: tuple[bytes, bytes], error: Refused, after_s: float | None) -> None:
+    headers: Pairs = [JSON, tag]
+    if isinstance(error, Limited):
+        after_s = error.retry_after_s
+        headers += error.headers
+    if error.status in AGAIN:
+        headers.append((b"retry-after", b"%d" % max(1, ceil(1.0 if after_s is None else after_s))))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    exchange.reply(error.status, error_bytes(error), headers)
+
+
+def reply_json(exchange: Exchange, tag: tuple[bytes, bytes], body: object, status: int = 200) -> None:
+    exchange.reply(status, compact(body), [JSON, tag])

@@ -1,0 +1,238 @@
+"""One choice of an answer, as the driver tells it.
+
+From an engine come tokens, which become text. A server of plain OpenAI writes text itself: with one choice its bytes
+go on as they come; of several choices the parts are taken apart and said again under one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from potluck.api.answers import Json, event, part_choice, usage, whole_choice
+from potluck.api.chunks import Chunks
+from potluck.api.errors import Refused
+from potluck.api.growth import Delta, Growth
+from potluck.core.brain.actions import Refuse
+from potluck.core.errors import FormatError
+from potluck.core.values.sampling import Choice
+from potluck.gateway.door.answering import Answering
+from potluck.gateway.door.relays import Parts, Tail, counted, parsed
+from potluck.gateway.door.replies import refused_by_brain
+
+
+class Voice:
+    """One choice of an answer, as the driver tells it: parts.Answer."""
+
+    __slots__ = (
+        "_answering",
+        "_chunks",
+        "_events",
+        "_growth",
+        "_index",
+        "_kind",
+        "_offset",
+        "_pieces",
+        "_status",
+        "_tail",
+        "begun",
+        "choice",
+        "choices",
+        "finish",
+        "id",
+        "over",
+        "texts",
+    )
+
+    def __init__(self, answering: Answering, id: str, index: int, growth: Growth | None) -> None:
+        self.id = id
+        self._answering, self._index, self._growth = answering, index, growth
+        self.over = self.begun = False
+        self.texts: list[str] = []
+        self.choices: list[Choice] = []
+        self.choice: Json | None = None
+        """As a server said it, of several."""
+        self.finish: str | None = None
+        self._chunks: Chunks | None = None
+        self._offset = self._status = 0
+        self._kind = b""
+        self._pieces: list[bytes] | None = None
+        self._tail: Tail | None = None
+        self._events: Parts | None = None
+
+    def tokens(self, choices: Sequence[Choice]) -> bool:
+        if self.over:
+            return True
+        growth, answering = self._growth, self._answering
+        assert growth is not None
+        text, seen = "", 0
+        for choice in choices:
+            text += growth.grow(choice)
+            seen += 1
+            if growth.met:
+                break
+        answering.came(seen)
+        assert answering.wish is not None
+        if answering.logprobs:
+            self._with_logs(tuple(choices[:seen]), text)
+        elif not answering.wish.stream:
+            self.texts.append(text)
+        elif not growth.met:
+            self._part(text)
+        if growth.met:
+            self._end("" if answering.logprobs else text, "stop", 0)
+        return growth.met
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
+        if not self.over:
+            assert self._growth is not None
+            delta = self._growth.end(reason)
+            self._end(delta.text, delta.finish or reason, cached_tokens)
+
+    def refused(self, refusal: Refuse) -> None:
+        if not self.over:
+            self.over = True
+            error, after_s = refused_by_brain(refusal)
+            self._answering.fail(error, refusal.reason, after_s)
+
+    def whole(self) -> Json:
+        """The choice of a reply that is not streamed."""
+        if self.choice is not None:
+            return self.choice
+        answering = self._answering
+        assert answering.head is not None
+        assert answering.wish is not None
+        delta = Delta("".join(self.texts), tuple(self.choices), self.finish)
+        return whole_choice(
+            answering.head, self._index, delta, answering.wish.card.text, logprobs=answering.logprobs
+        )
+
+    def _part(self, text: str) -> None:
+        answering = self._answering
+        if self._chunks is None:
+            assert answering.head is not None
+            self._chunks = Chunks(answering.head, self._index)
+            answering.say(self._chunks.first(text, answering.usage_so_far()))
+        elif text:
+            answering.say(self._chunks.part(text, answering.usage_so_far()))
+
+    def _with_logs(self, choices: tuple[Choice, ...], text: str, finish: str | None = None) -> None:
+        answering = self._answering
+        assert answering.wish is not None
+        assert answering.head is not None
+        if not answering.wish.stream:
+            self.texts.append(text)
+            self.choices += choices
+            return
+        made = part_choice(
+            answering.head,
+            self._index,
+            Delta(text, choices, finish),
+            answering.wish.card.text,
+            logprobs=True,
+            offset=self._offset,
+            first=self._chunks is None,
+        )
+        self._chunks = self._chunks or Chunks(answering.head, self._index)
+        self._offset += len(text)
+        counts = (
+            answering.wish.asked is not None and answering.wish.asked.stream_options.continuous_usage_stats
+        )
+        told = usage(answering.prompt_tokens, answering.output, 0) if counts else None
+        answering.say(event(answering.head.reply([made], chunk=True, usage=told)))
+
+    def _end(self, text: str, finish: str, cached_tokens: int) -> None:
+        """No more comes; `text` is what was held back."""
+        answering = self._answering
+        self.over, self.finish = True, finish
+        assert answering.wish is not None
+        if not answering.wish.stream:
+            self.texts.append(text)
+        elif answering.logprobs:
+            self._with_logs((), text, finish)
+        else:
+            if self._chunks is None:
+                self._part("")
+            assert self._chunks is not None
+            answering.say(self._chunks.last(text, finish, answering.usage_so_far()))
+        answering.done(cached_tokens)
+
+    # A server of plain OpenAI.
+
+    def relay_begin(self, status: int, content_type: bytes) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        assert answering.wish is not None
+        self._status, self._kind = status, content_type
+        streams = answering.wish.stream and status < 400 and b"event-stream" in content_type
+        self._pieces = None if streams else []
+        self._tail = Tail() if streams else None
+        self._events = Parts() if streams and not answering.verbatim else None
+        if streams and answering.verbatim:
+            answering.begin(status, (b"content-type", content_type))
+
+    def relay(self, data: bytes) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        if self._pieces is not None:
+            self._pieces.append(data)
+            return
+        assert self._tail is not None
+        before = self._tail.parts
+        self._tail.add(data)
+        answering.came(self._tail.parts - before)
+        if self._events is None:
+            answering.say(data)
+        else:
+            self._merge(self._events, data)
+
+    def relay_end(self) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        if not answering.verbatim:
+            self._merged_end()
+            return
+        self.over = True
+        answering.estimated = True  # unless the server tells its usage
+        if self._tail is not None:
+            answering.relayed(self._status, self._kind, None, self._tail.counts())
+        else:
+            body = b"".join(self._pieces or [])
+            answering.relayed(self._status, self._kind, body, counted(body))
+
+    def _merge(self, events: Parts, data: bytes) -> None:
+        """Parts of one of several choices: said again under the one head."""
+        answering = self._answering
+        assert answering.head is not None
+        try:
+            for part in events.feed(data):
+                choices = part.get("choices")
+                if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+                    self.finish = str(choices[0].get("finish_reason") or self.finish or "stop")
+                    made: Json = {**choices[0], "index": self._index}
+                    answering.say(event(answering.head.reply([made], chunk=True)))
+        except FormatError as error:
+            answering.fail(Refused(502, str(error), "upstream_failed"), "upstream")
+
+    def _merged_end(self) -> None:
+        answering = self._answering
+        if self._pieces is not None:
+            body = b"".join(self._pieces)
+            try:
+                found = parsed(body)
+            except FormatError as error:
+                answering.fail(Refused(502, str(error), "upstream_failed"), "upstream")
+                return
+            choices = found.get("choices")
+            if self._status >= 400 or not isinstance(choices, list) or not choices:
+                line = f"the server answered with status {self._status} and no choice"
+                answering.fail(Refused(502, line, "upstream_failed"), "upstream")
+                return
+            self.choice = {**choices[0], "index": self._index} if isinstance(choices[0], dict) else {}
+            self.finish = str(self.choice.get("finish_reason") or "stop")
+            answering.output += counted(body).output or 0
+        self.over = True
+        answering.done(0)

@@ -1,0 +1,233 @@
+"""A body as what is wanted: which prompts, how long, how it is to be treated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from potluck.api.asks import DEFAULT_TOKENS, Chat, Completion, chat_of, completion_of
+from potluck.api.bodies import tokens_of
+from potluck.api.errors import Refused
+from potluck.api.messages import Message
+from potluck.core.errors import FormatError, InputError, did_you_mean
+from potluck.core.values.types import DEFAULT_CLASS
+from potluck.gateway.door.cards import GUESSED_CHARS, ModelCard
+from potluck.gateway.door.keys import ApiKey
+from potluck.gateway.parts import Headers
+
+CLASS, DEADLINE, SESSION = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-session"
+TIERS: Mapping[str, str] = {
+    "auto": DEFAULT_CLASS,
+    "default": DEFAULT_CLASS,
+    "flex": "batch",
+    "priority": "interactive",
+}
+"""OpenAI's service tiers, as classes."""
+LONGEST_SESSION = 256
+MOST_DEADLINE_MS = 86_400_000
+MOST_PRIORITY = 1_000
+Prompt = str | tuple[int, ...]
+
+
+class Manner(NamedTuple):
+    """How a request is to be treated."""
+
+    request_class: str = DEFAULT_CLASS
+    priority: int = 0
+    deadline_s: float | None = None
+    session: str = ""
+
+
+@dataclass(slots=True)
+class Wish:
+    """What a client asks a model for."""
+
+    card: ModelCard
+    chat: bool
+    body: dict[str, object]
+    asked: Completion | Chat | None
+    """None: the body goes to a server of plain OpenAI, whose affair it is."""
+    prompts: list[Prompt]
+    messages: list[Message] | None
+    """Of a chat, from which the one prompt is yet to be made."""
+    special: bool | None
+    """Whether the tokenizer adds its own tokens; None: as the chat template wants."""
+    n: int
+    limit: int | None
+    stream: bool
+    manner: Manner = Manner()
+
+    @property
+    def chars(self) -> int:
+        """Of text that is to be tokenised."""
+        if self.messages is not None:
+            return sum(len(message["content"]) for message in self.messages)
+        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+
+    @property
+    def usage_said(self) -> bool:
+        """Whether every part of a stream says something of the usage."""
+        options = None if self.asked is None else self.asked.stream_options
+        return options is not None and (options.include_usage or options.continuous_usage_stats)
+
+    def tokenised(self) -> list[tuple[int, ...]]:
+        """The prompts as tokens; takes as long as the text is."""
+        if self.card.plain:
+            try:
+                return self._tokenised()
+            except InputError:  # what the template cannot do the server may
+                return []
+        return self._tokenised()
+
+    def _tokenised(self) -> list[tuple[int, ...]]:
+        text = self.card.text
+        if self.messages is not None:
+            if text is None:
+                raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
+            special = not text.chat_has_specials if self.special is None else self.special
+            return [tuple(text.encode(text.chat(self.messages), special=special))]
+        made = []
+        for prompt in self.prompts:
+            if isinstance(prompt, str):
+                if text is None:
+                    raise InputError("prompt", "this model has no tokenizer; send tokens")
+                prompt = tuple(text.encode(prompt, special=self.special is not False))
+            made.append(prompt)
+        return made
+
+
+def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool) -> Wish:
+    """Reads a body; raises at what engines cannot honour. What a plain server can do is left to it."""
+    if card.plain:
+        return _plain_wish(card, body, chat)
+    asked: Completion | Chat
+    prompts: list[Prompt] = []
+    messages = None
+    if chat:
+        asked, messages = chat_of(body, card.able)
+    else:
+        asked, prompts = completion_of(body, card.able)
+    special = asked.add_special_tokens
+    return Wish(card, chat, body, asked, prompts, messages, special, asked.n, asked.limit, asked.stream)
+
+
+def _plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
+    prompts: list[Prompt] = []
+    messages = None
+    if chat:
+        messages = _texts(body.get("messages"))
+    else:
+        prompts = _prompts(body.get("prompt"))
+    stream = body.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise FormatError("stream", "must be true or false")
+    limit = _count(body, "max_completion_tokens") or _count(body, "max_tokens")
+    if limit is None and not chat:
+        limit = DEFAULT_TOKENS
+    n = _count(body, "n") or 1
+    if n * max(len(prompts), 1) > card.able.most_choices:
+        raise InputError("n", f"more than {card.able.most_choices} answers to one request")
+    return Wish(card, chat, body, None, prompts, messages, None, n, limit, bool(stream))
+
+
+def _count(body: dict[str, object], name: str) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or value < 1:
+        raise InputError(name, "must be a whole number of at least 1")
+    return value
+
+
+def _prompts(value: object) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise FormatError("prompt", "must be text, a list of texts, tokens, or a list of tokens")
+    if all(type(item) is int for item in value):
+        return [tuple(value)]
+    return [
+        item if isinstance(item, str) else tokens_of(item, f"prompt[{place}]")
+        for place, item in enumerate(value)
+    ]
+
+
+def _texts(value: object) -> list[Message]:
+    """A chat's messages as far as they are text: what else there is only the server knows how to read."""
+    if not isinstance(value, list) or not value:
+        raise FormatError("messages", "must be a list of at least one message")
+    made = []
+    for place, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise FormatError(f"messages[{place}]", "must be an object")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "".join(part for part in parts if isinstance(part, str))
+        role = message.get("role")
+        made.append(
+            {
+                "role": role if isinstance(role, str) else "user",
+                "content": content if isinstance(content, str) else "",
+            }
+        )
+    return made
+
+
+def guessed(wish: Wish) -> int:
+    """Prompt tokens, where nobody can tokenise."""
+    known = sum(len(prompt) for prompt in wish.prompts if not isinstance(prompt, str))
+    return max(1, known + wish.chars // GUESSED_CHARS)
+
+
+def manner_of(
+    headers: Headers, body: dict[str, object], came_s: float, classes: frozenset[str], key: ApiKey
+) -> Manner:
+    """What the headers and a few fields say; raises for a class that is not known, or not this key's."""
+    tier, priority = body.get("service_tier"), body.get("priority")
+    given, deadline = headers.get(CLASS), headers.get(DEADLINE)
+    session, thread = headers.get(SESSION), body.get("prompt_cache_key")
+    if tier is priority is given is deadline is session is thread is None and key.classes is None:
+        return PLAIN
+    request_class = DEFAULT_CLASS
+    if given is not None:
+        request_class = _word(given, "x-potluck-class")
+        if request_class not in classes:
+            hint = did_you_mean(request_class[:60], classes)
+            raise Refused(400, f"x-potluck-class: unknown{hint}", "unknown_class", "x-potluck-class")
+    elif tier is not None:
+        if not isinstance(tier, str) or tier not in TIERS:
+            raise InputError("service_tier", f"must be one of {', '.join(TIERS)}")
+        request_class = TIERS[tier]
+    if key.classes is not None and request_class not in key.classes:
+        line = f"this key may not ask for class {request_class}; it may for {', '.join(sorted(key.classes))}"
+        raise Refused(403, line, "class_not_allowed", "x-potluck-class")
+    if priority is None:
+        priority = 0
+    elif type(priority) is not int or abs(priority) > MOST_PRIORITY:
+        raise InputError("priority", f"must be a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}")
+    name = ""
+    if session is not None:
+        name = _word(session, "x-potluck-session")
+    elif isinstance(thread, str):
+        name = thread[:LONGEST_SESSION]
+    return Manner(request_class, priority, _deadline_s(deadline, came_s), name)
+
+
+def _deadline_s(given: bytes | None, came_s: float) -> float | None:
+    if given is None:
+        return None
+    if not given.isdigit() or len(given) > 9 or not 1 <= int(given) <= MOST_DEADLINE_MS:
+        raise InputError("x-potluck-deadline-ms", f"must be 1 to {MOST_DEADLINE_MS} milliseconds")
+    return came_s + int(given) / 1000
+
+
+def _word(value: bytes, name: str) -> str:
+    text = value.decode("latin-1")
+    if not 1 <= len(text) <= LONGEST_SESSION or not text.isprintable():
+        raise InputError(name, f"must have 1 to {LONGEST_SESSION} characters that can be shown")
+    return text
+
+
+PLAIN = Manner()

@@ -1,0 +1,216 @@
+"""The door with nothing behind it: made-up exchanges, a driver that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+
+from potluck.api.tokens import Text
+from potluck.core.brain.actions import Action, Refuse
+from potluck.core.values.sampling import Choice
+from potluck.gateway.door.cards import ModelCard
+from potluck.gateway.door.front import FrontDoor
+from potluck.gateway.parts import Answer, Asked, Told
+
+NAME, SERVER = "tiny", "elsewhere"
+LETTERS = [chr(code) for code in range(0x20, 0x7F)] + [chr(code) for code in range(0xC0, 0x17F)]
+END = 200
+"""A token that ends answers."""
+
+
+def letters() -> Text:
+    """Token n is the n-th letter."""
+    tokenizer = Tokenizer(BPE(vocab={letter: place for place, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.decoder = Fuse()
+    return Text(tokenizer)
+
+
+def tokens(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+def choices(text: str) -> list[Choice]:
+    return [Choice(token) for token in tokens(text)]
+
+
+CARDS = {
+    NAME: ModelCard(NAME, 512, letters(), ends=frozenset({END}), vocab=len(LETTERS)),
+    SERVER: ModelCard(SERVER, 512, None, plain=True),
+}
+
+
+class FakeExchange:
+    """A request that has come whole; what is answered is kept."""
+
+    def __init__(
+        self,
+        path: str = "/v1/completions",
+        body: object = b"",
+        method: str = "POST",
+        query: str = "",
+        **headers: str,
+    ) -> None:
+        self.method, self.path, self.query = method.encode(), path.encode(), query.encode()
+        self.body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.headers = {
+            b"host": b"127.0.0.1:8000",
+            **{name.replace("_", "-").encode(): value.encode() for name, value in headers.items()},
+        }
+        self.peer, self.came_s = "127.0.0.1", 0.0
+        self.on_gone: Callable[[], None] | None = None
+        self.on_room: Callable[[bool], None] | None = None
+        self.status: int | None = None
+        self.sent: dict[str, str] = {}
+        self.data = b""
+        self.over = self.dropped = self.streamed = False
+
+    def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        assert self.status is None, "answered twice"
+        self._head(status, headers)
+        self.data, self.over = body, True
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        assert self.status is None, "answered twice"
+        self._head(status, headers)
+        self.streamed = True
+
+    def write(self, data: bytes) -> None:
+        assert self.streamed
+        assert not self.over
+        self.data += data
+
+    def end(self) -> None:
+        assert self.streamed
+        assert not self.over
+        self.over = True
+
+    def drop(self) -> None:
+        self.over = self.dropped = True
+
+    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self.sent = {name.decode(): value.decode() for name, value in headers}
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+    @property
+    def events(self) -> list[Any]:
+        text = self.data.decode()
+        assert text.endswith("data: [DONE]\n\n")
+        return [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n")[:-2]]
+
+
+class FakeDriver:
+    """Keeps what is asked; answers at once by `script`, where there is one."""
+
+    def __init__(self, script: Callable[[Asked, Answer], None] | None = None) -> None:
+        self.asked: list[Asked] = []
+        self.answers: dict[str, Answer] = {}
+        self.cancelled: list[str] = []
+        self.rooms: list[tuple[str, bool]] = []
+        self._script = script
+
+    def begin(self, asked: Asked, answer: Answer) -> None:
+        self.asked.append(asked)
+        self.answers[asked.id] = answer
+        if self._script is not None:
+            self._script(asked, answer)
+
+    def cancel(self, request: str) -> None:
+        self.cancelled.append(request)
+
+    def room(self, request: str, there: bool) -> None:
+        self.rooms.append((request, there))
+
+    def act(self, actions: Sequence[Action]) -> None:
+        raise AssertionError("the Brain speaks to real drivers")
+
+    @property
+    def answer(self) -> Answer:
+        return self.answers[self.asked[-1].id]
+
+
+class FakeMeter:
+    """Remembers."""
+
+    def __init__(self) -> None:
+        self.told: list[Told] = []
+        self.gaps: list[float] = []
+        self.let_in: list[tuple[str, str]] = []
+
+    def came(self, model: str, tenant: str) -> None:
+        self.let_in.append((model, tenant))
+
+    def answered(self, told: Told) -> None:
+        self.told.append(told)
+
+    def gap(self, model: str, gap_s: float) -> None:
+        self.gaps.append(gap_s)
+
+    def routed(self, *args: object) -> None: ...
+
+    def segment(self, *args: object) -> None: ...
+
+    def failed(self, *args: object) -> None: ...
+
+    def moved(self, *args: object) -> None: ...
+
+    def decided(self, *args: object) -> None: ...
+
+
+class Scene:
+    """A door, and what stands around it."""
+
+    def __init__(self, script: Callable[[Asked, Answer], None] | None = None, **fields: Any) -> None:
+        self.now_s = 0.0
+        self.driver, self.meter = FakeDriver(script), FakeMeter()
+        self.door = FrontDoor(
+            fields.pop("cards", CARDS),
+            self.driver,
+            self.meter,
+            clock=lambda: self.now_s,
+            calendar=lambda: 1e9 + self.now_s,
+            **fields,
+        )
+
+    def ask(self, path: str = "/v1/completions", body: object = b"", **fields: Any) -> FakeExchange:
+        exchange = FakeExchange(path, body, **fields)
+        exchange.came_s = self.now_s
+        self.door(exchange)
+        return exchange
+
+    def complete(
+        self, prompt: object = "Hello", headers: dict[str, str] | None = None, **fields: Any
+    ) -> FakeExchange:
+        return self.ask("/v1/completions", {"model": NAME, "prompt": prompt, **fields}, **(headers or {}))
+
+    def chat(self, text: str = "Hello", headers: dict[str, str] | None = None, **fields: Any) -> FakeExchange:
+        said = [{"role": "user", "content": text}]
+        return self.ask(
+            "/v1/chat/completions", {"model": NAME, "messages": said, **fields}, **(headers or {})
+        )
+
+
+def saying(text: str, reason: str = "length", cached: int = 0) -> Callable[[Asked, Answer], None]:
+    """A driver that answers so, token by token."""
+
+    def script(asked: Asked, answer: Answer) -> None:
+        for choice in choices(text):
+            if answer.tokens([choice]):
+                return
+        answer.finished(reason, cached)  # type: ignore[arg-type]
+
+    return script
+
+
+def refusing(
+    reason: str, detail: str = "no", after_s: float | None = None
+) -> Callable[[Asked, Answer], None]:
+    return lambda asked, answer: answer.refused(Refuse(asked.id, reason, detail, after_s))  # type: ignore[arg-type]

@@ -1,0 +1,358 @@
+"""What the door makes of bodies and of tokens: OpenAI's shapes, streamed and not, and right errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from door_kit import CARDS, END, LETTERS, NAME, SERVER, Scene, choices, refusing, saying, tokens
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.api.answers import Head, event, part_choice, usage, whole_choice
+from potluck.api.chunks import Chunks, usage_text, whole_reply
+from potluck.api.growth import Delta
+from potluck.core.brain.actions import Refuse
+from potluck.core.values.sampling import Choice, Sampling
+from potluck.gateway.door.replies import REFUSALS
+
+
+def test_a_whole_completion() -> None:
+    scene = Scene(saying("world", cached=3))
+    found = scene.complete("Hello", max_tokens=5, temperature=0)
+    assert (found.status, found.over, found.streamed) == (200, True, False)
+    reply = found.json
+    assert reply["id"].startswith("cmpl-")
+    assert (reply["object"], reply["model"], reply["created"]) == ("text_completion", NAME, 10**9)
+    assert reply["choices"] == [{"index": 0, "finish_reason": "length", "logprobs": None, "text": "world"}]
+    assert reply["usage"] == usage(5, 5, 3)
+    assert found.sent["content-type"] == "application/json"
+    assert found.sent["x-request-id"].startswith("req-")
+    (asked,) = scene.driver.asked
+    assert (asked.prompt, asked.prompt_tokens) == (tuple(tokens("Hello")), 5)
+    assert (asked.max_output_tokens, asked.sampling) == (5, Sampling())
+    assert asked.path == b"/v1/completions"
+    assert json.loads(asked.body)["prompt"] == "Hello"
+    (told,) = scene.meter.told
+    assert (told.outcome, told.status, told.prompt_tokens, told.cached_tokens, told.output_tokens) == (
+        "length",
+        200,
+        5,
+        3,
+        5,
+    )
+    assert scene.door.open == 0
+
+
+def test_a_streamed_chat_with_its_usage() -> None:
+    scene = Scene(saying("Hey", "stop"))
+    found = scene.chat("Hi", stream=True, stream_options={"include_usage": True})
+    assert (found.status, found.over) == (200, True)
+    assert found.sent["content-type"].startswith("text/event-stream")
+    *parts, last = found.events
+    assert parts[0]["choices"][0]["delta"] == {"role": "assistant", "content": "H"}
+    assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == "Hey"
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None, None, None, "stop"]
+    assert {part["usage"] for part in parts} == {None}
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in [*parts, last]}) == 1
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+    assert scene.driver.asked[0].stream
+    assert scene.meter.told[0].streamed
+
+
+def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
+    scene = Scene()
+    found = scene.complete(["ab", tokens("cde")], n=2, seed=7, temperature=1, max_tokens=4)
+    asked = scene.driver.asked
+    assert [one.prompt for one in asked] == [tuple(tokens(text)) for text in ("ab", "ab", "cde", "cde")]
+    assert [one.sampling.seed for one in asked] == [7, 7 + (1 << 32)] * 2
+    assert len({one.id for one in asked}) == 4
+    bodies = [json.loads(one.body) for one in asked]
+    assert [body["prompt"] for body in bodies] == [list(one.prompt) for one in asked]
+    assert [(body["n"], body["seed"]) for body in bodies] == [(1, one.sampling.seed) for one in asked]
+    for place in (2, 0, 3, 1):
+        assert found.status is None
+        scene.driver.answers[asked[place].id].tokens(choices("wxyz"[place]))
+        scene.driver.answers[asked[place].id].finished("stop", 1)
+    assert [choice["text"] for choice in found.json["choices"]] == list("wxyz")
+    assert [choice["index"] for choice in found.json["choices"]] == [0, 1, 2, 3]
+    assert found.json["usage"] == usage(5, 4, 4)
+
+
+def test_streamed_choices_come_as_they_come() -> None:
+    scene = Scene()
+    found = scene.chat(n=2, stream=True)
+    first, second = (scene.driver.answers[one.id] for one in scene.driver.asked)
+    second.tokens(choices("x"))
+    first.tokens(choices("ab"))
+    second.finished("stop", 0)
+    assert not found.over
+    first.finished("length", 0)
+    texts = ["", ""]
+    for part in found.events:
+        texts[part["choices"][0]["index"]] += part["choices"][0]["delta"].get("content", "")
+    assert texts == ["ab", "x"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_it_and_the_rest_is_not_wanted(stream: bool) -> None:
+    scene = Scene()
+    found = scene.complete("x", stop=["lo w"], stream=stream, max_tokens=20)
+    answer = scene.driver.answer
+    assert not answer.tokens(choices("Hel"))
+    assert not answer.tokens(choices("lo"))
+    assert answer.tokens(choices(" world"))
+    assert found.over
+    if stream:
+        text = "".join(part["choices"][0]["text"] for part in found.events)
+        finish = found.events[-1]["choices"][0]["finish_reason"]
+    else:
+        text, finish = found.json["choices"][0]["text"], found.json["choices"][0]["finish_reason"]
+    assert (text, finish) == ("Hel", "stop")
+    assert scene.meter.told[0].output_tokens == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_log_probabilities(stream: bool, chat: bool) -> None:
+    def script(asked: Any, answer: Any) -> None:
+        assert asked.sampling.logprobs == 1
+        answer.tokens([Choice(33, -0.5, ((33, -0.5),))])
+        answer.tokens([Choice(34, -0.25, ((40, -0.125),))])
+        answer.finished("length", 0)
+
+    scene = Scene(script)
+    asks: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
+    found = (scene.chat if chat else scene.complete)("x", stream=stream, max_tokens=2, **asks)
+    choices = [part["choices"][0] for part in found.events] if stream else found.json["choices"]
+    logs = [one["logprobs"] for one in choices if one["logprobs"]]
+    if chat:
+        values = [entry["logprob"] for log in logs for entry in log["content"]]
+    else:
+        values = [value for log in logs for value in log["token_logprobs"]]
+        assert [offset for log in logs for offset in log["text_offset"]] == [0, 1]
+    assert values == [-0.5, -0.25]
+
+
+def test_ends_are_not_shown_and_ends_that_clients_set_reach_the_engine() -> None:
+    scene = Scene()
+    found = scene.complete("x", stop_token_ids=[40], ignore_eos=False, min_tokens=1, max_tokens=9, priority=3)
+    (asked,) = scene.driver.asked
+    assert (asked.ends, asked.ignore_eos, asked.min_tokens, asked.priority) == ((40,), False, 1, 3)
+    scene.driver.answer.tokens([Choice(33), Choice(END)])
+    scene.driver.answer.finished("stop", 0)
+    assert found.json["choices"][0]["text"] == LETTERS[33]
+    ignoring = scene.complete("x", ignore_eos=True, max_tokens=9)
+    scene.driver.answer.tokens([Choice(33), Choice(END)])
+    scene.driver.answer.finished("length", 0)
+    assert ignoring.json["choices"][0]["text"] == LETTERS[33] + LETTERS[END]
+
+
+REFUSED = {
+    "overloaded": 429,
+    "no_capacity": 503,
+    "too_long": 400,
+    "deadline": 504,
+    "unknown_model": 404,
+    "unknown_class": 400,
+    "retries": 502,
+    "lost": 502,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_what_the_brain_refuses_has_its_status(reason: str) -> None:
+    scene = Scene(refusing(reason, "all are busy", 2.3))
+    found = scene.chat(stream=True)
+    assert (found.status, found.json["error"]["message"]) == (REFUSED[reason], "all are busy")
+    assert found.sent.get("retry-after") == ("3" if found.status in (429, 503) else None)
+    assert scene.meter.told[0].outcome == reason
+    assert scene.door.open == 0
+
+
+def test_a_refusal_of_one_choice_ends_all() -> None:
+    scene = Scene()
+    found = scene.complete("x", n=3)
+    first, second, third = scene.driver.asked
+    scene.driver.answers[second.id].tokens(choices("ab"))
+    scene.driver.answers[second.id].refused(Refuse(second.id, "lost", "gone"))
+    assert found.status == 502
+    assert scene.driver.cancelled == [first.id, third.id]
+    scene.driver.answers[first.id].tokens(choices("late"))
+    scene.driver.answers[first.id].finished("stop", 0)
+    assert len(scene.meter.told) == 1
+
+
+def test_a_choice_that_is_refused_at_once_keeps_the_others_from_beginning() -> None:
+    scene = Scene(refusing("overloaded"))
+    assert scene.complete("x", n=3).status == 429
+    assert len(scene.driver.asked) == 1
+    assert scene.driver.cancelled == []
+
+
+def test_an_error_in_a_stream_is_an_event_of_it() -> None:
+    scene = Scene()
+    found = scene.chat(stream=True)
+    scene.driver.answer.tokens(choices("ab"))
+    scene.driver.answer.refused(Refuse(scene.driver.asked[0].id, "retries", "three engines died"))
+    assert found.over
+    assert found.events[-1]["error"]["code"] == "upstream_failed"
+    assert found.events[-1]["error"]["message"] == "three engines died"
+    assert scene.meter.told[0].output_tokens == 2
+
+
+def test_a_client_that_leaves_is_cancelled_and_one_that_is_slow_holds_its_answer_back() -> None:
+    scene = Scene()
+    found = scene.chat(stream=True, n=2)
+    assert found.on_room is not None
+    assert found.on_gone is not None
+    found.on_room(False)
+    first, second = (one.id for one in scene.driver.asked)
+    scene.driver.answers[first].finished("stop", 0)
+    found.on_room(True)
+    assert scene.driver.rooms == [(first, False), (second, False), (second, True)]
+    found.on_gone()
+    assert scene.driver.cancelled == [second]
+    assert (scene.meter.told[0].outcome, scene.meter.told[0].status) == ("cancelled", 499)
+    assert scene.driver.answers[second].tokens(choices("a"))
+    assert scene.door.open == 0
+
+
+WRONG: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"model": "gpt"}, 404, "model"),
+    ({"model": 5}, 400, "model"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [100_000]}, 400, "prompt"),
+    ({"prompt": "x" * 600}, 400, None),
+    ({"prompt": "x" * 510, "max_tokens": 5}, 400, None),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"presence_penalty": 1}, 400, "presence_penalty"),
+    ({"bogus": 1}, 400, "bogus"),
+    ({"service_tier": "gold"}, 400, "service_tier"),
+    ({"priority": 1 << 40}, 400, "priority"),
+    ({"min_tokens": 9, "max_tokens": 5}, 400, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "param"), WRONG)
+def test_what_is_wrong_is_named(fields: dict[str, Any], status: int, param: str | None) -> None:
+    scene = Scene()
+    found = scene.complete(**{"prompt": "x", **fields})
+    assert (found.status, found.json["error"]["param"]) == (status, param)
+    if status == 400 and param is None:
+        assert found.json["error"]["code"] == "context_length_exceeded"
+    assert scene.driver.asked == []
+    assert scene.door.open == 0
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"\xff", b'"x"', b'{"model": "tiny", "prompt": "\\ud800"}']
+)
+def test_what_is_no_json_is_400(body: bytes) -> None:
+    assert Scene().ask(body=body).status == 400
+
+
+def test_other_paths() -> None:
+    scene = Scene(ready=lambda model: "no replica" if model == SERVER else "")
+    models = scene.ask("/v1/models", method="GET").json
+    assert [entry["id"] for entry in models["data"]] == [NAME, SERVER]
+    assert scene.ask("/v1/models/tiny", method="GET").json["max_model_len"] == 512
+    assert scene.ask("/v1/models/gpt", method="GET").status == 404
+    assert scene.ask("/health", method="GET").json == {"status": "ok"}
+    waiting = scene.ask("/ready", method="GET")
+    assert (waiting.status, waiting.json["reasons"]) == (503, {SERVER: "no replica"})
+    assert scene.ask("/ready", method="GET", query=f"model={NAME}").status == 200
+    assert scene.ask("/v1/embeddings").status == 400
+    assert scene.ask("/v1/whatever").status == 404
+    assert scene.ask("/v1/completions", method="GET").status == 405
+    assert scene.ask("/v1/models", method="POST").status == 405
+    assert scene.ask("/health", method="GET", x_request_id="mine-1").sent["x-request-id"] == "mine-1"
+    assert scene.ask("/health", method="GET", x_request_id="my own").sent["x-request-id"] != "my own"
+
+
+def test_while_closing_nothing_new_is_taken() -> None:
+    scene = Scene()
+    scene.door.closing = "shutting down"
+    found = scene.complete()
+    assert (found.status, found.json["error"]["code"]) == (503, "shutting_down")
+    assert scene.ask("/ready", method="GET").status == 503
+
+
+def test_classes_deadlines_and_sessions() -> None:
+    scene = Scene()
+    scene.now_s = 5.0
+    scene.complete(
+        headers={"x-potluck-class": "interactive", "x-potluck-deadline-ms": "1500", "x-potluck-session": "s"}
+    )
+    scene.complete(service_tier="flex", prompt_cache_key="k")
+    scene.complete()
+    first, second, third = scene.driver.asked
+    assert (first.request_class, first.deadline_s, first.session) == ("interactive", 6.5, "s")
+    assert (second.request_class, second.deadline_s, second.session) == ("batch", None, "k")
+    assert (third.request_class, third.session) == ("standard", "")
+    assert scene.complete(headers={"x-potluck-class": "bach"}).status == 400
+    assert scene.complete(headers={"x-potluck-deadline-ms": "soon"}).status == 400
+
+
+def test_pages_of_other_origins_are_turned_away_where_there_are_no_keys() -> None:
+    scene = Scene(saying("x"))
+    assert scene.complete(headers={"origin": "http://evil.example"}).status == 403
+    assert scene.complete(headers={"host": "evil.example"}).status == 403
+    assert scene.complete(headers={"host": "localhost:8000"}).status == 200
+
+
+def test_what_nobody_expected_is_a_500_that_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def script(asked: Any, answer: object) -> None:
+        raise RuntimeError(asked.body)
+
+    scene = Scene(script)
+    found = scene.complete("my secret")
+    assert found.status == 500
+    assert "secret" not in caplog.text + found.data.decode()
+    assert "RuntimeError" in caplog.text
+
+
+@given(
+    st.text(max_size=20),
+    st.text(max_size=5),
+    st.booleans(),
+    st.integers(0, 9),
+    st.booleans(),
+    st.sampled_from(["stop", "length"]),
+)
+def test_bytes_written_straight_are_what_json_makes(
+    text: str, model: str, chat: bool, index: int, said: bool, finish: str
+) -> None:
+    head = Head("id-1", 77, model, chat, said)
+    chunks = Chunks(head, index)
+
+    def part(delta: Delta, first: bool) -> bytes:
+        made = part_choice(head, index, delta, None, logprobs=False, offset=0, first=first)
+        return event(head.reply([made], chunk=True))
+
+    assert chunks.first(text) == part(Delta(text), True)
+    if text:
+        assert chunks.part(text) == part(Delta(text), False)
+    assert chunks.last(text, finish) == part(Delta(text, (), finish), False)
+    whole = head.reply(
+        [whole_choice(head, 0, Delta(text, (), finish), None, logprobs=False)],
+        chunk=False,
+        usage=usage(3, 2, 1),
+    )
+    assert json.loads(whole_reply(head, text, finish, usage_text(3, 2, 1))) == whole
+    if said:
+        counted = event(
+            head.reply(
+                [part_choice(head, index, Delta("x"), None, logprobs=False, offset=0, first=False)],
+                chunk=True,
+                usage=usage(3, 2, 1),
+            )
+        )
+        assert chunks.part("x", usage_text(3, 2, 1)) == counted
+
+
+def test_the_kits_models_are_of_both_kinds() -> None:
+    assert [card.plain for card in CARDS.values()] == [False, True]

@@ -1,0 +1,238 @@
+"""Keys: who is let in, how much each may ask, and how they change while the gateway runs."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from door_kit import FakeExchange, Scene, saying
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.errors import InputError
+from potluck.gateway.door.allowances import Allowance, Quota
+from potluck.gateway.door.front import DoorSettings
+from potluck.gateway.door.keys import KeyRing, new_key
+
+
+class Keyed(Scene):
+    """A door with one key in a file."""
+
+    def __init__(
+        self, folder: Path, script: Any = None, settings: DoorSettings | None = None, **fields: Any
+    ) -> None:
+        self.path = folder / "keys"
+        self.key, line = new_key("ann", "ann-and-co")
+        self.line = {**json.loads(line), **fields}
+        self.write(self.line)
+        self.ring = KeyRing(self.path, 0.0, lambda: 1e9 + self.now_s)
+        super().__init__(script, keys=self.ring, settings=settings)
+
+    def write(self, *lines: dict[str, Any] | str) -> None:
+        text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+        self.path.write_text("# keys\n\n" + text + "\n")
+        when = self.path.stat().st_mtime_ns + int(self.__dict__.get("now_s", 0) * 1e9)
+        os.utime(self.path, ns=(when, when))
+
+    def try_key(self, key: str | None, **fields: Any) -> FakeExchange:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        return self.complete("x", headers=headers, **fields)
+
+
+def test_only_known_keys_are_let_in(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, saying("a"))
+    assert scene.try_key(scene.key).status == 200
+    assert (scene.driver.asked[0].tenant, scene.meter.told[0].key) == ("ann-and-co", "ann")
+    for wrong in (None, "", scene.key[:-1], scene.key + "x", "pk-" + "x" * 1_000_000):
+        found = scene.try_key(wrong)
+        assert (found.status, found.json["error"]["code"]) == (401, "invalid_api_key")
+        assert found.sent["www-authenticate"] == "Bearer"
+    assert scene.ask("/v1/models", method="GET").status == 401
+    assert scene.ask("/health", method="GET").status == 200
+    assert scene.ask("/ready", method="GET").status == 200
+    assert scene.ask("/v1/completions", authorization=f"Basic {scene.key}").status == 401
+    assert scene.ask("/v1/nothing").status == 401
+    assert len(scene.driver.asked) == 1
+
+
+def test_keys_are_compared_in_constant_time_known_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Keyed(tmp_path)
+    compared = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b)
+    scene.try_key(scene.key)
+    scene.try_key("pk-other")
+    assert compared == [(32, 32), (32, 32)]
+
+
+def test_the_file_holds_no_key_and_no_log_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    scene = Keyed(tmp_path)
+    scene.try_key(scene.key)
+    scene.write("not json " + scene.key)
+    scene.ring.look(5.0)
+    assert scene.ring.problem
+    assert scene.key not in json.dumps(scene.line) + caplog.text + scene.ring.problem + repr(
+        scene.ring.__dict__
+    )
+
+
+def test_keys_are_rotated_without_a_restart(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, saying("a"), requests_per_min=3)
+    second, line = new_key("ann", "ann-and-co")
+    scene.now_s = 2.0
+    scene.write(scene.line, {**json.loads(line), "requests_per_min": 3})
+    assert scene.try_key(second).status == 200
+    assert scene.try_key(scene.key).status == 200
+    scene.now_s = 4.0
+    scene.write({**json.loads(line), "requests_per_min": 3})
+    assert scene.try_key(scene.key).status == 401
+    assert scene.try_key(second).status == 200
+    assert scene.try_key(second).status == 429, "both keys are of one name, and its limit is kept"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "nonsense",
+        {"name": "bob"},
+        {"name": "bob", "sha256": "12"},
+        {"name": "bob", "sha256": "x" * 64},
+        {"name": "", "sha256": "0" * 64},
+        {"name": "bob", "sha256": "0" * 64, "colour": "red"},
+        {"name": "bob", "sha256": "0" * 64, "tokens_per_min": -1},
+        {"name": "bob", "sha256": "0" * 64, "expires": "soon"},
+        {"name": "ann", "sha256": "0" * 64, "tenant": "another"},
+    ],
+)
+def test_a_broken_file_keeps_the_keys_that_were_there(tmp_path: Path, wrong: Any) -> None:
+    scene = Keyed(tmp_path, saying("a"))
+    scene.now_s = 3.0
+    scene.write(scene.line, wrong)
+    assert scene.try_key(scene.key).status == 200
+    assert scene.ring.problem
+    scene.now_s = 6.0
+    scene.path.unlink()
+    assert scene.try_key(scene.key).status == 200
+    assert "cannot be read" in scene.ring.problem
+    scene.now_s = 9.0
+    scene.write(scene.line)
+    assert scene.try_key(scene.key).status == 200
+    assert scene.ring.problem == ""
+    scene.write(scene.line, wrong)
+    with pytest.raises(InputError):
+        KeyRing(scene.path, 0.0, lambda: 0.0)
+
+
+def test_keys_expire_and_classes_may_be_few(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, saying("a"), expires="2001-09-09T02:46:40+00:00", classes=["batch"])
+    assert scene.try_key(scene.key).status == 403
+    assert scene.try_key(scene.key, service_tier="flex").status == 200
+    scene.now_s = 3600.0
+    found = scene.try_key(scene.key, service_tier="flex")
+    assert (found.status, found.json["error"]["code"]) == (401, "expired_api_key")
+
+
+def test_requests_per_minute(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, saying("a"), requests_per_min=2)
+    first = scene.try_key(scene.key)
+    assert (first.sent["x-ratelimit-limit-requests"], first.sent["x-ratelimit-remaining-requests"]) == (
+        "2",
+        "1",
+    )
+    assert scene.try_key(scene.key).status == 200
+    found = scene.try_key(scene.key)
+    assert (found.status, found.sent["retry-after"]) == (429, "30")
+    assert found.sent["x-ratelimit-remaining-requests"] == "0"
+    assert found.sent["x-ratelimit-reset-requests"] == "60s"
+    scene.now_s = 29.9
+    assert scene.try_key(scene.key).status == 429
+    scene.now_s = 30.1
+    assert scene.try_key(scene.key).status == 200
+
+
+def test_tokens_per_minute_are_charged_as_expected_and_put_right(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, tokens_per_min=60)
+    assert scene.try_key(scene.key, max_tokens=49).status is None
+    assert scene.try_key(scene.key, max_tokens=49).status == 429
+    scene.driver.answer.finished("stop", 0)
+    assert scene.try_key(scene.key, max_tokens=49).status is None, "it had used 1 token, not 50"
+    assert scene.try_key(scene.key, max_tokens=20).status == 429
+    scene.now_s = 12.0
+    assert scene.try_key(scene.key, max_tokens=20).status is None
+
+
+def test_concurrent_requests(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, concurrent=2)
+    first = scene.try_key(scene.key)
+    scene.try_key(scene.key)
+    assert scene.try_key(scene.key).status == 429
+    scene.driver.answer.finished("stop", 0)
+    assert scene.try_key(scene.key).status is None
+    assert first.on_gone is not None
+    first.on_gone()
+    assert scene.try_key(scene.key).status is None
+    assert scene.try_key(scene.key, model="gpt").status == 429
+    scene.driver.answer.finished("stop", 0)
+    assert scene.try_key(scene.key, model="gpt").status == 404
+    assert scene.try_key(scene.key).status is None, "a request that was wrong has left its place"
+
+
+def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
+    settings = DoorSettings(secret=b"s" * 32)
+    scene = Keyed(tmp_path, settings=settings)
+    other, line = new_key("bob", "bob")
+    scene.now_s = 2.0
+    scene.write(scene.line, line)
+    for key in (scene.key, other, scene.key):
+        scene.try_key(key)
+    salts = [asked.salt for asked in scene.driver.asked]
+    assert salts[0] == salts[2] != salts[1]
+    assert all(len(salt) == 32 for salt in salts)
+    again = Keyed(tmp_path, settings=settings)
+    again.try_key(again.key)
+    assert again.driver.asked[0].salt == salts[0], "a restart changes nothing while the secret is the same"
+    shared = Keyed(tmp_path, settings=DoorSettings(shared_prefixes=True))
+    shared.try_key(shared.key)
+    assert shared.driver.asked[0].salt == ""
+    plain = Scene()
+    plain.complete()
+    assert plain.driver.asked[0].salt == ""
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200), st.floats(0, 2)), max_size=60))
+def test_no_more_passes_than_a_minutes_worth_and_what_has_come_since(
+    steps: list[tuple[float, int, float]],
+) -> None:
+    """Whatever is asked and however wrong the expectation was, in the long run the rate holds."""
+    now_s, passed, used, debt = 0.0, 0, 0, 0
+    allowance = Allowance(Quota(requests_per_min=10, tokens_per_min=600), 0.0)
+    for wait_s, expected, share in steps:
+        now_s += wait_s
+        if allowance.enter(now_s) is not None:
+            continue
+        passed += 1
+        real = int(expected * share)
+        if allowance.charge(expected, now_s) is None:
+            used += real
+            debt = max(debt, real)
+            allowance.leave(expected, real)
+        else:
+            allowance.leave(0, 0)
+    assert allowance.open == 0
+    assert passed <= 10 + now_s * 10 / 60 + 1e-6
+    assert used <= 600 + now_s * 10 + debt + 1e-6
+
+
+def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
+    key, line = new_key("ann")
+    assert key not in line
+    assert json.loads(line)["tenant"] == "ann"
+    assert len(key) > 40
+    with pytest.raises(InputError):
+        new_key("a\nb")
