@@ -131,7 +131,8 @@ class Asked:
     max_output_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     ends: tuple[int, ...] = ()
-    """Tokens that end the answer, beside the model's own."""
+    """Tokens that end the answer; where they are known, the model's own among them unless `ignore_eos`. By them the
+    driver knows that an answer is whole although its engine died before saying so."""
     ignore_eos: bool = False
     min_tokens: int = 0
     tenant: str = DEFAULT_TENANT
@@ -228,6 +229,11 @@ class Endpoint:
     """What it calls the model itself."""
     key: str = field(default="", repr=False)
     """What it wants as a bearer, if anything."""
+    vocab: int = 0
+    """How many tokens its model has; 0 where that is not known."""
+    token_ids: bool = False
+    """Whether, over plain OpenAI, it tells tokens when asked (`return_token_ids`) and takes them as a prompt: then
+    an answer that breaks off goes on elsewhere."""
 
 
 class Directory(Protocol):

@@ -1,0 +1,97 @@
+"""What a segment's engine is asked: the body of POST /segments (docs/engine.md). Values in, bytes out."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from potluck.core.values.route import Segment
+from potluck.core.values.sampling import Sampling
+from potluck.gateway.parts import Asked
+
+DEFAULTS = Sampling()
+DRAWS = ("temperature", "top_k", "top_p", "min_p", "seed", "logprobs")
+
+
+def new_handle() -> str:
+    """A word that nobody can guess: whoever has it may fetch one cache, once."""
+    return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What one engine is to do: neighbouring segments of the same replica are one."""
+
+    place: int
+    """In the route, of its last segment: when it is handed on, this one and all before it are done."""
+    replica: str
+    start: int
+    stop: int | None
+
+
+def stretches(segments: Sequence[Segment], prompt_tokens: int) -> list[Stretch]:
+    """Who does what. Whoever decodes computes the last token itself, so a segment of that one alone is left out."""
+    found: list[Stretch] = []
+    for place, segment in enumerate(segments):
+        start = found[-1].stop if found and found[-1].stop is not None else 0
+        if segment.stop is not None and min(segment.stop, prompt_tokens - 1) <= start:
+            continue
+        if found and found[-1].replica == segment.replica:
+            found[-1] = Stretch(place, segment.replica, found[-1].start, segment.stop)
+        else:
+            found.append(Stretch(place, segment.replica, start, segment.stop))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Handing:
+    """One hand-over: its word, where to fetch, and in how many bits."""
+
+    handle: str
+    kv: str
+    codec: str
+
+
+def tokens_text(prompt: Sequence[int], output: Sequence[int]) -> str:
+    """The tokens of a prompt and what was streamed behind it: written once for all segments."""
+    return json.dumps([*prompt, *output], separators=(",", ":"))
+
+
+def segment_body(
+    asked: Asked,
+    model: str,
+    stretch: Stretch,
+    streamed: int,
+    weight: float,
+    tokens: str,
+    source: Handing | None,
+    target: Handing | None,
+) -> bytes:
+    said: dict[str, object] = {"request": asked.id, "model": model, "priority": asked.priority}
+    if asked.tenant:
+        said["tenant"] = asked.tenant
+        said["weight"] = weight
+    if asked.salt:
+        said["salt"] = asked.salt
+    if source is not None:
+        said["start"] = stretch.start
+        said["source"] = {"kv": source.kv, "handle": source.handle}
+    if target is not None:
+        said["stop"] = stretch.stop
+        said["handle"] = target.handle
+        if target.codec != "raw":
+            said["codec"] = target.codec
+    else:
+        said["max_tokens"] = asked.max_output_tokens - streamed
+        said["min_tokens"] = max(0, asked.min_tokens - streamed)
+        said["ignore_eos"] = asked.ignore_eos
+        if asked.ends:
+            said["end_tokens"] = asked.ends
+        drawn = {name: getattr(asked.sampling, name) for name in DRAWS}
+        drawn = {name: value for name, value in drawn.items() if value != getattr(DEFAULTS, name)}
+        if drawn:
+            said["sampling"] = drawn
+    text = json.dumps(said, separators=(",", ":"))
+    return f'{text[:-1]},"tokens":{tokens}}}'.encode()

@@ -1,0 +1,206 @@
+"""One segment at its engine: the lines of its answer, believed only as far as they add up.
+
+Whatever comes behind the end, from a leg that was given up or of a kind that does not belong here, reaches nobody.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from potluck.core.brain.events import FailureKind
+from potluck.core.values.sampling import Choice
+from potluck.gateway.drive.bodies import Stretch
+from potluck.gateway.drive.lines import Garbage, Last, Lines, Said
+from potluck.gateway.drive.patience import HANDOVER_S, Debtor
+from potluck.gateway.drive.verdicts import Verdict, dead, ended, refused
+from potluck.gateway.parts import Call, Endpoint, Headers
+
+if TYPE_CHECKING:
+    from potluck.gateway.drive.trip import Trip
+
+LONGEST_ERROR = 1 << 13
+"""Bytes of an error's body that are looked at."""
+FINGERPRINT = b"x-potluck-fingerprint"
+
+
+class Leg(Debtor):
+    """What both kinds have in common: the status, errors, the end."""
+
+    __slots__ = ("_error", "_lines", "_status", "call", "endpoint", "over", "stretch", "trip")
+
+    def __init__(self, trip: Trip, stretch: Stretch, endpoint: Endpoint, tokens: int) -> None:
+        super().__init__(tokens)
+        self.trip = trip
+        self.stretch = stretch
+        self.endpoint = endpoint
+        self.call: Call | None = None
+        self.over = False
+        """Nothing more is heard of it: it has ended, or was given up."""
+        self._status = 0
+        self._error = b""
+        self._lines = Lines(endpoint.vocab)
+
+    @property
+    def replica(self) -> str:
+        return self.stretch.replica
+
+    @property
+    def has_source(self) -> bool:
+        return self.stretch.start > 0
+
+    # What its engine says.
+
+    def head(self, status: int, headers: Headers) -> None:
+        if self.over:
+            return
+        self._status = status
+        known, said = self.endpoint.fingerprint, headers.get(FINGERPRINT, b"")
+        if known and said and said.decode("latin-1") != known:
+            self._fail(dead("has another model or other weights than it had"))
+
+    def data(self, data: bytes) -> None:
+        if self.over:
+            self.trip.too_much(self)
+            return
+        if self._status != 200:
+            if len(self._error) < LONGEST_ERROR:
+                self._error += data
+            return
+        self.hear(self.trip.now_s())
+        self._said(self._lines.feed(data))
+
+    def done(self) -> None:
+        self.call = None
+        if self.over:
+            return
+        if self._status != 200:
+            self._fail(refused(self._status, _code(self._error), self.has_source))
+        else:
+            self._fail(dead("ended its answer before its end"))
+
+    def lost(self, why: str) -> None:
+        self.call = None
+        if not self.over:
+            self._fail(dead(why))
+
+    def stalled(self, kind: FailureKind) -> None:
+        self._fail(Verdict(kind, "self", "says nothing any more"))
+
+    def undelivered(self) -> None:
+        self._fail(Verdict("transfer", "target", f"its cache was not fetched within {HANDOVER_S:g} s"))
+
+    @abstractmethod
+    def _said(self, found: list[Said | Garbage]) -> None:
+        """What the lines that came say."""
+
+    def _fail(self, verdict: Verdict) -> None:
+        self.over = True
+        self.trip.failed(self, verdict)
+
+    def _lied(self, why: str) -> None:
+        self._fail(dead(f"lied: {why}"))
+
+
+class HandingLeg(Leg):
+    """A segment that hands its cache on."""
+
+    __slots__ = ()
+
+    def _said(self, found: list[Said | Garbage]) -> None:
+        for place, said in enumerate(found):
+            if isinstance(said, Garbage):
+                self._lied(str(said))
+            elif isinstance(said, Choice):
+                self._lied("a token from a segment that does not decode")
+            elif isinstance(said, Last):
+                self._last(said, place + 1 < len(found))
+            elif "computed" in said:
+                self.computed(self.heard_s)
+                self.rest()
+                self.until_s = self.heard_s + HANDOVER_S
+            elif "handle" not in said:
+                self._lied("a line that says nothing")
+            if self.over:
+                return
+
+    def _last(self, last: Last, more: bool) -> None:
+        if last.reason != "handed_on":
+            self._fail(ended(last.code, self.has_source, hands_on=True))
+        elif more or last.output_tokens or last.prompt_tokens != self.trip.prompt_tokens:
+            self._lied("an end that does not add up")
+        else:
+            self.over = True
+            self.trip.handed_on(self, last.cached_tokens)
+
+
+class DecodingLeg(Leg):
+    """The last segment: its tokens are the answer."""
+
+    __slots__ = ("_count",)
+
+    def __init__(self, trip: Trip, stretch: Stretch, endpoint: Endpoint, tokens: int) -> None:
+        super().__init__(trip, stretch, endpoint, tokens)
+        self._count = 0
+
+    def _said(self, found: list[Said | Garbage]) -> None:
+        choices: list[Choice] = []
+        end: Said | Garbage | None = None
+        more = False
+        for said in found:
+            if end is not None:
+                more = True
+            elif isinstance(said, Choice):
+                choices.append(said)
+            else:
+                end = said
+        if self._count < self.trip.least_tokens:
+            kept = self._before_an_end(choices)
+            if len(kept) < len(choices):
+                choices, end = kept, Garbage("an end before min_tokens")
+        if choices:
+            self._count += len(choices)
+            if not self.flows:
+                self.computed(self.heard_s)
+                self.flows = True
+            self.trip.tokens(choices)
+        if end is None or self.over:
+            return
+        if isinstance(end, Garbage):
+            self._lied(str(end))
+        elif not isinstance(end, Last):
+            self._lied("a line that says nothing")
+        elif end.reason not in ("stop", "length"):
+            self._fail(ended(end.code, self.has_source, hands_on=False))
+        elif more or not self._adds_up(end):
+            self._lied("an end that does not add up")
+        else:
+            self.over = True
+            self.trip.finished("stop" if end.reason == "stop" else "length", end.cached_tokens)
+
+    def _before_an_end(self, choices: list[Choice]) -> list[Choice]:
+        """Those before one that must not be drawn yet."""
+        ends = self.trip.ends
+        for place, choice in enumerate(choices[: self.trip.least_tokens - self._count]):
+            if choice.token in ends:
+                return choices[:place]
+        return choices
+
+    def _adds_up(self, end: Last) -> bool:
+        trip = self.trip
+        if end.prompt_tokens != trip.prompt_tokens or end.output_tokens != self._count or not self._count:
+            return False
+        if end.reason == "length":
+            return self._count == trip.most_tokens
+        return self._count > trip.least_tokens or self._count == trip.most_tokens
+
+
+def _code(error: bytes) -> object:
+    """The word for what went wrong, in OpenAI's shape; None where there is none."""
+    try:
+        said = json.loads(error)
+    except (ValueError, RecursionError):
+        return None
+    inner = said.get("error") if isinstance(said, dict) else None
+    return inner.get("code") if isinstance(inner, dict) else None

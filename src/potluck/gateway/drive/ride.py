@@ -1,0 +1,204 @@
+"""One request of this worker, from its arrival to its end: what its user has, and which attempt runs.
+
+A ride is what the user sees: attempts come and go, its tokens are one stream. It ends once: answered, refused or
+cancelled. Nothing of an attempt that is over reaches it, since that attempt was stopped first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+from potluck.core.brain.actions import Inquire, Refuse, Run
+from potluck.core.brain.events import (
+    Cancelled,
+    Event,
+    Failed,
+    FailureKind,
+    Finished,
+    FirstToken,
+    SegmentDone,
+    Underway,
+)
+from potluck.core.values.sampling import Choice
+from potluck.gateway.drive.trip import Means, Trip
+from potluck.gateway.parts import Answer, Asked, Endpoint
+
+log = logging.getLogger(__name__)
+Reason = Literal["stop", "length"]
+
+
+class Going(Protocol):
+    """An attempt under way."""
+
+    def start(self, endpoints: Sequence[Endpoint]) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Ride:
+    """`tell` reaches the Brain; `over` is called once, with the last thing that was told."""
+
+    def __init__(
+        self,
+        asked: Asked,
+        answer: Answer,
+        means: Means,
+        tell: Callable[[Event], None],
+        over: Callable[[Ride, Event | None], None],
+    ) -> None:
+        self.asked = asked
+        self.output: list[int] = []
+        """The tokens that the user has."""
+        self._answer = answer
+        self._means = means
+        self._tell = tell
+        self._over = over
+        self.ends = frozenset(asked.ends)
+        self._attempt = -1
+        self._going: Going | None = None
+        self._first = False
+        """Whether the first token of this attempt came."""
+        self._whole: Reason | None = None
+        """Why no token can come any more, whatever becomes of the engine."""
+        self._cached_tokens = 0
+        self._failed: Failed | None = None
+        self._paused = False
+        self._ended = False
+
+    # What the Brain wants.
+
+    def run(self, run: Run) -> None:
+        """Go along a route, from exactly where the user is."""
+        if self._ended or run.attempt <= self._attempt:
+            return
+        self._stop()
+        self._attempt, self._first = run.attempt, False
+        if run.streamed_tokens != len(self.output):
+            self.failed("link", "", "was sent from elsewhere than where its user is")
+            return
+        endpoints: list[Endpoint] = []
+        for segment in run.route.segments:
+            endpoint = self._means.directory.find(segment.replica)
+            if endpoint is None:
+                self.failed("replica", segment.replica, "cannot be reached")
+                return
+            if endpoint.kind != "face":
+                self.failed("replica", segment.replica, "runs no segments")
+                return
+            endpoints.append(endpoint)
+        self._going = going = Trip(self, run, self._means)
+        going.start(endpoints)
+        if self._paused and self._going is going:
+            going.pause()
+
+    def refuse(self, refusal: Refuse) -> None:
+        if not self._ended:
+            self._end(None)
+            self._answer.refused(refusal)
+
+    def abandon(self) -> None:
+        """Stop working on it; what comes next will be said."""
+        self._stop()
+
+    def inquire(self, inquire: Inquire) -> None:
+        """Say what became of an attempt."""
+        if self._ended or inquire.attempt < self._attempt:
+            return
+        if inquire.attempt == self._attempt and self._going is not None:
+            self._tell(Underway(self.asked.id, self._attempt))
+        elif self._failed is not None and self._failed.attempt == inquire.attempt:
+            self._tell(self._failed)
+        else:  # Its order to run never came.
+            self._attempt = inquire.attempt
+            self.failed("timeout", "", "was never begun")
+
+    # What the client wants.
+
+    def cancel(self) -> None:
+        if not self._ended:
+            self._end(Cancelled(self.asked.id))
+
+    def room(self, there: bool) -> None:
+        if there is not self._paused:
+            return
+        self._paused = not there
+        if self._going is not None:
+            if there:
+                self._going.resume()
+            else:
+                self._going.pause()
+
+    # What the attempt tells.
+
+    def segment_done(self, place: int) -> None:
+        self._tell(SegmentDone(self.asked.id, self._attempt, place))
+
+    def tokens(self, choices: list[Choice]) -> None:
+        """More of the answer. What is beyond its end was not asked for, and ends it."""
+        kept, lied = self._keep(choices)
+        if kept and self._answer.tokens(kept):
+            self._tell_first()
+            self._end(Finished(self.asked.id, self._attempt, len(self.output)))
+            return
+        if self._ended or not kept:
+            return
+        self._tell_first()
+        if lied:
+            self._finish(self._whole or "length")
+
+    def _keep(self, choices: list[Choice]) -> tuple[list[Choice], bool]:
+        """Those up to the answer's end, and whether there are more."""
+        output, ends, most = self.output, self.ends, self.asked.max_output_tokens
+        for place, choice in enumerate(choices):
+            if self._whole is not None:
+                return choices[:place], True
+            output.append(choice.token)
+            if choice.token in ends:
+                self._whole = "stop"
+            elif len(output) >= most:
+                self._whole = "length"
+        return choices, False
+
+    def _tell_first(self) -> None:
+        if not self._first:
+            self._first = True
+            self._tell(FirstToken(self.asked.id, self._attempt))
+
+    def finished(self, reason: Reason, cached_tokens: int) -> None:
+        """Its engine says that it is whole, and that adds up."""
+        self._cached_tokens = min(cached_tokens, self.asked.prompt_tokens)
+        self._going = None
+        self._finish(reason)
+
+    def _finish(self, reason: Reason) -> None:
+        self._end(Finished(self.asked.id, self._attempt, len(self.output)))
+        self._answer.finished(reason, self._cached_tokens)
+
+    def failed(self, kind: FailureKind, where: str, why: str) -> None:
+        """The attempt is over. Nothing is missing where the last token was heard; else the Brain says what next."""
+        self._going = None
+        streamed = len(self.output)
+        log.info("request %s, attempt %d: %s %s (%s)", self.asked.id, self._attempt, where, why, kind)
+        if self._whole is not None:
+            self._finish(self._whole)
+            return
+        self._failed = Failed(self.asked.id, self._attempt, kind, where, streamed)
+        self._tell(self._failed)
+
+    def _stop(self) -> None:
+        going, self._going = self._going, None
+        if going is not None:
+            going.stop()
+
+    def _end(self, event: Event | None) -> None:
+        self._ended = True
+        self._stop()
+        self._over(self, event)
+        if event is not None:
+            self._tell(event)

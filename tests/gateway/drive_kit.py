@@ -1,0 +1,391 @@
+"""Engines that only exist here, and all that a driver needs around it: a clock, a door, a Brain.
+
+Each token is drawn from a hash of all tokens before it, so that any answer can be checked whatever became of it on
+the way. Tests say when an engine writes its next line, and what goes wrong.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from typing import Any, Literal
+
+from potluck.core.brain.actions import Action, Refuse, Start
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Event, Planned, ReplicaReady, Tick
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
+from potluck.core.brain.policy import Policy
+from potluck.core.values.layout import single
+from potluck.core.values.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    NodeCount,
+    Plan,
+    Replica,
+    Share,
+    Template,
+)
+from potluck.core.values.sampling import Choice
+from potluck.core.values.types import Role
+from potluck.gateway.drive.rides import Rides
+from potluck.gateway.parts import Address, Asked, Endpoint, Listener
+
+VOCAB, EOS = 40, 0
+MODEL = "m"
+
+
+def next_token(history: Sequence[int], barred: bool = False) -> int:
+    """What comes behind these tokens."""
+    digest = blake2b(json.dumps(list(history)).encode(), digest_size=4).digest()
+    token = int.from_bytes(digest, "little") % VOCAB
+    return 1 if barred and token == EOS else token
+
+
+def right_answer(asked: Asked) -> list[int]:
+    """What an undisturbed engine says."""
+    tokens: list[int] = []
+    while len(tokens) < asked.max_output_tokens:
+        tokens.append(next_token([*asked.prompt, *tokens], len(tokens) < asked.min_tokens))
+        if tokens[-1] in asked.ends:
+            break
+    return tokens
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = count()
+
+    def now_s(self) -> float:
+        return self.now
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now + delay_s, next(self._number), call))
+
+    def pass_s(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._due and self._due[0][0] <= until:
+            due_s, _, call = heapq.heappop(self._due)
+            self.now = max(self.now, due_s)
+            call()
+        self.now = until
+
+
+@dataclass
+class Heard:
+    """An answer as its client has it."""
+
+    asked: Asked
+    tokens_: list[int] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    end: str | None = None
+    refusal: Refuse | None = None
+    stop_after: int | None = None
+    """Where a stop string is found."""
+    cached: int = 0
+    on_tokens: Callable[[], None] | None = None
+    relayed: bytes = b""
+    status: int = 0
+    relay_ended: bool = False
+
+    def tokens(self, choices: Sequence[Choice]) -> bool:
+        assert not self.over, "more after the end"
+        self.choices += choices
+        self.tokens_ += [choice.token for choice in choices]
+        if self.on_tokens is not None:
+            self.on_tokens()
+        if self.stop_after is not None and len(self.tokens_) >= self.stop_after:
+            self.end = "stop string"
+            return True
+        return False
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
+        assert not self.over, "ended twice"
+        self.end, self.cached = reason, cached_tokens
+
+    def relay_begin(self, status: int, content_type: bytes) -> None:
+        assert not self.status, "begun twice"
+        self.status = status
+
+    def relay(self, data: bytes) -> None:
+        assert self.status
+        assert not self.over
+        self.relayed += data
+
+    def relay_end(self) -> None:
+        assert self.status
+        assert not self.over
+        self.relay_ended = True
+
+    def refused(self, refusal: Refuse) -> None:
+        assert not self.over, "ended twice"
+        self.refusal = refusal
+
+    @property
+    def over(self) -> bool:
+        return self.end is not None or self.refusal is not None or self.relay_ended
+
+    def is_right(self) -> None:
+        """All of the right answer, once."""
+        assert self.refusal is None, self.refusal
+        expected = right_answer(self.asked)
+        assert self.tokens_ == expected
+        assert self.end == ("stop" if expected[-1] in self.asked.ends else "length")
+
+
+class Call:
+    """A request at an engine that only exists here."""
+
+    def __init__(self, fleet: Fleet, replica: str, path: bytes, raw: bytes, listener: Listener) -> None:
+        self.fleet, self.replica, self.path, self.listener = fleet, replica, path, listener
+        self.raw = raw
+        self.body: dict[str, Any] = json.loads(raw)
+        self.cancelled = self.over = self.paused = False
+        self.place = 0
+        self.output: list[int] = []
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.fleet.calls.pop(self, None)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    # What the engine does.
+
+    @property
+    def live(self) -> bool:
+        return self in self.fleet.calls and self.replica not in self.fleet.stopped
+
+    def write(self, *lines: object) -> None:
+        if self.live:
+            if self.place == 0:
+                self.listener.head(200, {b"content-type": b"application/x-ndjson"})
+            self.place += 1
+            self.write_raw(
+                b"".join(json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in lines)
+            )
+
+    def write_raw(self, data: bytes) -> None:
+        if self.live:
+            self.listener.data(data)
+
+    def end(self) -> None:
+        if self.live:
+            del self.fleet.calls[self]
+            self.over = True
+            self.listener.done()
+
+    def lose(self, why: str = "connection reset") -> None:
+        if self in self.fleet.calls:
+            del self.fleet.calls[self]
+            self.over = True
+            self.listener.lost(why)
+
+    def refuse(self, status: int, code: str | None = None) -> None:
+        if self.live:
+            self.listener.head(status, {})
+            self.write_raw(json.dumps({"error": {"message": "no", "code": code}}).encode())
+            self.end()
+
+    @property
+    def hands_on(self) -> bool:
+        return "stop" in self.body
+
+    def line(self) -> list[object]:
+        """What it would write next; nothing while it waits for another engine."""
+        tokens = self.body["tokens"]
+        counts = {"prompt_tokens": len(tokens), "cached_tokens": 0, "output_tokens": len(self.output)}
+        if self.hands_on:
+            handle = self.body["handle"]
+            if self.place == 0:
+                return [{"handle": handle, "tokens": self.body["stop"]}]
+            if "source" in self.body and self.body["source"]["handle"] not in self.fleet.delivered:
+                return []
+            if self.place == 1:
+                return [{"computed": self.body["stop"] - self.body.get("start", 0), "handle": handle}]
+            if any(each.body.get("source", {}).get("handle") == handle for each in self.fleet.calls):
+                self.fleet.delivered.add(handle)
+                return [{"ended": "handed_on", **counts}]
+            return []
+        if "source" in self.body and self.body["source"]["handle"] not in self.fleet.delivered:
+            return []
+        if self.output and (
+            len(self.output) >= self.body["max_tokens"] or self.output[-1] in self.body.get("end_tokens", ())
+        ):
+            stops = self.output[-1] in self.body.get("end_tokens", ())
+            return [{"ended": "stop" if stops else "length", **counts}]
+        barred = len(self.output) < self.body["min_tokens"]
+        self.output.append(next_token([*tokens, *self.output], barred))
+        return [{"token": self.output[-1]}]
+
+    def step(self, lines: int = 1) -> bool:
+        """Write the next lines at once; whether there were any."""
+        if not self.live or self.paused:
+            return False
+        found: list[object] = []
+        while len(found) < lines and (more := self.line()):
+            found += more
+            if "ended" in more[0]:  # type: ignore[operator]
+                break
+            if self.hands_on:
+                break
+        if not found:
+            return False
+        self.write(*found)
+        if "ended" in found[-1]:  # type: ignore[operator]
+            self.end()
+        return True
+
+
+@dataclass
+class Fleet:
+    """Outgoing and Directory in one."""
+
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    calls: dict[Call, None] = field(default_factory=dict)
+    sent: list[Call] = field(default_factory=list)
+    delivered: set[str] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    stopped: set[str] = field(default_factory=set)
+    codecs: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add(self, replica: str, region: str = "near", **more: Any) -> None:
+        port = len(self.endpoints) + 1
+        kv = f"h:{port}"
+        self.endpoints[replica] = Endpoint(
+            replica, MODEL, region, Address("h", port), kv=kv, **({"vocab": VOCAB} | more)
+        )
+
+    def find(self, replica: str) -> Endpoint | None:
+        return self.endpoints.get(replica)
+
+    def codec(self, model: str, source_region: str, target_region: str) -> str:
+        return self.codecs.get((source_region, target_region), "raw")
+
+    def send(
+        self,
+        address: Address,
+        method: bytes,
+        path: bytes,
+        body: bytes,
+        listener: Listener,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        silence_s: float = 60.0,
+    ) -> Call:
+        replica = next(each.replica for each in self.endpoints.values() if each.address == address)
+        call = Call(self, replica, path, body, listener)
+        self.sent.append(call)
+        self.calls[call] = None
+        if replica in self.dead:
+            call.lose("connection refused")
+        return call
+
+    def kill(self, replica: str) -> None:
+        for call in [call for call in self.calls if call.replica == replica]:
+            call.lose()
+
+    def step_all(self, lines: int = 1) -> bool:
+        stepped = [call.step(lines) for call in list(self.calls)]
+        return any(stepped)
+
+
+def plan_of(names: Sequence[Sequence[Role]], region: str = "near") -> Plan:
+    """A unit for each list of roles: one mixed replica, or a combo of prefill and decode."""
+    templates = []
+    for place, roles in enumerate(names):
+        kind = "homogeneous" if len(roles) == 1 else "combo"
+        capacity = (BucketCapacity(0, 0.0, 0.0, 1.0, 0.1, 0.02),)
+        replicas = tuple(Replica(role, single("node", 1, 8)) for role in roles)
+        templates.append(
+            Template(f"t{place}", kind, MODEL, (NodeCount("node", 1),), replicas, capacity, "measured")  # type: ignore[arg-type]
+        )
+    return Plan(
+        "test",
+        tuple(templates),
+        tuple(Deployment(each.name, region, 1) for each in templates),
+        (Bucket(MODEL, 0, 100_000, 1.0),),
+        tuple(Share(each.name, region, 0, "closed", 1.0) for each in templates),
+        (),
+        (),
+        1.0,
+        0.0,
+    )
+
+
+class Desk:
+    """A Brain with its clock; replicas that it starts are ready at once."""
+
+    def __init__(self, clock: Clock, fleet: Fleet, plan: Plan, policy: Policy) -> None:
+        self.clock, self.fleet = clock, fleet
+        self.brain = Brain(
+            Facts(
+                {MODEL: ModelFacts(1e5)},
+                {
+                    (each.name, place): ReplicaFacts(1e-4, 1e-3, 0.02, 8, 20_000, 200_000)
+                    for each in plan.templates
+                    for place in range(len(each.replicas))
+                },
+                {},
+                {},
+            ),
+            policy,
+        )
+        self.told: list[Event] = []
+        self.rides: Rides | None = None
+        self.tell(Planned(plan))
+
+    def tell(self, event: Event) -> None:
+        self.told.append(event)
+        actions: list[Action] = self.brain.on(self.clock.now, event)
+        for action in actions:
+            if isinstance(action, Start):
+                self.fleet.add(action.member.id, action.member.region)
+                self.tell(ReplicaReady(action.member.id))
+        if self.rides is not None:
+            self.rides.act(actions)
+
+    def now_s(self) -> float:
+        return self.clock.now
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.clock.pass_s(seconds)
+        self.tell(Tick())
+
+
+class Script:
+    """A Line that only writes down what it is told."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.told: list[Event] = []
+
+    def tell(self, event: Event) -> None:
+        self.told.append(event)
+
+    def now_s(self) -> float:
+        return self.clock.now
+
+
+def asked(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> Asked:
+    tokens = tuple((7 * place + len(name) + sum(name.encode())) % (VOCAB - 1) + 1 for place in range(prompt))
+    return Asked(name, MODEL, tokens, prompt, most, **({"ends": (EOS,)} | more))
+
+
+def driver(line: Desk | Script, fleet: Fleet, clock: Clock) -> Rides:
+    rides = Rides(line, fleet, fleet, clock.now_s, clock.later)
+    if isinstance(line, Desk):
+        line.rides = rides
+    return rides

@@ -1,0 +1,356 @@
+"""One request over the face: what engines are asked, what the user gets, what the Brain hears."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from drive_kit import EOS, Heard, asked, right_answer
+from drive_stage import LIES, Stage
+
+from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
+from potluck.core.brain.events import (
+    Cancelled,
+    Failed,
+    FailureKind,
+    Finished,
+    FirstToken,
+    SegmentDone,
+    Underway,
+)
+from potluck.core.values.route import Route, Segment, aggregated, handed_over
+from potluck.core.values.sampling import Choice, Sampling
+from potluck.gateway.drive.bodies import stretches
+from potluck.gateway.drive.trip import GRACE_S
+
+
+def test_a_whole_request_is_asked_for_streamed_and_told() -> None:
+    stage = Stage("x")
+    what = asked(sampling=Sampling(0.5, seed=3, logprobs=2), tenant="t", priority=4, min_tokens=2)
+    heard = stage.begin(what, aggregated("x"), weight=2.0)
+    body = stage.call("x").body
+    assert body["request"] == "r"
+    assert body["tokens"] == list(what.prompt)
+    assert (body["max_tokens"], body["min_tokens"], body["end_tokens"]) == (12, 2, [EOS])
+    assert (body["tenant"], body["weight"], body["priority"]) == ("t", 2.0, 4)
+    assert body["sampling"] == {"temperature": 0.5, "seed": 3, "logprobs": 2}
+    assert not {"start", "stop", "source", "handle", "codec"} & body.keys()
+    stage.to_end()
+    heard.is_right()
+    assert stage.news == [FirstToken("r", 0), Finished("r", 0, len(heard.tokens_))]
+    stage.at_rest()
+
+
+def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> None:
+    stage = Stage("a", "b", "c", far=("a",))
+    stage.fleet.codecs = {("far", "near"): "int8"}
+    what = asked()
+    route = Route((Segment("a", 0, 5), Segment("b", 5, 12), Segment("c", 12, None)))
+    heard = stage.begin(what, route)
+    a, b, c = (stage.call(name).body for name in "abc")
+    assert (a["stop"], a["codec"], "start" in a) == (5, "int8", False)
+    assert (b["start"], b["stop"], "codec" in b) == (5, 12, False)
+    assert (c["start"], "stop" in c) == (12, False)
+    assert b["source"] == {"kv": stage.fleet.endpoints["a"].kv, "handle": a["handle"]}
+    assert c["source"] == {"kv": stage.fleet.endpoints["b"].kv, "handle": b["handle"]}
+    assert len(a["handle"]) >= 32
+    assert a["handle"] != b["handle"]
+    stage.to_end()
+    heard.is_right()
+    assert stage.news[:3] == [SegmentDone("r", 0, 0), SegmentDone("r", 0, 1), FirstToken("r", 0)]
+    stage.at_rest()
+
+
+def test_neighbours_on_one_replica_are_one_segment_and_a_last_token_alone_is_none() -> None:
+    def found(*segments: Segment, prompt: int = 20) -> list[tuple[int, str, int, int | None]]:
+        parts = stretches(segments, prompt)
+        return [(each.place, each.replica, each.start, each.stop) for each in parts]
+
+    assert found(Segment("a", 0, 5), Segment("a", 5, 12), Segment("b", 12, None)) == [
+        (1, "a", 0, 12),
+        (2, "b", 12, None),
+    ]
+    assert found(Segment("a", 0, 5), Segment("a", 5, None)) == [(1, "a", 0, None)]
+    assert found(Segment("a", 0, 19), Segment("b", 19, 20), Segment("c", 20, None)) == [
+        (0, "a", 0, 19),
+        (2, "c", 19, None),
+    ]
+    assert found(Segment("a", 0, 1), Segment("b", 1, None), prompt=1) == [(1, "b", 0, None)]
+
+
+def test_tokens_of_one_piece_are_passed_on_together_wherever_it_is_cut() -> None:
+    stage = Stage("x")
+    heard = stage.begin(asked(most=4, ends=()), aggregated("x"))
+    call = stage.call("x")
+    pieces: list[int] = []
+    heard.on_tokens = lambda: pieces.append(len(heard.tokens_))
+    call.listener.head(200, {})
+    call.listener.data(b'{"token":5}\n{"token":6}\n{"tok')
+    call.listener.data(b'en":7,"logprob":-0.5,"top":[[7,-0.5],[8,-1]]}')
+    assert heard.tokens_ == [5, 6]
+    call.listener.data(
+        b'\n{"token":8}\n{"ended":"length","prompt_tokens":20,"cached_tokens":16,"output_tokens":4}\n'
+    )
+    assert pieces == [2, 4]
+    assert heard.choices[2] == Choice(7, -0.5, ((7, -0.5), (8, -1.0)))
+    assert (heard.end, heard.cached) == ("length", 16)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_does_not_add_up_ends_the_attempt_and_the_next_goes_on_from_there(lie: str) -> None:
+    stage = Stage("x", "y")
+    what = asked("z", most=9)
+    expected = right_answer(what)
+    assert len(expected) > 3
+    heard = stage.begin(what, aggregated("x"))
+    call = stage.call("x")
+    if lie != "an end before it began":
+        call.step()
+    else:
+        call.listener.head(200, {})
+    call.write_raw(LIES[lie])
+    told = len(heard.tokens_)
+    assert stage.news[-1] == Failed("z", 0, "replica", "x", told)
+    assert call.cancelled
+    call.listener.data(b'{"token":5}\n')
+    call.listener.done()
+    assert heard.tokens_ == expected[:told]
+    stage.again(what, aggregated("y"), 1, told)
+    assert stage.call("y").body["tokens"] == [*what.prompt, *expected[:told]]
+    assert stage.call("y").body["max_tokens"] == 9 - told
+    stage.to_end()
+    heard.is_right()
+    assert stage.news[-1] == Finished("z", 1, len(expected))
+    stage.at_rest()
+
+
+REFUSALS: list[tuple[int, str | None, FailureKind]] = [
+    (503, "draining", "replica"),
+    (503, "try_again", "replica"),
+    (409, "role", "replica"),
+    (500, None, "replica"),
+    (404, "model_not_found", "replica"),
+    (401, None, "replica"),
+    (429, None, "memory"),
+    (400, "context_length_exceeded", "memory"),
+    (403, "not_a_peer", "transfer"),
+    (504, "deadline", "timeout"),
+    (424, "hand_over", "replica"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "kind"), REFUSALS)
+def test_a_refusal_is_told_as_what_it_is(status: int, code: str | None, kind: FailureKind) -> None:
+    stage = Stage("x")
+    stage.begin(asked(), aggregated("x"))
+    stage.call("x").refuse(status, code)
+    assert stage.news == [Failed("r", 0, kind, "x", 0)]
+
+
+@pytest.mark.parametrize("far", [(), ("p",)], ids=["one region", "two regions"])
+@pytest.mark.parametrize("dies", ["at once", "within the grace", "not at all"])
+@pytest.mark.parametrize("who", ["receiver", "sender"])
+def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
+    who: str, dies: str, far: tuple[str, ...]
+) -> None:
+    stage = Stage("p", "d", far=far)
+    what = asked()
+    stage.begin(what, handed_over("p", "d", 10))
+    p, d = stage.call("p"), stage.call("d")
+    p.step()
+    p.step()
+    if dies == "at once":
+        (p if who == "receiver" else d).lose()
+    if who == "receiver":
+        d.refuse(502, "hand_over")
+    else:
+        p.write(
+            {
+                "ended": "error",
+                "prompt_tokens": 20,
+                "cached_tokens": 0,
+                "output_tokens": 0,
+                "code": "receiver_gone",
+            }
+        )
+    other = "p" if who == "receiver" else "d"
+    if dies == "within the grace":
+        assert stage.news == []
+        (p if who == "receiver" else d).lose()
+    stage.clock.pass_s(GRACE_S)
+    if dies != "not at all":
+        assert stage.news == [Failed("r", 0, "replica", other, 0)]
+    elif far:
+        assert stage.news == [Failed("r", 0, "link", "far->near", 0)]
+    else:
+        assert stage.news == [Failed("r", 0, "transfer", other, 0)]
+    assert p.cancelled or p.over
+    assert d.cancelled or d.over
+
+
+def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
+    stage = Stage("p", "d")
+    what = asked()
+    heard = stage.begin(what, handed_over("p", "d", 10))
+    p, d = stage.call("p"), stage.call("d")
+    p.step()
+    p.step()
+    stage.fleet.delivered.add(p.body["handle"])
+    d.step()
+    p.lose()
+    stage.to_end()
+    heard.is_right()
+    assert stage.news == [FirstToken("r", 0), Finished("r", 0, len(heard.tokens_))]
+    stage.at_rest()
+
+
+def test_an_answer_that_is_whole_needs_no_last_line() -> None:
+    for most, ends in ((3, ()), (99, (EOS,))):
+        stage = Stage("x")
+        what = asked("e", most=most, ends=ends)
+        heard = stage.begin(what, aggregated("x"))
+        call = stage.call("x")
+        while len(heard.tokens_) < len(right_answer(what)):
+            call.step()
+        assert heard.end is None
+        call.lose()
+        heard.is_right()
+        assert stage.news[-1] == Finished("e", 0, len(heard.tokens_))
+        stage.at_rest()
+
+
+def test_tokens_beyond_the_last_are_not_passed_on() -> None:
+    stage = Stage("x")
+    what = asked(most=3, ends=())
+    heard = stage.begin(what, aggregated("x"))
+    stage.call("x").write(*({"token": token} for token in [*right_answer(what), 5, 6]))
+    heard.is_right()
+    assert stage.call("x").cancelled
+    stage.at_rest()
+
+
+def test_an_end_token_before_min_tokens_is_a_lie() -> None:
+    stage = Stage("x", "y")
+    what = asked(most=12, min_tokens=5)
+    heard = stage.begin(what, aggregated("x"))
+    stage.call("x").step(2)
+    stage.call("x").write({"token": EOS})
+    assert stage.news[-1] == Failed("r", 0, "replica", "x", 2)
+    stage.again(what, aggregated("y"), 1, 2)
+    assert stage.call("y").body["min_tokens"] == 3
+    stage.to_end()
+    heard.is_right()
+
+
+def test_a_stop_string_ends_it_at_the_engine_too() -> None:
+    stage = Stage("x")
+    what = asked(most=30, ends=())
+    heard = Heard(what, stop_after=4)
+    stage.rides.begin(what, heard)
+    stage.rides.act([Run("r", aggregated("x"), 0, 20, 0)])
+    stage.to_end()
+    assert heard.tokens_ == right_answer(what)[:4]
+    assert stage.call("x").cancelled
+    assert stage.news[-1] == Finished("r", 0, 4)
+    stage.at_rest()
+
+
+def test_a_client_that_leaves_is_cancelled_everywhere_at_once() -> None:
+    stage = Stage("p", "d")
+    stage.begin(asked(), handed_over("p", "d", 10))
+    stage.rides.cancel("r")
+    assert stage.call("p").cancelled
+    assert stage.call("d").cancelled
+    assert stage.news == [Cancelled("r")]
+    stage.rides.cancel("r")
+    stage.at_rest()
+
+
+def test_a_client_that_leaves_while_it_is_told_a_token() -> None:
+    stage = Stage("x")
+    heard = stage.begin(asked(), aggregated("x"))
+    heard.on_tokens = lambda: stage.rides.cancel("r")
+    stage.call("x").step(3)
+    assert stage.news == [Cancelled("r")]
+    stage.at_rest()
+
+
+def test_orders_that_crossed_with_news_repeat_no_token() -> None:
+    stage = Stage("x", "y")
+    what = asked()
+    heard = stage.begin(what, aggregated("x"))
+    stage.call("x").step(2)
+    stage.rides.act([Abandon("r", ("x",)), Run("r", aggregated("y"), 1, 20, 0)])
+    assert stage.call("x").cancelled
+    assert stage.news[-1] == Failed("r", 1, "link", "", 2)
+    stage.again(what, aggregated("y"), 2, 2)
+    stage.rides.act([Run("r", aggregated("x"), 1, 22, 2)])  # Said twice, or late.
+    stage.to_end()
+    heard.is_right()
+
+
+def test_inquiries_are_answered_with_the_truth() -> None:
+    stage = Stage("x")
+    what = asked()
+    stage.begin(what, aggregated("x"))
+    stage.rides.act([Inquire("r", 0)])
+    assert stage.news[-1] == Underway("r", 0)
+    stage.call("x").step(2)
+    stage.fleet.kill("x")
+    failed = stage.news[-1]
+    stage.rides.act([Inquire("r", 0)])
+    assert stage.news[-1] == failed == Failed("r", 0, "replica", "x", 2)
+    stage.rides.act([Inquire("r", 1)])
+    assert stage.news[-1] == Failed("r", 1, "timeout", "", 2)
+    stage.again(what, aggregated("x"), 2, 2)
+    stage.to_end()
+    stage.rides.act([Inquire("r", 2)])
+    assert stage.news[-1] == stage.news[-2] == Finished("r", 2, len(right_answer(what)))
+    stage.rides.act([Inquire("never heard of", 0)])
+    assert stage.news[-1] == Cancelled("never heard of")
+
+
+def test_a_refusal_stops_what_runs() -> None:
+    stage = Stage("x")
+    heard = stage.begin(asked(), aggregated("x"))
+    stage.call("x").step()
+    refusal = Refuse("r", "deadline", "too late")
+    stage.rides.act([Abandon("r", ("x",)), refusal])
+    assert heard.refusal == refusal
+    assert stage.call("x").cancelled
+    stage.at_rest()
+
+
+def test_a_slow_reader_holds_its_own_answer_and_nobody_is_blamed() -> None:
+    stage = Stage("x")
+    what = asked()
+    heard = stage.begin(what, aggregated("x"))
+    stage.call("x").step()
+    stage.rides.room("r", False)
+    assert stage.call("x").paused
+    stage.clock.pass_s(500)
+    assert stage.news == [FirstToken("r", 0)]
+    stage.rides.room("r", True)
+    stage.rides.room("r", True)
+    stage.clock.pass_s(1.0)
+    stage.to_end()
+    heard.is_right()
+
+
+def test_a_replica_that_cannot_be_reached_fails_at_once() -> None:
+    stage = Stage("x", "y")
+    stage.begin(asked("a"), aggregated("gone"))
+    assert stage.news == [Failed("a", 0, "replica", "gone", 0)]
+    stage.fleet.dead.add("y")
+    heard = Heard(asked("b"))
+    stage.rides.begin(heard.asked, heard)
+    stage.rides.act([Run("b", handed_over("x", "y", 10), 0, 20, 0)])
+    assert stage.news[-1] == Failed("b", 0, "replica", "y", 0)
+    assert stage.call("x").cancelled
+
+
+def test_bodies_are_json_whatever_is_asked() -> None:
+    stage = Stage("x")
+    stage.begin(asked('a"\\é', tenant='"', salt="s"), aggregated("x"))
+    body = json.loads(stage.call("x").raw)
+    assert (body["request"], body["tenant"], body["salt"]) == ('a"\\é', '"', "s")
