@@ -14,7 +14,7 @@ from typing import Any
 from setuptools import setup
 
 COMPILED = {
-    "core/admission": "admission backlog lobby room",
+    "core/admission": "admission apart backlog between lobby mixes room",
     "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
     "core/replica": "batch batch_values lockstep sequences sharing",
     "core/routing": "affinity balance charges index links offers opportunistic pairs rebalance router speeds"

@@ -153,7 +153,7 @@ class Admission:
         late_s = self._end_s(place.since_s, place.flight, self.classes[place.flight.request.request_class])
         if at_s >= late_s:
             return self._too_late(at_s, place)
-        self.room.crowded = self.room.several and backlog.others(place.tenant, place.level)
+        self.room.between.crowded = self.room.several and backlog.others(place.tenant, place.level)
         return place.flight
 
     def take(self, at_s: float, flight: Flight) -> None:

@@ -80,7 +80,7 @@ class Lobby:
         """
         actions: list[Action] = []
         misses = 0
-        self._admission.room.now_s = at_s
+        self._admission.room.between.now_s = at_s
         admission, router, table = self._admission, self._router, self._table.models.get(model)
         while table is not None and (found := admission.next(at_s, model)) is not None:
             if isinstance(found, Refusal):

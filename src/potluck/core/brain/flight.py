@@ -72,6 +72,10 @@ class Flight:
     """Of its tenant."""
     long = False
     """Whether it has a long prompt there that is not computed."""
+    heavy = False
+    """Whether its tenant sends little but long prompts (`core/admission/apart.py`)."""
+    light_tokens = 0
+    """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from potluck.core.admission.admission import Admission, Refusal
 from potluck.core.admission.lobby import Lobby
+from potluck.core.admission.room import crowded
 from potluck.core.brain import events as told
 from potluck.core.brain.actions import Abandon, Action, RefusalReason, Refuse
 from potluck.core.brain.caches import Caches
@@ -57,6 +58,7 @@ class Flights:
         self._speeds = speeds
         self._admission = admission
         self._room = admission.room
+        self._between = admission.room.between
         self._lobby = Lobby(admission, router, table, self._run, self._turned_away, self._hold)
         self._backlogs = admission.backlogs
         self._weights = admission.weights
@@ -101,8 +103,8 @@ class Flights:
             self._admission.watch(flight)
         if self._weights:
             flight.weight = self._weights.get(request.tenant, 1.0)
-        if self._bounded and request.tenant is not self._room.tenant:
-            self._room.asks(flight)
+        if self._bounded and (self._room.several or request.tenant is not self._room.tenant):
+            self._between.asks(at_s, flight)
         return self._send(at_s, flight, table)
 
     def dispatch(self, at_s: float, flight: Flight) -> list[Action]:
@@ -118,7 +120,7 @@ class Flights:
             if self._backlogs and self._lobby.behind(flight, table):
                 return self._lobby.line_up(at_s, flight, table)
             if self._room.several:
-                self._room.now_s = at_s
+                self._between.now_s = at_s
             answer = self._router.send(flight, table)
             if answer is SENT:
                 return [self._run(at_s, flight)]
@@ -138,7 +140,7 @@ class Flights:
         if flight.earlier:
             self._speeds.began(at_s, flight, flight.earlier[0][0])
         if self._room.several:
-            self._room.sent(flight)
+            self._between.sent(flight)
         return flight.run()
 
     def _turned_away(self, at_s: float, each: Refusal) -> list[Action]:
@@ -167,8 +169,8 @@ class Flights:
         else:
             self._fleet.close(view, 0, 0)
         flight.done += 1
-        if flight.long:
-            self._room.computed(flight)
+        if flight.long or flight.light_tokens:
+            self._between.computed(flight)
         going_on = flight.done < len(flight.earlier)
         onto = flight.earlier[flight.done][0] if going_on else flight.last
         if flight.link and not going_on:
@@ -205,8 +207,8 @@ class Flights:
                 flight.last_tokens = 0
                 self._prompt_done(flight)
             self._speeds.began(at_s, flight, flight.last)
-            if flight.long:
-                self._room.computed(flight)
+            if flight.long or flight.light_tokens:
+                self._between.computed(flight)
             if self._backlogs:
                 actions += self._lobby.freed(at_s, flight.last)
         return actions
@@ -220,7 +222,9 @@ class Flights:
         if len(self._ended) >= ENDED:
             self._ended_before, self._ended = self._ended, set()
         last = flight.last
-        if last is not None and last.open_requests > last.easy[0] and flight.first_s >= 0:
+        if flight.mixed:
+            self._between.apart.answered(flight, event.output_tokens)
+        if last is not None and flight.first_s >= 0 and (crowded(last) or flight.heavy):
             self._room.ended(at_s, flight, last, event.output_tokens)
         if self._watches:
             self._steward.finished(at_s, flight, event.output_tokens)
@@ -260,7 +264,7 @@ class Flights:
             self._fleet.close(flight.last, flight.last_tokens, flight.total_tokens)
             last, flight.last = flight.last, None
             if flight.mixed:
-                self._room.left(flight)
+                self._between.left(flight)
         flight.watched_s = -1.0
         if flight.link:
             self._router.links.arrived(flight)

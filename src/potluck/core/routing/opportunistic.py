@@ -41,6 +41,23 @@ def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
     return first_s + (full_s - first_s) * (batch - 1) / (planned - 1)
 
 
+def next_step_seconds(view: View) -> float:
+    """A decode step with one request more."""
+    return step_seconds(view.facts, view.open_requests + 1) * view.pace
+
+
+def fullness(view: View) -> float:
+    """How full it would be with one request more; without facts one request fills it."""
+    facts = view.facts
+    return (view.open_requests + 1) * view.pace / max(1, facts.decode_batch if facts is not None else 1)
+
+
+def seconds_per_token(view: View) -> float:
+    """Of a prompt."""
+    facts = view.facts
+    return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
+
+
 def busier(busy: float, prefills: Sequence[View]) -> float:
     """The running share of busy prefill replicas after one more look."""
     now = sum(view.open_prefill_tokens > 0 for view in prefills) / len(prefills)

@@ -12,8 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import inf
 
-from potluck.core.admission.room import CLOSED as CLOSED_WAY
-from potluck.core.admission.room import DECODE, PREFILL, Room, easy
+from potluck.core.admission.mixes import CLOSED as CLOSED_WAY
+from potluck.core.admission.mixes import DECODE, PREFILL
+from potluck.core.admission.room import Room, easy
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import Fleet, View
@@ -24,7 +25,15 @@ from potluck.core.routing.answers import SENT, Answer
 from potluck.core.routing.balance import BY_LOAD, Chooser
 from potluck.core.routing.charges import Charges
 from potluck.core.routing.links import Links
-from potluck.core.routing.opportunistic import busier, in_place, least_loaded, shortest_queue, step_seconds
+from potluck.core.routing.opportunistic import (
+    busier,
+    fullness,
+    in_place,
+    least_loaded,
+    next_step_seconds,
+    seconds_per_token,
+    shortest_queue,
+)
 from potluck.core.routing.pairs import high_end, stays_low, waits_s
 from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, sooner_whole
@@ -144,6 +153,10 @@ class Router:
 
     def _through(self, ways: Ways, flight: Flight, table: ModelTable) -> Answer:
         if ways.simple:
+            if self._room is not None and self._room.several and not flight.attempt:
+                via = self._room.between.via(ways.closed.prefills, flight)
+                if via is not None and 2 * self._affinity.most_cached(flight) <= flight.prompt_tokens:
+                    return self._over(*via, flight)
             target = self._target(ways.closed.prefills, flight)
             return self._to(target, flight) if target is not None else Answer.NOBODY
         fetch = False
@@ -205,8 +218,7 @@ class Router:
         """Until a prompt would be computed there."""
         views = [target.view] if target.view is not None else target.prefills
         return min(
-            (view.open_prefill_tokens + flight.prompt_tokens) * self._seconds_per_token(view)
-            for view in views
+            (view.open_prefill_tokens + flight.prompt_tokens) * seconds_per_token(view) for view in views
         )
 
     def _along(self, way: Way, flight: Flight, fetch: bool) -> Answer:
@@ -221,8 +233,17 @@ class Router:
         if first is second:
             return self._to(first, flight)
         holder = self._affinity.lender(flight, first.view) if fetch else None
-        self._hand_over(flight, first.view, second.view, flight.prompt_tokens, holder)
-        self.links.send(flight, way.source, way.target, flight.prompt_tokens)
+        return self._over(first, second, flight, holder)
+
+    def _over(
+        self, first: Target, second: Target, flight: Flight, holder: tuple[View, int] | None = None
+    ) -> Answer:
+        """The prompt on one replica, the answer on another."""
+        here, there = first.view, second.view
+        assert here is not None
+        assert there is not None
+        self._hand_over(flight, here, there, flight.prompt_tokens, holder)
+        self.links.send(flight, here.member.region, there.member.region, flight.prompt_tokens)
         if self._by_load:
             self._charges.flow(flight, first, second, flight.earlier[-1][1])
         return SENT
@@ -292,15 +313,15 @@ class Router:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
         else:
             target.busy = busier(target.busy, target.prefills)
-            alone = in_place(prefills, decodes, self._step_s, target.busy)
+            alone = in_place(prefills, decodes, next_step_seconds, target.busy)
             if alone is not None:
                 self._alone(flight, alone)
                 return
             if flight.request.blocks and self._policy.affinity > 0:
                 first = self._affinity.prefiller(prefills, flight)
             else:
-                first = shortest_queue(prefills, self._seconds_per_token)
-            second = least_loaded(decodes, self._fill)
+                first = shortest_queue(prefills, seconds_per_token)
+            second = least_loaded(decodes, fullness)
         self._hand_over(flight, first, second, flight.prompt_tokens)
 
     # Pairs.
@@ -309,7 +330,7 @@ class Router:
         """Split a prompt between a pair's two sides, or let it wait for a place on the low-end one."""
         lows, highs = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         low = min(lows, key=lambda view: view.open_prefill_tokens)
-        high = min(highs, key=self._fill)
+        high = min(highs, key=fullness)
         splits = self._facts.splits.get(low.member.template) if self._policy.split else None
         if self._by_load and not flight.charges:
             self._charges.whole(flight, target, flight.prompt_tokens, [low], [high])
@@ -377,17 +398,3 @@ class Router:
         if not flight.request.blocks or self._policy.affinity == 0:
             return stop - start
         return max(1, stop - max(start, self._affinity.cached(view, flight)))
-
-    # How replicas compare.
-
-    def _fill(self, view: View) -> float:
-        """How full it would be with one request more; without facts one request fills it."""
-        facts = view.facts
-        return (view.open_requests + 1) * view.pace / max(1, facts.decode_batch if facts is not None else 1)
-
-    def _step_s(self, view: View) -> float:
-        return step_seconds(view.facts, view.open_requests + 1) * view.pace
-
-    def _seconds_per_token(self, view: View) -> float:
-        facts = view.facts
-        return (facts.prefill_s_per_token if facts is not None else 1.0) * view.pace
