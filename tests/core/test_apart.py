@@ -57,9 +57,10 @@ def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None
         flood = [f"flood{number}"] if number % 2 else []
         for name in (*flood, f"other{number}"):
             tenant, prompt = ("flooder", 9000) if name in flood else ("other", 300)
-            for action in there.arrive(asks(name, there.now_s, tenant, prompt=prompt, output=20)):
-                if isinstance(action, Run) and action.request.startswith("other") and number > 100:
-                    seen.append(tuple(segment.replica for segment in action.route.segments))
+            told = there.arrive(asks(name, there.now_s, tenant, prompt=prompt, output=20))
+            runs = [each for each in told if isinstance(each, Run) and each.request.startswith("other")]
+            if number > 100:
+                seen += [tuple(segment.replica for segment in run.route.segments) for run in runs]
         for name, job in list(there.jobs.items()):
             at_s = there.requests[name].arrival_s
             if there.now_s - at_s < 0.3:
