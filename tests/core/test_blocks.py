@@ -34,6 +34,43 @@ def test_blocks_share_a_name_exactly_when_all_up_to_them_is_the_same(one: list[i
     assert len(a) == len(one) // SIZE
     assert block_hashes(one, "m", SIZE, most=2) == a[:2]
     assert not set(a) & set(block_hashes(one, "another", SIZE))
+    salted = block_hashes(one, "m", SIZE, salt="s")
+    assert not set(salted) & {*a, *block_hashes(one, "m", SIZE, salt="t"), *block_hashes(one, "ms", SIZE)}
+    assert salted == block_hashes(one, "m", SIZE, salt="s")
+
+
+def test_names_stay_what_they_are_in_files_and_at_other_engines() -> None:
+    """A change of names makes every cache on disk useless, and engines of two releases strangers."""
+    assert [f"{name:032x}" for name in block_hashes(range(33), "m")] == [
+        "0a8a44bb734b2eeaac6b6d72ad432c7b",
+        "4401f09e615480673f45b5dd38940774",
+    ]
+    assert [f"{name:032x}" for name in block_hashes(range(33), "m", salt="tenant é")] == [
+        "33db89c51ece1729d2bb65f5e04a6cd2",
+        "da241d405b8add53de93e3d6bf021309",
+    ]
+
+
+def test_a_salt_that_reads_like_a_block_is_not_taken_for_one() -> None:
+    tokens = [97 + 256 * place for place in range(SIZE)] + [1] * SIZE
+    salt = b"".join(token.to_bytes(8, "little") for token in tokens[:SIZE]).decode()
+    assert not set(block_hashes(tokens, "m", SIZE)) & set(block_hashes(tokens[SIZE:], "m", SIZE, salt=salt))
+
+
+def test_checkpoints_without_a_block_before_them_belong_to_their_root() -> None:
+    pool = BlockPool(8, exact=True, block_tokens=SIZE)
+    assert pool.keep_checkpoint((), (1, 2), 1, root=7)[0] is not None
+    assert pool.longest([1, 2, 3], (), 3, root=7).tokens == 2
+    assert pool.longest([1, 2, 3], (), 3).tokens == 0
+    assert pool.longest([1, 2, 3], (), 3, root=8).tokens == 0
+    assert pool.keep_checkpoint((), (1, 2), 1)[0] is not None
+    assert pool.longest([1, 2, 3], (), 3).tokens == 2
+    pool.check()
+
+
+def test_a_token_that_is_none_is_said() -> None:
+    with pytest.raises(InputError, match="tokens: must be whole numbers"):
+        block_hashes([1 << 63] * SIZE, "m", SIZE)
 
 
 class Plain:

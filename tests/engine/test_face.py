@@ -54,7 +54,7 @@ def test_segments_across_two_faces_answer_as_one(expected: list[int]) -> None:
     played(scene)
 
 
-def test_a_role_change_keeps_what_runs_and_refuses_the_rest(expected: list[int]) -> None:
+def test_a_role_says_what_an_engine_is_for_not_what_it_can_do(expected: list[int]) -> None:
     async def scene() -> None:
         async with face(make_service()) as one:
             running = asyncio.create_task(one.segment(TOKENS, max_tokens=200, ignore_eos=True))
@@ -62,12 +62,19 @@ def test_a_role_change_keeps_what_runs_and_refuses_the_rest(expected: list[int])
                 await asyncio.sleep(0.01)
             assert (await one.post("/role", {"action": "init", "role": "prefill"}))[1]["role"] == "mixed"
             assert (await one.post("/role", {"action": "activate"}))[1]["role"] == "prefill"
-            status, body = await one.segment(TOKENS, max_tokens=OUTPUT)
+            asked = {"model": NAME, "prompt": TOKENS, "max_tokens": OUTPUT}
+            status, body = await one.post("/v1/completions", asked)
             assert (status, body["error"]["code"]) == (409, "role")
+            assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
             status, lines = await running
             assert tokens_in(lines)[:OUTPUT] == expected
             assert (await one.post("/role", {"role": "decode"}))[1]["role"] == "decode"
-            assert (await one.segment(TOKENS, stop=40))[0] == 409
+            source = {"kv": one.kv, "handle": new_handle()}
+            (_, first), (_, rest) = await asyncio.gather(
+                one.segment(TOKENS, stop=40, handle=source["handle"]),
+                one.segment(TOKENS, start=40, max_tokens=OUTPUT, source=source),
+            )
+            assert (first[-1]["ended"], tokens_in(rest)) == ("handed_on", expected)
             assert tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1]) == expected
             assert (await one.post("/role", {"action": "stop"}))[1]["role"] == "mixed"
             assert (await one.get("/role"))[1]["next"] is None

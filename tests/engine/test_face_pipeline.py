@@ -146,7 +146,7 @@ def test_a_role_change_in_the_middle_changes_no_token(kind: str) -> None:
             async with one.session.post(one.url + "/segments", json=body) as reply:
                 await reply.content.readline()
                 assert (await one.post("/role", {"role": "prefill"}))[0] == 200
-                assert (await one.segment(tokens, max_tokens=1))[0] == 409
+                assert tokens_in((await one.segment(tokens, max_tokens=1))[1]) == tokens_in(lines)[:1]
                 assert (await one.post("/role", {"role": "decode"}))[0] == 200
                 text = (await reply.read()).decode()
             assert text.count('"token"') == 59

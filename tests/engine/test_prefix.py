@@ -59,6 +59,30 @@ def test_what_is_found_is_what_was_kept(kind: str, length: int) -> None:
         assert cache._pool.block_bytes == layout.block_bytes
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [7, 40])
+def test_prefixes_are_shared_under_one_salt_alone(kind: str, length: int, tmp_path: Path) -> None:
+    engine, tokens = runner(KINDS[kind], rows=2, blocks=40), prompt(length)
+    row = computed(engine, tokens)
+    disk = DiskTier(tmp_path, 10_000_000)
+    cache = PrefixCache(KINDS[kind], 10_000_000, "model", disk)
+
+    def read(layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+        return pack(engine, row, layer, start, stop)
+
+    cache.keep(tokens, length, read, "acme")
+    cache.flush()
+    held = length if cache.exact else length // 16 * 16
+    # From memory, and from disk after a restart.
+    for one in (cache, PrefixCache(KINDS[kind], 10_000_000, "model", DiskTier(tmp_path, 10_000_000))):
+        if one is not cache:
+            one.keep(prompt(length, 9), length, read)
+        assert one.find([*tokens, 1], length)[0] == 0
+        assert one.find([*tokens, 1], length, "other")[0] == 0
+        assert one.find([*tokens, 1], length, "acme")[0] == held
+        one.verify()
+
+
 @pytest.mark.parametrize("kind", ["full", "hybrid", "linear"])
 def test_what_went_to_disk_comes_back_after_a_restart(kind: str, tmp_path: Path) -> None:
     engine = runner(KINDS[kind], rows=3, blocks=80)

@@ -14,6 +14,7 @@ from potluck.api.growth import Shown
 from potluck.api.messages import Message, messages_of
 from potluck.api.stops import checked_stops
 from potluck.core.errors import FormatError, InputError
+from potluck.core.replica.block_values import LONGEST_SALT
 from potluck.core.values.sampling import Sampling, SamplingDefaults
 
 DEFAULT_TOKENS = 16
@@ -57,6 +58,8 @@ class Common:
     """Whether the tokenizer adds its own; None: to a completion, and to a chat whose template does not."""
     priority: int = 0
     """Higher first."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
 
     @property
     def shown(self) -> Shown:
@@ -161,6 +164,8 @@ def _check(asked: Completion | Chat, able: Abilities) -> None:
         raise InputError("stop_token_ids", f"at most {MOST_STOP_TOKENS}, got {len(asked.stop_token_ids)}")
     if asked.seed is not None and not -LARGEST_SEED <= asked.seed < LARGEST_SEED:
         raise InputError("seed", "must fit in 64 bits")
+    if asked.cache_salt is not None and not 1 <= len(asked.cache_salt) <= LONGEST_SALT:
+        raise InputError("cache_salt", f"must have 1 to {LONGEST_SALT} characters")
     limit = asked.limit
     if limit is not None and limit < 1:
         name = "max_tokens" if isinstance(asked, Completion) or asked.max_completion_tokens is None else ""

@@ -55,7 +55,6 @@ GUIDES: dict[str, tuple[object, ...]] = {
 OTHERS: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "audio": (),
-    "cache_salt": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),

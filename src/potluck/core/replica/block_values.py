@@ -9,28 +9,55 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import InputError
 
 HASH_BYTES = 16
 """Wide enough that nobody can make two prefixes of one name, and so read another's cache."""
 
 
+LONGEST_SALT = 200
+
+
+def chain_root(model: str = "", salt: str = "") -> bytes:
+    """Where the names of a model's blocks begin: its fingerprint, then the salt of who shares with nobody else."""
+    root = blake2b(model.encode(), digest_size=HASH_BYTES).digest()
+    if not salt:
+        return root
+    # Under a person of its own, since a salt may read like the tokens of a block.
+    said = salt.encode("utf-8", "surrogatepass")
+    return blake2b(root + said, digest_size=HASH_BYTES, person=b"potluck salt").digest()
+
+
 def block_hashes(
-    tokens: Sequence[int], salt: str = "", block_tokens: int = BLOCK_TOKENS, most: int | None = None
+    tokens: Sequence[int],
+    model: str = "",
+    block_tokens: int = BLOCK_TOKENS,
+    most: int | None = None,
+    salt: str = "",
 ) -> tuple[int, ...]:
-    """The names of the whole blocks in `tokens`; different salts (models, tenants) share nothing."""
-    name = blake2b(salt.encode(), digest_size=HASH_BYTES).digest()
-    found = []
+    """The names of the whole blocks in `tokens`. Different models share nothing, nor do different salts (tenants)."""
     count = len(tokens) // block_tokens
-    for index in range(count if most is None else min(count, most)):
-        block = tokens[index * block_tokens : (index + 1) * block_tokens]
-        name = blake2b(name + struct.pack(f"<{block_tokens}q", *block), digest_size=HASH_BYTES).digest()
-        found.append(int.from_bytes(name, "little"))
+    if most is not None:
+        count = min(count, most)
+    size = 8 * block_tokens
+    try:
+        data = struct.pack(f"<{count * block_tokens}q", *tokens[: count * block_tokens])
+    except struct.error as error:
+        raise InputError("tokens", "must be whole numbers of 64 bits") from error
+    name, hashed, number = chain_root(model, salt), blake2b, int.from_bytes
+    found = []
+    for start in range(0, count * size, size):
+        name = hashed(name + data[start : start + size], digest_size=HASH_BYTES).digest()
+        found.append(number(name, "little"))
     return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A length at which everything can be resumed: behind the block `after` (0: none), `rest` further tokens."""
+    """A length at which everything can be resumed: behind the block `after`, `rest` further tokens.
+
+    Without a block before it `after` is 0, or what stands for a salt.
+    """
 
     after: int
     rest: tuple[int, ...] = ()

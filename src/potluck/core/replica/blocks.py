@@ -96,8 +96,11 @@ class BlockPool:
         nodes = self._nodes
         return bisect_left(hashes, True, key=lambda name: name not in nodes)
 
-    def longest(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int) -> Found:
-        """What there is of a prompt, at most `most_tokens`; the use counts as recent."""
+    def longest(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0) -> Found:
+        """What there is of a prompt, at most `most_tokens`; the use counts as recent.
+
+        `root` tells checkpoints apart that no block comes before: those of another root are another's.
+        """
         if most_tokens < 1:
             return NOTHING
         depth = self.depth(hashes)
@@ -110,7 +113,8 @@ class BlockPool:
         node: _Node | None = self._nodes[hashes[depth - 1]] if depth else self._root
         blocks = depth
         while node is not None:
-            best = _longest_rest(node, tokens, blocks * self.block_tokens, most_tokens)
+            after = hashes[blocks - 1] if blocks else root
+            best = _longest_rest(node, after, tokens, blocks * self.block_tokens, most_tokens)
             if best is not None:
                 self._tick += 1
                 best.stamp = self._tick
@@ -138,10 +142,10 @@ class BlockPool:
         return new, gone
 
     def keep_checkpoint(
-        self, hashes: Sequence[int], rest: Sequence[int], blocks: int
+        self, hashes: Sequence[int], rest: Sequence[int], blocks: int, root: int = 0
     ) -> tuple[Placed | None, list[Placed]]:
         """A checkpoint of so many blocks, behind a chain that is kept: (it, unless there or too large; who went)."""
-        checkpoint = Checkpoint(hashes[-1] if hashes else 0, tuple(rest))
+        checkpoint = Checkpoint(hashes[-1] if hashes else root, tuple(rest))
         parent = self._nodes.get(hashes[-1]) if hashes else self._root
         if parent is None or blocks < 1 or len(hashes) + blocks > self.blocks:
             return None, []
@@ -329,14 +333,16 @@ class BlockPool:
         return Placed(name, places)
 
 
-def _longest_rest(node: _Node, tokens: Sequence[int], start: int, most_tokens: int) -> _Node | None:
-    """The checkpoint behind a block that goes furthest along `tokens`."""
+def _longest_rest(
+    node: _Node, after: int, tokens: Sequence[int], start: int, most_tokens: int
+) -> _Node | None:
+    """The checkpoint behind a block, or behind a root, that goes furthest along `tokens`."""
     best, most = None, -1
     for mark in node.marks or ():
         assert isinstance(mark.name, Checkpoint)
         rest = mark.name.rest
         size = len(rest)
-        if not most < size <= most_tokens - start:
+        if not most < size <= most_tokens - start or mark.name.after != after:
             continue
         if rest and tuple(tokens[start + size - 1 : start + size]) != rest[-1:]:
             continue  # the last token tells most of them apart

@@ -10,6 +10,7 @@ from aiohttp import web
 from potluck.api.bodies import parse_object, shaped, tokens_of
 from potluck.api.errors import Refused
 from potluck.core.errors import FormatError, InputError
+from potluck.core.replica.block_values import LONGEST_SALT
 from potluck.core.replica.sharing import require_weight
 from potluck.core.values.sampling import Sampling
 from potluck.engine.face.service import SERVICE
@@ -94,6 +95,8 @@ class SegmentAsk:
     tenant: str = ""
     """Whose it is: tenants share what is computed, by their weights."""
     weight: float = 1.0
+    salt: str = ""
+    """Prefixes are shared only with requests of the same salt."""
     source: Source | None = None
     handle: str | None = None
     """Under which the cache of [0, stop) can be fetched; made up and told if not given."""
@@ -106,6 +109,8 @@ class SegmentAsk:
         if len(self.tenant) > 200 or not (not self.tenant or self.tenant.isprintable()):
             raise InputError("tenant", "must be a name of at most 200 characters")
         require_weight(self.weight)
+        if len(self.salt) > LONGEST_SALT:
+            raise InputError("salt", f"must have at most {LONGEST_SALT} characters")
         if (self.start > 0) != (self.source is not None):
             raise InputError("source", "is needed when start is beyond 0, and only then")
         if not 0 <= self.min_tokens <= self.max_tokens:

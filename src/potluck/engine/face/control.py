@@ -1,8 +1,9 @@
 """Control: /status, /cache, /role, /drain, /health, /metrics.
 
 A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
-`stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on; from then on
-a prefill engine refuses to decode, a decode engine refuses to hand on, and a mixed one does all.
+`stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on. A role
+says what an engine is for, not what it can do: segments are run as they are asked for, whatever the role; a prefill
+engine answers no clients of its own (409 at /v1/...).
 """
 
 from __future__ import annotations

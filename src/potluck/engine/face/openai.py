@@ -26,7 +26,7 @@ from potluck.api.errors import Refused
 from potluck.api.fields import Abilities
 from potluck.api.growth import Delta
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.sampling import MOST_LOGPROBS, Sampling
+from potluck.core.values.sampling import MOST_LOGPROBS
 from potluck.engine.face.bodies import read_object
 from potluck.engine.face.errors import error_body
 from potluck.engine.face.generate import answer, whole_answer
@@ -109,16 +109,17 @@ def _jobs(service: Service, asked: Completion | Chat, tokens: tuple[int, ...]) -
         drawn = seed + (place << 32)
         way = sampling_of(asked, service.defaults, seed=drawn, logprobs=asked.reported)
         way = service.holding(way, ends, len(tokens), asked.min_tokens)
-        jobs.append(_job(service, tokens, output, way, ends, asked.priority))
+        job = Job(
+            service.hub.next_key(),
+            tokens,
+            output_tokens=output,
+            sampling=way,
+            ends=ends,
+            priority=asked.priority,
+            salt=asked.cache_salt or "",
+        )
+        jobs.append(job)
     return jobs
-
-
-def _job(
-    service: Service, tokens: tuple[int, ...], output: int, way: Sampling, ends: frozenset[int], priority: int
-) -> Job:
-    return Job(
-        service.hub.next_key(), tokens, output_tokens=output, sampling=way, ends=ends, priority=priority
-    )
 
 
 @dataclass(frozen=True, slots=True)

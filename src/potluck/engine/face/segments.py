@@ -35,10 +35,6 @@ async def segments(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked, tokens = segment_of(await read_object(request))
     service.must_be(asked.model)
-    if asked.stop is None and service.role == "prefill":
-        raise Refused(409, "this engine's role is prefill: it does not decode", "role")
-    if asked.stop is not None and service.role == "decode":
-        raise Refused(409, "this engine's role is decode: it hands nothing on", "role")
     if asked.source is not None:
         service.must_be_peer(address_of(asked.source.kv, "source.kv"))
     job = _job(service, asked, tokens)
@@ -76,6 +72,7 @@ def _job(service: Service, asked: SegmentAsk, tokens: tuple[int, ...]) -> Job:
         priority=asked.priority,
         tenant=asked.tenant,
         weight=asked.weight,
+        salt=asked.salt,
     )
 
 

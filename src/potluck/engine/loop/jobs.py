@@ -64,7 +64,7 @@ class Rows:
 
     def find(self, run: LiveJob, most_tokens: int) -> tuple[int, list[Parcel]]:
         """What is known of the job's first tokens, and how many those are."""
-        return self._prefixes.find(run.tokens, most_tokens)
+        return self._prefixes.find(run.tokens, most_tokens, run.job.salt)
 
     def begin(self, run: LiveJob, most_tokens: int) -> int:
         """Open a row and put what is known of the job's first `most_tokens` into it."""
@@ -99,7 +99,7 @@ class Rows:
         def read(layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
             return self._executor.export(row, layer, start, stop)
 
-        self._prefixes.keep(run.tokens, self._executor.held(row), read)
+        self._prefixes.keep(run.tokens, self._executor.held(row), read, run.job.salt)
 
     def catch_up(self, run: LiveJob, row: int, goal: int) -> None:
         """Compute what must come in steps of its own: what is too long for one (a prefix was lost since it was

@@ -36,6 +36,8 @@ class Job:
     tenant: str = ""
     """Tenants share what is computed, by their weights."""
     weight: float = 1.0
+    salt: str = ""
+    """Prefixes are shared only with those of the same salt."""
 
     def __post_init__(self) -> None:
         require_weight(self.weight)

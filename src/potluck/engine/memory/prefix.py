@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.replica.block_values import chain_root
 from potluck.core.replica.blocks import Changes, Found, block_hashes
 from potluck.core.values.model import Attention, FullAttention, LatentAttention
 from potluck.engine.memory.handover import Parcel
@@ -35,13 +36,13 @@ class PrefixCache:
     """Parcels by prefix. Changed by the engine's loop alone."""
 
     def __init__(
-        self, config: Config, capacity_bytes: int, salt: str = "", disk: DiskTier | None = None
+        self, config: Config, capacity_bytes: int, fingerprint: str = "", disk: DiskTier | None = None
     ) -> None:
         attentions = [layer.attention for layer in config.model.layers]
         self._paged = [index for index, kind in enumerate(attentions) if keeps_all(kind)]
         self._others = [index for index, kind in enumerate(attentions) if not keeps_all(kind)]
         self._capacity_bytes = capacity_bytes
-        self._salt = salt
+        self._fingerprint = fingerprint
         self._disk = disk
         self._pool: PrefixPool | None = None
         """Made when the first prefix is kept: only then is it known how large a block is."""
@@ -61,23 +62,26 @@ class PrefixCache:
     def enabled(self) -> bool:
         return self._capacity_bytes > 0
 
-    def find(self, tokens: Sequence[int], most_tokens: int) -> tuple[int, list[Parcel]]:
-        """The longest known prefix of at most so many tokens, and the parcels of [0, that)."""
+    def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[Parcel]]:
+        """The longest known prefix of at most so many tokens, and the parcels of [0, that).
+
+        Only what was kept under the same salt is known.
+        """
         if self._pool is None or most_tokens < 1:
             return 0, []
-        hashes = self._hashes(tokens[:most_tokens])
-        found = self._pool.find(tokens, hashes, most_tokens)
+        hashes = self._hashes(tokens[:most_tokens], salt)
+        found = self._pool.find(tokens, hashes, most_tokens, self._root(salt))
         return (found.tokens, self._parcels(self._pool, hashes, found)) if found.tokens else (0, [])
 
-    def keep(self, tokens: Sequence[int], held: int, read: Read) -> None:
+    def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
         """Keep what a row has of its first `held` tokens, which is all that it holds."""
         if not self.enabled or not held:
             return
-        hashes = self._hashes(tokens[:held])
+        hashes = self._hashes(tokens[:held], salt)
         if hashes:
             self._keep_blocks(hashes, read)
         if self.exact:
-            self._keep_rest(tokens, hashes, held, read)
+            self._keep_rest(tokens, hashes, held, read, self._root(salt))
 
     def changes(self) -> Changes:
         """Blocks that came and went since last asked for, for whoever keeps track of who has what."""
@@ -98,8 +102,12 @@ class PrefixCache:
         if self._pool is not None:
             self._pool.flush()
 
-    def _hashes(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return block_hashes(tokens, self._salt) if self._paged else ()
+    def _hashes(self, tokens: Sequence[int], salt: str) -> tuple[int, ...]:
+        return block_hashes(tokens, self._fingerprint, salt=salt) if self._paged else ()
+
+    def _root(self, salt: str) -> int:
+        """What checkpoints stand behind that have no block before them."""
+        return int.from_bytes(chain_root(self._fingerprint, salt), "little") if salt else 0
 
     def _keep_blocks(self, hashes: tuple[int, ...], read: Read) -> None:
         known = 0 if self._pool is None else self._pool.index.depth(hashes)
@@ -113,14 +121,16 @@ class PrefixCache:
         ]
         pool.keep(hashes, new)
 
-    def _keep_rest(self, tokens: Sequence[int], hashes: tuple[int, ...], held: int, read: Read) -> None:
+    def _keep_rest(
+        self, tokens: Sequence[int], hashes: tuple[int, ...], held: int, read: Read, root: int
+    ) -> None:
         whole = len(hashes) * BLOCK_TOKENS
         parcels = [parcel for layer in self._others for parcel in read(layer, 0, held)]
         ends = [read(layer, whole, held)[0] for layer in self._paged] if whole < held else []
         about = [(p.layer, p.part, p.first, p.stop, p.dtype, p.shape, len(p.data)) for p in parcels + ends]
         head = json.dumps(about).encode()
         pieces = [len(head).to_bytes(4, "little"), head, *(parcel.data for parcel in parcels + ends)]
-        self._made(ends, sum(map(len, pieces))).keep_checkpoint(hashes, tokens[whole:held], pieces)
+        self._made(ends, sum(map(len, pieces))).keep_checkpoint(hashes, tokens[whole:held], pieces, root)
 
     def _made(self, runs: list[Parcel], otherwise_bytes: int = 0) -> PrefixPool:
         """The pool. Its blocks are 16 tokens of all paged layers; without any, as large as the first checkpoint."""

@@ -50,11 +50,11 @@ class PrefixPool:
     def used_bytes(self) -> int:
         return (self.index.blocks - self.index.free_blocks) * self.block_bytes
 
-    def find(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int) -> Found:
+    def find(self, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int = 0) -> Found:
         """The longest prefix that can be resumed; what of it is on disk comes to memory."""
         if self.disk is not None and most_tokens > 0 and len(self.disk):
-            self._fetch(self.disk, tokens, hashes, most_tokens)
-        return self.index.longest(tokens, hashes, most_tokens)
+            self._fetch(self.disk, tokens, hashes, most_tokens, root)
+        return self.index.longest(tokens, hashes, most_tokens, root)
 
     def read(self, name: Name) -> memoryview | bytes:
         """The data; of a block the memory itself, which is another's after the next `keep`."""
@@ -76,10 +76,12 @@ class PrefixPool:
             self._write(one, pieces)
         return len(placed)
 
-    def keep_checkpoint(self, hashes: Sequence[int], rest: Sequence[int], pieces: Pieces) -> bool:
+    def keep_checkpoint(
+        self, hashes: Sequence[int], rest: Sequence[int], pieces: Pieces, root: int = 0
+    ) -> bool:
         """Keep what is needed to resume behind a chain that is kept and `rest`; whether that was new and fits."""
         size = sum(memoryview(piece).nbytes for piece in pieces)
-        one, gone = self.index.keep_checkpoint(hashes, rest, -(-size // self.block_bytes))
+        one, gone = self.index.keep_checkpoint(hashes, rest, -(-size // self.block_bytes), root)
         self._let_go(gone)
         if one is not None:
             self._write(one, pieces)
@@ -187,7 +189,9 @@ class PrefixPool:
         else:
             self.corrupted += 1
 
-    def _fetch(self, disk: DiskTier, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int) -> None:
+    def _fetch(
+        self, disk: DiskTier, tokens: Sequence[int], hashes: Sequence[int], most_tokens: int, root: int
+    ) -> None:
         """From disk what makes the prefix longer that can be resumed."""
         depth = self.index.depth(hashes)
         most = min(len(hashes), most_tokens // self.index.block_tokens)
@@ -196,8 +200,8 @@ class PrefixPool:
             reach += 1
         checkpoint = None
         if self.index.exact:
-            have = self.index.longest(tokens, hashes, most_tokens).tokens
-            reach, checkpoint = self._resumable(disk, tokens, hashes, reach, most_tokens)
+            have = self.index.longest(tokens, hashes, most_tokens, root).tokens
+            reach, checkpoint = self._resumable(disk, tokens, hashes, reach, most_tokens, root)
             if checkpoint is None or reach * self.index.block_tokens + len(checkpoint.rest) <= have:
                 return
         loaded: list[Pieces] = []
@@ -211,17 +215,23 @@ class PrefixPool:
         if checkpoint is not None:
             data = disk.get(checkpoint)
             if data is not None:
-                self.keep_checkpoint(hashes[:reach], checkpoint.rest, [data])
+                self.keep_checkpoint(hashes[:reach], checkpoint.rest, [data], root)
 
     def _resumable(
-        self, disk: DiskTier, tokens: Sequence[int], hashes: Sequence[int], reach: int, most_tokens: int
+        self,
+        disk: DiskTier,
+        tokens: Sequence[int],
+        hashes: Sequence[int],
+        reach: int,
+        most_tokens: int,
+        root: int,
     ) -> tuple[int, Checkpoint | None]:
         """The longest checkpoint on disk behind at most `reach` blocks, and behind how many."""
         for blocks in range(reach, -1, -1):
             start = blocks * self.index.block_tokens
             fitting = [
                 each
-                for each in disk.behind(hashes[blocks - 1] if blocks else 0)
+                for each in disk.behind(hashes[blocks - 1] if blocks else root)
                 if start + len(each.rest) <= most_tokens
                 and tuple(tokens[start : start + len(each.rest)]) == each.rest
             ]
