@@ -20,8 +20,8 @@ from face_kit import Client, face, make_service, played
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.api.crowd import Crowd
 from potluck.engine.face import control, listen
-from potluck.engine.face.crowd import Crowd
 from potluck.engine.face.service import FaceLimits
 
 HALF_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "

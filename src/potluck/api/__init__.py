@@ -8,5 +8,6 @@ growth.py     an answer's text, token by token;  stops.py: stop strings in it
 answers.py    the shapes of replies;  chunks.py: the commonest as bytes, written straight
 members.py    JSON files that come with a model;  generation.py: what its makers say about drawing
 origin.py     requests that a page of somebody else made;  ids.py: `x-request-id`
+crowd.py      which connection gives way when there are too many
 errors.py     what goes wrong, as a status and OpenAI's error object
 """

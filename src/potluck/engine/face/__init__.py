@@ -10,5 +10,5 @@ segments.py   /segments: run a part of a request;  carriage.py: its cache, fetch
 page.py       /: a page for a person
 control.py    /status, /role, /drain, /health;  metrics.py: /metrics
 app.py        the routes, the key, the limits;  origin.py: pages of others;  peers.py: from whom caches may come
-listen.py     the port;  visit.py: one connection;  crowd.py: who gives way;  uploads.py: bodies that are coming
+listen.py     the port;  visit.py: one connection;  uploads.py: bodies that are coming
 """

@@ -2,8 +2,8 @@
 
 aiohttp waits for ever for the rest of a request's head, accepts as many connections as there are file descriptors,
 and asyncio writes a traceback for each one that it then cannot accept. So connections are accepted here, no more than
-there is room for (`crowd.py` says who gives way), and each is watched: for heads that do not come, for clients that
-stop reading, for idle ones.
+there is room for (`api/crowd.py` says who gives way), and each is watched: for heads that do not come, for clients
+that stop reading, for idle ones.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections import Counter
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from potluck.api.crowd import Crowd
 from potluck.api.origin import Served
 from potluck.core.errors import InputError
 from potluck.engine.face.app import build
-from potluck.engine.face.crowd import Crowd
 from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.face.visit import Visit
 

@@ -1,6 +1,6 @@
 """One connection: aiohttp's protocol, with deadlines for heads and readers, and with errors in OpenAI's shape.
 
-A connection counts as waiting (`crowd.py`) until a request has come whole. aiohttp's own count of parsed requests
+A connection counts as waiting (`api/crowd.py`) until a request has come whole. aiohttp's own count of parsed requests
 tells when a head is there; `arrived` tells when its body is.
 """
 
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from potluck.api.crowd import Crowd
 from potluck.api.errors import error_object
 from potluck.api.ids import HEADER, request_id
-from potluck.engine.face.crowd import Crowd
 
 if TYPE_CHECKING:
     from potluck.engine.face.service import FaceLimits

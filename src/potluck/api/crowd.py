@@ -1,8 +1,8 @@
 """Which connection goes when there are too many, and which have waited too long. No I/O, no clock.
 
 A connection *waits* while no whole request has come over it: between requests, and with half a head or half a body.
-It is *busy* from the request's last byte to the answer's. Only those that wait can be sent away; whoever fills an
-engine with half-sent requests then loses the oldest of them, and a request that comes whole is answered. Of several
+It is *busy* from the request's last byte to the answer's. Only those that wait can be sent away; whoever fills a
+server with half-sent requests then loses the oldest of them, and a request that comes whole is answered. Of several
 addresses the one with the most that wait gives way, so that one client cannot crowd out the others.
 """
 

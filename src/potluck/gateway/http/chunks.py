@@ -1,0 +1,104 @@
+"""A body that comes in chunks, with HTTP's framing taken off. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from potluck.api.errors import Refused
+from potluck.gateway.http.heads import field
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+LINE_BYTES = 1024
+"""Of a chunk's size with its extensions, and of a trailer."""
+TRAILERS = 32
+
+_SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
+"""What is awaited where no bytes of a chunk are left: its size, its line end, a line after the last one."""
+
+
+class Chunks:
+    """Fed with what comes, gives back what it holds. `over` with the last chunk; `rest` came after it."""
+
+    __slots__ = ("_held", "_left", "_trailers", "over", "rest")
+
+    def __init__(self) -> None:
+        self._left = _SIZE_LINE
+        self._held = b""
+        self._trailers = 0
+        self.over = False
+        self.rest = b""
+
+    def feed(self, data: bytes) -> bytes:
+        if self._held:
+            data, self._held = self._held + data, b""
+        pieces: list[bytes] = []
+        at, end = 0, len(data)
+        while at < end:
+            left = self._left
+            if left == _SIZE_LINE:
+                stop = data.find(b"\r\n", at, at + LINE_BYTES)
+                if stop < 0:
+                    self._hold(data, at)
+                    break
+                left = self._size(data[at:stop])
+                at = stop + 2
+                if left == 0:
+                    self._left = _TRAILER
+                    continue
+                stop = at + left
+                if stop + 2 <= end:  # All of it is there, as it mostly is.
+                    if data[stop : stop + 2] != b"\r\n":
+                        raise Refused(400, "a chunk is longer than it says")
+                    pieces.append(data[at:stop])
+                    at = stop + 2
+                else:
+                    self._left = left
+            elif left > 0:
+                piece = data[at : at + left]
+                pieces.append(piece)
+                at += len(piece)
+                self._left = left - len(piece) or _CLOSING
+            elif left == _CLOSING:
+                closing = data[at : at + 2]
+                if closing == b"\r\n":
+                    at += 2
+                    self._left = _SIZE_LINE
+                elif closing == b"\r":
+                    self._held = closing
+                    break
+                else:
+                    raise Refused(400, "a chunk is longer than it says")
+            else:
+                at = self._trailer(data, at)
+                if self.over or self._held:
+                    break
+        if len(pieces) == 1:
+            return pieces[0]
+        return b"".join(pieces)
+
+    def _trailer(self, data: bytes, at: int) -> int:
+        """A line after the last chunk: a field that nobody reads, or the empty line that ends it all."""
+        stop = data.find(b"\r\n", at, at + LINE_BYTES)
+        if stop < 0:
+            self._hold(data, at)
+        elif stop == at:
+            self.over = True
+            self.rest = data[at + 2 :]
+        else:
+            field(data[at:stop])
+            self._trailers += 1
+            if self._trailers > TRAILERS:
+                raise Refused(431, f"there are more than {TRAILERS} trailers")
+        return stop + 2
+
+    def _size(self, line: bytes) -> int:
+        match = _SIZE.fullmatch(line)
+        if match is None:
+            raise Refused(400, "a chunk's size cannot be read")
+        return int(match[1], 16)
+
+    def _hold(self, data: bytes, at: int) -> None:
+        """A line that is not whole. What can never become one is refused at once."""
+        self._held = data[at:]
+        if len(self._held) >= LINE_BYTES or b"\n" in self._held or b"\r" in self._held[:-1]:
+            raise Refused(400, "a chunk's size cannot be read")

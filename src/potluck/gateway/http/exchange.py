@@ -1,0 +1,153 @@
+"""One request of a client, and the bytes of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from potluck.gateway.http.requests import Request
+from potluck.gateway.parts import Headers
+
+if TYPE_CHECKING:
+    from potluck.gateway.http.visit import Visit
+
+Fields = Iterable[tuple[bytes, bytes]]
+
+STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus
+}
+JOINED_BYTES = 65_536
+"""Up to here a piece is copied to stand in one write with its framing; what is larger is written as it is."""
+
+_NEW, _PIECES, _OVER = 0, 1, 2
+
+
+def head_of(status: int, fields: Fields, date: bytes) -> bytes:
+    """Without the empty line at its end."""
+    first = STATUS_LINES.get(status) or b"HTTP/1.1 %d Other\r\n" % status
+    parts = [first, date]
+    for name, value in fields:
+        parts.append(b"%b: %b\r\n" % (name, value))
+    made = b"".join(parts)
+    if made.count(b"\n") != len(parts) or made.count(b"\r") != len(parts):
+        raise ValueError("a header of an answer holds a line end")
+    return made
+
+
+class OpenExchange:
+    """The `Exchange` of parts.py on a connection that is there."""
+
+    __slots__ = (
+        "_chunked",
+        "_state",
+        "_stays",
+        "_visit",
+        "body",
+        "came_s",
+        "headers",
+        "method",
+        "on_gone",
+        "on_room",
+        "path",
+        "peer",
+        "query",
+    )
+
+    def __init__(self, visit: Visit, request: Request, peer: str, came_s: float) -> None:
+        self.method = request.method
+        self.path = request.path
+        self.query = request.query
+        self.headers: Headers = request.headers
+        self.body = request.body
+        self.peer = peer
+        self.came_s = came_s
+        self.on_gone: Callable[[], None] | None = None
+        self.on_room: Callable[[bool], None] | None = None
+        self._visit: Visit | None = visit
+        """None once the answer is over or the client has left."""
+        self._chunked = request.v11
+        self._stays = request.stays
+        self._state = _NEW
+
+    def reply(self, status: int, body: bytes, headers: Fields = ()) -> None:
+        visit = self._visit
+        if visit is None:
+            return
+        assert self._state == _NEW, "a second answer to one request"
+        stays = self._stays and not visit.last
+        head = head_of(status, headers, visit.date)
+        end = b"content-length: %d\r\n\r\n" if stays else b"content-length: %d\r\nconnection: close\r\n\r\n"
+        if status == 204 or status == 304:
+            end, body = (b"\r\n" if stays else b"connection: close\r\n\r\n"), b""
+        else:
+            end = end % len(body)
+        if self.method == b"HEAD":
+            body = b""
+        self._state = _OVER
+        self._visit = None
+        if len(body) <= JOINED_BYTES:
+            visit.write(b"%b%b%b" % (head, end, body))
+        else:
+            visit.write(head + end)
+            visit.write(body)
+        visit.answered(stays)
+
+    def begin(self, status: int, headers: Fields = ()) -> None:
+        visit = self._visit
+        if visit is None:
+            return
+        assert self._state == _NEW, "a second answer to one request"
+        self._stays = self._stays and not visit.last
+        head = head_of(status, headers, visit.date)
+        self._state = _PIECES
+        if self._chunked:
+            head += b"transfer-encoding: chunked\r\n"
+        if not self._stays:
+            head += b"connection: close\r\n"
+        visit.write(head + b"\r\n")
+        if self.method == b"HEAD":
+            self._state = _OVER
+
+    def write(self, data: bytes) -> None:
+        visit = self._visit
+        if visit is None or not data or self._state == _OVER:
+            return
+        assert self._state == _PIECES, "a piece of an answer that has not begun"
+        if not self._chunked:
+            visit.write(data)
+        elif len(data) <= JOINED_BYTES:
+            visit.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            visit.write(b"%x\r\n" % len(data))
+            visit.write(data)
+            visit.write(b"\r\n")
+
+    def end(self) -> None:
+        visit = self._visit
+        if visit is None:
+            return
+        assert self._state != _NEW, "the end of an answer that has not begun"
+        if self._chunked and self._state == _PIECES:
+            visit.write(b"0\r\n\r\n")
+        self._state = _OVER
+        self._visit = None
+        visit.answered(self._stays)
+
+    def drop(self) -> None:
+        visit = self._visit
+        self._visit = None
+        if visit is not None:
+            visit.abort()
+
+    def begun(self) -> bool:
+        """Whether some of the answer was written."""
+        return self._state != _NEW
+
+    def left(self) -> None:
+        """The client has gone."""
+        if self._visit is None:
+            return
+        self._visit = None
+        if self.on_gone is not None:
+            self.on_gone()

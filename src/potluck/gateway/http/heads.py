@@ -1,0 +1,129 @@
+"""Heads of HTTP/1 messages, read by a grammar that has no doubtful cases. Pure.
+
+Request smuggling lives on what two readers take differently: a space before a colon, a folded line, a bare line feed,
+two lengths. Here a line either matches the grammar or the message is refused, and nothing is repaired.
+
+Most lines of a client's request are those of its last one. So lines that were read are kept, up to a number, and
+reading one again is a look into a table. Lines that hold a secret are not kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from potluck.api.errors import Refused
+
+TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
+_FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
+_REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*) HTTP/(1\.[01])")
+_OTHER_VERSION = re.compile(TOKEN + rb"{1,24} [!-~]+ HTTP/\d\.\d")
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
+_LENGTH = re.compile(rb"\d{1,15}")
+
+ONCE = frozenset(
+    {
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"authorization",
+        b"content-type",
+        b"expect",
+        b"x-api-key",
+    }
+)
+"""Fields that may come once only: of two, nobody can say which one counts."""
+SECRET = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"cookie"})
+
+KEPT_LINES = 2048
+KEPT_BYTES = 256
+_fields_read: dict[bytes, tuple[bytes, bytes]] = {}
+_requests_read: dict[bytes, tuple[bytes, bytes, bytes, bool]] = {}
+
+
+def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
+    """Method, path, query, and whether it is HTTP/1.1."""
+    found = _requests_read.get(line)
+    if found is not None:
+        return found
+    match = _REQUEST.fullmatch(line)
+    if match is None:
+        if _OTHER_VERSION.fullmatch(line) and line[-8:] not in (b"HTTP/1.0", b"HTTP/1.1"):
+            raise Refused(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        raise Refused(400, "the request's first line cannot be read: METHOD /PATH HTTP/1.1 is wanted")
+    method, target, version = match.groups()
+    if target == b"*" and method != b"OPTIONS":
+        raise Refused(400, "the request's first line cannot be read: the path must begin with /")
+    path, _, query = target.partition(b"?")
+    found = (method, path, query, version == b"1.1")
+    if len(line) <= KEPT_BYTES:
+        if len(_requests_read) >= KEPT_LINES:
+            _requests_read.clear()
+        _requests_read[line] = found
+    return found
+
+
+def status_line(line: bytes) -> tuple[int, bool]:
+    """The status, and whether it is HTTP/1.1."""
+    match = _STATUS.fullmatch(line)
+    if match is None:
+        raise Refused(400, "the answer's first line cannot be read")
+    return int(match[2]), match[1] == b"1"
+
+
+def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Header lines, without the first one; names in small letters."""
+    found: dict[bytes, bytes] = {}
+    for line in lines:
+        pair = _fields_read.get(line)
+        if pair is None:
+            pair = field(line)
+        name, value = pair
+        if name in found:
+            if name in ONCE:
+                raise Refused(400, f"{name.decode()} comes twice")
+            value = found[name] + b", " + value
+        found[name] = value
+    return found
+
+
+def field(line: bytes) -> tuple[bytes, bytes]:
+    match = _FIELD.fullmatch(line)
+    if match is None:
+        raise Refused(400, "a header cannot be read: NAME: VALUE is wanted, on one line that ends in CR LF")
+    name, value = match[1].lower(), match[2].rstrip(b" \t")
+    if name not in SECRET and len(line) <= KEPT_BYTES:
+        if len(_fields_read) >= KEPT_LINES:
+            _fields_read.clear()
+        _fields_read[line] = (name, value)
+    return name, value
+
+
+CHUNKED = -1
+NO_LENGTH = -2
+
+
+def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
+    """Of a body: bytes, CHUNKED or NO_LENGTH."""
+    length, coding = headers.get(b"content-length"), headers.get(b"transfer-encoding")
+    if coding is None:
+        if length is None:
+            return NO_LENGTH
+        if _LENGTH.fullmatch(length) is None:
+            raise Refused(400, "content-length must be a number of bytes")
+        return int(length)
+    if length is not None:
+        raise Refused(400, "content-length and transfer-encoding exclude each other")
+    if coding.lower() != b"chunked" or not v11:
+        raise Refused(400 if coding.lower() == b"chunked" else 501, "transfer-encoding can only be chunked")
+    return CHUNKED
+
+
+def stays(headers: dict[bytes, bytes], v11: bool) -> bool:
+    """Whether the connection goes on after this message."""
+    said = headers.get(b"connection")
+    if said is None or not v11:
+        return v11
+    return said in (b"keep-alive", b"Keep-Alive") or b"close" not in said.lower().replace(b" ", b"").split(
+        b","
+    )

@@ -1,0 +1,57 @@
+"""How much a client may send, and how long it may take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SHARE_OF_FILES = 0.45
+"""Of the files that a process may have open: for clients, and as many for engines; a request may need both."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """All of it holds before anything is parsed or asked of anybody."""
+
+    line_bytes: int = 8_192
+    """Of a request's first line."""
+    head_bytes: int = 16_384
+    """Of that line and the headers."""
+    fields: int = 100
+    body_bytes: int = 8_000_000
+    bodies_bytes: int = 256_000_000
+    """Of all requests that have not come whole."""
+    connections: int = 65_536
+    """At once, and no more than there are files for."""
+    head_s: float = 10.0
+    """In which a request's line and headers must have come."""
+    body_s: float = 30.0
+    """In which its body must have come; a large one has a second more for every `body_bytes_per_s` that are there."""
+    body_bytes_per_s: int = 32_768
+    idle_s: float = 75.0
+    """How long a connection is kept between requests."""
+    stalled_s: float = 30.0
+    """How long an answer waits for a client that reads nothing."""
+    linger_s: float = 5.0
+    """How long the rest of what was refused is read and thrown away, so that the client sees the answer."""
+
+
+def open_files() -> float:
+    """How many files this process may have open; on some systems there is no such limit."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
+def allow_open_files() -> None:
+    """As many as the system lets us have: each request may need two."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

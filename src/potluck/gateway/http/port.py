@@ -1,0 +1,193 @@
+"""The gateway's port: who may come in, how long they may take, and how it all ends.
+
+uvloop accepts the connections. No more are kept than there is room for: when one too many comes, the oldest of those
+that wait gives way (`api/crowd.py`), and where all are busy the new one is told so. One look a second over all of
+them finds those that take too long, so that a request costs no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections import Counter
+from email.utils import formatdate
+from functools import partial
+
+from potluck.api.crowd import Crowd
+from potluck.api.errors import Refused
+from potluck.core.errors import InputError
+from potluck.gateway.http.limits import SHARE_OF_FILES, HttpLimits, open_files
+from potluck.gateway.http.visit import Visit
+from potluck.gateway.parts import Handler
+
+BACKLOG = 2048
+WATCH_S = 1.0
+LOG_S = 60.0
+"""Dropped connections are told of at most this often."""
+
+log = logging.getLogger(__name__)
+
+
+class Port:
+    """Some listening sockets, and all who came in by them."""
+
+    def __init__(self, handler: Handler, limits: HttpLimits) -> None:
+        self.handler, self.limits = handler, limits
+        self.closing = False
+        self.date = b""
+        self.address = ""
+        self.dropped: Counter[str] = Counter()
+        """Connections that ended because of what the client did, by the reason."""
+        self._crowd: Crowd[Visit] = Crowd(min(limits.connections, open_files() * SHARE_OF_FILES))
+        self._held: dict[Visit, int] = {}
+        self._held_bytes = 0
+        self._servers: list[asyncio.Server] = []
+        self._told: Counter[str] = Counter()
+        self._told_s = -LOG_S
+        self._empty: asyncio.Event = asyncio.Event()
+        shortest_s = min(limits.head_s, limits.body_s, limits.idle_s, limits.stalled_s, limits.linger_s)
+        self._watch_s = min(WATCH_S, shortest_s / 4)
+        self._watching: asyncio.TimerHandle | None = None
+        self._timed()
+
+    def __len__(self) -> int:
+        """Connections that are open."""
+        return len(self._crowd)
+
+    async def listen(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        limit_s = None if tls is None else self.limits.head_s
+        for each in sockets:
+            made = await loop.create_server(
+                partial(Visit, self), sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=limit_s
+            )
+            self._servers.append(made)
+        self._watching = loop.call_later(self._watch_s, self._watch)
+
+    async def close(self, within_s: float = 5.0) -> None:
+        """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off."""
+        self.closing = True
+        for server in self._servers:
+            server.close()
+        for visit in self._crowd:
+            visit.close_idle()
+        if len(self._crowd):
+            self._empty.clear()
+            try:
+                await asyncio.wait_for(self._empty.wait(), within_s)
+            except TimeoutError:
+                for visit in self._crowd:
+                    visit.end("cut off")
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    # What the connections tell.
+
+    def came(self, visit: Visit) -> None:
+        if self._crowd.full and not self._make_room():
+            self._crowd.came(visit, visit.peer)
+            visit.refuse(Refused(503, "too many requests are under way; try again", "overloaded"))
+            return
+        self._crowd.came(visit, visit.peer)
+        if self.closing:
+            visit.close_idle()
+
+    def left(self, visit: Visit) -> None:
+        self._crowd.left(visit)
+        self.released(visit)
+        if not len(self._crowd):
+            self._empty.set()
+
+    def works(self, visit: Visit) -> None:
+        self._crowd.works(visit)
+        if self._held:
+            self.released(visit)
+
+    def waits(self, visit: Visit) -> None:
+        self._crowd.waits(visit)
+
+    def holds(self, visit: Visit, size: int) -> None:
+        """So many bytes of a request that is not whole. Where there are too many, the largest one goes."""
+        self._held_bytes += size - self._held.get(visit, 0)
+        self._held[visit] = size
+        while self._held_bytes > self.limits.bodies_bytes:
+            largest = max(self._held, key=self._held.__getitem__)
+            self.released(largest)
+            largest.refuse(Refused(503, "too much is being sent to this gateway; try again", "overloaded"))
+
+    def released(self, visit: Visit) -> None:
+        self._held_bytes -= self._held.pop(visit, 0)
+
+    def drop(self, why: str) -> None:
+        """Counted, and told of now and then."""
+        self.dropped[why] += 1
+
+    def _make_room(self) -> bool:
+        visit = self._crowd.oldest()
+        if visit is None:
+            return False
+        self._crowd.left(visit)
+        visit.crowded_out()
+        return True
+
+    # Once in a while.
+
+    def _timed(self) -> None:
+        self.date = b"date: " + formatdate(usegmt=True).encode() + b"\r\n"
+
+    def _watch(self) -> None:
+        self._watching = asyncio.get_running_loop().call_later(self._watch_s, self._watch)
+        self._timed()
+        now_s = time.monotonic()
+        for visit in self._crowd:
+            why = visit.overdue(now_s)
+            if why:
+                visit.end(why)
+        if self.dropped != self._told and now_s - self._told_s >= LOG_S:
+            shown = ", ".join(f"{count} {why}" for why, count in sorted(self.dropped.items()))
+            log.warning("connections dropped so far: %s; %d are open", shown, len(self._crowd))
+            self._told, self._told_s = Counter(self.dropped), now_s
+
+
+async def open_port(
+    handler: Handler,
+    host: str,
+    port: int,
+    *,
+    limits: HttpLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+    shared: bool = False,
+) -> Port:
+    """Listen for clients. `shared`: other processes listen on the same port, and the system deals connections out."""
+    sockets = await bound(host, port, shared)
+    made = Port(handler, limits or HttpLimits())
+    first = sockets[0].getsockname()
+    shown = f"[{first[0]}]" if ":" in first[0] else first[0]
+    made.address = f"{'https' if tls else 'http'}://{shown}:{first[1]}"
+    try:
+        await made.listen(sockets, tls)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return made
+
+
+async def bound(host: str, port: int, shared: bool = False) -> list[socket.socket]:
+    """Sockets for each address of a host, on one port."""
+    made: list[socket.socket] = []
+    try:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, address in dict.fromkeys(found):
+            at = (address[0], made[0].getsockname()[1] if made else port, *address[2:])
+            made.append(socket.create_server(at, family=family, backlog=BACKLOG, reuse_port=shared))
+    except OSError as error:
+        for each in made:
+            each.close()
+        raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
+    return made

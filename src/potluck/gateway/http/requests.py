@@ -1,0 +1,167 @@
+"""A client's bytes become requests: whole ones, or a refusal. Does no I/O.
+
+However the bytes are cut on their way, the same requests come out. A refusal is final: nobody can say where the next
+request of that connection would begin.
+"""
+
+from __future__ import annotations
+
+import re
+
+from potluck.api.errors import Refused
+from potluck.gateway.http.chunks import Chunks
+from potluck.gateway.http.heads import CHUNKED, NO_LENGTH, fields, length_of, request_line, stays
+from potluck.gateway.http.limits import HttpLimits
+
+_NEVER = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|(?<!\r)\n|\r(?!\n|\Z)")
+"""What no head contains: to be told at once, and not when its end did not come in time."""
+
+
+class Request:
+    """One that has come whole."""
+
+    __slots__ = ("body", "headers", "method", "path", "query", "stays", "v11")
+
+    def __init__(
+        self, method: bytes, path: bytes, query: bytes, headers: dict[bytes, bytes], v11: bool
+    ) -> None:
+        self.method, self.path, self.query, self.headers, self.v11 = method, path, query, headers, v11
+        self.stays = stays(headers, v11)
+        self.body = b""
+
+
+class RequestReader:
+    """Fed with what comes, asked for whole requests."""
+
+    __slots__ = (
+        "_buffer",
+        "_chunks",
+        "_coming",
+        "_left",
+        "_limits",
+        "_parts",
+        "_parts_bytes",
+        "_scanned",
+        "wants",
+    )
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._buffer = b""
+        """What was not looked at, or is a part of a head."""
+        self._scanned = 0
+        self._coming: Request | None = None
+        """Its head is there, its body is not."""
+        self._left = 0
+        """Bytes of its body that have not come."""
+        self._chunks: Chunks | None = None
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+        self.wants = False
+        """The client waits for a word (100 Continue) before it sends the body; whoever says it sets this back."""
+
+    @property
+    def in_body(self) -> bool:
+        return self._coming is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """All that is kept of requests that are not whole."""
+        return len(self._buffer) + self._parts_bytes
+
+    def feed(self, data: bytes) -> None:
+        self._buffer = self._buffer + data if self._buffer else data
+
+    def take(self) -> Request | None:
+        """The next one, if it is whole."""
+        if self._coming is not None:
+            return self._more() if self._buffer else None
+        request = self._head()
+        if request is None:
+            return None
+        length = length_of(request.headers, request.v11)
+        if length == NO_LENGTH or length == 0:
+            return request
+        self._check_expect(request)
+        if length == CHUNKED:
+            self._chunks = Chunks()
+        else:
+            self._room(length)
+            if len(self._buffer) >= length:  # As it mostly is: all came at once.
+                request.body = self._buffer[:length]
+                self._buffer = self._buffer[length:]
+                return request
+            self._left = length
+        self._coming = request
+        if self._buffer:
+            return self._more()
+        self.wants = request.v11 and b"expect" in request.headers
+        return None
+
+    def _more(self) -> Request | None:
+        """Of the body of which a part is there."""
+        request, data = self._coming, self._buffer
+        assert request is not None
+        self.wants = False
+        if self._chunks is None:
+            piece, self._buffer = data[: self._left], data[self._left :]
+            self._left -= len(piece)
+            over = not self._left
+        else:
+            piece = self._chunks.feed(data)
+            over, self._buffer = self._chunks.over, self._chunks.rest
+        self._parts.append(piece)
+        self._parts_bytes += len(piece)
+        self._room(self._parts_bytes)
+        if not over:
+            return None
+        request.body = b"".join(self._parts)
+        self._parts, self._parts_bytes, self._coming, self._chunks = [], 0, None, None
+        return request
+
+    def _head(self) -> Request | None:
+        limits = self._limits
+        if self._buffer.startswith(b"\r\n"):  # Some send one too many after a body; it means nothing.
+            self._buffer, self._scanned = self._buffer.lstrip(b"\r\n"), 0
+        buffer = self._buffer
+        if not buffer:
+            return None
+        end = buffer.find(b"\r\n\r\n", max(0, self._scanned - 3), limits.head_bytes + 4)
+        if end < 0:
+            self._unfinished()
+            return None
+        lines = buffer[:end].split(b"\r\n")
+        line = lines[0]
+        if len(line) > limits.line_bytes:
+            raise Refused(414, f"the request's first line is longer than {limits.line_bytes} bytes")
+        if len(lines) > limits.fields + 1:
+            raise Refused(431, f"there are more than {limits.fields} headers")
+        method, path, query, v11 = request_line(line)
+        del lines[0]
+        headers = fields(lines)
+        if v11 and b"host" not in headers:
+            raise Refused(400, "host is missing")
+        self._buffer, self._scanned = buffer[end + 4 :], 0
+        return Request(method, path, query, headers, v11)
+
+    def _unfinished(self) -> None:
+        """A head that is not whole. What can never become one is refused at once."""
+        buffer, limits = self._buffer, self._limits
+        if _NEVER.search(buffer, max(0, self._scanned - 1)):
+            raise Refused(
+                400, "the request cannot be read as HTTP: lines of plain text that end in CR LF are wanted"
+            )
+        if len(buffer) >= limits.line_bytes + 2 and b"\r\n" not in buffer[: limits.line_bytes + 2]:
+            raise Refused(414, f"the request's first line is longer than {limits.line_bytes} bytes")
+        if len(buffer) >= limits.head_bytes + 4:
+            raise Refused(431, f"the head is larger than {limits.head_bytes} bytes")
+        self._scanned = len(buffer)
+
+    def _room(self, size: int) -> None:
+        if size > self._limits.body_bytes:
+            raise Refused(413, f"the body is larger than {self._limits.body_bytes} bytes")
+
+    def _check_expect(self, request: Request) -> None:
+        expected = request.headers.get(b"expect")
+        if expected is not None and expected.lower() != b"100-continue":
+            raise Refused(417, "expect can only be 100-continue")

@@ -1,0 +1,347 @@
+"""Requests to engines: connections kept, stale ones, silence, and what is told of each failure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.api.errors import Refused
+from potluck.gateway.http.answers import AnswerReader
+from potluck.gateway.http.calls import Calls
+from potluck.gateway.http.fetch import Unanswered, fetch
+from potluck.gateway.parts import Address, Headers
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.status = 0
+        self.heard = b""
+        self.why = ""
+        self.ended = asyncio.Event()
+        self.came = asyncio.Event()
+
+    def head(self, status: int, headers: Headers) -> None:
+        assert not self.ended.is_set()
+        self.status = status
+
+    def data(self, data: bytes) -> None:
+        assert not self.ended.is_set()
+        self.heard += data
+        self.came.set()
+
+    def done(self) -> None:
+        assert not self.ended.is_set()
+        self.ended.set()
+
+    def lost(self, why: str) -> None:
+        assert not self.ended.is_set()
+        self.why = why
+        self.ended.set()
+
+
+def engine(talk: Talk, work: Callable[[Calls, Address], Awaitable[None]], **options: float) -> None:
+    async def run() -> None:
+        async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                await talk(reader, writer)
+            writer.close()
+
+        server = await asyncio.start_server(hold, "127.0.0.1", 0)
+        calls = Calls(**options)
+        try:
+            async with asyncio.timeout(20):
+                await work(calls, Address("127.0.0.1", server.sockets[0].getsockname()[1]))
+        finally:
+            await calls.close()
+            server.close()
+
+    uvloop.run(run())
+
+
+async def request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = 0
+    for line in head.split(b"\r\n"):
+        if line.startswith(b"content-length: "):
+            length = int(line[16:])
+    return head + await reader.readexactly(length)
+
+
+def test_a_connection_is_used_again_and_the_request_is_whole() -> None:
+    seen: list[bytes] = []
+    visits: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(1)
+        while True:
+            seen.append(await request(reader))
+            writer.write(OK)
+
+    async def work(calls: Calls, address: Address) -> None:
+        for _ in range(3):
+            got = await fetch(calls, address, b"POST", b"/x?y", b"body", headers=[(b"a", b"b")])
+            assert (got[0], got[2]) == (200, b"hi")
+        assert len(calls) == 1
+
+    engine(talk, work)
+    assert len(visits) == 1
+    assert seen[0].startswith(b"POST /x?y HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert seen[0].endswith(b"a: b\r\ncontent-length: 4\r\n\r\nbody")
+
+
+def test_a_stale_connection_is_replaced_once_and_unseen() -> None:
+    visits: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(1)
+        await request(reader)
+        writer.write(OK)
+        if len(visits) == 1:
+            await request(reader)  # And then it is closed without a word.
+
+    async def work(calls: Calls, address: Address) -> None:
+        for _ in range(2):
+            assert (await fetch(calls, address, b"GET", b"/"))[2] == b"hi"
+
+    engine(talk, work)
+    assert len(visits) == 2
+
+
+def test_a_new_connection_that_fails_is_not_tried_again() -> None:
+    visits: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(1)
+        await request(reader)
+
+    async def work(calls: Calls, address: Address) -> None:
+        with pytest.raises(Unanswered, match="closed the connection before its answer"):
+            await fetch(calls, address, b"GET", b"/")
+
+    engine(talk, work)
+    assert len(visits) == 1
+
+
+def test_idle_connections_are_closed() -> None:
+    ended: list[int] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(OK)
+        assert await reader.read(-1) == b""
+        ended.append(1)
+
+    async def work(calls: Calls, address: Address) -> None:
+        await fetch(calls, address, b"GET", b"/")
+        while len(calls):
+            await asyncio.sleep(0.01)
+
+    engine(talk, work, idle_s=0.0)
+    assert ended == [1]
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "why"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhi", b"hi", "closed the connection in its answer"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n",
+            b"hi",
+            "closed the connection in its answer",
+        ),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"", "does not speak HTTP"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", b"", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n", b"", "does not speak HTTP"),
+        (b"HTTP/1.1 101 Switching\r\n\r\n", b"", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000, b"", "does not speak HTTP"),
+        (b"HTTP/1.1 200 OK\r\n\r\nhi", b"hi", ""),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"hi", ""),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", b"hi", ""),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", ""),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n", b"", ""),
+    ],
+)
+def test_what_an_engine_says(said: bytes, heard: bytes, why: str) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(said)
+        await writer.drain()
+
+    async def work(calls: Calls, address: Address) -> None:
+        ear = Ear()
+        calls.send(address, b"GET", b"/", b"", ear)
+        await ear.ended.wait()
+        assert ear.heard == heard
+        assert why in ear.why
+        assert bool(why) == bool(ear.why)
+        if why:
+            assert f":{address.port} " in ear.why
+
+    engine(talk, work)
+
+
+def test_silence_is_noticed_before_and_in_an_answer_and_not_while_we_rest() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await request(reader)).split(b" ")[1]
+        if path == b"/slow":
+            for _ in range(8):
+                writer.write(b"HTTP/1.1 200 OK\r\n\r\n" if _ == 0 else b"x")
+                await asyncio.sleep(0.05)
+            return
+        if path == b"/half":
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\nx")
+        await reader.read(-1)
+
+    async def work(calls: Calls, address: Address) -> None:
+        slow, half, mute, rests = Ear(), Ear(), Ear(), Ear()
+        calls.send(address, b"GET", b"/slow", b"", slow, silence_s=0.2)
+        calls.send(address, b"GET", b"/half", b"", half, silence_s=0.2)
+        calls.send(address, b"GET", b"/mute", b"", mute, silence_s=0.2)
+        calls.send(address, b"GET", b"/mute", b"", rests, silence_s=0.2).pause()
+        for ear in (slow, half, mute):
+            await ear.ended.wait()
+        assert (slow.why, slow.heard) == ("", b"x" * 7)
+        assert half.heard == b"x"
+        assert "said nothing for 0.2 s" in half.why
+        assert "said nothing for 0.2 s" in mute.why
+        assert not rests.ended.is_set()
+
+    engine(talk, work)
+
+
+def test_cancelling_closes_the_connection_and_nobody_hears() -> None:
+    ended = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nx")
+        try:
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        finally:
+            ended.set()
+
+    async def work(calls: Calls, address: Address) -> None:
+        ear = Ear()
+        call = calls.send(address, b"GET", b"/", b"", ear)
+        await ear.came.wait()
+        call.cancel()
+        heard = ear.heard
+        await ended.wait()
+        call.cancel()
+        assert ear.heard == heard
+        assert not ear.ended.is_set()
+        calls.send(address, b"GET", b"/", b"", Ear()).cancel()
+        while len(calls):
+            await asyncio.sleep(0.001)
+
+    engine(talk, work)
+
+
+def test_resting_holds_the_engine_back() -> None:
+    sent = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 30000000\r\n\r\n")
+        for _ in range(300):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+            sent += 1
+
+    async def work(calls: Calls, address: Address) -> None:
+        ear = Ear()
+        call = calls.send(address, b"GET", b"/", b"", ear)
+        await ear.came.wait()
+        call.pause()
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.05)
+        assert sent < 300
+        call.resume()
+        await ear.ended.wait()
+        assert (len(ear.heard), ear.why) == (30_000_000, "")
+
+    engine(talk, work)
+
+
+def test_who_cannot_be_reached_is_told_after_send_returned() -> None:
+    async def work() -> None:
+        calls = Calls(most=0)
+        ear = Ear()
+        calls.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear)
+        assert not ear.ended.is_set()
+        await ear.ended.wait()
+        assert "too many connections" in ear.why
+        calls = Calls()
+        for host in ("127.0.0.1", "::1", "no such name"):
+            with pytest.raises((Unanswered, ValueError)):
+                await fetch(calls, Address(host, 9), b"GET", b"/")
+        with pytest.raises(ValueError, match="line end"):
+            calls.send(Address("127.0.0.1", 9), b"GET", b"/", b"", ear, headers=[(b"a", b"b\r\nc: d")])
+        with pytest.raises(ValueError, match="space"):
+            calls.send(Address("127.0.0.1", 9), b"GET", b"/ HTTP/1.1\r\n", b"", ear)
+        await calls.close()
+
+    uvloop.run(work())
+
+
+def test_whole_answers_have_a_size_and_a_time() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/large" in await request(reader):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n" + b"x" * 100)
+        await reader.read(-1)
+
+    async def work(calls: Calls, address: Address) -> None:
+        with pytest.raises(Unanswered, match="larger than 50 bytes"):
+            await fetch(calls, address, b"GET", b"/large", most_bytes=50)
+        with pytest.raises(Unanswered, match="0.05 s"):
+            await fetch(calls, address, b"GET", b"/never", within_s=0.05)
+
+    engine(talk, work)
+
+
+ANSWER = (
+    b"HTTP/1.1 200 OK\r\nA: b\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1;x\r\nd\r\n0\r\nT: u\r\n\r\n"
+)
+
+
+@given(
+    st.sampled_from([ANSWER, OK, b"HTTP/1.1 103 Early\r\n\r\n" + OK]),
+    st.lists(st.integers(0, 99), max_size=9),
+)
+def test_any_cut_gives_the_same_answer(data: bytes, places: list[int]) -> None:
+    marks = sorted({min(place, len(data)) for place in places} | {0, len(data)})
+    reader, got = AnswerReader(False), b""
+    for a, b in itertools.pairwise(marks):
+        got += reader.feed(data[a:b])
+    assert (reader.status, got, reader.over, reader.rest) == (
+        200,
+        b"abcd" if data is ANSWER else b"hi",
+        True,
+        False,
+    )
+
+
+@given(st.binary(max_size=80))
+def test_an_answer_of_garbage_is_refused_or_awaited(data: bytes) -> None:
+    reader = AnswerReader(False)
+    try:
+        reader.feed(data)
+    except Refused:
+        return
+    assert not reader.over or data.startswith(b"HTTP/1.")

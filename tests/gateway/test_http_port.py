@@ -1,0 +1,379 @@
+"""Clients' connections over real sockets: in order, in time, and nobody falls over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+import uvloop
+
+from potluck.gateway.http.limits import HttpLimits
+from potluck.gateway.http.port import Port, open_port
+from potluck.gateway.parts import Exchange
+
+LIMITS = HttpLimits(body_bytes=200_000, linger_s=0.4)
+GET = b"GET %b HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+class Desk:
+    """Answers by path, and keeps what it cannot answer at once."""
+
+    def __init__(self) -> None:
+        self.kept: list[Exchange] = []
+        self.gone: list[bytes] = []
+        self.room: list[bool] = []
+
+    def __call__(self, exchange: Exchange) -> None:
+        exchange.on_gone = lambda: self.gone.append(exchange.path)
+        exchange.on_room = self.room.append
+        if exchange.path == b"/echo":
+            exchange.reply(200, exchange.body, [(b"content-type", b"text/plain")])
+        elif exchange.path == b"/stream":
+            exchange.begin(200)
+            for piece in (b"one", b"", b"two"):
+                exchange.write(piece)
+            exchange.end()
+        elif exchange.path == b"/fault":
+            raise RuntimeError("a fault of ours")
+        elif exchange.path == b"/inject":
+            exchange.reply(200, b"", [(b"x", b"a\r\nset-cookie: b")])
+        else:
+            self.kept.append(exchange)
+
+    async def one(self) -> Exchange:
+        while not self.kept:
+            await asyncio.sleep(0.001)
+        return self.kept.pop(0)
+
+
+Work = Callable[[Port, Desk], Awaitable[None]]
+
+
+def serve(work: Work, limits: HttpLimits = LIMITS) -> None:
+    async def run() -> None:
+        desk = Desk()
+        port = await open_port(desk, "127.0.0.1", 0, limits=limits)
+        try:
+            async with asyncio.timeout(20):
+                await work(port, desk)
+        finally:
+            await port.close(0.1)
+        assert len(port) == 0
+
+    uvloop.run(run())
+
+
+async def join(port: Port) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(port.address.rsplit(":", 1)[1]))
+
+
+async def ask(port: Port, data: bytes) -> bytes:
+    """Send it, and read until the other side ends."""
+    reader, writer = await join(port)
+    writer.write(data)
+    got = await reader.read(-1)
+    writer.close()
+    return got
+
+
+def bare(answers: bytes) -> bytes:
+    return re.sub(rb"date: [^\r]*\r\n", b"", answers)
+
+
+CLOSING = b"GET /echo HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
+
+
+def test_answers_come_in_the_order_of_the_requests() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        reader, writer = await join(port)
+        body = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\n\r\n"
+        writer.write(GET % b"/later" + body + b"hi" + GET % b"/stream" + CLOSING)
+        first = await desk.one()
+        assert (first.method, first.path, first.query, first.peer) == (b"GET", b"/later", b"", "127.0.0.1")
+        assert desk.kept == []
+        first.reply(200, b"now")
+        assert bare(await reader.read(-1)) == (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nnow"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\nhi"
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        )
+        writer.close()
+
+    serve(work)
+
+
+def test_thousands_of_small_requests_in_one_read() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        got = await ask(port, GET % b"/echo" * 3000 + CLOSING)
+        assert got.count(b"200 OK") == 3001
+
+    serve(work)
+
+
+def test_head_has_the_length_and_no_body_and_10_ends_by_closing() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        head = b"HEAD /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 2\r\nConnection: close\r\n\r\nhi"
+        assert bare(await ask(port, head)).endswith(b"content-length: 2\r\nconnection: close\r\n\r\n")
+        streamed = b"HEAD /stream HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"
+        assert bare(await ask(port, streamed)).endswith(b"connection: close\r\n\r\n")
+        old = bare(await ask(port, b"GET /stream HTTP/1.0\r\n\r\n"))
+        assert old == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nonetwo"
+
+    serve(work)
+
+
+def test_a_body_waits_for_the_word() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        reader, writer = await join(port)
+        writer.write(
+            b"POST /echo HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+        )
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert (await reader.readuntil(b"abc")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    serve(work)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_client_that_leaves_is_noticed_once(half: bool) -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        for path, begins in ((b"/a", False), (b"/b", True)):
+            _, writer = await join(port)
+            writer.write(GET % path)
+            exchange = await desk.one()
+            if begins:
+                exchange.begin(200)
+                exchange.write(b"x")
+            if half:
+                writer.write_eof()
+            else:
+                writer.close()
+            while path not in desk.gone:
+                await asyncio.sleep(0.001)
+            exchange.write(b"x")
+            exchange.end() if begins else exchange.reply(200, b"")
+            writer.close()
+        await asyncio.sleep(0.01)
+        assert desk.gone == [b"/a", b"/b"]
+
+    serve(work)
+
+
+def test_dropping_cuts_off_and_tells_nobody() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        reader, writer = await join(port)
+        writer.write(GET % b"/a")
+        exchange = await desk.one()
+        exchange.begin(200)
+        exchange.write(b"x")
+        await asyncio.sleep(0.01)
+        exchange.drop()
+        got = await reader.read(-1)
+        assert got.endswith(b"1\r\nx\r\n")
+        assert desk.gone == []
+        writer.close()
+
+    serve(work)
+
+
+def test_a_slow_reader_holds_the_writer_back_and_is_dropped_at_last() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        reader, writer = await join(port)
+        writer.write(GET % b"/a")
+        exchange = await desk.one()
+        exchange.begin(200)
+        while False not in desk.room:
+            exchange.write(b"x" * 50_000)
+            await asyncio.sleep(0)
+        while True not in desk.room:
+            await reader.read(1_000_000)
+        desk.room.clear()
+        while False not in desk.room:
+            exchange.write(b"x" * 50_000)
+            await asyncio.sleep(0)
+        while not desk.gone:
+            await asyncio.sleep(0.01)
+        assert port.dropped["stalled"] == 1
+        writer.close()
+
+    serve(work, replace(LIMITS, stalled_s=0.2))
+
+
+async def status_of(port: Port, data: bytes) -> int:
+    return int((await ask(port, data)).split(b" ")[1])
+
+
+def test_refusals_are_answers_and_then_the_end() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        long = b"POST /echo HTTP/1.1\r\nHost: here\r\nContent-Length: 300000\r\n\r\n" + b"x" * 300_000
+        assert await status_of(port, long) == 413
+        assert await status_of(port, b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n" + CLOSING) == 400
+        assert await status_of(port, b"GET / HTTP/1.1\r\nHost: a\r\nx: " + b"y" * 1_000_000) == 431
+        assert await status_of(port, b"GET /" + b"y" * 20_000) == 414
+        got = await ask(port, b"\x16\x03\x01\x02\r\n\r\n")
+        assert b'"type": "invalid_request_error"' in got
+        assert b"x-request-id: req-" in got
+        assert b"connection: close" in got
+
+    serve(work)
+
+
+def test_slow_heads_and_bodies_are_told_and_idle_ones_are_closed() -> None:
+    limits = replace(LIMITS, head_s=0.1, body_s=0.1, idle_s=0.1, body_bytes_per_s=10_000_000)
+
+    async def work(port: Port, desk: Desk) -> None:
+        assert await status_of(port, b"GET / HT") == 408
+        assert await status_of(port, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc") == 408
+        assert await ask(port, b"") == b""
+        assert (await ask(port, GET % b"/echo")).startswith(b"HTTP/1.1 200")
+
+    serve(work, limits)
+
+
+def test_a_large_body_has_time_by_its_rate() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        reader, writer = await join(port)
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 60000\r\n\r\n")
+        for _ in range(6):
+            writer.write(b"x" * 10_000)
+            await asyncio.sleep(0.1)
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    serve(work, replace(LIMITS, body_s=0.2, body_bytes_per_s=50_000))
+
+
+def test_who_waits_gives_way_and_who_works_does_not() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        first, writer = await join(port)
+        writer.write(GET % b"/a")
+        busy = await desk.one()
+        waiting, other = await join(port)
+        other.write(b"GET / HT")
+        await asyncio.sleep(0.02)
+        reader, third = await join(port)
+        third.write(GET % b"/b")
+        assert b"503" in await waiting.read(-1)
+        also = await desk.one()
+        assert b" 503 " in await ask(port, b"")
+        busy.reply(200, b"a")
+        also.reply(200, b"b")
+        assert (await first.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+        for each in (writer, other, third):
+            each.close()
+
+    serve(work, replace(LIMITS, connections=2))
+
+
+def test_the_largest_of_too_many_bodies_goes() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        small, one = await join(port)
+        large, two = await join(port)
+        head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n"
+        one.write(head + b"x" * 3000)
+        two.write(head + b"x" * 6000)
+        await asyncio.sleep(0.02)
+        one.write(b"x" * 2000)
+        assert b" 503 " in await large.readuntil(b"\r\n")
+        one.write(b"x" * 4000)
+        assert b" 200 " in await small.readuntil(b"\r\n")
+        one.close()
+        two.close()
+
+    serve(work, replace(LIMITS, bodies_bytes=10_000))
+
+
+def test_closing_lets_answers_end_and_says_that_they_are_the_last() -> None:
+    async def run() -> None:
+        desk = Desk()
+        port = await open_port(desk, "127.0.0.1", 0, limits=LIMITS)
+        idle, one = await join(port)
+        reader, two = await join(port)
+        begun, three = await join(port)
+        two.write(GET % b"/a")
+        first = await desk.one()
+        three.write(GET % b"/b")
+        second = await desk.one()
+        second.begin(200)
+        closing = asyncio.create_task(port.close(10))
+        assert await idle.read(-1) == b""
+        first.reply(200, b"a")
+        assert b"connection: close" in await reader.read(-1)
+        second.write(b"b")
+        second.end()
+        assert (await begun.read(-1)).endswith(b"1\r\nb\r\n0\r\n\r\n")
+        await closing
+        with pytest.raises(OSError):
+            await join(port)
+        for each in (one, two, three):
+            each.close()
+
+    uvloop.run(run())
+
+
+def test_closing_cuts_off_what_does_not_end() -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        reader, writer = await join(port)
+        writer.write(GET % b"/a")
+        await desk.one()
+        await port.close(0.05)
+        assert await reader.read(-1) == b""
+        assert desk.gone == [b"/a"]
+        writer.close()
+
+    serve(work)
+
+
+def test_a_fault_of_ours_is_one_500_and_a_line_end_in_a_header_is_a_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def work(port: Port, desk: Desk) -> None:
+        got = await ask(port, GET % b"/fault" + GET % b"/inject" + CLOSING)
+        assert [int(line[9:12]) for line in re.findall(rb"HTTP/1.1 \d+", got)] == [500, 500, 200]
+        assert b"set-cookie" not in got
+        assert b"RuntimeError" not in got
+
+    with caplog.at_level(logging.CRITICAL):
+        serve(work)
+
+
+def test_garbage_never_makes_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+    whole = (
+        b"POST /echo HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+        + GET % b"/stream"
+    )
+
+    async def work(port: Port, desk: Desk) -> None:
+        draw = random.Random(7)
+
+        async def one() -> None:
+            data = bytearray(whole * draw.randint(1, 3))
+            for _ in range(draw.randint(0, 6)):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            if draw.random() < 0.3:
+                data = bytearray(draw.randbytes(draw.randint(1, 400)))
+            reader, writer = await join(port)
+            half = draw.randrange(len(data))
+            writer.write(bytes(data[:half]))
+            await asyncio.sleep(0)
+            writer.write(bytes(data[half:]))
+            if draw.random() < 0.8:
+                writer.write_eof()
+                got = await reader.read(-1)
+                assert b" 500 " not in got
+            writer.close()
+
+        for _ in range(20):
+            await asyncio.gather(*(one() for _ in range(15)))
+
+    serve(work)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []

@@ -1,0 +1,311 @@
+"""Bytes to requests: strict, and the same however they are cut."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import httptools
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.api.errors import Refused
+from potluck.gateway.http.chunks import Chunks
+from potluck.gateway.http.heads import ONCE
+from potluck.gateway.http.limits import HttpLimits
+from potluck.gateway.http.requests import RequestReader
+
+SMALL = HttpLimits(line_bytes=200, head_bytes=600, fields=8, body_bytes=500)
+HOST = b"Host: here\r\n"
+
+Seen = list[tuple[object, ...]]
+
+
+def read(pieces: list[bytes], limits: HttpLimits = SMALL) -> tuple[Seen, bool]:
+    """The requests that came whole, and whether a refusal came after them."""
+    reader, seen = RequestReader(limits), []
+    try:
+        for piece in pieces:
+            reader.feed(piece)
+            while (got := reader.take()) is not None:
+                seen.append(
+                    (got.method, got.path, got.query, dict(got.headers), got.v11, got.stays, got.body)
+                )
+    except Refused:
+        return seen, True
+    return seen, False
+
+
+def refusal(data: bytes, limits: HttpLimits = SMALL) -> Refused:
+    reader = RequestReader(limits)
+    reader.feed(data)
+    with pytest.raises(Refused) as caught:
+        reader.take()
+    assert str(caught.value)
+    return caught.value
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    marks = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
+    return [data[a:b] for a, b in itertools.pairwise(marks)]
+
+
+SMUGGLED = {
+    "both lengths": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nContent-Length: 5\r\n\r\nabcde",
+    "equal lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nContent-Length: 4\r\n\r\nabcd",
+    "a list of lengths": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4, 4\r\n\r\nabcd",
+    "a signed length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: +4\r\n\r\nabcd",
+    "a hex length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 0x4\r\n\r\nabcd",
+    "an empty length": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length:\r\n\r\nabcd",
+    "another digit": "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: ٤\r\n\r\nabcd".encode(),
+    "another coding": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "chunked twice": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "an odd coding": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "two codings": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunked in 1.0": b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "space before colon": b"POST / HTTP/1.1\r\n" + HOST + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+    "tab before colon": b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length\t: 4\r\n\r\nabcd",
+    "folded": b"POST / HTTP/1.1\r\n" + HOST + b"X: a\r\n b\r\nContent-Length: 4\r\n\r\nabcd",
+    "folded at once": b"POST / HTTP/1.1\r\n Host: here\r\n\r\n",
+    "bare LF": b"GET / HTTP/1.1\nHost: here\n\n",
+    "bare LF in a header": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\nContent-Length: 4\r\n\r\nabcd",
+    "bare CR in a header": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\rContent-Length: 4\r\n\r\nabcd",
+    "NUL": b"GET / HTTP/1.1\r\n" + HOST + b"X: a\0b\r\n\r\n",
+    "NUL in a name": b"GET / HTTP/1.1\r\n" + HOST + b"X\0: b\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\n" + HOST + HOST + b"\r\n",
+    "no host": b"GET / HTTP/1.1\r\nX: y\r\n\r\n",
+    "no name": b"GET / HTTP/1.1\r\n" + HOST + b": y\r\n\r\n",
+    "no colon": b"GET / HTTP/1.1\r\n" + HOST + b"nothing\r\n\r\n",
+    "absolute form": b"GET http://there/ HTTP/1.1\r\n" + HOST + b"\r\n",
+    "authority form": b"CONNECT there:80 HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a star": b"GET * HTTP/1.1\r\n" + HOST + b"\r\n",
+    "two spaces": b"GET  / HTTP/1.1\r\n" + HOST + b"\r\n",
+    "a space in the path": b"GET /a b HTTP/1.1\r\n" + HOST + b"\r\n",
+    "no version": b"GET /\r\n" + HOST + b"\r\n",
+    "another version": b"GET / HTTP/2.0\r\n" + HOST + b"\r\n",
+    "a long version": b"GET / HTTP/1.10\r\n" + HOST + b"\r\n",
+    "a bad size": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n0x4\r\nabcd\r\n0\r\n\r\n",
+    "a negative size": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n-4\r\nabcd\r\n0\r\n\r\n",
+    "a huge size": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n"
+    + b"f" * 17
+    + b"\r\n",
+    "a short size": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+    "LF after a size": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n4\nabcd\r\n0\r\n\r\n",
+    "LF after a chunk": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n4\r\nabcd\n0\r\n\r\n",
+    "CR in an extension": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n4;a\rb\r\nabcd\r\n0\r\n\r\n",
+    "a bad trailer": b"POST / HTTP/1.1\r\n"
+    + HOST
+    + b"Transfer-Encoding: chunked\r\n\r\n0\r\nnothing\r\n\r\n",
+    "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+}
+
+
+@pytest.mark.parametrize("data", SMUGGLED.values(), ids=SMUGGLED.keys())
+def test_doubtful_messages_are_refused_however_they_are_cut(data: bytes) -> None:
+    assert read([data]) == ([], True)
+    assert read([data[i : i + 1] for i in range(len(data))]) == ([], True)
+    assert refusal(data).status in (400, 501, 505)
+
+
+def test_what_is_too_large_is_told_apart() -> None:
+    assert refusal(b"GET /" + b"a" * 300 + b" HTTP/1.1\r\n" + HOST + b"\r\n").status == 414
+    assert refusal(b"G" * 300).status == 414
+    assert refusal(b"GET / HTTP/1.1\r\n" + HOST + b"x: y\r\n" * 8 + b"\r\n").status == 431
+    assert refusal(b"GET / HTTP/1.1\r\n" + HOST + b"x: " + b"y" * 600 + b"\r\n\r\n").status == 431
+    assert refusal(b"GET / HTTP/1.1\r\n" + HOST + b"x: " + b"y" * 600).status == 431
+    assert refusal(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 501\r\n\r\n").status == 413
+    big = (
+        b"POST / HTTP/1.1\r\n"
+        + HOST
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"7f\r\n"
+        + b"x" * 127
+        + b"\r\n"
+    )
+    assert refusal(big + (b"7f\r\n" + b"x" * 127 + b"\r\n") * 4).status == 413
+    assert (
+        refusal(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n").status == 400
+    )
+    assert refusal(b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nExpect: wine\r\n\r\n").status == 417
+
+
+def test_a_body_at_the_limit_is_taken() -> None:
+    head = b"POST /a?b=c HTTP/1.1\r\n" + HOST
+    seen, refused = read([head + b"Content-Length: 500\r\n\r\n" + b"x" * 500])
+    assert not refused
+    assert seen[0][-1] == b"x" * 500
+    assert seen[0][:3] == (b"POST", b"/a", b"b=c")
+
+
+def test_a_word_is_wanted_before_the_body_only_where_it_has_not_come() -> None:
+    head = b"POST / HTTP/1.1\r\n" + HOST + b"Content-Length: 4\r\nExpect: 100-Continue\r\n\r\n"
+    reader = RequestReader(SMALL)
+    reader.feed(head)
+    assert reader.take() is None
+    assert reader.wants
+    reader.feed(b"abcd")
+    got = reader.take()
+    assert got is not None
+    assert got.body == b"abcd"
+    assert not reader.wants
+    reader.feed(head + b"ab")
+    assert reader.take() is None
+    assert not reader.wants
+
+
+@pytest.mark.parametrize(
+    ("version", "said", "stays"),
+    [
+        (b"1.1", b"", True),
+        (b"1.1", b"Connection: close\r\n", False),
+        (b"1.1", b"Connection: foo, Close\r\n", False),
+        (b"1.1", b"Connection: keep-alive\r\n", True),
+        (b"1.0", b"", False),
+        (b"1.0", b"Connection: keep-alive\r\n", False),
+    ],
+)
+def test_who_stays(version: bytes, said: bytes, stays: bool) -> None:
+    seen, _ = read([b"GET / HTTP/" + version + b"\r\n" + HOST + said + b"\r\n"])
+    assert seen[0][5] is stays
+
+
+def test_a_field_that_comes_twice_is_joined_or_refused() -> None:
+    seen, _ = read([b"GET / HTTP/1.1\r\n" + HOST + b"X-A: 1\r\nx-a: 2\r\n\r\n"])
+    assert seen[0][3] == {b"host": b"here", b"x-a": b"1, 2"}
+    for name in ONCE - {b"host"}:
+        assert (
+            refusal(b"GET / HTTP/1.1\r\n" + HOST + name + b": 1\r\n" + name.upper() + b": 1\r\n\r\n").status
+            == 400
+        )
+
+
+# Properties.
+
+names = st.sampled_from([b"X-A", b"Accept", b"user-agent", b"Expect"])
+values = st.sampled_from([b"", b"a", b" a b ", b"100-continue", "é".encode(), b"a:b"])
+bodies = st.binary(max_size=40)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> bytes:
+    head = (
+        draw(st.sampled_from([b"GET /", b"POST /v1/x?a=b", b"HEAD /", b"OPTIONS *"]))
+        + b" HTTP/1.1\r\n"
+        + HOST
+    )
+    for name, value in draw(st.dictionaries(names, values, max_size=3)).items():
+        head += name + b": " + value + b"\r\n"
+    body = draw(bodies)
+    kind = draw(st.integers(0, 2))
+    if kind == 0:
+        return head + b"\r\n"
+    if kind == 1:
+        return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunks = b""
+    for piece in cut(body, draw(st.lists(st.integers(0, 40), max_size=4))):
+        chunks += (
+            b"%x%b\r\n%b\r\n" % (len(piece), draw(st.sampled_from([b"", b";a=b"])), piece) if piece else b""
+        )
+    return (
+        head
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + chunks
+        + b"0\r\n"
+        + draw(st.sampled_from([b"", b"T: u\r\n"]))
+        + b"\r\n"
+    )
+
+
+@st.composite
+def spoiled(draw: st.DrawFn) -> bytes:
+    """Some messages in a row, with a few bytes changed or not."""
+    data = bytearray(b"".join(draw(st.lists(messages(), min_size=1, max_size=4))))
+    for at in draw(st.lists(st.integers(0, 10_000), max_size=2)):
+        data[at % len(data)] = draw(st.sampled_from(b"\r\n\0 :;,0a\xff"))
+    return bytes(data)
+
+
+@given(spoiled(), st.lists(st.integers(0, 10_000), max_size=12))
+def test_any_cut_gives_the_same_requests(data: bytes, places: list[int]) -> None:
+    assert read(cut(data, places)) == read([data])
+
+
+class Oracle:
+    """What httptools (llhttp) makes of the same bytes."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bytes, bytes, dict[bytes, bytes], bytes]] = []
+        self.parser = httptools.HttpRequestParser(self)
+        self._url, self._body, self._headers = b"", b"", {}
+
+    def on_message_begin(self) -> None:
+        self._url, self._body, self._headers = b"", b"", {}
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self._headers[name] = self._headers[name] + b", " + value if name in self._headers else value
+
+    def on_body(self, body: bytes) -> None:
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        self.seen.append((self.parser.get_method(), self._url, self._headers, self._body))
+
+
+@given(spoiled())
+def test_another_reader_never_sees_other_requests(data: bytes) -> None:
+    """What we take as whole, llhttp reads in the same way: the same requests in the same places."""
+    ours, _ = read([data])
+    oracle = Oracle()
+    with contextlib.suppress(httptools.HttpParserError):
+        oracle.parser.feed_data(data)
+    for mine, theirs in zip(ours, oracle.seen, strict=False):
+        target = mine[1] + (b"?" + mine[2] if mine[2] else b"")  # type: ignore[operator]
+        assert (mine[0], target, mine[6]) == (theirs[0], theirs[1].rstrip(b"?"), theirs[3])
+    methods = {mine[0] for mine in ours}
+    if b";" not in data and methods <= {
+        b"GET",
+        b"POST",
+        b"HEAD",
+        b"OPTIONS",
+    }:  # It knows few, and reads extensions.
+        assert len(ours) <= len(oracle.seen)
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5))
+def test_garbage_is_refused_or_awaited(data: bytes, places: list[int]) -> None:
+    seen, _ = read(cut(data, places))
+    assert seen == []
+
+
+@given(bodies, st.lists(st.integers(0, 40), max_size=5), st.lists(st.integers(0, 400), max_size=8))
+def test_chunks_come_back_as_they_were(body: bytes, pieces: list[int], places: list[int]) -> None:
+    sent = b"".join(b"%X\r\n%b\r\n" % (len(piece), piece) for piece in cut(body, pieces) if piece)
+    chunks, got = Chunks(), b""
+    for piece in cut(sent + b"0\r\n\r\nmore", places):
+        got += chunks.feed(piece) if not chunks.over else b""
+    assert got == body
+    assert chunks.over
