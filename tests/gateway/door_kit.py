@@ -144,6 +144,7 @@ class FakeMeter:
         self.told: list[Told] = []
         self.gaps: list[float] = []
         self.let_in: list[tuple[str, str]] = []
+        self.turned: list[tuple[int, str]] = []
 
     def came(self, model: str, tenant: str) -> None:
         self.let_in.append((model, tenant))
@@ -153,6 +154,9 @@ class FakeMeter:
 
     def gap(self, model: str, gap_s: float) -> None:
         self.gaps.append(gap_s)
+
+    def turned_away(self, status: int, code: str) -> None:
+        self.turned.append((status, code))
 
     def routed(self, *args: object) -> None: ...
 

@@ -57,6 +57,8 @@ def test_only_known_keys_are_let_in(tmp_path: Path) -> None:
     assert scene.ask("/v1/completions", authorization=f"Basic {scene.key}").status == 401
     assert scene.ask("/v1/nothing").status == 401
     assert len(scene.driver.asked) == 1
+    assert set(scene.meter.turned) == {(401, "invalid_api_key")}
+    assert len(scene.meter.told) == 1
 
 
 def test_keys_are_compared_in_constant_time_known_or_not(

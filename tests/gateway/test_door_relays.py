@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-from door_kit import NAME, SERVER, Scene
+from door_kit import NAME, SERVER, Scene, choices, letters
 from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.brain.actions import Refuse
+from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.relays import Parts, Tail, counted
 
 REPLY = {
@@ -116,6 +117,23 @@ def test_of_several_choices_servers_and_engines_may_each_say_some() -> None:
     scene.driver.answer.relay(b"<html>")
     scene.driver.answer.relay_end()
     assert broken.status == 502
+
+
+def test_a_server_whose_tokens_are_told_is_shown_like_an_engine() -> None:
+    card = ModelCard("m", 512, letters(), plain=True)
+    for extra, shown in (({}, "ab"), ({"tools": [1]}, "abc")):
+        scene = Scene(cards={"m": card})
+        fields = {"stream_options": {"include_usage": True}, "stop": "c", "stream": True, **extra}
+        found = scene.ask("/v1/completions", {"model": "m", "prompt": "Hi", **fields})
+        (asked,) = scene.driver.asked
+        assert (len(asked.prompt), asked.prompt_tokens) == (2, 2)
+        over = scene.driver.answer.tokens(choices("abc"))
+        assert over == (not extra)
+        if not over:
+            scene.driver.answer.finished("stop", 0)
+        texts = [part["choices"][0]["text"] for part in found.events if part["choices"]]
+        assert "".join(texts) == shown
+        assert ("usage" in found.events[-1]) == (not extra)
 
 
 def test_what_a_server_may_know_is_left_to_it_and_what_is_needed_is_checked() -> None:

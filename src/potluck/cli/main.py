@@ -37,6 +37,7 @@ COMMANDS = {
     "trace": ("potluck.cli.trace:trace", "Look at request traces, scale, convert and make them."),
     "reproduce": ("potluck.cli.reproduce:reproduce", "A paper's experiments, its figures beside ours."),
     "engine": ("potluck.cli.engine:engine", "Run the embedded engine behind HTTP."),
+    "keys": ("potluck.cli.keys:keys", "Make API keys for the gateway."),
     "profile": ("potluck.cli.profile:profile", "Measure an engine; write a profile for estimates."),
     "accuracy": ("potluck.cli.accuracy:accuracy", "How far the performance model is off, measured."),
     "overview": ("potluck.cli.overview:overview", "What a spec's fleet could do for its models."),

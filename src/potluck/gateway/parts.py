@@ -282,6 +282,9 @@ class Meter(Protocol):
 
     def answered(self, told: Told) -> None: ...
 
+    def turned_away(self, status: int, code: str) -> None:
+        """A request was not let in: no key, over its limits, nothing at that path."""
+
     def gap(self, model: str, gap_s: float) -> None:
         """Between two tokens of one answer, or two pieces of it where tokens are not seen."""
 

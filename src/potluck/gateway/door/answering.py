@@ -6,6 +6,7 @@ The status is only said with the first part, so that what fails before has its o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from potluck.api.answers import LAST_EVENT, Head, event, usage
@@ -23,7 +24,7 @@ from potluck.gateway.door.replies import (
     error_bytes,
     reply_error,
 )
-from potluck.gateway.door.wishes import Wish
+from potluck.gateway.door.wishes import Wish, understand
 from potluck.gateway.parts import Driver, Exchange, Meter, Told
 
 if TYPE_CHECKING:
@@ -91,6 +92,17 @@ class Answering:
         self.prompt_tokens = prompt_tokens
         self.logprobs = wish.asked is not None and wish.asked.reported is not None
         self._exchange.on_room = self._room
+
+    def understand(self) -> Wish:
+        """Tokens come where a server's bytes were expected."""
+        wish = self.wish
+        assert wish is not None
+        assert self.head is not None
+        if wish.asked is None:
+            wish.asked = understand(wish)
+            self.logprobs = wish.asked.reported is not None
+            self.head = replace(self.head, usage_said=wish.usage_said)
+        return wish
 
     def charged(self, tokens: int) -> None:
         self._charged = tokens
@@ -223,6 +235,7 @@ class Answering:
     def _tell(self, outcome: str, status: int) -> None:
         exchange, key, wish = self._exchange, self._key, self.wish
         exchange.on_gone = exchange.on_room = None
+        self.voices = []  # What holds each other is not left to the collector of garbage.
         self._leave()
         served = self.prompt_tokens if self.output or status < 400 else 0
         key.allowance.leave(self._charged, served + self.output)

@@ -28,6 +28,7 @@ class Asking:
         """Prompt and answers, before anything is known of the answers."""
         self.estimated = False
         self._seed: int | None = None
+        self._ends = ends_of(wish)
 
     def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[Asked]:
         """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
@@ -103,7 +104,7 @@ class Asking:
             prompt_tokens,
             output,
             way,
-            () if asked is None else asked.stop_token_ids,
+            tuple(self._ends),
             asked is not None and asked.ignore_eos,
             0 if asked is None else asked.min_tokens,
             self._tenant,
@@ -120,13 +121,16 @@ class Asking:
 
 def growth_of(wish: Wish) -> Growth | None:
     """How one answer's text grows; None where a server writes it."""
+    return None if wish.asked is None else Growth(wish.card.text, wish.asked.shown, ends_of(wish))
+
+
+def ends_of(wish: Wish) -> frozenset[int]:
+    """Tokens that end an answer and are not shown."""
     asked = wish.asked
     if asked is None:
-        return None
+        return wish.card.ends
     ends = frozenset[int]() if asked.ignore_eos else wish.card.ends
-    if asked.stop_token_ids:
-        ends |= frozenset(asked.stop_token_ids)
-    return Growth(wish.card.text, asked.shown, ends)
+    return ends.union(asked.stop_token_ids) if asked.stop_token_ids else ends
 
 
 def _checked(card: ModelCard, prompt: tuple[int, ...]) -> int:

@@ -11,7 +11,7 @@ from potluck.api.errors import Refused
 
 T = TypeVar("T")
 
-INLINE_CHARS = 2_000
+INLINE_CHARS = 500
 """Up to here a text is tokenised at once: it takes less time than handing it to a thread and back."""
 MOST_WAITING_CHARS = 64_000_000
 """Of all texts that wait for a thread or are in one; beyond it new ones are turned away."""

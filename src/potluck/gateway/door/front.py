@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes
 from potluck.api.answers import Head, model_entry
 from potluck.api.bodies import parse_object
 from potluck.api.errors import Refused, refusal
-from potluck.api.ids import request_id
+from potluck.api.ids import random_word, request_id
 from potluck.api.origin import Served, check_origin
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES
@@ -106,6 +106,7 @@ class FrontDoor:
             if answering is not None:
                 answering.fail(known, _outcome(known))
             else:
+                self._meter.turned_away(known.status, known.code or "invalid")
                 reply_error(exchange, (b"x-request-id", name.encode()), known, None)
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class FrontDoor:
         prompts: list[tuple[int, ...]],
     ) -> None:
         """All is known: let the driver see to it."""
-        word = secrets.token_hex(12)
+        word = random_word()
         asking = Asking(wish, key.tenant, self._salt(key.tenant), exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
         answering.estimated = asking.estimated

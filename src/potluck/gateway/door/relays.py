@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import NamedTuple
 
 from potluck.core.errors import FormatError
 
 TAIL_BYTES = 2048
 """Of the end of an answer, where its usage stands."""
-COUNTS = {
-    name: re.compile(rb'"' + name.encode() + rb'"\s*:\s*(\d{1,12})')
-    for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
-}
 PART = b"data:"
 
 
@@ -43,12 +38,24 @@ class Tail:
 def counted(data: bytes) -> Counts:
     """The usage that a server told last in these bytes; None where it told none."""
     start = data.rfind(b'"usage"')
-    found = {}
-    if start >= 0:
-        for name, pattern in COUNTS.items():
-            match = pattern.search(data, start)
-            found[name] = int(match[1]) if match else None
-    return Counts(found.get("prompt_tokens"), found.get("completion_tokens"), found.get("cached_tokens") or 0)
+    if start < 0:
+        return Counts(None, None, 0)
+    return Counts(
+        _number(data, b'"prompt_tokens"', start),
+        _number(data, b'"completion_tokens"', start),
+        _number(data, b'"cached_tokens"', start) or 0,
+    )
+
+
+def _number(data: bytes, name: bytes, start: int) -> int | None:
+    """What stands behind a name and a colon, where that is a whole number."""
+    place = data.find(name, start)
+    if place < 0:
+        return None
+    place += len(name)
+    digits = data[place : place + 24].partition(b":")[2].lstrip()
+    digits = digits.partition(b",")[0].partition(b"}")[0].rstrip()
+    return int(digits) if digits.isdigit() else None
 
 
 class Parts:

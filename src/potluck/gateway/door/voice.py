@@ -17,6 +17,7 @@ from potluck.core.brain.actions import Refuse
 from potluck.core.errors import FormatError
 from potluck.core.values.sampling import Choice
 from potluck.gateway.door.answering import Answering
+from potluck.gateway.door.asking import growth_of
 from potluck.gateway.door.relays import Parts, Tail, counted, parsed
 from potluck.gateway.door.replies import refused_by_brain
 
@@ -64,7 +65,9 @@ class Voice:
         if self.over:
             return True
         growth, answering = self._growth, self._answering
-        assert growth is not None
+        if growth is None:
+            growth = self._growth = growth_of(answering.understand())
+            assert growth is not None
         text, seen = "", 0
         for choice in choices:
             text += growth.grow(choice)
@@ -85,8 +88,9 @@ class Voice:
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
         if not self.over:
-            assert self._growth is not None
-            delta = self._growth.end(reason)
+            growth = self._growth or growth_of(self._answering.understand())
+            assert growth is not None
+            delta = growth.end(reason)
             self._end(delta.text, delta.finish or reason, cached_tokens)
 
     def refused(self, refusal: Refuse) -> None:

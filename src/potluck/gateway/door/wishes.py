@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from potluck.api.asks import DEFAULT_TOKENS, Chat, Completion, chat_of, completion_of
 from potluck.api.bodies import tokens_of
 from potluck.api.errors import Refused
 from potluck.api.messages import Message
-from potluck.core.errors import FormatError, InputError, did_you_mean
+from potluck.core.errors import FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.types import DEFAULT_CLASS
 from potluck.gateway.door.cards import GUESSED_CHARS, ModelCard
 from potluck.gateway.door.keys import ApiKey
@@ -56,14 +56,9 @@ class Wish:
     n: int
     limit: int | None
     stream: bool
+    chars: int
+    """Of text that is to be tokenised."""
     manner: Manner = Manner()
-
-    @property
-    def chars(self) -> int:
-        """Of text that is to be tokenised."""
-        if self.messages is not None:
-            return sum(len(message["content"]) for message in self.messages)
-        return sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
 
     @property
     def usage_said(self) -> bool:
@@ -108,8 +103,30 @@ def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool) -> Wish:
         asked, messages = chat_of(body, card.able)
     else:
         asked, prompts = completion_of(body, card.able)
-    special = asked.add_special_tokens
-    return Wish(card, chat, body, asked, prompts, messages, special, asked.n, asked.limit, asked.stream)
+    special, chars = asked.add_special_tokens, _chars(prompts, messages)
+    return Wish(
+        card, chat, body, asked, prompts, messages, special, asked.n, asked.limit, asked.stream, chars
+    )
+
+
+def _chars(prompts: list[Prompt], messages: list[Message] | None) -> int:
+    chars = 0
+    for message in messages or ():
+        chars += len(message["content"])
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            chars += len(prompt)
+    return chars
+
+
+def understand(wish: Wish) -> Completion | Chat:
+    """Reads what was left to a server, where its tokens are told instead of its text."""
+    try:
+        found = wish_of(replace(wish.card, plain=False), wish.body, chat=wish.chat).asked
+        assert found is not None
+        return found
+    except PotluckError:  # It took what engines do not: of that the text alone is shown.
+        return (Chat if wish.chat else Completion)(wish.card.name, wish.stream)
 
 
 def _plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
@@ -128,7 +145,8 @@ def _plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
     n = _count(body, "n") or 1
     if n * max(len(prompts), 1) > card.able.most_choices:
         raise InputError("n", f"more than {card.able.most_choices} answers to one request")
-    return Wish(card, chat, body, None, prompts, messages, None, n, limit, bool(stream))
+    chars = _chars(prompts, messages)
+    return Wish(card, chat, body, None, prompts, messages, None, n, limit, bool(stream), chars)
 
 
 def _count(body: dict[str, object], name: str) -> int | None:

@@ -1,0 +1,150 @@
+"""The operators' port: metrics, a snapshot, events, the fleet, the plan. An ordinary web application.
+
+It has a key of its own, and without one it only listens on the loopback address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from potluck import __version__
+from potluck.api.bodies import parse_object
+from potluck.api.errors import Refused, error_object, refusal
+from potluck.api.ids import HEADER, request_id
+from potluck.api.origin import Served, check_origin
+from potluck.gateway.admin.feed import Feed
+from potluck.gateway.admin.metrics import CONTENT_TYPE, Metrics, figures
+from potluck.gateway.admin.overseer import Json, Overseer
+
+log = logging.getLogger(__name__)
+
+BODY_BYTES = 64_000_000
+"""Of a plan or a fleet."""
+QUIET_S = 15.0
+"""After so long without events a reader is told that nothing happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Office:
+    """What the operators' port shows."""
+
+    metrics: Metrics
+    overseer: Overseer
+    feed: Feed
+    notes: Callable[[], Json] = dict
+    """What else belongs into the snapshot: problems with files, how many keys, ..."""
+    key: str | None = field(default=None, repr=False)
+    served: Served = Served()
+
+
+def build_admin(office: Office) -> web.Application:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_origin(request.method, request.headers, office.served)
+            if office.key is not None and request.path != "/health":
+                _check_key(request, office.key)
+            response = await handler(request)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            response = _error(error)
+        if not response.prepared:
+            response.headers[HEADER] = request_id(request.headers.get(HEADER))
+        return response
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"status": "ok", "version": __version__})
+
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=office.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def snapshot(request: web.Request) -> web.StreamResponse:
+        shown = {
+            "version": __version__,
+            **office.overseer.snapshot(),
+            **office.notes(),
+            "counters": figures(office.metrics.tally),
+        }
+        return web.json_response(shown, dumps=_dumps)
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        return await _events(request, office.feed)
+
+    async def fleet(request: web.Request) -> web.StreamResponse:
+        return web.json_response(office.overseer.fleet(), dumps=_dumps)
+
+    async def wanted(request: web.Request) -> web.StreamResponse:
+        return web.json_response(office.overseer.wanted(), dumps=_dumps)
+
+    app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
+    app.router.add_get("/snapshot", snapshot)
+    app.router.add_get("/events", events)
+    app.router.add_get("/fleet", fleet)
+    app.router.add_put("/fleet", _put(office.overseer.set_fleet))
+    app.router.add_put("/plan", _put(office.overseer.set_plan))
+    app.router.add_get("/wanted", wanted)
+    return app
+
+
+def _put(change: Callable[[Json], Json]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(change(parse_object(await request.read())), dumps=_dumps)
+
+    return handler
+
+
+async def _events(request: web.Request, feed: Feed) -> web.StreamResponse:
+    """Server-sent events, all or those of ?kinds=route,failure."""
+    given = request.query.get("kinds")
+    reader = feed.watch(None if not given else frozenset(given.split(",")[:32]))
+    if reader is None:
+        raise Refused(429, "too many read the events already; close one", "too_many_readers")
+    try:
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-cache",
+                HEADER: request_id(request.headers.get(HEADER)),
+            }
+        )
+        await response.prepare(request)
+        await response.write(b": listening\n\n")
+        while True:
+            await response.write(await reader.next(QUIET_S))
+    except ConnectionError:
+        return response
+    finally:
+        reader.close()
+
+
+def _check_key(request: web.Request, key: str) -> None:
+    given = request.headers.get("Authorization", "")
+    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {key}".encode()):
+        line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
+        raise Refused(401, line, "invalid_api_key", "authorization")
+
+
+def _error(error: Exception) -> web.Response:
+    known = refusal(error)
+    if known is None and isinstance(error, web.HTTPException):
+        known = Refused(error.status, error.reason)
+    if known is None:
+        log.error("a handler failed", exc_info=error)
+        known = Refused(500, "internal error; the gateway's log says more")
+    body = error_object(known.status, str(known), param=known.param, code=known.code)
+    return web.json_response(body, status=known.status)
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), default=str)

@@ -1,0 +1,40 @@
+"""One meter of several hearers: the tally always, records of use and spans where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from potluck.core.brain.events import FailureKind
+from potluck.gateway.admin.spans import Spans
+from potluck.gateway.admin.tally import Tally
+from potluck.gateway.parts import Asked, Told
+
+
+class FullMeter(Tally):
+    """A tally that passes on what others want to hear as well."""
+
+    def __init__(
+        self,
+        told: Callable[[Told], None] | None = None,
+        spans: Spans | None = None,
+        region_of: Callable[[str], str] = lambda replica: "",
+    ) -> None:
+        super().__init__(region_of)
+        self._told, self._spans = told, spans
+
+    def answered(self, told: Told) -> None:
+        super().answered(told)
+        if self._told is not None:
+            self._told(told)
+
+    def segment(
+        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+    ) -> None:
+        super().segment(asked, replica, began_s, ended_s, tokens, problem)
+        if self._spans is not None:
+            self._spans.segment(asked, replica, began_s, ended_s, tokens, problem)
+
+    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+        super().failed(asked, where, kind, why)
+        if self._spans is not None:
+            self._spans.failed(asked, where, kind, why)

@@ -1,0 +1,156 @@
+"""`/metrics`: what was counted, and what is so at the moment, in Prometheus's text."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from potluck.gateway.admin import families as known
+from potluck.gateway.admin.families import FAMILIES, Family
+from potluck.gateway.admin.overseer import Overseer, Unseen
+from potluck.gateway.admin.tally import Histogram, Labels, Tally
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+WINDOW_S = 300.0
+"""Over which the cost of a million tokens is told."""
+
+
+class Costs:
+    """Dollars per million tokens of the last minutes: tokens are looked at from time to time, prices as they are."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, Counter[str]]] = deque()
+
+    def look(self, tally: Tally, now_s: float) -> None:
+        tokens: Counter[str] = Counter()
+        for family in (known.PROMPTS, known.OUTPUTS):
+            for labels, value in tally.counted(family).items():
+                tokens[labels[0]] += int(value)
+        self._seen.append((now_s, tokens))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - self._window_s:
+            self._seen.popleft()
+
+    def usd_per_million(self, usd_per_h: float, model: str) -> float | None:
+        """None while nothing was served."""
+        if len(self._seen) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
+        tokens = last[model] - first[model]
+        return None if tokens <= 0 else usd_per_h * (last_s - first_s) / 3600 / tokens * 1e6
+
+
+class Metrics:
+    """A registry of all families. `look` is called every few seconds by whoever runs the gateway."""
+
+    def __init__(
+        self,
+        tally: Tally,
+        overseer: Overseer | None = None,
+        gauges: Callable[[], dict[Family, float]] = dict,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tally = tally
+        self._overseer: Overseer = overseer or Unseen()
+        self._gauges, self._clock = gauges, clock
+        self._costs = Costs()
+        self._registry = CollectorRegistry()
+        self._registry.register(_All(self))
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    def look(self) -> None:
+        self._costs.look(self.tally, self._clock())
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        for family in FAMILIES.values():
+            if family.kind == "counter":
+                counter = CounterMetricFamily(family.name, family.meaning, labels=family.labels)
+                for labels, value in self.tally.counted(family).items():
+                    counter.add_metric(labels, value)
+                yield counter
+            elif family.kind == "histogram":
+                yield _histogram(family, self.tally.seen(family))
+        now = self._now()
+        for family in FAMILIES.values():
+            if family.kind == "gauge":
+                gauge = GaugeMetricFamily(family.name, family.meaning, labels=family.labels)
+                for labels, value in now.get(family.name, {}).items():
+                    gauge.add_metric(labels, value)
+                yield gauge
+
+    def _now(self) -> dict[str, dict[Labels, float]]:
+        found: dict[str, Counter[Labels]] = {}
+
+        def add(family: Family, labels: Labels, value: float) -> None:
+            found.setdefault(family.name, Counter())[labels] += value  # type: ignore[assignment]
+
+        for replica in self._overseer.replicas():
+            add(known.REPLICAS, (replica.model, replica.state), 1)
+            add(known.REPLICA_RUNNING, (replica.replica, replica.model), replica.running)
+            add(known.REPLICA_WAITING, (replica.replica, replica.model), replica.waiting)
+            add(known.REPLICA_KV, (replica.replica, replica.model), replica.kv_usage)
+            add(known.REPLICA_AGE, (replica.replica,), replica.age_s)
+        for queue in self._overseer.queues():
+            add(known.QUEUED, (queue.model, queue.tenant), queue.waiting)
+            add(known.WAITING, (queue.model,), queue.waiting)
+            add(known.RUNNING, (queue.model,), queue.running)
+        for model, usd in self._overseer.usd_per_h().items():
+            add(known.USD_PER_H, (model,), usd)
+            each = self._costs.usd_per_million(usd, model)
+            if each is not None:
+                add(known.USD_PER_M, (model,), each)
+        for family, value in self._gauges().items():
+            add(family, (), value)
+        return {name: dict(series) for name, series in found.items()}
+
+
+class _All(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: asking for figures while registering would be too early."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.collect()
+
+
+def _histogram(family: Family, series: dict[Labels, Histogram]) -> HistogramMetricFamily:
+    made = HistogramMetricFamily(family.name, family.meaning, labels=family.labels)
+    for labels, each in series.items():
+        below, buckets = 0, []
+        for bound, count in zip([*map(str, family.buckets), "+Inf"], each.counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        made.add_metric(labels, buckets=buckets, sum_value=each.total)
+    return made
+
+
+def figures(tally: Tally) -> dict[str, Any]:
+    """All counters as JSON, for the snapshot."""
+    return {
+        family.name: [
+            {**dict(zip(family.labels, labels, strict=True)), "value": value}
+            for labels, value in tally.counted(family).items()
+        ]
+        for family in FAMILIES.values()
+        if family.kind == "counter"
+    }

@@ -1,0 +1,85 @@
+"""What operators see and say of the fleet: made by desk/ and fleet/, shown by this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+Json = dict[str, object]
+
+
+class ReplicaSeen(NamedTuple):
+    """A replica as it is known now."""
+
+    replica: str
+    model: str
+    state: str
+    """`ready`, `starting`, `draining`, `lost`, ..."""
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    age_s: float = 0.0
+    """Of what is known of it."""
+
+
+class QueueSeen(NamedTuple):
+    """Requests of one tenant for one model: those that wait before the replicas, and those that were sent."""
+
+    model: str
+    tenant: str
+    waiting: int
+    running: int
+
+
+class Overseer(Protocol):
+    """The fleet and its Brain. What is wrong with what an operator sends is raised as an InputError."""
+
+    def replicas(self) -> Iterable[ReplicaSeen]: ...
+
+    def queues(self) -> Iterable[QueueSeen]: ...
+
+    def usd_per_h(self) -> Mapping[str, float]:
+        """What each model's replicas cost."""
+
+    def snapshot(self) -> Json:
+        """Everything at one moment: fleet, models, queues, wanted and seen, plan, counters."""
+
+    def fleet(self) -> Json:
+        """Which engines there are."""
+
+    def set_fleet(self, body: Json) -> Json:
+        """Other engines from now on; says what changed."""
+
+    def set_plan(self, body: Json) -> Json:
+        """Another plan from now on; says what changes."""
+
+    def wanted(self) -> Json:
+        """What the Brain wants of the fleet, for whoever starts and stops engines."""
+
+
+class Unseen:
+    """An overseer of nothing."""
+
+    def replicas(self) -> Iterable[ReplicaSeen]:
+        return ()
+
+    def queues(self) -> Iterable[QueueSeen]:
+        return ()
+
+    def usd_per_h(self) -> Mapping[str, float]:
+        return {}
+
+    def snapshot(self) -> Json:
+        return {}
+
+    def fleet(self) -> Json:
+        return {"engines": []}
+
+    def set_fleet(self, body: Json) -> Json:
+        return {}
+
+    def set_plan(self, body: Json) -> Json:
+        return {}
+
+    def wanted(self) -> Json:
+        return {}

@@ -1,0 +1,333 @@
+"""What operators see: metrics that add up across processes, events that are bounded, records one can bill from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.cli.keys import keys
+from potluck.core.brain.actions import Run
+from potluck.core.errors import InputError
+from potluck.core.values.route import Route, Segment, aggregated, handed_over
+from potluck.gateway.admin import families as known
+from potluck.gateway.admin.app import Office, build_admin
+from potluck.gateway.admin.families import FAMILIES
+from potluck.gateway.admin.feed import MOST_READERS, Feed
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.metrics import Metrics
+from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen, Unseen
+from potluck.gateway.admin.spans import Spans
+from potluck.gateway.admin.tally import MOST_SERIES, Tally
+from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.door.keys import KeyRing
+from potluck.gateway.parts import Asked, Told
+
+TOLD = Told("req-1", "ann", "co", "m", "standard", "stop", 200, 100, 60, 11, 10.0, 10.5, 12.5, True)
+ASKED = Asked("a1", "m", (1, 2), 2, 5)
+
+
+class Fleet(Unseen):
+    """A replica that is ready, and one that is not."""
+
+    def __init__(self) -> None:
+        self.put: list[Json] = []
+
+    def replicas(self) -> list[ReplicaSeen]:
+        return [ReplicaSeen("r1", "m", "ready", 3, 1, 0.5, 0.2), ReplicaSeen("r2", "m", "lost")]
+
+    def queues(self) -> list[QueueSeen]:
+        return [QueueSeen("m", "co", 4, 2), QueueSeen("m", "other", 1, 1)]
+
+    def usd_per_h(self) -> dict[str, float]:
+        return {"m": 3.6}
+
+    def snapshot(self) -> Json:
+        return {"fleet": ["r1", "r2"]}
+
+    def set_fleet(self, body: Json) -> Json:
+        if "engines" not in body:
+            raise InputError("engines", "is missing")
+        self.put.append(body)
+        return {"added": 1}
+
+
+def values(text: bytes) -> dict[str, float]:
+    lines = [line for line in text.decode().splitlines() if line and not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_metrics_have_the_names_people_know() -> None:
+    now_s = [0.0]
+    tally = Tally()
+    metrics = Metrics(tally, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
+    metrics.look()
+    tally.came("m", "co")
+    tally.gap("m", 0.03)
+    tally.answered(TOLD)
+    tally.turned_away(401, "invalid_api_key")
+    now_s[0] = 10.0
+    metrics.look()
+    found = values(metrics.text())
+    assert found['vllm:time_to_first_token_seconds_bucket{le="0.5",model_name="m"}'] == 1
+    assert found['vllm:time_to_first_token_seconds_bucket{le="0.25",model_name="m"}'] == 0
+    assert found['vllm:time_to_first_token_seconds_sum{model_name="m"}'] == 0.5
+    assert found['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 1
+    assert found['vllm:request_time_per_output_token_seconds_sum{model_name="m"}'] == 0.2
+    assert found['vllm:e2e_request_latency_seconds_sum{model_name="m"}'] == 2.5
+    assert found['vllm:prompt_tokens_total{model_name="m"}'] == 100
+    assert found['vllm:generation_tokens_total{model_name="m"}'] == 11
+    assert found['vllm:prefix_cache_hits_total{model_name="m"}'] == 60
+    assert found['vllm:num_requests_waiting{model_name="m"}'] == 5
+    assert found['vllm:num_requests_running{model_name="m"}'] == 3
+    assert found['potluck_replicas{model="m",state="lost"}'] == 1
+    assert found['potluck_usd_per_hour{model="m"}'] == 3.6
+    assert found['potluck_usd_per_million_tokens{model="m"}'] == pytest.approx(3.6 / 360 / 111 * 1e6)
+    assert found['potluck_requests_total{class="standard",model="m",outcome="stop"}'] == 1
+    assert found['potluck_turned_away_total{code="invalid_api_key",status="401"}'] == 1
+    assert found["potluck_keys"] == 7
+    assert tally.open == 0
+
+
+def run(route: Route, attempt: int = 0, prompt: int = 10) -> Run:
+    return Run("a1", route, attempt, prompt, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("in_place", run(aggregated("a"))),
+        ("prefill_decode", run(handed_over("a", "b", 10))),
+        ("split", run(handed_over("a", "b", 4))),
+        ("remote", run(handed_over("a", "far", 10))),
+        ("recovered", run(handed_over("a", "b", 4), attempt=1)),
+        ("split", run(Route((Segment("a", 0, 3), Segment("b", 3, 6), Segment("b", 6, None))))),
+    ],
+)
+def test_kinds_of_routes(kind: str, told: Run) -> None:
+    tally = Tally(region_of=lambda replica: "west" if replica == "far" else "east")
+    tally.routed(ASKED, told)
+    assert tally.counted(known.ROUTES) == {("m", kind): 1}
+    assert tally.counted(known.RETRIES) == ({("m",): 1} if told.attempt else {})
+
+
+def test_labels_are_bounded() -> None:
+    tally = Tally()
+    for number in range(MOST_SERIES + 50):
+        tally.answered(TOLD._replace(tenant=f"t{number}"))
+    assert len(tally.counted(known.TENANT_REQUESTS)) == MOST_SERIES + 1
+    assert sum(tally.counted(known.TENANT_REQUESTS).values()) == MOST_SERIES + 50
+    assert len(tally.seen(known.TENANT_TTFT)) == MOST_SERIES + 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["stop", "lost"]), st.floats(0, 9)), max_size=20)
+)
+def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]]) -> None:
+    workers, together, main = [Tally(), Tally(), Tally()], Tally(), Tally()
+    for place, (worker, outcome, took_s) in enumerate(told):
+        one = TOLD._replace(outcome=outcome, first_s=10.0 + took_s)
+        for tally in (workers[worker], together):
+            tally.answered(one)
+            tally.gap("m", took_s)
+        if place % 3 == 0:
+            main.add(json.loads(json.dumps(workers[worker].take())))
+    for worker in workers:
+        main.add(worker.take())
+        assert worker.take()["counts"] == []
+    for family in FAMILIES.values():
+        assert main.counted(family) == together.counted(family)
+        for labels, histogram in together.seen(family).items():
+            assert main.seen(family)[labels].counts == histogram.counts
+            assert main.seen(family)[labels].total == pytest.approx(histogram.total)
+
+
+def test_usage_is_kept_line_by_line_and_begins_anew_each_day(tmp_path: Path) -> None:
+    now_s = [1_900_000_000.0]  # 2030-03-17
+    path = tmp_path / "usage.jsonl"
+    usage = UsageFile(path, lambda: now_s[0])
+    usage.record(TOLD, TOLD.ended_s + 1)
+    assert path.read_text() == ""
+    usage.flush()
+    (line,) = path.read_text().splitlines()
+    record = json.loads(line)
+    assert record["time"] == "2030-03-17T17:46:39.000+00:00"
+    assert (record["key"], record["tenant"], record["model"], record["outcome"]) == ("ann", "co", "m", "stop")
+    assert (record["prompt_tokens"], record["cached_tokens"], record["output_tokens"]) == (100, 60, 11)
+    assert path.stat().st_mode & 0o077 == 0
+    now_s[0] += 86_400
+    usage.record(TOLD, 0.0)
+    usage.close()
+    assert len(path.read_text().splitlines()) == 1
+    assert len((tmp_path / "usage-2030-03-17.jsonl").read_text().splitlines()) == 1
+    again = UsageFile(path, lambda: now_s[0], largest_bytes=10)
+    again.record(TOLD, 0.0)
+    again.flush()
+    again.record(TOLD, 0.0)
+    again.close()
+    whole = "".join(each.read_text() for each in tmp_path.iterdir())
+    assert len([json.loads(each) for each in whole.splitlines()]) == 4
+    with pytest.raises(InputError, match="cannot be written"):
+        UsageFile(tmp_path / "no" / "usage", lambda: 0.0)
+
+
+def test_usage_that_cannot_be_written_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "usage"
+    usage = UsageFile(path, lambda: 0.0)
+    usage.record(TOLD, 0.0)
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", full)
+        usage.flush()
+    assert usage.problem == "No space left on device"
+    usage.record(TOLD, 0.0)
+    usage.flush()
+    assert (usage.problem, len(path.read_text().splitlines())) == ("", 2)
+    usage.close()
+
+
+def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
+    async def scene() -> None:
+        read: list[bool] = []
+        feed = Feed(read.append, lambda: 5.0)
+        feed.publish("route", {})
+        reader = feed.watch(frozenset({"route"}), most=3)
+        assert reader is not None
+        for number in range(5):
+            feed.publish("route", {"number": number})
+            feed.publish("other", {})
+        said = (await reader.next(1.0)).decode()
+        assert said.startswith('event: lost\ndata: {"events":2}\n\n')
+        assert [json.loads(line[6:])["number"] for line in said.splitlines() if '"number"' in line] == [
+            2,
+            3,
+            4,
+        ]
+        assert feed.lost == 2
+        assert await reader.next(0.01) == b": nothing\n\n"
+        others = [feed.watch() for _ in range(MOST_READERS)]
+        assert others[-1] is None
+        for each in [reader, *others[:-1]]:
+            assert each is not None
+            each.close()
+        assert read[0] is True
+        assert read[-1] is False
+
+    asyncio.run(scene())
+
+
+@asynccontextmanager
+async def office(key: str | None = None) -> AsyncIterator[tuple[ClientSession, Fleet, Feed, FullMeter]]:
+    fleet, feed, meter = Fleet(), Feed(), FullMeter()
+    built = build_admin(Office(Metrics(meter, fleet), fleet, feed, lambda: {"keys": {"problem": ""}}, key))
+    async with TestServer(built) as server, ClientSession(server.make_url("")) as session:
+        yield session, fleet, feed, meter
+
+
+def played(scene: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(scene())  # type: ignore[arg-type]
+
+
+def test_the_operators_port() -> None:
+    async def scene() -> None:
+        async with office() as (session, fleet, feed, meter):
+            meter.answered(TOLD)
+            async with session.get("/metrics") as reply:
+                assert b"vllm:time_to_first_token_seconds" in await reply.read()
+            async with session.get("/snapshot") as reply:
+                shown = await reply.json()
+                assert shown["fleet"] == ["r1", "r2"]
+                assert shown["keys"] == {"problem": ""}
+                assert shown["counters"]["potluck_requests"][0]["value"] == 1
+            async with session.put("/fleet", json={"engines": []}) as reply:
+                assert (reply.status, await reply.json()) == (200, {"added": 1})
+            assert fleet.put == [{"engines": []}]
+            for body in (b"{}", b"nonsense"):
+                async with session.put("/fleet", data=body) as reply:
+                    assert reply.status == 400
+                    assert "error" in await reply.json()
+            async with session.get("/wanted") as reply:
+                assert await reply.json() == {}
+            async with session.get("/nothing") as reply:
+                assert reply.status == 404
+                assert reply.headers["x-request-id"]
+            async with session.put("/plan", json={}, headers={"Origin": "http://evil"}) as reply:
+                assert reply.status == 403
+            async with session.get("/events", params={"kinds": "request"}) as reply:
+                assert await reply.content.readline() == b": listening\n"
+                meter.published = feed.publish
+                meter.decided("start r3", "the queue grows")
+                meter.answered(TOLD)
+                lines = [await reply.content.readline() for _ in range(4)]
+                assert b"event: request\n" in lines
+
+    played(scene)
+
+
+def test_the_operators_port_has_a_key_of_its_own() -> None:
+    async def scene() -> None:
+        async with office("k" * 20) as (session, *_):
+            for headers, status in (({}, 401), ({"Authorization": "Bearer x"}, 401)):
+                async with session.get("/metrics", headers=headers) as reply:
+                    assert reply.status == status
+            async with session.get("/health") as reply:
+                assert reply.status == 200
+            async with session.get("/metrics", headers={"Authorization": "Bearer " + "k" * 20}) as reply:
+                assert reply.status == 200
+
+    played(scene)
+
+
+def test_everything_that_happens_is_published_without_prompts() -> None:
+    said: list[tuple[str, dict[str, object]]] = []
+    told: list[Told] = []
+    meter = FullMeter(told.append)
+    meter.published = lambda kind, what: said.append((kind, what))
+    secret = replace(ASKED, prompt=(987_654,), body=b"my secret")
+    meter.routed(secret, run(handed_over("a", "b", 4)))
+    meter.segment(secret, "a", 1.0, 2.0, 30)
+    meter.failed(secret, "b", "replica", "it died")
+    meter.moved("a", "b", "int8", 1000, 0.5)
+    meter.decided("start r3", "the queue grows")
+    meter.answered(TOLD)
+    assert [kind for kind, _ in said] == ["route", "segment", "failure", "transfer", "decision", "request"]
+    assert "987654" not in json.dumps(said)
+    assert "secret" not in json.dumps(said)
+    assert told == [TOLD]
+    assert meter.counted(known.KV_BYTES) == {("a", "b", "int8"): 1000}
+    assert meter.counted(known.SEGMENT_TOKENS) == {("a",): 30}
+
+
+def test_spans_need_their_packages() -> None:
+    try:
+        import opentelemetry.sdk  # noqa: F401
+    except ImportError:
+        with pytest.raises(InputError, match="potluck\\[otlp\\]"):
+            Spans("http://127.0.0.1:4318/v1/traces")
+
+
+def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    made: Any = CliRunner().invoke(keys, ["new", "ann", "--tenant", "co", "--file", str(path)])
+    assert made.exit_code == 0, made.output
+    key = made.output.split("only now:")[1].split()[0]
+    ring = KeyRing(path, 0.0, lambda: 0.0)
+    assert ring.who(b"Bearer " + key.encode(), 0.0).tenant == "co"
+    assert key not in path.read_text()
+    assert path.stat().st_mode & 0o077 == 0
+    shown: Any = CliRunner().invoke(keys, ["new", "bob"])
+    assert json.loads(shown.output.splitlines()[-1])["name"] == "bob"
