@@ -13,7 +13,7 @@ from potluck.core.replica.block_values import block_hashes
 TOKENS = prompt(70)
 
 
-@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("kind", ["full-fancy", "hybrid"])
 def test_same_tokens_share_under_the_same_salt_alone(kind: str) -> None:
     async def scene() -> None:
         service = make_service(kind)

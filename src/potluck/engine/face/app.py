@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 from potluck.api.errors import Refused
 from potluck.api.ids import HEADER, request_id
 from potluck.api.origin import Served, check_origin
-from potluck.engine.face import control, openai, page, peers, segments
+from potluck.engine.face import control, openai, page, peers, prefixes, segments
 from potluck.engine.face.carriage import Carriage
 from potluck.engine.face.errors import error_response
 from potluck.engine.face.service import SERVICE, Service
@@ -60,6 +60,8 @@ def build(service: Service, api_key: str | None = None, served: Served | None = 
     app.router.add_get("/v1/models", openai.models)
     app.router.add_get("/v1/models/{id:.+}", openai.model)
     app.router.add_post("/segments", segments.segments)
+    app.router.add_post("/prefixes/lend", prefixes.lend)
+    app.router.add_post("/prefixes/fetch", prefixes.fetch)
     app.router.add_get("/", page.page)
     app.router.add_get("/status", control.status)
     app.router.add_get("/cache", control.cache)

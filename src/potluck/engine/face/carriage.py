@@ -8,7 +8,7 @@ off the event loop. A fetch runs in a thread, asks the loop for each parcel, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +34,8 @@ MOST_AT_ONCE = 128
 ASK_S = 60.0
 """The loop answers between two steps."""
 Pace = Callable[[Parcel], Awaitable[None]]
+Read = Callable[[int], tuple[Manifest, list[Parcel]]]
+"""What goes to a receiver that has so many tokens already; called in a thread that may wait."""
 RECEIVER_GONE = "receiver_gone"
 
 
@@ -135,6 +137,30 @@ class Carriage:
         lease_s = self._settings.outbox.lease_s
         return Undelivered(RECEIVER_GONE, f"the receiver came, and was heard of no more for {lease_s:g} s")
 
+    def lend(self, handle: str, bound: bytes, read: Read, lasts_s: float, over: Callable[[], None]) -> None:
+        """Something that is kept can be fetched, once, within a time. It is read when the receiver comes."""
+
+        def opened(have: int) -> Manifest:
+            about, parcels = read(have)
+            self._loop.call_soon_threadsafe(lambda: self._send_off(self._put(shipment, parcels)))
+            return about
+
+        def closed(state: State) -> None:
+            with suppress(RuntimeError):  # The event loop is closed: nobody counts any more.
+                self._loop.call_soon_threadsafe(over)
+
+        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed)
+
+    async def _put(self, shipment: Shipment, parcels: list[Parcel]) -> None:
+        try:
+            async with asyncio.timeout(self._handover_s):
+                for parcel in parcels:
+                    await self._pace(parcel)
+                    await self._loop.run_in_executor(self._pool, shipment.put, parcel, self._handover_s)
+                shipment.finish()
+        except (PotluckError, TimeoutError) as error:
+            shipment.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
+
     def withdraw(self, handle: str, channel: Channel) -> None:
         """The request has ended here: what was read out still goes, and nobody new may attach."""
         shipment = self._shipments.pop(handle)
@@ -143,7 +169,10 @@ class Carriage:
         self._outbox.withdraw(handle)
 
     def _begin(self, channel: Channel, shipment: Shipment, codec: Codec) -> None:
-        task = self._loop.create_task(self._carry(channel, shipment, codec))
+        self._send_off(self._carry(channel, shipment, codec))
+
+    def _send_off(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
 

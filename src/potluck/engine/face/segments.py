@@ -170,12 +170,12 @@ async def _fetch(service: Service, job: Job, channel: Channel, asked: SegmentAsk
         async with asyncio.timeout(service.limits.handover_s):
             await _receive(service, job, channel, asked.request, source)
     except (PotluckError, OSError, TimeoutError, ValueError) as error:
-        channel.failure = _failure(error, source, service.limits.handover_s)
+        channel.failure = fetch_failure(error, source, service.limits.handover_s)
         line = str(channel.failure)
         await service.hub.ask(lambda loop, now_s: loop.cancel(job.key, now_s, line))
 
 
-def _failure(error: Exception, source: Source, within_s: float) -> Refused:
+def fetch_failure(error: Exception, source: Source, within_s: float) -> Refused:
     """Whose fault it was that a cache did not come: what was sent (422), the sender (424, 502), ours (503)."""
     line = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, Refused):

@@ -56,6 +56,8 @@ class FaceLimits:
     """How long a fetch waits for a sender that has not heard of the request yet."""
     lease_s: float = 60.0
     """How long a cache waits for whoever fetches it."""
+    prefix_moves: int = 16
+    """Kept prefixes that are lent at once, and that are fetched; more are refused with 429."""
 
 
 class Service:
@@ -88,6 +90,8 @@ class Service:
         """As long as the application runs."""
         self._peers: frozenset[Address] = frozenset()
         self.open_requests = 0
+        self.lent = self.fetching = 0
+        """Kept prefixes that wait for whoever fetches them, or are on their way here."""
         self.uploads = Uploads(limits.bodies_bytes)
         self.dropped: Counter[str] = Counter()
         """Connections that were ended, by why."""
@@ -95,10 +99,11 @@ class Service:
         self.feed = CacheFeed(loop.prefixes)
         """Used in the loop's thread."""
         executor = loop.executor
-        self.vocab = executor.config.model.vocab
+        self.model = executor.config.model
+        self.vocab = self.model.vocab
         self.eos = frozenset(executor.config.eos_tokens + generation.end_tokens)
         self.fingerprint = executor.fingerprint
-        self.layers = executor.config.model.layer_count
+        self.layers = self.model.layer_count
         self.most_tokens = loop.most_tokens
         self._card = executor.kv if isinstance(executor, Paced) else None
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.replica.block_values import chain_root
 from potluck.core.replica.blocks import Changes, Found, block_hashes
 from potluck.core.values.model import Attention, FullAttention, LatentAttention
 from potluck.engine.memory.handover import Parcel
+from potluck.engine.memory.moved import Gathered
 from potluck.engine.model.config import Config
 from potluck.kv.store.disk import DiskTier
 from potluck.kv.store.pool import PrefixPool
@@ -83,6 +85,46 @@ class PrefixCache:
         if self.exact:
             self._keep_rest(tokens, hashes, held, read, self._root(salt))
 
+    # Between two engines, by the names of blocks.
+
+    def held(self, names: Sequence[int]) -> int:
+        """Tokens of the longest prefix of these blocks that can be resumed."""
+        return 0 if self._pool is None else self._pool.find((), names, len(names) * BLOCK_TOKENS).tokens
+
+    def lacks_from(self, names: Sequence[int]) -> int:
+        """The token behind the leading blocks that are here; what a peer has to send begins there."""
+        if self._pool is None or not names:
+            return 0
+        self.held(names)
+        # Of the last block there is always something to send: what windows and states have behind it.
+        most = len(names) - 1 if self.exact else len(names)
+        return min(self._pool.index.depth(names), most) * BLOCK_TOKENS
+
+    def lend(self, names: Sequence[int], start: int) -> list[Parcel]:
+        """The parcels of these blocks from token `start` on."""
+        stop = len(names) * BLOCK_TOKENS
+        found = None if self._pool is None else self._pool.find((), names, stop)
+        if self._pool is None or found is None or found.tokens != stop:
+            raise InputError("prefix", "is no longer held here")
+        return self._parcels(self._pool, names, found, start // BLOCK_TOKENS)
+
+    def adopt(self, names: tuple[int, ...], came: Gathered) -> int:
+        """Keep what came of these blocks; how many tokens of them can be resumed now."""
+        came.finish()
+        depth = 0 if self._pool is None else self._pool.index.depth(names)
+        if depth * BLOCK_TOKENS < came.start:
+            raise CapacityError("the blocks before those that came have gone meanwhile")
+        if self._kinds and any(
+            kind.dtype != came.read(kind.layer, came.start, came.stop)[0].dtype for kind, _ in self._kinds
+        ):
+            raise FormatError("prefix", f"is not in this engine's format, {self._kinds[0][0].dtype}")
+        self._keep_blocks(names, came.read)
+        if self.exact:
+            self._keep_rest((), names, came.stop, came.read, 0)
+        return self.held(names)
+
+    # What there is.
+
     def changes(self) -> Changes:
         """Blocks that came and went since last asked for, for whoever keeps track of who has what."""
         return Changes() if self._pool is None else self._pool.changes()
@@ -142,18 +184,19 @@ class PrefixCache:
             self._pool = PrefixPool(self._capacity_bytes, block_bytes, exact=self.exact, disk=self._disk)
         return self._pool
 
-    def _parcels(self, pool: PrefixPool, hashes: Sequence[int], found: Found) -> list[Parcel]:
+    def _parcels(self, pool: PrefixPool, hashes: Sequence[int], found: Found, skip: int = 0) -> list[Parcel]:
+        """Those of [0, found), but of layers that keep every token without the first blocks."""
         # Copies, since they may be put aside while others use the pool.
         tail = [] if found.checkpoint is None else _unpacked(bytes(pool.read(found.checkpoint)))
         parcels = [parcel for parcel in tail if parcel.layer in self._others]
         ends = {parcel.layer: parcel.data for parcel in tail if parcel.layer not in self._others}
-        blocks = [memoryview(pool.read(name)) for name in hashes[: found.blocks]]
-        at = 0
+        blocks = [memoryview(pool.read(name)) for name in hashes[skip : found.blocks]]
+        at, first = 0, skip * BLOCK_TOKENS
         for kind, size in self._kinds:
             pieces = [block[at : at + size] for block in blocks]
             data = b"".join([*pieces, ends[kind.layer]] if kind.layer in ends else pieces)
-            shape = (found.tokens, *kind.shape[1:])
-            parcels.append(replace(kind, stop=found.tokens, shape=shape, data=data))
+            shape = (found.tokens - first, *kind.shape[1:])
+            parcels.append(replace(kind, first=first, stop=found.tokens, shape=shape, data=data))
             at += size
         return parcels
 

@@ -1,0 +1,230 @@
+"""A kept prefix is copied from one engine to another by the names of its blocks, and nothing is left of it if not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_models import prompt
+from face_kit import NAME, TRIAL, Client, face, make_service, played, tokens_in
+from test_feed import read
+
+from potluck.core.replica.block_values import block_hashes
+from potluck.core.routing.index import GlobalIndex
+from potluck.engine.face.carriage import KvSettings
+from potluck.engine.face.service import FaceLimits
+from potluck.kv.handles import new_handle
+from potluck.kv.send.stream import OutboxLimits
+
+TOKENS, OUTPUT = prompt(90), 8
+PATIENT = FaceLimits(handover_s=3.0, attach_s=0.1)
+QUICK = FaceLimits(handover_s=3.0, attach_s=0.2, lease_s=0.5)
+
+
+def names(engine: Client, tokens: list[int], salt: str = "") -> list[str]:
+    return [f"{name:032x}" for name in block_hashes(tokens, engine.service.fingerprint, salt=salt)]
+
+
+async def lent(engine: Client, named: list[str], **more: object) -> tuple[int, Any]:
+    asked = {"request": "m", "model": NAME, "blocks": named, **more}
+    return await engine.post("/prefixes/lend", asked)
+
+
+async def fetched(engine: Client, blocks: list[str], loan: dict[str, Any], **more: object) -> tuple[int, Any]:
+    source = {"kv": loan["kv"], "handle": loan["handle"]}
+    asked = {"request": "m", "model": NAME, "blocks": blocks, "source": source, **more}
+    return await engine.post("/prefixes/fetch", asked)
+
+
+async def nothing_left(*engines: Client) -> None:
+    for engine in engines:
+        await engine.until_idle()
+        for _ in range(300):
+            outbox = engine.service.carriage._outbox  # type: ignore[union-attr]
+            if not (engine.service.lent or engine.service.fetching or outbox.shipments or outbox.held_bytes):
+                break
+            await asyncio.sleep(0.01)
+        assert (engine.service.lent, engine.service.fetching) == (0, 0)
+        assert (outbox.shipments, outbox.held_bytes) == (0, 0)
+
+
+NAMED = ["full-fancy", "hybrid", "latent", "long-window"]
+"""Models of which some layer keeps every token, so that there are blocks with names."""
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_after_a_move_the_target_answers_from_it_and_says_the_same(kind: str) -> None:
+    async def scene() -> None:
+        async with face(make_service(kind)) as one, face(make_service(kind)) as two:
+            _, lines = await one.segment(TOKENS, max_tokens=OUTPUT, salt="acme")
+            expected = tokens_in(lines)
+            _, again = await one.segment(TOKENS, max_tokens=OUTPUT, salt="acme")
+            blocks = names(one, TOKENS, "acme")
+            status, loan = await lent(one, [*blocks, "ab" * 16])
+            assert status == 200
+            assert loan["tokens"] == 16 * loan["blocks"] > 0
+            blocks = blocks[: loan["blocks"]]
+            status, moved = await fetched(two, blocks, loan)
+            assert (status, moved["tokens"]) == (200, loan["tokens"])
+            assert moved["moved_bytes"] > 0
+            _, answer = await two.segment(TOKENS, max_tokens=OUTPUT, salt="acme")
+            assert tokens_in(answer) == expected == tokens_in(again)
+            assert answer[-1]["cached_tokens"] == loan["tokens"]
+            _, other = await two.segment(TOKENS, max_tokens=OUTPUT)
+            assert (tokens_in(other), other[-1]["cached_tokens"]) == (expected, 0)
+            index = GlobalIndex()
+            for report in read((await two.get("/cache"))[1], "two"):
+                index.apply(report, "here")
+            exact = await two.service.hub.ask(lambda loop, _: loop.prefixes.exact)
+            held = index.held_by("two", [int(name, 16) for name in blocks], exact=exact)
+            assert held == len(blocks)
+            # What is there already does not come again; the handle was used up.
+            assert (await fetched(two, blocks, loan))[1] == {**moved, "moved_bytes": 0}
+            await nothing_left(one, two)
+
+    played(scene)
+
+
+def test_only_what_the_target_lacks_crosses() -> None:
+    async def scene() -> None:
+        async with face(make_service("full")) as one, face(make_service("full")) as two:
+            expected = tokens_in((await one.segment(TOKENS, max_tokens=OUTPUT))[1])
+            await two.segment(TOKENS[:35], max_tokens=1)
+            blocks = names(one, TOKENS)
+            _, loan = await lent(one, blocks)
+            _, moved = await fetched(two, blocks, loan)
+            async with face(make_service("full")) as three:
+                _, loan = await lent(one, blocks)
+                _, whole = await fetched(three, blocks, loan)
+            assert moved["moved_bytes"] * 5 == whole["moved_bytes"] * 3
+            _, lines = await two.segment(TOKENS, max_tokens=OUTPUT)
+            assert (tokens_in(lines), lines[-1]["cached_tokens"]) == (expected, 80)
+            await nothing_left(one, two)
+
+    played(scene)
+
+
+def test_loans_are_for_those_who_know_the_handle_the_request_and_the_blocks() -> None:
+    async def scene() -> None:
+        async with (
+            face(make_service("full", limits=PATIENT)) as one,
+            face(make_service("full", limits=PATIENT)) as two,
+        ):
+            await one.segment(TOKENS, max_tokens=1)
+            blocks = names(one, TOKENS)
+            assert (await lent(one, names(one, TOKENS, "else")))[1]["error"]["code"] == "not_held"
+            handle = new_handle()
+            status, loan = await lent(one, blocks, handle=handle)
+            assert (status, loan["handle"]) == (200, handle)
+            for wrong, more in (
+                (blocks, {"request": "n"}),
+                (blocks[:-1], {}),
+                (blocks, {"source": {"kv": one.kv, "handle": new_handle()}}),
+            ):
+                status, body = await fetched(two, wrong, loan, **more)
+                assert (status, body["error"]["code"]) == (424, "hand_over")
+            assert (await fetched(two, blocks, loan))[0] == 200
+            await nothing_left(one, two)
+
+    played(scene)
+
+
+def test_bad_asks_are_refused_with_a_line() -> None:
+    async def scene() -> None:
+        limits = FaceLimits(prefix_moves=1, lease_s=0.4)
+        stranger = make_service("full", kv=KvSettings())
+        async with face(make_service("full", limits=limits)) as one, face(stranger) as two:
+            await one.segment(TOKENS, max_tokens=1)
+            blocks = names(one, TOKENS)
+            for wrong in (
+                {"blocks": []},
+                {"blocks": ["x"]},
+                {"blocks": [1]},
+                {"blocks": blocks + blocks[:1]},
+                {"blocks": blocks * 99},
+                {"codec": "int4"},
+                {"handle": "short"},
+                {"request": ""},
+                {"bogus": 1},
+                {"source": {"kv": one.kv, "handle": new_handle()}},
+            ):
+                status, body = await lent(one, blocks, **wrong)
+                assert status == 400, wrong
+                assert "\n" not in body["error"]["message"]
+            assert (await lent(one, blocks, model="other"))[0] == 404
+            _, loan = await lent(one, blocks)
+            assert (await lent(one, blocks))[0] == 429
+            status, body = await fetched(two, blocks, loan)
+            assert (status, body["error"]["code"]) == (403, "not_a_peer")
+            assert (await two.post("/prefixes/fetch", {"request": "m", "model": NAME, "blocks": blocks}))[
+                0
+            ] == 400
+            await nothing_left(one)  # Nobody came for the loan, and it is over.
+            assert (await lent(one, blocks))[0] == 200
+            await one.post("/drain", {})
+        async with face(make_service("full", prefix_cache_bytes=0)) as none:
+            assert (await lent(none, blocks))[0] == 404
+            assert (await fetched(none, blocks, loan))[1]["error"]["code"] == "no_cache"
+
+    played(scene)
+
+
+def test_what_went_before_it_was_fetched_is_said_and_changes_nothing() -> None:
+    async def scene() -> None:
+        async with (
+            face(make_service("full", limits=QUICK)) as one,
+            face(make_service("full", limits=QUICK)) as two,
+        ):
+            await one.segment(TOKENS, max_tokens=1)
+            blocks = names(one, TOKENS)
+            _, loan = await lent(one, blocks)
+            last = int(blocks[-1], 16)
+
+            def lose(loop: Any, _: float) -> None:
+                pool = loop.prefixes._pool
+                for gone in pool.index.drop(last):
+                    del pool._sums[gone.name]
+
+            await one.service.hub.ask(lose)
+            status, body = await fetched(two, blocks, loan)
+            assert status == 424
+            assert "is no longer held here" in body["error"]["message"]
+            assert (await two.get("/cache"))[1]["reports"][0]["added"] == []
+            await nothing_left(one, two)
+
+    played(scene)
+
+
+@pytest.mark.parametrize("who", ["source", "target"])
+def test_nothing_is_left_when_either_dies(who: str) -> None:
+    async def scene() -> None:
+        slow = KvSettings(fleet=TRIAL.fleet, outbox=OutboxLimits(lease_s=0.3))
+        one, two = make_service("full", limits=QUICK, kv=slow), make_service("full", limits=QUICK)
+        async with face(one) as source, face(two) as target:
+            await source.segment(TOKENS, max_tokens=1)
+            blocks = names(source, TOKENS)
+            _, loan = await lent(source, blocks)
+            held = asyncio.Event()
+
+            async def pace(parcel: Any) -> None:
+                held.set()
+                await asyncio.sleep(30)
+
+            assert one.carriage is not None
+            one.carriage._pace = pace
+            fetching = asyncio.create_task(fetched(target, blocks, loan))
+            await held.wait()
+            if who == "source":
+                await source.opened.close()
+                status, _ = await fetching
+                assert status in (424, 502)
+                await nothing_left(target)
+            else:
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
+                await nothing_left(target)
+                await nothing_left(source)
+            assert (await target.get("/cache"))[1]["reports"][0]["added"] == []
+
+    played(scene)
