@@ -1,0 +1,1 @@
+"""The one Brain, with its clock and its log."""

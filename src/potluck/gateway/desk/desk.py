@@ -1,0 +1,141 @@
+"""The desk: the one Brain, who tells it what, and who does what it asks.
+
+Workers tell it of requests through their lines, the fleet's keeper tells it of replicas. What it asks of a request
+goes back to the worker whose request it is; what it asks of the fleet goes to the keeper. As in the simulator, what
+happens while its orders are carried out is told afterwards, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
+from potluck.core.brain.events import Arrived, Cancelled, Event, Failed, Finished, Tick
+from potluck.worlds.mind import Mind
+
+Act = Callable[[Sequence[Action]], None]
+Watcher = Callable[[float, Event, Sequence[Action]], None]
+"""Hears of everything that was told and asked for; must be quick and must not raise."""
+_OF_REQUESTS = (Run, Refuse, Abandon, Inquire)
+_ENDINGS = (Finished, Failed, Cancelled)
+
+
+class Desk:
+    """Made once; used in one event loop."""
+
+    def __init__(
+        self,
+        mind: Mind,
+        open_flights: Mapping[str, object],
+        *,
+        tick_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`open_flights` are the mind's own: requests that it has not seen the end of."""
+        self._mind = mind
+        self._flights = open_flights
+        self._clock = clock
+        self._start_s = clock()
+        self._tick_s = tick_s
+        self._owners: dict[str, DeskLine] = {}
+        self._news: deque[tuple[float, Event, DeskLine | None]] = deque()
+        self._acting = False
+        self._ticking: asyncio.TimerHandle | None = None
+        self.manage: Act = _nobody
+        """Who carries out what is asked of the fleet."""
+        self.watchers: list[Watcher] = []
+        self.at_ticks: list[Callable[[], None]] = []
+        """Called after every tick: logs are flushed, say."""
+
+    def now_s(self) -> float:
+        return self._clock() - self._start_s
+
+    def line(self, act: Act) -> DeskLine:
+        """A worker's line; `act` is its driver's."""
+        return DeskLine(self, act)
+
+    def tell(self, event: Event, line: DeskLine | None = None) -> None:
+        """Let the Brain know, and have done what it asks."""
+        at_s = self.now_s()
+        if self._acting:
+            self._news.append((at_s, event, line))
+            return
+        self._acting = True
+        try:
+            self._hear(at_s, event, line)
+            while self._news:
+                self._hear(*self._news.popleft())
+        finally:
+            self._acting = False
+
+    def _hear(self, at_s: float, event: Event, line: DeskLine | None) -> None:
+        if line is not None and type(event) is Arrived:
+            self._owners[event.request.id] = line
+        actions = self._mind.on(at_s, event)
+        for watcher in self.watchers:
+            watcher(at_s, event, actions)
+        if actions:
+            self._act(actions)
+        if isinstance(event, _ENDINGS) and event.request not in self._flights:
+            self._owners.pop(event.request, None)
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        """Each to whom it concerns, in their order."""
+        for action in actions:
+            if not isinstance(action, _OF_REQUESTS):
+                self.manage((action,))
+                continue
+            owner = self._owners.get(action.request)
+            if owner is not None:
+                owner.act((action,))
+            if type(action) is Refuse:
+                self._owners.pop(action.request, None)
+
+    def lost(self, line: DeskLine) -> None:
+        """A worker is gone, and its clients with it."""
+        for request in [request for request, owner in self._owners.items() if owner is line]:
+            self.tell(Cancelled(request))
+            self._owners.pop(request, None)
+
+    # Time.
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Tick from now on."""
+        self._ticking = loop.call_later(self._tick_s, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticking = loop.call_later(self._tick_s, self._tick, loop)
+        self.tell(Tick())
+        for call in self.at_ticks:
+            call()
+
+    def stop(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._flights)
+
+
+class DeskLine:
+    """The line of a worker in this process."""
+
+    __slots__ = ("_desk", "act")
+
+    def __init__(self, desk: Desk, act: Act) -> None:
+        self._desk = desk
+        self.act = act
+
+    def tell(self, event: Event) -> None:
+        self._desk.tell(event, self)
+
+    def now_s(self) -> float:
+        return self._desk.now_s()
+
+
+def _nobody(actions: Sequence[Action]) -> None:
+    """Before the keeper is there: what is wanted is asked for again at the next plan."""

@@ -1,0 +1,127 @@
+"""One engine as the keeper knows it, and the calls that are made to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from potluck.core.brain.events import Cached
+from potluck.core.errors import PotluckError
+from potluck.gateway.fleet.roster import Entry
+from potluck.gateway.fleet.status import Said, read_cache, read_status
+from potluck.gateway.http.fetch import Fetched, fetch
+from potluck.gateway.parts import Outgoing
+
+ASK_S = 2.0
+"""An engine that does not answer a plain question within this is as good as gone."""
+MOST_BYTES = 64_000_000
+"""Of one answer; a cache that holds a million prefixes says so in half of that."""
+MOVE_S = 30.0
+
+
+class NotAnswered(PotluckError):
+    """An engine that was asked something did not answer, or with something else."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Written by the keeper alone."""
+
+    entry: Entry
+    up: bool = False
+    said: Said | None = None
+    heard_s: float = 0.0
+    """When it last answered."""
+    replica: str = ""
+    """Which one it is at present; empty: none."""
+    note: str = "was not heard of yet"
+    """Why it is none, in one line."""
+    cache_epoch: int | None = None
+    cache_after: int = 0
+    peers: frozenset[str] | None = None
+    """Those it was told of last."""
+    drained: bool = False
+    """Whether it was told to take nothing new."""
+    watching: asyncio.Task[None] | None = None
+    links: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Peer to (bytes moved, seconds busy) when last looked at."""
+
+
+class Caller:
+    """Makes the calls; knows no state."""
+
+    def __init__(self, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
+
+    async def ask(
+        self, engine: Engine, method: bytes, path: bytes, body: object = None, within_s: float = ASK_S
+    ) -> Fetched:
+        """One call. Whatever is not a 2xx raises NotAnswered with one line."""
+        entry = engine.entry
+        headers = [(b"authorization", b"Bearer " + entry.key.encode())] if entry.key else []
+        data = b"" if body is None else json.dumps(body).encode()
+        try:
+            found = await fetch(
+                self._outgoing,
+                entry.address,
+                method,
+                path,
+                data,
+                headers=headers,
+                within_s=within_s,
+                most_bytes=MOST_BYTES,
+            )
+        except (PotluckError, OSError) as error:
+            raise NotAnswered(" ".join(str(error).split())[:200]) from error
+        if not 200 <= found.status < 300:
+            said = found.body[:200].decode("utf-8", "replace")
+            raise NotAnswered(f"{path.decode()} was answered with {found.status}: {' '.join(said.split())}")
+        return found
+
+    async def status(self, engine: Engine) -> Said:
+        return read_status((await self.ask(engine, b"GET", b"/status")).body)
+
+    async def served_model(self, engine: Engine) -> str:
+        """What a server of plain OpenAI calls its first model."""
+        data = json.loads((await self.ask(engine, b"GET", b"/v1/models")).body)
+        try:
+            return str(data["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise NotAnswered("/v1/models names no model") from error
+
+    async def cache(self, engine: Engine) -> tuple[Cached, ...]:
+        """Reports of its prefix cache since the last ones; the engine's place in them is moved on."""
+        query = b""
+        if engine.cache_epoch is not None:
+            query = f"?epoch={engine.cache_epoch}&after={engine.cache_after}".encode()
+        replica = engine.replica
+        found = await self.ask(engine, b"GET", b"/cache" + query)
+        epoch, reports = read_cache(replica, found.body)
+        engine.cache_epoch = epoch
+        if reports:
+            engine.cache_after = reports[-1].sequence
+        return reports
+
+    async def role(self, engine: Engine, role: str) -> None:
+        await self.ask(engine, b"POST", b"/role", {"role": role})
+
+    async def drain(self, engine: Engine, *, resume: bool) -> None:
+        await self.ask(engine, b"POST", b"/drain", {"resume": resume})
+
+    async def peers(self, engine: Engine, addresses: Iterable[str]) -> None:
+        await self.ask(engine, b"PUT", b"/peers", {"peers": sorted(addresses)})
+
+    async def move(self, source: Engine, target: Engine, request: str, names: list[str], codec: str) -> None:
+        """Have a cached prefix copied from one engine to another."""
+        body = {"request": request, "blocks": names, "codec": codec}
+        lent = json.loads((await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S)).body)
+        if source.said is None:
+            raise NotAnswered("the source is gone")
+        asked = {
+            "request": request,
+            "blocks": names,
+            "source": {"kv": source.said.kv, "handle": str(lent.get("handle"))},
+        }
+        await self.ask(target, b"POST", b"/prefixes/fetch", asked, MOVE_S)

@@ -1,0 +1,328 @@
+"""The keeper: what the Brain wants of the fleet beside what is there, and the news of both. Its only writer.
+
+The Brain's `Start` makes a replica *wanted*. As soon as an engine of the roster answers that may be this replica, it
+is bound to it: told its role and its peers, and then the Brain hears `ReplicaReady`. An engine that is gone, or was
+restarted, is `ReplicaLost`; what comes up in its place becomes another replica. What is wanted lasts: a controller
+reads it (`wanted`) whenever it is there, starts and stops engines, and tells the roster. Without one the fleet stays
+as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.core.brain.actions import Action, Drain, Flip, Move, Recount, Replan, Start, Stop
+from potluck.core.brain.events import Drained, Event, ReplicaLost, ReplicaReady
+from potluck.core.errors import PotluckError
+from potluck.core.values.member import Member
+from potluck.core.values.types import Role
+from potluck.gateway.fleet.engine import Caller, Engine, NotAnswered
+from potluck.gateway.fleet.roster import Entry, matched
+from potluck.gateway.parts import Endpoint, Outgoing
+
+Tell = Callable[[Event], None]
+
+
+@dataclass(slots=True, eq=False)
+class Wish:
+    """One replica that the Brain wants."""
+
+    member: Member
+    role: Role
+    draining: bool = False
+    engine: Engine | None = None
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of whoever starts engines and makes plans."""
+
+    replicas: tuple[tuple[Member, Role, bool, str], ...]
+    """(which, its role, whether it is being emptied, the engine's URL or nothing)"""
+    stop: tuple[str, ...]
+    """URLs of engines that are nobody any more."""
+    replan: Replan | None
+    version: int
+    """Grows with every change."""
+
+
+class Keeper:
+    """Used in one event loop. `tell` is the desk's; `busy` says how many requests the Brain has at a replica."""
+
+    def __init__(
+        self,
+        tell: Tell,
+        outgoing: Outgoing,
+        busy: Callable[[str], int],
+        *,
+        codec: Callable[[str, str, str], str] = lambda model, source, target: "raw",
+    ) -> None:
+        self._tell = tell
+        self._busy = busy
+        self._codec = codec
+        self.caller = Caller(outgoing)
+        self._wishes: dict[str, Wish] = {}
+        self._engines: dict[str, Engine] = {}
+        self._endpoints: dict[str, Endpoint] = {}
+        self._replan: Replan | None = None
+        self._version = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._binding = False
+        self.on_endpoints: list[Callable[[], None]] = []
+        """Told when who can be reached has changed."""
+        self.on_gone: list[Callable[[str], None]] = []
+        """Told which replica is gone, before the Brain is: what runs there has failed."""
+
+    # What workers ask (parts.Directory).
+
+    def find(self, replica: str) -> Endpoint | None:
+        return self._endpoints.get(replica)
+
+    def codec(self, model: str, source_region: str, target_region: str) -> str:
+        return self._codec(model, source_region, target_region)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(self._endpoints.values())
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(self._engines.values())
+
+    def wanted(self) -> Wanted:
+        replicas = tuple(
+            (wish.member, wish.role, wish.draining, wish.engine.entry.url if wish.engine else "")
+            for wish in self._wishes.values()
+        )
+        idle = tuple(each.entry.url for each in self.engines if each.up and not each.replica)
+        return Wanted(replicas, idle, self._replan, self._version)
+
+    # The roster.
+
+    def enlist(self, entries: Iterable[Entry]) -> None:
+        """The whole roster in place of the one before; engines that stay are not disturbed."""
+        listed = {entry.url: entry for entry in entries}
+        for url in [url for url in self._engines if url not in listed]:
+            self._dismiss(self._engines.pop(url))
+        for url, entry in listed.items():
+            engine = self._engines.get(url)
+            if engine is None:
+                self._engines[url] = Engine(entry)
+            else:
+                engine.entry = entry
+        self._version += 1
+
+    def _dismiss(self, engine: Engine) -> None:
+        if engine.watching is not None:
+            engine.watching.cancel()
+        self.lost(engine, "was taken off the roster")
+
+    # What the Brain asks (Desk.manage).
+
+    def act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        self._version += 1
+        match action:
+            case Start(member):
+                self._wishes[member.id] = Wish(member, member.role)
+                self.bind()
+            case Drain(replica) if replica in self._wishes:
+                self._wishes[replica].draining = True
+            case Stop(replica):
+                wish = self._wishes.pop(replica, None)
+                if wish is not None and wish.engine is not None:
+                    self._release(wish.engine, "was stopped by the plan")
+            case Flip(replica, role) if replica in self._wishes:
+                wish = self._wishes[replica]
+                wish.role = role
+                if wish.engine is not None and wish.engine.entry.kind == "face":
+                    self._spawn(self._call(self.caller.role(wish.engine, role)))
+            case Replan():
+                self._replan = action
+            case Recount(replica) if replica in self._wishes:
+                engine = self._wishes[replica].engine
+                if engine is not None:
+                    engine.cache_epoch = None
+            case Move():
+                self._move(action)
+
+    def planned(self) -> None:
+        """Somebody answered the last Replan."""
+        self._replan = None
+        self._version += 1
+
+    def _move(self, action: Move) -> None:
+        source, target = (self._wishes.get(name) for name in (action.source, action.target))
+        if source is None or target is None or source.engine is None or target.engine is None:
+            return
+        codec = self._codec(source.member.model, source.member.region, target.member.region)
+        names = [f"{block:032x}" for block in action.blocks]
+        moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, codec)
+        self._spawn(self._call(moving))
+
+    # What engines say (watch.py).
+
+    def heard(self, engine: Engine) -> None:
+        """It answered; `engine.said` is new."""
+        engine.up = True
+        engine.heard_s = time.monotonic()
+        if not engine.replica:
+            self.bind()
+
+    def lost(self, engine: Engine, why: str) -> None:
+        """It does not answer, is not who it was, or is not listed any more."""
+        engine.up = False
+        engine.peers = None
+        replica = engine.replica
+        if not replica:
+            engine.note = why
+            return
+        self._release(engine, why)
+        wish = self._wishes.get(replica)
+        if wish is None:
+            return
+        self._version += 1
+        if not wish.ready and not wish.draining:
+            wish.engine = None  # it never was there, and is still wanted
+            return
+        del self._wishes[replica]
+        for call in self.on_gone:
+            call(replica)
+        self._tell(ReplicaLost(replica, why))
+
+    def _release(self, engine: Engine, why: str) -> None:
+        replica, engine.replica, engine.note = engine.replica, "", why
+        engine.cache_epoch, engine.cache_after = None, 0
+        if self._endpoints.pop(replica, None) is not None:
+            self._changed()
+
+    def look(self) -> None:
+        """At every tick: replicas that are empty now, and engines that nobody is."""
+        for replica, wish in list(self._wishes.items()):
+            if wish.draining and wish.ready and not self._busy(replica):
+                wish.ready = False
+                engine = wish.engine
+                if engine is not None and engine.entry.kind == "face":
+                    engine.drained = True
+                    self._spawn(self._call(self.caller.drain(engine, resume=False)))
+                self._tell(Drained(replica))
+        self.bind()
+
+    def bind(self) -> None:
+        """Give every wanted replica an engine that is there for it."""
+        if self._binding:
+            return
+        self._binding = True
+        try:
+            free = {each.entry.url: each for each in self._engines.values() if self._is_free(each)}
+            lacking = [wish.member for wish in self._wishes.values() if wish.engine is None]
+            for member, entry in matched(lacking, [each.entry for each in free.values()]):
+                engine, wish = free[entry.url], self._wishes[member.id]
+                problem = self._unsuited(engine, member)
+                if problem:
+                    engine.note = problem
+                    continue
+                engine.replica, engine.note, wish.engine = member.id, "", engine
+                self._spawn(self._ready(engine, wish))
+        finally:
+            self._binding = False
+
+    def _is_free(self, engine: Engine) -> bool:
+        return engine.up and not engine.replica and (engine.said is None or engine.said.state != "failed")
+
+    def _unsuited(self, engine: Engine, member: Member) -> str:
+        """Why an engine cannot be a replica beside those that are there; empty when it can."""
+        if engine.said is None:
+            return ""
+        mark = engine.said.fingerprint
+        others = {
+            each.fingerprint
+            for each in self._endpoints.values()
+            if each.model == member.model and each.fingerprint
+        }
+        if mark and others and mark not in others:
+            return f"has other weights than the replicas of {member.model} that serve"
+        return ""
+
+    async def _ready(self, engine: Engine, wish: Wish) -> None:
+        """Tell a bound engine who it is, and the Brain that it is there."""
+        member, said = wish.member, engine.said
+        try:
+            served = engine.entry.served_model
+            if engine.entry.kind == "face":
+                if engine.drained or (said is not None and said.state in ("draining", "drained")):
+                    await self.caller.drain(engine, resume=True)
+                    engine.drained = False
+                if said is None or said.role != wish.role:
+                    await self.caller.role(engine, wish.role)
+                await self._introduce()
+            elif not served:
+                served = await self.caller.served_model(engine)
+        except (NotAnswered, PotluckError, ValueError) as error:
+            self.lost(engine, str(error))
+            return
+        if engine.replica != member.id or self._wishes.get(member.id) is not wish:
+            return  # it was stopped or lost meanwhile
+        self._endpoints[member.id] = Endpoint(
+            member.id,
+            member.model,
+            member.region,
+            engine.entry.address,
+            engine.entry.kind,
+            said.kv if said else "",
+            said.fingerprint if said else "",
+            served or (said.model if said else ""),
+            key=engine.entry.key,
+        )
+        wish.ready = True
+        self._version += 1
+        self._changed()
+        self._tell(ReplicaReady(member.id))
+
+    async def _introduce(self) -> None:
+        """Every engine that is there learns whose caches it may fetch."""
+        there = [each for each in self._engines.values() if each.up and each.said and each.said.kv]
+        known = frozenset(each.said.kv for each in there if each.said)
+        unaware = [each for each in there if each.peers != known]
+        for engine in unaware:
+            engine.peers = known
+        told = [
+            self.caller.peers(engine, known - {engine.said.kv if engine.said else ""}) for engine in unaware
+        ]
+        for engine, outcome in zip(unaware, await asyncio.gather(*told, return_exceptions=True), strict=True):
+            if isinstance(outcome, BaseException):
+                engine.peers = None
+
+    # Calls in the background.
+
+    def _changed(self) -> None:
+        for call in self.on_endpoints:
+            call()
+
+    async def _call(self, what: Coroutine[Any, Any, None]) -> None:
+        """Something that may fail without harm: the next look shows what became of it."""
+        with suppress(PotluckError, ValueError):
+            await what
+
+    def _spawn(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for engine in self._engines.values():
+            if engine.watching is not None:
+                engine.watching.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,43 @@
+"""How the links between regions fare, put together from what all engines say of their transfers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from potluck.core.brain.events import LinkReported
+
+LEAST_BUSY = 0.1
+"""Share of a period in which something must have been on its way for its rate to say anything."""
+
+
+@dataclass(slots=True)
+class Passed:
+    """What crossed a link in a period."""
+
+    moved_bytes: float = 0.0
+    busy_s: float = 0.0
+    """Of all transfers together."""
+    queued_bytes: float = 0.0
+
+
+def link_reports(
+    passed: Mapping[tuple[str, str], Passed],
+    planned_gbps: Mapping[tuple[str, str], float],
+    period_s: float,
+) -> list[LinkReported]:
+    """One report for each link that is planned.
+
+    Layers cross as they are computed, so a transfer is often slower than its link: the rate seen counts only where
+    bytes wait for the link. A link that nobody waits for is as fast as planned.
+    """
+    found = []
+    for ends, gbps in planned_gbps.items():
+        each = passed.get(ends, Passed())
+        room_bytes = gbps * 1e9 / 8 * period_s
+        share = min(1.0, each.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
+        busy_s = min(period_s, each.busy_s)
+        if each.queued_bytes > 0 and busy_s >= LEAST_BUSY * period_s:
+            gbps = min(gbps, each.moved_bytes * 8e-9 / busy_s)
+        found.append(LinkReported(*ends, share, each.queued_bytes, gbps))
+    return found

@@ -1,0 +1,134 @@
+"""What engines say about themselves, read: never trusted to be well-formed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from potluck.core.brain.events import Cached, Status
+from potluck.core.errors import FormatError
+
+LONGEST_NAME = 500
+STATES = ("ready", "degraded", "draining", "drained", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSaid:
+    """All that an engine fetched from, or sent to, one other, since it started."""
+
+    peer: str
+    moved_bytes: float
+    goodput_bytes_per_s: float
+    queue_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What `GET /status` answered."""
+
+    model: str
+    fingerprint: str
+    role: str
+    state: str
+    kv: str
+    uptime_s: float
+    max_tokens: int
+    block_tokens: int
+    status: Status
+    links: tuple[LinkSaid, ...]
+    problem: str
+
+
+def read_status(body: bytes) -> Said:
+    data = _object(body)
+    idle = not _number(data, "running") and not _number(data, "waiting")
+    status = Status(
+        _whole(data, "waiting"),
+        _whole(data, "running"),
+        _whole(data, "todo_tokens"),
+        _whole(data, "context_tokens"),
+        _whole(data, "free_blocks"),
+        _whole(data, "total_blocks"),
+        0.0 if idle else _number(data, "step_mean_s"),
+    )
+    state = _text(data, "state")
+    if state not in STATES:
+        raise FormatError("status: state", f"is none of {', '.join(STATES)}")
+    links = data.get("links", [])
+    if not isinstance(links, list):
+        raise FormatError("status: links", "must be a list")
+    return Said(
+        _text(data, "model"),
+        _text(data, "fingerprint"),
+        _text(data, "role"),
+        state,
+        _text(data, "kv"),
+        _number(data, "uptime_s"),
+        _whole(data, "max_tokens"),
+        _whole(data, "block_tokens"),
+        status,
+        tuple(_link(each) for each in links if isinstance(each, dict)),
+        _text(data, "problem")[:200],
+    )
+
+
+def _link(data: dict[str, Any]) -> LinkSaid:
+    return LinkSaid(
+        _text(data, "peer"),
+        _number(data, "moved_bytes"),
+        _number(data, "goodput_bytes_per_s"),
+        _number(data, "queue_bytes"),
+    )
+
+
+def read_cache(replica: str, body: bytes) -> tuple[int, tuple[Cached, ...]]:
+    """(the engine's epoch, its reports) of `GET /cache`."""
+    data = _object(body)
+    epoch, reports = data.get("epoch"), data.get("reports")
+    if type(epoch) is not int or not isinstance(reports, list):
+        raise FormatError("cache", "has no epoch or no reports")
+    found = []
+    for each in reports:
+        if not isinstance(each, dict) or type(each.get("sequence")) is not int:
+            raise FormatError("cache: reports", "one has no sequence")
+        named = [_names(each, kind) for kind in ("added", "removed", "marked", "unmarked")]
+        found.append(Cached(replica, each["sequence"], *named, epoch=1, whole=each.get("whole") is True))
+    return epoch, tuple(found)
+
+
+def _names(data: dict[str, Any], kind: str) -> tuple[int, ...]:
+    given = data.get(kind, [])
+    try:
+        return tuple(int(name, 16) for name in given)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"cache: {kind}", "must be a list of hexadecimal names") from error
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("answer", "is not JSON") from error
+    if not isinstance(data, dict):
+        raise FormatError("answer", "must be a JSON object")
+    return data
+
+
+def _text(data: dict[str, Any], name: str) -> str:
+    value = data.get(name, "")
+    if not isinstance(value, str) or len(value) > LONGEST_NAME:
+        raise FormatError(f"status: {name}", "must be text")
+    return value
+
+
+def _number(data: dict[str, Any], name: str) -> float:
+    value = data.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise FormatError(f"status: {name}", "must be a number that is not negative")
+    return float(value)
+
+
+def _whole(data: dict[str, Any], name: str) -> int:
+    return int(_number(data, name))

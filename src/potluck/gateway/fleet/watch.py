@@ -1,0 +1,112 @@
+"""Looking after engines: each is asked how it fares every POLL_S, and what changed in its prefix cache.
+
+So what the Brain knows of a replica is at most POLL_S + ASK_S old; one that has not answered for SILENT_S, or at
+whose address nobody listens any more, is lost. Servers of plain OpenAI only say that they are alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from potluck.core.brain.events import Reported
+from potluck.core.errors import PotluckError
+from potluck.gateway.fleet.engine import Engine
+from potluck.gateway.fleet.keeper import Keeper, Tell
+from potluck.gateway.fleet.links import Passed, link_reports
+
+POLL_S = 0.5
+SILENT_S = 2.5
+"""Without an answer for so long, an engine that can still be connected to is lost."""
+AWAY_S = 0.5
+"""Between two looks at an address where nobody answered."""
+
+
+class Watch:
+    """Keeps a task for every engine of the roster."""
+
+    def __init__(
+        self, keeper: Keeper, tell: Tell, *, caches: bool, planned_gbps: Mapping[tuple[str, str], float]
+    ) -> None:
+        self._keeper = keeper
+        self._tell = tell
+        self._caches = caches
+        self._planned_gbps = planned_gbps
+        self._looked_s = time.monotonic()
+
+    def look(self) -> None:
+        """At every tick: watch those that are new, and report links."""
+        loop = asyncio.get_running_loop()
+        for engine in self._keeper.engines:
+            if engine.watching is None or engine.watching.done():
+                engine.watching = loop.create_task(self._watch(engine))
+        now_s = time.monotonic()
+        period_s, self._looked_s = now_s - self._looked_s, now_s
+        if self._planned_gbps and period_s > 0:
+            for report in link_reports(self._passed(), self._planned_gbps, period_s):
+                self._tell(report)
+
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            try:
+                await self._ask(engine)
+            except (PotluckError, ValueError) as error:
+                self._silent(engine, " ".join(str(error).split())[:200])
+            await asyncio.sleep(POLL_S if engine.up else AWAY_S)
+
+    async def _ask(self, engine: Engine) -> None:
+        caller, keeper = self._keeper.caller, self._keeper
+        if engine.entry.kind == "openai":
+            await caller.ask(engine, b"GET", b"/health")
+            keeper.heard(engine)
+            return
+        said, before = await caller.status(engine), engine.said
+        engine.said = said
+        if before is not None and engine.replica:
+            if said.uptime_s < before.uptime_s:
+                keeper.lost(engine, "was restarted")
+            elif said.fingerprint != before.fingerprint or said.model != before.model:
+                keeper.lost(engine, "serves something else than before")
+            elif said.state == "failed":
+                keeper.lost(engine, said.problem or "has failed")
+        keeper.heard(engine)
+        replica = engine.replica
+        if not replica or keeper.find(replica) is None:
+            return
+        self._tell(Reported(replica, said.status))
+        if self._caches:
+            for report in await caller.cache(engine):
+                if engine.replica == replica:
+                    self._tell(report)
+
+    def _silent(self, engine: Engine, why: str) -> None:
+        """Nobody listens there: gone at once. Somebody does, but says nothing: gone after a while."""
+        refused = "refused" in why or "reset" in why or "no connection" in why
+        if not engine.replica or refused or time.monotonic() - engine.heard_s > SILENT_S:
+            self._keeper.lost(engine, why)
+
+    def _passed(self) -> dict[tuple[str, str], Passed]:
+        """What crossed each link since the last look, as its receivers say; what waits, as its senders say."""
+        keeper = self._keeper
+        region_of = {each.kv: each.region for each in keeper.endpoints if each.kv}
+        found: dict[tuple[str, str], Passed] = {}
+        for engine in keeper.engines:
+            endpoint = keeper.find(engine.replica) if engine.replica else None
+            if endpoint is None or engine.said is None:
+                continue
+            for link in engine.said.links:
+                source = region_of.get(link.peer)
+                if source is None:  # said by the sender, whose peers have no names
+                    for ends in self._planned_gbps:
+                        if ends[0] == endpoint.region:
+                            found.setdefault(ends, Passed()).queued_bytes += link.queue_bytes
+                    continue
+                rate = link.goodput_bytes_per_s
+                busy_s = link.moved_bytes / rate if rate > 0 else 0.0
+                moved_before, busy_before = engine.links.get(link.peer, (0.0, 0.0))
+                engine.links[link.peer] = (link.moved_bytes, busy_s)
+                passed = found.setdefault((source, endpoint.region), Passed())
+                passed.moved_bytes += max(0.0, link.moved_bytes - moved_before)
+                passed.busy_s += max(0.0, busy_s - busy_before)
+        return found
