@@ -1,0 +1,192 @@
+"""A plan brought to life on this machine, for tests and benchmarks: pretended engines and a gateway before them.
+
+    with LiveFleet(plan_path, spec_path) as fleet:
+        fleet.url, fleet.admin
+
+Each replica of the plan is a process that acts as its GPUs (`engine serve --emulate ... --pretend`). All processes are
+ended, by their ids, when the block is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import Plan, plan_from_json
+
+START_S = 60.0
+
+
+def emulated(layout: Layout, model: str) -> str:
+    """What `--emulate` says for a layout of one stage on one node."""
+    if len(layout.stages) != 1 or len(layout.stages[0].nodes) != 1:
+        raise ValueError("only single nodes can be pretended here")
+    node = layout.stages[0].nodes[0]
+    return f"{node.node}:{model}:{node.tp}"
+
+
+@dataclass
+class Process:
+    """One that was started here, and what it says on its first line."""
+
+    arguments: list[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+    popen: subprocess.Popen[str] | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> None:
+        out: IO[str] = self.log.open("a")
+        self.popen = subprocess.Popen(
+            self.arguments,
+            stdout=subprocess.PIPE,
+            stderr=out,
+            text=True,
+            env={**os.environ, **self.env},
+            start_new_session=True,
+        )
+        out.close()
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for the line that says where it listens."""
+        assert self.popen is not None
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline()
+        if not line:
+            tail = self.log.read_text()[-2000:]
+            raise RuntimeError(f"{' '.join(self.arguments[:6])} ... ended: {tail}")
+        self.said = json.loads(line)
+        return self.said
+
+    def send(self, number: signal.Signals) -> None:
+        if self.popen is not None and self.popen.poll() is None:
+            self.popen.send_signal(number)
+
+    def end(self, within_s: float = 10.0) -> None:
+        if self.popen is None:
+            return
+        self.send(signal.SIGCONT)
+        self.send(signal.SIGTERM)
+        try:
+            self.popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
+
+
+class LiveFleet:
+    """Engines and a gateway; `engines` are in the order of the plan's deployments, copies and replicas."""
+
+    def __init__(
+        self,
+        plan: Path,
+        spec: Path,
+        *,
+        gateway: tuple[str, ...] = (),
+        engine: tuple[str, ...] = ("--pretend",),
+        models: dict[str, str] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """`models` names, for each of the plan's, the catalog's model that engines act as, where it is another."""
+        self.folder = Path(tempfile.mkdtemp(prefix="potluck-live-"))
+        self._plan_path, self._spec_path = plan, spec
+        self.plan: Plan = plan_from_json(plan.read_text("utf-8"))
+        self._gateway, self._engine, self._models = gateway, engine, models or {}
+        self._env = env or {}
+        self.engines: list[Process] = []
+        self.roster: list[dict[str, object]] = []
+        self.gateway: Process | None = None
+        self.url = self.admin = ""
+
+    def __enter__(self) -> Self:
+        try:
+            self._start_engines()
+            self._start_gateway()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start_engines(self) -> None:
+        for deployment in self.plan.deployments:
+            template = self.plan.template(deployment.template)
+            for copy in range(deployment.count):
+                for index, replica in enumerate(template.replicas):
+                    like = emulated(replica.layout, self._models.get(template.model, template.model))
+                    process = self._engine_process(like, template.model, f"{template.name}-{copy}-{index}")
+                    process.start()
+                    self.engines.append(process)
+                    self.roster.append(
+                        {"template": template.name, "index": index, "region": deployment.region}
+                    )
+        for process, entry in zip(self.engines, self.roster, strict=True):
+            entry["url"] = process.hear()["url"]
+            # Whoever is started again in its place listens where it did.
+            port = str(entry["url"]).rsplit(":", 1)[1]
+            process.arguments[process.arguments.index("--port") + 1] = port
+
+    def _engine_process(self, like: str, model: str, name: str) -> Process:
+        arguments = [
+            *(sys.executable, "-m", "potluck", "engine", "serve", "--emulate", like, "--name", model),
+            *("--port", "0", "--json", *self._engine),
+        ]
+        return Process(arguments, self.folder / f"{name.replace('/', '_')}.log", self._env)
+
+    def _start_gateway(self) -> None:
+        roster = self.folder / "engines.yaml"
+        roster.write_text(json.dumps({"engines": self.roster}))
+        arguments = [
+            *(sys.executable, "-m", "potluck", "serve", str(self._plan_path), str(self._spec_path)),
+            *("--engines", str(roster), "--port", "0", "--admin-port", "0", "--json", *self._gateway),
+        ]
+        self.gateway = Process(arguments, self.folder / "gateway.log", self._env)
+        self.gateway.start()
+        said = self.gateway.hear()
+        self.url, self.admin = said["url"], said["admin"]
+        self.wait_ready()
+
+    def wait_ready(self, within_s: float = START_S) -> None:
+        """Until every model can be served."""
+        until_s = time.monotonic() + within_s
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError as error:
+                if time.monotonic() > until_s:
+                    assert self.gateway is not None
+                    tail = self.gateway.log.read_text()[-2000:]
+                    raise RuntimeError(f"the gateway did not get ready ({error}): {tail}") from error
+            time.sleep(0.1)
+
+    def restart(self, place: int) -> None:
+        """Start an engine again that was killed; it listens at the same address."""
+        self.engines[place].end()
+        self.engines[place].start()
+        self.engines[place].hear()
+
+    def close(self) -> None:
+        for process in ([self.gateway] if self.gateway else []) + self.engines:
+            process.send(signal.SIGCONT)
+            process.send(signal.SIGTERM)
+        for process in ([self.gateway] if self.gateway else []) + self.engines:
+            process.end()
