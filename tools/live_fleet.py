@@ -3,8 +3,8 @@
     with LiveFleet(plan_path, spec_path) as fleet:
         fleet.url, fleet.admin
 
-Each replica of the plan is a process that acts as its GPUs (`engine serve --emulate ... --pretend`). All processes are
-ended, by their ids, when the block is left.
+Each replica of the plan is a process that acts as its GPUs (`engine serve --emulate ... --pretend`). All processes
+are ended, by their ids, when the block is left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 from potluck.core.values.layout import Layout
@@ -120,9 +119,7 @@ class LiveFleet:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start_engines(self) -> None:

@@ -1,7 +1,7 @@
 """Requests sent at given times whatever becomes of those before (open loop), each timed token by token.
 
-Lean on purpose: on a machine with two cores the client must not be what is measured. Prompts are token numbers, so that
-lengths are exact; answers are streamed.
+Lean on purpose: on a machine with two cores the client must not be what is measured. Prompts are token numbers, so
+that lengths are exact; answers are streamed.
 """
 
 from __future__ import annotations

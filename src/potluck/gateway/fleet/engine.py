@@ -11,7 +11,7 @@ from potluck.core.brain.events import Cached
 from potluck.core.errors import PotluckError
 from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.fleet.status import Said, read_cache, read_status
-from potluck.gateway.http.fetch import Fetched, fetch
+from potluck.gateway.http.fetch import fetch
 from potluck.gateway.parts import Outgoing
 
 ASK_S = 2.0
@@ -57,13 +57,13 @@ class Caller:
 
     async def ask(
         self, engine: Engine, method: bytes, path: bytes, body: object = None, within_s: float = ASK_S
-    ) -> Fetched:
-        """One call. Whatever is not a 2xx raises NotAnswered with one line."""
+    ) -> bytes:
+        """The body of one answer. Whatever is not a 2xx raises NotAnswered with one line."""
         entry = engine.entry
         headers = [(b"authorization", b"Bearer " + entry.key.encode())] if entry.key else []
         data = b"" if body is None else json.dumps(body).encode()
         try:
-            found = await fetch(
+            status, _, said = await fetch(
                 self._outgoing,
                 entry.address,
                 method,
@@ -75,17 +75,17 @@ class Caller:
             )
         except (PotluckError, OSError) as error:
             raise NotAnswered(" ".join(str(error).split())[:200]) from error
-        if not 200 <= found.status < 300:
-            said = found.body[:200].decode("utf-8", "replace")
-            raise NotAnswered(f"{path.decode()} was answered with {found.status}: {' '.join(said.split())}")
-        return found
+        if not 200 <= status < 300:
+            text = " ".join(said[:200].decode("utf-8", "replace").split())
+            raise NotAnswered(f"{path.decode()} was answered with {status}: {text}")
+        return said
 
     async def status(self, engine: Engine) -> Said:
-        return read_status((await self.ask(engine, b"GET", b"/status")).body)
+        return read_status(await self.ask(engine, b"GET", b"/status"))
 
     async def served_model(self, engine: Engine) -> str:
         """What a server of plain OpenAI calls its first model."""
-        data = json.loads((await self.ask(engine, b"GET", b"/v1/models")).body)
+        data = json.loads(await self.ask(engine, b"GET", b"/v1/models"))
         try:
             return str(data["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
@@ -98,7 +98,7 @@ class Caller:
             query = f"?epoch={engine.cache_epoch}&after={engine.cache_after}".encode()
         replica = engine.replica
         found = await self.ask(engine, b"GET", b"/cache" + query)
-        epoch, reports = read_cache(replica, found.body)
+        epoch, reports = read_cache(replica, found)
         engine.cache_epoch = epoch
         if reports:
             engine.cache_after = reports[-1].sequence
@@ -116,7 +116,7 @@ class Caller:
     async def move(self, source: Engine, target: Engine, request: str, names: list[str], codec: str) -> None:
         """Have a cached prefix copied from one engine to another."""
         body = {"request": request, "blocks": names, "codec": codec}
-        lent = json.loads((await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S)).body)
+        lent = json.loads(await self.ask(source, b"POST", b"/prefixes/lend", body, MOVE_S))
         if source.said is None:
             raise NotAnswered("the source is gone")
         asked = {

@@ -30,8 +30,8 @@ Tell = Callable[[Event], None]
 
 
 @dataclass(slots=True, eq=False)
-class Wish:
-    """One replica that the Brain wants."""
+class Post:
+    """One replica that the Brain wants, and the engine that fills its place."""
 
     member: Member
     role: Role
@@ -68,7 +68,7 @@ class Keeper:
         self._busy = busy
         self._codec = codec
         self.caller = Caller(outgoing)
-        self._wishes: dict[str, Wish] = {}
+        self._posts: dict[str, Post] = {}
         self._engines: dict[str, Engine] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._replan: Replan | None = None
@@ -98,8 +98,8 @@ class Keeper:
 
     def wanted(self) -> Wanted:
         replicas = tuple(
-            (wish.member, wish.role, wish.draining, wish.engine.entry.url if wish.engine else "")
-            for wish in self._wishes.values()
+            (post.member, post.role, post.draining, post.engine.entry.url if post.engine else "")
+            for post in self._posts.values()
         )
         idle = tuple(each.entry.url for each in self.engines if each.up and not each.replica)
         return Wanted(replicas, idle, self._replan, self._version)
@@ -134,23 +134,23 @@ class Keeper:
         self._version += 1
         match action:
             case Start(member):
-                self._wishes[member.id] = Wish(member, member.role)
+                self._posts[member.id] = Post(member, member.role)
                 self.bind()
-            case Drain(replica) if replica in self._wishes:
-                self._wishes[replica].draining = True
+            case Drain(replica) if replica in self._posts:
+                self._posts[replica].draining = True
             case Stop(replica):
-                wish = self._wishes.pop(replica, None)
-                if wish is not None and wish.engine is not None:
-                    self._release(wish.engine, "was stopped by the plan")
-            case Flip(replica, role) if replica in self._wishes:
-                wish = self._wishes[replica]
-                wish.role = role
-                if wish.engine is not None and wish.engine.entry.kind == "face":
-                    self._spawn(self._call(self.caller.role(wish.engine, role)))
+                post = self._posts.pop(replica, None)
+                if post is not None and post.engine is not None:
+                    self._release(post.engine, "was stopped by the plan")
+            case Flip(replica, role) if replica in self._posts:
+                post = self._posts[replica]
+                post.role = role
+                if post.engine is not None and post.engine.entry.kind == "face":
+                    self._spawn(self._call(self.caller.role(post.engine, role)))
             case Replan():
                 self._replan = action
-            case Recount(replica) if replica in self._wishes:
-                engine = self._wishes[replica].engine
+            case Recount(replica) if replica in self._posts:
+                engine = self._posts[replica].engine
                 if engine is not None:
                     engine.cache_epoch = None
             case Move():
@@ -162,7 +162,7 @@ class Keeper:
         self._version += 1
 
     def _move(self, action: Move) -> None:
-        source, target = (self._wishes.get(name) for name in (action.source, action.target))
+        source, target = (self._posts.get(name) for name in (action.source, action.target))
         if source is None or target is None or source.engine is None or target.engine is None:
             return
         codec = self._codec(source.member.model, source.member.region, target.member.region)
@@ -188,14 +188,14 @@ class Keeper:
             engine.note = why
             return
         self._release(engine, why)
-        wish = self._wishes.get(replica)
-        if wish is None:
+        post = self._posts.get(replica)
+        if post is None:
             return
         self._version += 1
-        if not wish.ready and not wish.draining:
-            wish.engine = None  # it never was there, and is still wanted
+        if not post.ready and not post.draining:
+            post.engine = None  # it never was there, and is still wanted
             return
-        del self._wishes[replica]
+        del self._posts[replica]
         for call in self.on_gone:
             call(replica)
         self._tell(ReplicaLost(replica, why))
@@ -208,10 +208,10 @@ class Keeper:
 
     def look(self) -> None:
         """At every tick: replicas that are empty now, and engines that nobody is."""
-        for replica, wish in list(self._wishes.items()):
-            if wish.draining and wish.ready and not self._busy(replica):
-                wish.ready = False
-                engine = wish.engine
+        for replica, post in list(self._posts.items()):
+            if post.draining and post.ready and not self._busy(replica):
+                post.ready = False
+                engine = post.engine
                 if engine is not None and engine.entry.kind == "face":
                     engine.drained = True
                     self._spawn(self._call(self.caller.drain(engine, resume=False)))
@@ -225,15 +225,15 @@ class Keeper:
         self._binding = True
         try:
             free = {each.entry.url: each for each in self._engines.values() if self._is_free(each)}
-            lacking = [wish.member for wish in self._wishes.values() if wish.engine is None]
+            lacking = [post.member for post in self._posts.values() if post.engine is None]
             for member, entry in matched(lacking, [each.entry for each in free.values()]):
-                engine, wish = free[entry.url], self._wishes[member.id]
+                engine, post = free[entry.url], self._posts[member.id]
                 problem = self._unsuited(engine, member)
                 if problem:
                     engine.note = problem
                     continue
-                engine.replica, engine.note, wish.engine = member.id, "", engine
-                self._spawn(self._ready(engine, wish))
+                engine.replica, engine.note, post.engine = member.id, "", engine
+                self._spawn(self._ready(engine, post))
         finally:
             self._binding = False
 
@@ -254,24 +254,24 @@ class Keeper:
             return f"has other weights than the replicas of {member.model} that serve"
         return ""
 
-    async def _ready(self, engine: Engine, wish: Wish) -> None:
+    async def _ready(self, engine: Engine, post: Post) -> None:
         """Tell a bound engine who it is, and the Brain that it is there."""
-        member, said = wish.member, engine.said
+        member, said = post.member, engine.said
         try:
             served = engine.entry.served_model
             if engine.entry.kind == "face":
                 if engine.drained or (said is not None and said.state in ("draining", "drained")):
                     await self.caller.drain(engine, resume=True)
                     engine.drained = False
-                if said is None or said.role != wish.role:
-                    await self.caller.role(engine, wish.role)
+                if said is None or said.role != post.role:
+                    await self.caller.role(engine, post.role)
                 await self._introduce()
             elif not served:
                 served = await self.caller.served_model(engine)
         except (NotAnswered, PotluckError, ValueError) as error:
             self.lost(engine, str(error))
             return
-        if engine.replica != member.id or self._wishes.get(member.id) is not wish:
+        if engine.replica != member.id or self._posts.get(member.id) is not post:
             return  # it was stopped or lost meanwhile
         self._endpoints[member.id] = Endpoint(
             member.id,
@@ -284,7 +284,7 @@ class Keeper:
             served or (said.model if said else ""),
             key=engine.entry.key,
         )
-        wish.ready = True
+        post.ready = True
         self._version += 1
         self._changed()
         self._tell(ReplicaReady(member.id))
