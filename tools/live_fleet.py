@@ -142,7 +142,7 @@ class LiveFleet:
 
     def _engine_process(self, like: str, model: str, name: str) -> Process:
         arguments = [
-            *(sys.executable, "-m", "potluck", "engine", "serve", "--emulate", like, "--name", model),
+            *(sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--emulate", like, "--name", model),
             *("--port", "0", "--json", *self._engine),
         ]
         return Process(arguments, self.folder / f"{name.replace('/', '_')}.log", self._env)
@@ -151,7 +151,7 @@ class LiveFleet:
         roster = self.folder / "engines.yaml"
         roster.write_text(json.dumps({"engines": self.roster}))
         arguments = [
-            *(sys.executable, "-m", "potluck", "serve", str(self._plan_path), str(self._spec_path)),
+            *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_path), str(self._spec_path)),
             *("--engines", str(roster), "--port", "0", "--admin-port", "0", "--json", *self._gateway),
         ]
         self.gateway = Process(arguments, self.folder / "gateway.log", self._env)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from potluck.core.errors import FormatError, InputError
+from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.member import Member
 from potluck.gateway.parts import Address, EngineKind
 
@@ -154,3 +154,43 @@ def matched(wanted: Iterable[Member], free: Sequence[Entry]) -> list[tuple[Membe
             found.append((member, entry))
             del members[member.id]
     return found
+
+
+class RosterFile:
+    """A roster in a file, read again when it has changed; a broken one leaves the entries read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp = self._stamped()
+        self.entries = self._read()
+        self.problem = ""
+        """Why the file as it is now is not used."""
+
+    def changed(self) -> bool:
+        """Whether `entries` are others than at the last call."""
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            found = self._read()
+        except PotluckError as error:
+            self.problem = str(error)
+            return False
+        self.problem = ""
+        before, self.entries = self.entries, found
+        return found != before
+
+    def _stamped(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> tuple[Entry, ...]:
+        try:
+            text = self._path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(str(self._path), "cannot be read") from error
+        return read_roster(text, self._path.name, self._path.parent)

@@ -11,6 +11,7 @@ from potluck.core.brain.events import Cached, Status
 from potluck.core.errors import FormatError
 
 LONGEST_NAME = 500
+KINDS = ("added", "removed", "marked", "unmarked")
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
 
@@ -93,8 +94,9 @@ def read_cache(replica: str, body: bytes) -> tuple[int, tuple[Cached, ...]]:
     for each in reports:
         if not isinstance(each, dict) or type(each.get("sequence")) is not int:
             raise FormatError("cache: reports", "one has no sequence")
-        named = [_names(each, kind) for kind in ("added", "removed", "marked", "unmarked")]
-        found.append(Cached(replica, each["sequence"], *named, epoch=1, whole=each.get("whole") is True))
+        added, removed, marked, unmarked = (_names(each, kind) for kind in KINDS)
+        whole = each.get("whole") is True
+        found.append(Cached(replica, each["sequence"], added, removed, marked, unmarked, 1, whole))
     return epoch, tuple(found)
 
 

@@ -1,0 +1,29 @@
+"""Meters for those who need none."""
+
+from __future__ import annotations
+
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import FailureKind
+from potluck.gateway.parts import Asked, Told
+
+
+class SilentMeter:
+    """Hears everything and keeps nothing."""
+
+    def came(self, model: str, tenant: str) -> None: ...
+
+    def answered(self, told: Told) -> None: ...
+
+    def gap(self, model: str, gap_s: float) -> None: ...
+
+    def routed(self, asked: Asked, run: Run) -> None: ...
+
+    def segment(
+        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+    ) -> None: ...
+
+    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None: ...
+
+    def moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None: ...
+
+    def decided(self, what: str, why: str) -> None: ...

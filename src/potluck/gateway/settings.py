@@ -1,0 +1,35 @@
+"""How a gateway is set up; the command line makes these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where it listens, and with how many processes."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8001
+    workers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    places: Places = Places()
+    engines: Path | None = None
+    """The roster; it is read again whenever it changes."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Model to where its tokenizer lies."""
+    keys: Path | None = None
+    usage: Path | None = None
+    log: Path | None = None
+    tls: tuple[Path, Path] | None = None
+    """Certificate and key."""
+    admin_key: str | None = field(default=None, repr=False)
+    drain_s: float = 30.0
+    """How long open requests may take when it ends."""
