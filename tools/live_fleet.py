@@ -142,7 +142,17 @@ class LiveFleet:
 
     def _engine_process(self, like: str, model: str, name: str) -> Process:
         arguments = [
-            *(sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--emulate", like, "--name", model),
+            *(
+                sys.executable,
+                "-m",
+                "potluck.cli.main",
+                "engine",
+                "serve",
+                "--emulate",
+                like,
+                "--name",
+                model,
+            ),
             *("--port", "0", "--json", *self._engine),
         ]
         return Process(arguments, self.folder / f"{name.replace('/', '_')}.log", self._env)

@@ -45,6 +45,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
     help="Where a model's tokenizer lies; else its tokens are sent.",
 )
 @click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
+@click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
 @click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
@@ -62,6 +63,7 @@ def serve(
     log: Path | None,
     files: tuple[str, ...],
     tls: tuple[Path, Path] | None,
+    otlp: str | None,
     policy: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -85,6 +87,7 @@ def serve(
         usage=usage,
         log=log,
         tls=tls,
+        otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
         files=_files(files),
     )

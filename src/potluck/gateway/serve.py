@@ -1,122 +1,47 @@
-"""A gateway put together: the Brain at its desk, the fleet, a worker, and the ports.
-
-Center    what there is once, however many workers: the Brain, the fleet, the log
-Worker    what each process for clients has: connections to engines, a driver, a door
-"""
+"""A gateway put together: the center, a worker for clients, and the operators' port."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import cast
+
+from aiohttp import web
 
 from potluck.api.origin import Served
-from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Planned
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
-from potluck.core.values.plan import Plan
-from potluck.gateway.desk.desk import Act, Desk
+from potluck.gateway.admin.app import Office, build_admin
+from potluck.gateway.admin.feed import Feed
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.metrics import Metrics
+from potluck.gateway.admin.spans import Spans
+from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.desk.center import Center
+from potluck.gateway.desk.desk import Act
+from potluck.gateway.desk.oversight import Herald, Oversight
 from potluck.gateway.door.cards import ModelCard, read_card
 from potluck.gateway.door.front import DoorSettings, FrontDoor
 from potluck.gateway.door.keys import KeyRing
 from potluck.gateway.drive.rides import Rides
-from potluck.gateway.fleet.keeper import Keeper
-from potluck.gateway.fleet.roster import Entry, RosterFile
-from potluck.gateway.fleet.watch import Watch
+from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
-from potluck.gateway.http.port import Port, open_port
-from potluck.gateway.meters import SilentMeter
-from potluck.gateway.parts import Directory, Line, Meter
+from potluck.gateway.http.port import Port, bound, open_port
+from potluck.gateway.parts import Directory, Driver, Line, Meter
 from potluck.gateway.settings import Settings
-from potluck.worlds.kits import Kits
-from potluck.worlds.log import FLUSH_S, Logged, open_log
-from potluck.worlds.mind import Mind
 from potluck.worlds.scene import Scene
 
-CODECS = {"fp16": "raw", "int8": "int8", "int4": "int4"}
-"""What a plan calls them, and what engines do: as it is stored is as it is sent."""
-
-log = logging.getLogger(__name__)
 Ready = Callable[[str, str], None]
 """Hears the addresses for clients and for operators."""
 
 
-class Center:
-    """What there is once."""
-
-    def __init__(self, scene: Scene, policy: Policy, settings: Settings, outgoing: Calls) -> None:
-        self.kits = Kits(scene)
-        self.kits.learn(scene.plan)
-        self.plan = scene.plan
-        facts = self.kits.facts()
-        self.brain = Brain(facts, policy)
-        mind: Mind = self.brain
-        self.logged: Logged | None = None
-        if settings.log is not None:
-            out = open_log(settings.log)
-            mind = self.logged = Logged(mind, out, facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S)
-        self.desk = Desk(mind, self.brain.flights, tick_s=policy.tick_s)
-        self.keeper = Keeper(self.desk.tell, outgoing, self._busy, codec=self.codec)
-        self.desk.manage = self.keeper.act
-        self.watch = Watch(
-            self.keeper, self.desk.tell, caches=policy.affinity > 0, planned_gbps=facts.links_gbps
-        )
-        self.roster = None if settings.engines is None else RosterFile(settings.engines)
-        self.desk.at_ticks += [self._look, self.keeper.look, self.watch.look]
-
-    def start(self) -> None:
-        """From the first plan on; needs a running event loop."""
-        if self.roster is not None:
-            self.keeper.enlist(self.roster.entries)
-        self.desk.tell(Planned(self.plan))
-        self.watch.look()
-        self.desk.start(asyncio.get_running_loop())
-
-    def adopt(self, plan: Plan) -> None:
-        """Another plan, from an operator or a planner."""
-        self.kits.learn(plan)
-        self.plan = plan
-        self.keeper.planned()
-        self.desk.tell(Planned(plan))
-
-    def enlist(self, entries: tuple[Entry, ...]) -> None:
-        """Another roster, told by whoever starts engines."""
-        self.keeper.enlist(entries)
-        self.watch.look()
-
-    def _look(self) -> None:
-        if self.roster is not None and self.roster.changed():
-            self.enlist(self.roster.entries)
-
-    def _busy(self, replica: str) -> int:
-        view = self.brain.fleet.views.get(replica)
-        return 0 if view is None else view.open_requests
-
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
-        return CODECS[self.kits.codecs.get((model, source_region, target_region), "fp16")]
-
-    def lacking(self, model: str) -> str:
-        """Why a model cannot be served now; empty when it can."""
-        if any(each.model == model for each in self.keeper.endpoints):
-            return ""
-        notes = {each.note for each in self.keeper.engines if each.note}
-        return f"no replica of {model} is ready" + (f" ({'; '.join(sorted(notes))[:300]})" if notes else "")
-
-    async def close(self) -> None:
-        self.desk.stop()
-        await self.keeper.close()
-        if self.logged is not None:
-            self.logged.close()
-
-
 class Worker:
-    """What a process for clients has."""
+    """What a process for clients has: a driver, a door, a port."""
 
     def __init__(
         self,
@@ -133,15 +58,15 @@ class Worker:
         loop = asyncio.get_running_loop()
         line = connect(lambda actions: self.rides.act(actions))
         self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later)
-        keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
+        self.keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
         self.door = FrontDoor(
             cards,
-            self.rides,
+            cast(Driver, self.rides),
             meter,
-            keys=keys,
+            keys=self.keys,
             settings=DoorSettings(
                 classes=frozenset(each.name for each in policy.classes),
-                served=Served(keyed=keys is not None),
+                served=Served(keyed=self.keys is not None),
             ),
             ready=ready,
         )
@@ -159,6 +84,65 @@ class Worker:
         if self.port is not None:
             await self.port.close(within_s)
         self.door.close()
+
+
+class Operators:
+    """The operators' port, and all that is counted and written down for them."""
+
+    def __init__(self, center: Center, settings: Settings) -> None:
+        self._settings = settings
+        self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
+        self._spans = None if settings.otlp is None else Spans(settings.otlp)
+        self.meter = FullMeter(self._told, self._spans, self._region_of(center))
+        self.feed = Feed(self._watched)
+        self.metrics = Metrics(self.meter, Oversight(center))
+        self._office = Office(
+            self.metrics,
+            Oversight(center),
+            self.feed,
+            key=settings.admin_key,
+            served=Served(keyed=settings.admin_key is not None),
+        )
+        self._runner: web.AppRunner | None = None
+        center.desk.watchers.append(Herald(self.meter.decided))
+        center.desk.at_ticks += [self.metrics.look, self._flush]
+
+    def _told(self, told: object) -> None:
+        if self._usage is not None:
+            self._usage.record(told, time.monotonic())  # type: ignore[arg-type]
+
+    def _flush(self) -> None:
+        if self._usage is not None:
+            self._usage.flush()
+
+    def _watched(self, read: bool) -> None:
+        self.meter.published = self.feed.publish if read else None
+
+    @staticmethod
+    def _region_of(center: Center) -> Callable[[str], str]:
+        def region(replica: str) -> str:
+            found = center.keeper.find(replica)
+            return "" if found is None else found.region
+
+        return region
+
+    async def listen(self) -> str:
+        places = self._settings.places
+        sockets = await bound(places.admin_host, places.admin_port)
+        self._runner = web.AppRunner(build_admin(self._office), access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        for each in sockets:
+            await web.SockSite(self._runner, each).start()
+        host, port = sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._usage is not None:
+            self._usage.close()
+        if self._spans is not None:
+            self._spans.close()
 
 
 def cards_of(scene: Scene, files: Mapping[str, Path], roster: tuple[Entry, ...]) -> dict[str, ModelCard]:
@@ -190,25 +174,33 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) 
     """Serve until a signal says to end; `ready` hears the addresses."""
     allow_open_files()
     outgoing = Calls()
-    center = Center(scene, policy, settings, outgoing)
+    center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log)
+    operators = Operators(center, settings)
     entries = () if center.roster is None else center.roster.entries
-    cards = cards_of(scene, settings.files, entries)
-    meter = SilentMeter()
-    worker = Worker(cards, center.keeper, outgoing, meter, settings, policy, center.lacking, center.desk.line)
-    gone = getattr(worker.rides, "gone", None)
-    if gone is not None:
-        center.keeper.on_gone.append(gone)
+    worker = Worker(
+        cards_of(scene, settings.files, entries),
+        center.keeper,
+        outgoing,
+        operators.meter,
+        settings,
+        policy,
+        center.lacking,
+        center.desk.line,
+    )
+    center.keeper.on_gone.append(lambda replica: cast(Driver, worker.rides).gone(replica))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
+        url, admin = await worker.listen(settings), await operators.listen()
         center.start()
-        ready(await worker.listen(settings), "")
+        ready(url, admin)
         await stop.wait()
     finally:
         await worker.close(settings.drain_s)
         await center.close()
+        await operators.close()
         await outgoing.close()
 
 

@@ -30,6 +30,8 @@ class Settings:
     log: Path | None = None
     tls: tuple[Path, Path] | None = None
     """Certificate and key."""
+    otlp: str | None = None
+    """Where spans go, if anywhere."""
     admin_key: str | None = field(default=None, repr=False)
     drain_s: float = 30.0
     """How long open requests may take when it ends."""

@@ -1,0 +1,106 @@
+"""What a gateway has once, however many workers: the Brain at its desk, the fleet, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Planned
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.gateway.desk.desk import Desk
+from potluck.gateway.fleet.keeper import Keeper
+from potluck.gateway.fleet.roster import Entry, RosterFile
+from potluck.gateway.fleet.watch import Watch
+from potluck.gateway.parts import Outgoing
+from potluck.worlds.kits import Kits
+from potluck.worlds.log import FLUSH_S, Logged, open_log
+from potluck.worlds.mind import Mind
+from potluck.worlds.scene import Scene
+
+CODECS = {"fp16": "raw", "int8": "int8", "int4": "int4"}
+"""What a plan calls them, and what engines do: 16 bits are sent as they are."""
+
+
+class Center:
+    """Made once. `start` needs a running event loop."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        policy: Policy,
+        outgoing: Outgoing,
+        *,
+        roster: Path | None = None,
+        log: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.policy = policy
+        self.kits = Kits(scene)
+        self.kits.learn(scene.plan)
+        self.plan = scene.plan
+        self.plan_version = 1
+        """Grows with every plan that is adopted."""
+        facts = self.kits.facts()
+        self.brain = Brain(facts, policy)
+        self.logged: Logged | None = None
+        mind: Mind = self.brain
+        if log is not None:
+            out = open_log(log)
+            mind = self.logged = Logged(mind, out, facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S)
+        self.desk = Desk(mind, self.brain.flights, tick_s=policy.tick_s, clock=clock)
+        self.keeper = Keeper(self.desk.tell, outgoing, self._busy, codec=self.codec)
+        self.desk.manage = self.keeper.act
+        self.watch = Watch(
+            self.keeper, self.desk.tell, caches=policy.affinity > 0, planned_gbps=facts.links_gbps
+        )
+        self.roster = None if roster is None else RosterFile(roster)
+        self.desk.at_ticks += [self._look, self.keeper.look, self.watch.look]
+
+    def start(self) -> None:
+        """From the first plan on."""
+        if self.roster is not None:
+            self.keeper.enlist(self.roster.entries)
+        self.desk.tell(Planned(self.plan))
+        self.watch.look()
+        self.desk.start(asyncio.get_running_loop())
+
+    def adopt(self, plan: Plan) -> None:
+        """Another plan, from an operator or a planner."""
+        self.kits.learn(plan)
+        self.plan = plan
+        self.plan_version += 1
+        self.keeper.planned()
+        self.desk.tell(Planned(plan))
+
+    def enlist(self, entries: tuple[Entry, ...]) -> None:
+        """Another roster."""
+        self.keeper.enlist(entries)
+        self.watch.look()
+
+    def _look(self) -> None:
+        if self.roster is not None and self.roster.changed():
+            self.enlist(self.roster.entries)
+
+    def _busy(self, replica: str) -> int:
+        view = self.brain.fleet.views.get(replica)
+        return 0 if view is None else view.open_requests
+
+    def codec(self, model: str, source_region: str, target_region: str) -> str:
+        return CODECS[self.kits.codecs.get((model, source_region, target_region), "fp16")]
+
+    def lacking(self, model: str) -> str:
+        """Why a model cannot be served now; empty when it can."""
+        if any(each.model == model for each in self.keeper.endpoints):
+            return ""
+        notes = {each.note for each in self.keeper.engines if each.note}
+        return f"no replica of {model} is ready" + (f" ({'; '.join(sorted(notes))[:300]})" if notes else "")
+
+    async def close(self) -> None:
+        self.desk.stop()
+        await self.keeper.close()
+        if self.logged is not None:
+            self.logged.close()
