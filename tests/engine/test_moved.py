@@ -70,6 +70,16 @@ def test_what_is_not_sound_is_refused(lent: Any) -> None:
         with pytest.raises(FormatError) as caught:
             Gathered(CONFIG.model, 0, LENGTH).accept(wrong)
         assert says in str(caught.value)
+    for dtype, good, bad in (
+        ("float16", 0x7BFF, 0x7C00),
+        ("bfloat16", 0x7F7F, 0xFF80),
+        ("bfloat16", 1, 0x7FC0),
+    ):
+        numbers = np.full(len(tokens.data) // 4, good, "<u2")
+        Gathered(CONFIG.model, 0, LENGTH).accept(replace(tokens, dtype=dtype, data=numbers.tobytes()))
+        numbers[-1] = bad
+        with pytest.raises(FormatError, match="not finite"):
+            Gathered(CONFIG.model, 0, LENGTH).accept(replace(tokens, dtype=dtype, data=numbers.tobytes()))
     came = Gathered(CONFIG.model, 0, LENGTH)
     came.accept(tokens)
     with pytest.raises(FormatError, match="came before"):

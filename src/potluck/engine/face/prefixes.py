@@ -157,7 +157,7 @@ async def _fetched(service: Service, request: str, names: tuple[int, ...], sourc
     async def begin(about: Manifest) -> None:
         if about.stop != stop or about.start % BLOCK_TOKENS:
             raise FormatError("prefix", f"is of [{about.start}, {about.stop}), expected [{have}, {stop})")
-        came.append(Gathered(service.model, about.start, stop))
+        came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, stop)))
 
     def accept(parcel: Parcel) -> Future[None]:
         came[0].accept(parcel)

@@ -99,11 +99,10 @@ class Service:
         self.feed = CacheFeed(loop.prefixes)
         """Used in the loop's thread."""
         executor = loop.executor
-        self.model = executor.config.model
-        self.vocab = self.model.vocab
+        self.vocab = executor.config.model.vocab
         self.eos = frozenset(executor.config.eos_tokens + generation.end_tokens)
         self.fingerprint = executor.fingerprint
-        self.layers = self.model.layer_count
+        self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
         self._card = executor.kv if isinstance(executor, Paced) else None
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from potluck.core.errors import FormatError
 from potluck.core.replica.block_values import HASH_BYTES
@@ -22,7 +22,10 @@ from potluck.core.values.model import FullAttention, LatentAttention, LinearAtte
 from potluck.kv.codec.layout import Part
 from potluck.kv.parcels import Parcel
 
-FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of a number."""
+INFINITE_BFLOAT16 = 0x7F80
+"""The exponent of what is not finite."""
 
 
 def chain_hash(names: Sequence[int]) -> str:
@@ -74,11 +77,10 @@ class Gathered:
         if parcel.dtype not in FORMATS or (fixed and parcel.dtype != fixed):
             raise FormatError(where, f"is {parcel.dtype}, expected {fixed or ' or '.join(FORMATS)}")
         self._format = self._format or ("" if parcel.part == "memory" else parcel.dtype)
-        format_ = FORMATS[parcel.dtype]
-        if len(parcel.data) != prod(expected[1]) * format_.itemsize:
+        if len(parcel.data) != prod(expected[1]) * FORMATS[parcel.dtype]:
             raise FormatError(where, f"has {len(parcel.data)} bytes, which its shape has not")
         raw = np.frombuffer(parcel.data, dtype=np.uint8).copy()
-        if not bool(torch.isfinite(torch.from_numpy(raw).view(format_)).all()):
+        if not _all_finite(raw, parcel.dtype):
             raise FormatError(where, "has values that are not finite")
         self._parcels.setdefault(parcel.layer, []).append(replace(parcel, data=memoryview(raw.data)))
         del self._missing[parcel.layer, parcel.part]
@@ -100,3 +102,9 @@ class Gathered:
                 parcel = replace(parcel, first=start, shape=shape, data=memoryview(parcel.data)[skipped:])
             found.append(parcel)
         return tuple(found)
+
+
+def _all_finite(raw: NDArray[np.uint8], dtype: str) -> bool:
+    if dtype == "bfloat16":
+        return bool(((raw.view("<u2") & INFINITE_BFLOAT16) != INFINITE_BFLOAT16).all())
+    return bool(np.isfinite(raw.view(dtype)).all())

@@ -17,9 +17,9 @@ from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.replica.block_values import chain_root
 from potluck.core.replica.blocks import Changes, Found, block_hashes
 from potluck.core.values.model import Attention, FullAttention, LatentAttention
-from potluck.engine.memory.handover import Parcel
 from potluck.engine.memory.moved import Gathered
 from potluck.engine.model.config import Config
+from potluck.kv.parcels import Parcel
 from potluck.kv.store.disk import DiskTier
 from potluck.kv.store.pool import PrefixPool
 
@@ -43,6 +43,7 @@ class PrefixCache:
         attentions = [layer.attention for layer in config.model.layers]
         self._paged = [index for index, kind in enumerate(attentions) if keeps_all(kind)]
         self._others = [index for index, kind in enumerate(attentions) if not keeps_all(kind)]
+        self._model = config.model
         self._capacity_bytes = capacity_bytes
         self._fingerprint = fingerprint
         self._disk = disk
@@ -107,6 +108,10 @@ class PrefixCache:
         if self._pool is None or found is None or found.tokens != stop:
             raise InputError("prefix", "is no longer held here")
         return self._parcels(self._pool, names, found, start // BLOCK_TOKENS)
+
+    def gathering(self, start: int, stop: int) -> Gathered:
+        """For what is to come of the blocks of tokens [start, stop)."""
+        return Gathered(self._model, start, stop)
 
     def adopt(self, names: tuple[int, ...], came: Gathered) -> int:
         """Keep what came of these blocks; how many tokens of them can be resumed now."""
