@@ -163,6 +163,37 @@ def link(rules: Rules) -> Figures:
     return figures
 
 
+def shared_link(rules: Rules) -> Figures:
+    """Two tenants on a link of 25 Gbit/s: one's chat takes 0.3 of it, the other asks for 1.7 of it, for ever.
+
+    Compared with what the chat has when it is alone on half of the link: its share. Once with the rules as given,
+    which also send prompts elsewhere when a link is late; once with weights by goodput, which leave it to the link.
+    """
+    span_s, figures = rules.span_s(120.0, 60.0), {}
+    chat = labelled(fleet.chat(6.0, span_s), "other")
+    flood = labelled(fleet.alike_requests(10.0, span_s, 4_000, 50), "flooder")
+    both = merge([chat, flood])
+    assert both.labels is not None
+    hers = both.labels.tenant == both.labels.tenants.index("other")
+    for name, each in (
+        ("shared_link", rules),
+        ("shared_link_goodput", replace(rules, policy=replace(rules.policy, balance="goodput"))),
+    ):
+        half = each.run(fleet.apart([("west", 2)], ("east", 2), 12.5), chat)
+        result = each.run(fleet.apart([("west", 2)], ("east", 2), 25.0), both)
+        ttft_s, half_s = (run.records.first_token_s - run.records.arrival_s for run in (result, half))
+        figures |= {
+            f"{name}_attainment": float(fleet.good(result)[hers].mean()),
+            f"{name}_ttft_p99_s": float(np.nanpercentile(ttft_s[hers], 99)),
+            f"{name}_ttft_p99_over_half": float(
+                np.nanpercentile(ttft_s[hers], 99) / np.nanpercentile(half_s, 99)
+            ),
+            f"{name}_flooder_answered_per_s": float((result.records.outcome == ANSWERED)[~hers].sum())
+            / span_s,
+        }
+    return figures
+
+
 def prefix(rules: Rules) -> Figures:
     """Mooncake's traces at their own pace on four replicas: to where the prefix lies, against round robin.
 
@@ -275,6 +306,15 @@ SCENARIOS = (
         },
     ),
     Scenario("link", link, {"link_tenth_over_dead": (">=", 0.995)}),
+    Scenario(
+        "shared_link",
+        shared_link,
+        {
+            "shared_link_ttft_p99_over_half": ("<=", 1.0),
+            "shared_link_goodput_ttft_p99_over_half": ("<=", 1.0),
+            "shared_link_goodput_attainment": (">=", 0.98),
+        },
+    ),
     Scenario("prefix", prefix, _prefix_targets()),
     Scenario(
         "losses",

@@ -123,3 +123,32 @@ def test_lateness_is_the_bytes_before_and_ones_own(steps: list[tuple[int, int]],
     assert links.late_s("near", "near", own) == 0.0
     if gbps < 5.0:
         assert [name for name, _ in links.waits_s(slow(gbps))] == [str(name) for name in flights][::-1]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50_000)), max_size=20),
+    st.tuples(st.floats(0.1, 10.0), st.floats(0.1, 10.0), st.floats(0.1, 10.0)),
+)
+def test_a_link_is_late_for_who_floods_it(sent: list[tuple[str, int]], weights: tuple[float, ...]) -> None:
+    """Before one's KV is all of one's own, and of the others no more than their due meanwhile, nor than they have."""
+    links, weight = Links(build.facts((P, D))), dict(zip("abc", weights, strict=True))
+    has = dict.fromkeys("abc", 0.0)
+    flights = []
+    for number, (tenant, tokens) in enumerate(sent):
+        flight = Flight(build.request(str(number), tokens)._replace(tenant=tenant))
+        flight.weight = weight[tenant]
+        links.send(flight, "far", "near", tokens)
+        flights.append(flight)
+        has[tenant] += tokens * 1e5
+    own = Flight(build.request("own", 1000)._replace(tenant="a"))
+    own.weight = weight["a"]
+    passing = has["a"] + 1e8
+    others = sum(min(has[name], passing * weight[name] / weight["a"]) for name in "bc")
+    assert links.late_s("far", "near", own) == pytest.approx((has["a"] + others) * 8e-10, rel=1e-6)
+    # When all is over: the last of all tenants' last ones.
+    over_s = dict(links.waits_s(slow(1.0)))
+    if sent:
+        assert max(over_s.values()) == pytest.approx(sum(has.values()) * 8e-9, rel=1e-6)
+    for flight in flights:
+        links.arrived(flight)
+    assert links.open_bytes == 0.0

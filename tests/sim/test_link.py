@@ -11,33 +11,45 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.sim.links.link import Pipe
 
-Op = tuple[str, float, float]
+WEIGHTS = {"": 1.0, "gold": 4.0, "iron": 0.5}
+Op = tuple[str, float, float, str]
 OPS = st.lists(
     st.one_of(
-        st.tuples(st.just("start"), st.floats(0, 3), st.floats(0.1, 100)),
-        st.tuples(st.just("abort"), st.floats(0, 3), st.floats(0, 0.999)),
-        st.tuples(st.just("rate"), st.floats(0, 3), st.sampled_from([0.0, 1.0, 5.0, 50.0])),
+        st.tuples(st.just("start"), st.floats(0, 3), st.floats(0.1, 100), st.sampled_from(sorted(WEIGHTS))),
+        st.tuples(st.just("abort"), st.floats(0, 3), st.floats(0, 0.999), st.just("")),
+        st.tuples(st.just("rate"), st.floats(0, 3), st.sampled_from([0.0, 1.0, 5.0, 50.0]), st.just("")),
     ),
     max_size=25,
 )
 
 
 class Slow:
-    """Shares by going through all transfers at every change."""
+    """Shares by going through all transfers at every change: all of the rate is used while one is open, tenants have
+    it by weight, and each one's transfers evenly."""
 
     def __init__(self, rate: float) -> None:
         self.at_s, self.rate = 0.0, rate
         self.left: dict[int, float] = {}
+        self.whose: dict[int, str] = {}
         self.ends: dict[int, float] = {}
+
+    def each(self) -> dict[int, float]:
+        """Bytes a second of each."""
+        tenants = [self.whose[key] for key in self.left]
+        weight = sum(WEIGHTS[tenant] for tenant in set(tenants))
+        return {
+            key: self.rate * WEIGHTS[tenant] / weight / tenants.count(tenant)
+            for key, tenant in zip(self.left, tenants, strict=True)
+        }
 
     def go(self, to_s: float) -> None:
         while True:
-            each = self.rate / len(self.left) if self.left else 0.0
-            key = min(self.left, key=lambda k: self.left[k], default=None)
-            due_s = self.at_s + self.left[key] / each if key is not None and each > 0 else inf
+            each = self.each()
+            key = min(self.left, key=lambda k: self.left[k] / each[k] if each[k] else inf, default=None)
+            due_s = self.at_s + self.left[key] / each[key] if key is not None and each[key] > 0 else inf
             step_s = min(due_s, to_s) - self.at_s
             for k in self.left:
-                self.left[k] -= step_s * each
+                self.left[k] -= step_s * each[k]
             self.at_s = min(due_s, to_s)
             if due_s > to_s or key is None:
                 return
@@ -58,12 +70,12 @@ def test_shares_like_the_slow_one_and_conserves_bytes(ops: list[Op]) -> None:
                 ends[key] = at_s
         slow.go(to_s)
 
-    for what, wait_s, value in ops:
+    for what, wait_s, value, tenant in ops:
         now_s += wait_s
         go(now_s)
         if what == "start":
-            pipe.start(now_s, keys, value)
-            slow.left[keys] = value
+            pipe.start(now_s, keys, value, tenant, WEIGHTS[tenant])
+            slow.left[keys], slow.whose[keys] = value, tenant
             keys += 1
         elif what == "abort" and pipe.keys and len(pipe.keys) == len(slow.left):
             key = pipe.keys[int(value * len(pipe.keys))]
@@ -95,6 +107,23 @@ def test_two_share_and_the_second_gets_the_rest() -> None:
     assert pipe.queued_bytes(2.5) == pytest.approx(5.0)
     assert pipe.done(3.0) == [2]
     assert (pipe.sent_bytes, pipe.busy_s, pipe.transfers) == (30.0, pytest.approx(3.0), 2)
+
+
+def test_a_tenant_has_its_share_however_many_transfers_another_has() -> None:
+    """And of one tenant's, whoever began earlier with no more to send is over no later."""
+    pipe = Pipe("link", "a", "b", 10.0, 0.0)
+    for key in range(20):
+        pipe.start(0.0, key, 10.0, "flood")
+    assert pipe.share_bytes_per_s(1, "other") == pytest.approx(5.0)
+    assert pipe.share_bytes_per_s(1, "other", 4.0) == pytest.approx(8.0)
+    pipe.start(0.0, 99, 10.0, "other")
+    assert pipe.next_s() == pytest.approx(2.0)
+    assert pipe.done(2.0) == [99]
+    pipe.start(2.0, 100, 8.0, "gold", 4.0)
+    assert pipe.done(3.0) == [100]
+    assert pipe.next_s() == pytest.approx(3.0 + (200.0 - 10.0 - 2.0) / 10.0)
+    assert pipe.done(30.0) == list(range(20))
+    assert pipe.sent_bytes == pytest.approx(pipe.served_bytes) == pytest.approx(218.0)
 
 
 def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:

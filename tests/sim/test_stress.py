@@ -130,6 +130,17 @@ def test_long_prompts_alone_keep_their_pace() -> None:
     assert met(result).sum() >= 0.85 * 320
 
 
+def test_a_flood_of_a_link_leaves_another_tenant_its_share() -> None:
+    """One asks for 1.7 of a link, the other's chat for 0.3 of it; nobody is sent elsewhere."""
+    plan = flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2))
+    flood = workload(MODEL, np.arange(300) / 10.0, np.full(300, 4_000), np.full(300, 50))
+    load = merge([labelled(chat(6.0, 30.0), "other"), labelled(flood, "flooder")])
+    result = served(plan, load, policy=Policy(balance="goodput"), gbps=25.0)
+    hers = load.prompt_tokens != 4_000
+    assert met(result)[hers].mean() >= 0.98
+    assert result.records.streamed_tokens[~hers].sum() == 300 * 50
+
+
 def test_a_link_that_is_slow_is_no_worse_than_one_that_is_dead() -> None:
     plan = flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2))
     load = chat(14.0, 40.0)

@@ -5,6 +5,9 @@
 is by how much KV sent now would come later than the plan counts on. The rate is what the link last reported, or the
 planned one; the bytes are the Brain's own count, so that a link which is slower than it says shows as well, once
 enough is waiting for it. Nothing here is used while `late_s` is small: the plan chose the way.
+
+Tenants share a link by weight. So before a request's KV are all bytes of its tenant, and of each other tenant what
+is its due until those have passed, or all that it has: a tenant that floods a link makes it late for itself alone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,17 @@ PATIENCE_S = 1.0
 """What is on its way already is given up only if that saves so much."""
 
 
+class Afloat:
+    """A tenant's part of what is on a link."""
+
+    __slots__ = ("requests", "size_bytes", "weight")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.size_bytes = 0.0
+        self.weight = 1.0
+
+
 class Links:
     """Changed by the Brain alone."""
 
@@ -30,10 +44,10 @@ class Links:
         self._facts = facts
         self._gbps: dict[str, float] = {}
         """As reported, by `source->target`."""
-        self._open: dict[str, dict[str, float]] = {}
+        self._open: dict[str, dict[Flight, float]] = {}
         """Link to requests on their way over it, in the order they were sent, with their bytes."""
-        self._bytes: dict[str, float] = {}
-        """Their sum."""
+        self._shares: dict[str, dict[str, Afloat]] = {}
+        """Link to tenants with KV on it."""
 
     def reported(self, event: LinkReported) -> None:
         self._gbps[f"{event.source}->{event.target}"] = event.gbps
@@ -43,22 +57,40 @@ class Links:
         if source == target:
             return
         link, size = f"{source}->{target}", self._size_bytes(flight, tokens)
-        self._open.setdefault(link, {})[flight.request.id] = size
-        self._bytes[link] = self._bytes.get(link, 0.0) + size
+        self._open.setdefault(link, {})[flight] = size
+        shares = self._shares.setdefault(link, {})
+        share = shares.setdefault(flight.request.tenant, Afloat())
+        share.requests += 1
+        share.size_bytes += size
+        share.weight = flight.weight
         flight.link = link
 
     def arrived(self, flight: Flight) -> None:
         """It is over, or given up."""
-        on_it = self._open[flight.link]
-        self._bytes[flight.link] -= on_it.pop(flight.request.id)
-        if not on_it:
-            self._bytes[flight.link] = 0.0
+        tenant, shares = flight.request.tenant, self._shares[flight.link]
+        share = shares[tenant]
+        share.size_bytes -= self._open[flight.link].pop(flight)
+        share.requests -= 1
+        if not share.requests:
+            del shares[tenant]
         flight.link = ""
 
     @property
     def open_bytes(self) -> float:
         """On their way over all links."""
-        return sum(self._bytes.values())
+        total = 0.0
+        for shares in self._shares.values():
+            for share in shares.values():
+                total += share.size_bytes
+        return total
+
+    def _others_bytes(self, link: str, tenant: str, weight: float, own_bytes: float) -> float:
+        """What passes of other tenants' KV while so much of a tenant's own does."""
+        passed = 0.0
+        for name, share in self._shares.get(link, {}).items():
+            if name != tenant:
+                passed += min(share.size_bytes, own_bytes * share.weight / weight)
+        return passed
 
     def late_s(self, source: str, target: str, flight: Flight) -> float:
         """By how much a request's KV would be later than planned; 0 where nothing is known of the link."""
@@ -69,7 +101,10 @@ class Links:
             return 0.0
         if gbps <= 0:
             return inf
-        before, own = self._bytes.get(link, 0.0), self._size_bytes(flight, flight.prompt_tokens)
+        own, tenant = self._size_bytes(flight, flight.prompt_tokens), flight.request.tenant
+        share = self._shares.get(link, {}).get(tenant)
+        before = share.size_bytes if share is not None else 0.0
+        before += self._others_bytes(link, tenant, flight.weight, before + own)
         return max(0.0, before * 8e-9 / gbps + own * 8e-9 * (1.0 / gbps - 1.0 / planned))
 
     def patience_s(self, source: str, target: str) -> float:
@@ -86,10 +121,14 @@ class Links:
         planned = self._facts.links_gbps.get((event.source, event.target), 0.0)
         if not 0 < event.gbps < SLOW * planned:
             return []
-        found, before = [], 0.0
-        for request, size in self._open.get(f"{event.source}->{event.target}", {}).items():
-            before += size
-            found.append((request, before * 8e-9 / event.gbps))
+        found: list[tuple[str, float]] = []
+        before: dict[str, float] = {}
+        link = f"{event.source}->{event.target}"
+        for flight, size in self._open.get(link, {}).items():
+            tenant = flight.request.tenant
+            own = before[tenant] = before.get(tenant, 0.0) + size
+            passed = own + self._others_bytes(link, tenant, flight.weight, own)
+            found.append((flight.request.id, passed * 8e-9 / event.gbps))
         return found[::-1]
 
     def _size_bytes(self, flight: Flight, tokens: int) -> float:

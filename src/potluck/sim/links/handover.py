@@ -194,14 +194,15 @@ class Handovers:
 
     def _start(self, now_s: float, hand: Handover) -> None:
         hand.started_s = now_s
-        pipe = self.network.pipe(hand.source, hand.target)
+        pipe = self.network.pipe(hand.source, hand.target, hand.journey)
         if hand.size_bytes <= 0 or pipe is None:
             hand.piped_s = now_s + self.network.floor_s(hand.source, hand.target, None, hand.size_bytes)
             if hand.computed_s < inf:
                 self._settle(now_s, hand)
             return
         hand.pipe = pipe
-        pipe.start(now_s, hand.key, hand.size_bytes)
+        journey = hand.journey
+        pipe.start(now_s, hand.key, hand.size_bytes, journey.request.tenant, journey.weight)
         self.schedule(pipe)
 
     def _settle(self, now_s: float, hand: Handover) -> None:
@@ -214,11 +215,10 @@ class Handovers:
             if hand.started_s < hand.computed_s:
                 layers = hand.source.kit.layers
                 layer_bytes = size_bytes / layers
-                share = (
-                    layer_bytes / pipe.share_bytes_per_s(1)
-                    if pipe is not None and pipe.rate_bytes_per_s
-                    else 0.0
-                )
+                share = 0.0
+                if pipe is not None and pipe.rate_bytes_per_s:
+                    journey = hand.journey
+                    share = layer_bytes / pipe.share_bytes_per_s(1, journey.request.tenant, journey.weight)
                 computed_s = hand.computed_s - hand.began_s
                 tail_s = max(share, floor_s / layers)
                 at_s = max(at_s + computed_s / layers, hand.computed_s + tail_s)

@@ -1,9 +1,11 @@
-"""A pipe of given bandwidth, shared evenly by the transfers under way: processor sharing, exact.
+"""A pipe of given bandwidth, shared by tenants as they weigh, and by each one's transfers evenly: exact.
 
-With n transfers open each gets rate / n. Let v(t) be the bytes that a transfer open all the time would have got:
-dv/dt = rate / n. A transfer of b bytes that starts at t ends when v has grown by b, whoever else comes and goes, so
-its end in v is fixed when it starts and one heap of ends is all there is to keep: O(log n) per change. A change
-of the bandwidth only bends v.
+With W the weights of the tenants that have transfers open, tenant t gets rate x w / W, and each of its n transfers
+rate x w / (W n), whatever the others have open: processor sharing within processor sharing. Let v(t) be the bytes
+that a transfer of tenant t open all the time would have got: dv/dt = rate w / (W n). A transfer of b bytes ends when
+v has grown by b since it began, whoever else comes and goes, so its end in v is fixed then, and one heap of ends per
+tenant is all there is to keep: O(log n) per change, and as many looks as tenants are on the pipe. A change of the
+bandwidth only bends v.
 
 What passes is counted twice, by the clock (`served_bytes`, the rate over the busy time) and by the transfers
 (`sent_bytes`, what each asked for or had got when it was broken off); both must agree.
@@ -17,14 +19,28 @@ from math import inf
 from potluck.core.errors import InputError
 
 
+class Lane:
+    """One tenant's transfers on a pipe."""
+
+    __slots__ = ("count", "heap", "virtual", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.count = 0
+        self.virtual = 0.0
+        """v"""
+        self.heap: list[tuple[float, int]] = []
+        """Ends in v, and whose; may hold some that were broken off."""
+
+
 class Pipe:
     """One direction of a link, or one network card. Times must not go back; the caller keeps them."""
 
     __slots__ = (
         "_at_s",
-        "_heap",
+        "_lanes",
         "_open",
-        "_virtual",
+        "_weight",
         "alpha_s",
         "busy_s",
         "due_s",
@@ -56,10 +72,12 @@ class Pipe:
         self.due_s = inf
         """The earliest time at which the agenda has this pipe; kept by whoever has the agenda."""
         self._at_s = 0.0
-        self._virtual = 0.0
-        self._open: dict[int, tuple[float, float]] = {}
-        """Transfer to (its end in v, its bytes)."""
-        self._heap: list[tuple[float, int]] = []
+        self._open: dict[int, tuple[float, float, str]] = {}
+        """Transfer to (its end in v, its bytes, its tenant)."""
+        self._lanes: dict[str, Lane] = {}
+        """By tenant; only those with transfers under way."""
+        self._weight = 0.0
+        """W"""
 
     def __len__(self) -> int:
         """Transfers under way."""
@@ -73,85 +91,132 @@ class Pipe:
         """Transfers under way, oldest first."""
         return list(self._open)
 
-    def start(self, now_s: float, key: int, size_bytes: float) -> None:
-        """Let a transfer begin; `key` must not be under way."""
+    def start(self, now_s: float, key: int, size_bytes: float, tenant: str = "", weight: float = 1.0) -> None:
+        """Let a transfer begin; `key` must not be under way. A tenant weighs what its last transfer said."""
         self._advance(now_s)
-        end = self._virtual + size_bytes
-        self._open[key] = (end, size_bytes)
-        heappush(self._heap, (end, key))
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            lane = self._lanes[tenant] = Lane(weight)
+            self._weigh()
+        elif lane.weight != weight:
+            lane.weight = weight
+            self._weigh()
+        end = lane.virtual + size_bytes
+        self._open[key] = (end, size_bytes, tenant)
+        lane.count += 1
+        heappush(lane.heap, (end, key))
         self.transfers += 1
 
     def next_s(self) -> float:
         """When the next transfer ends if nothing changes; inf when none will."""
-        heap, opened = self._heap, self._open
-        while heap:
-            end, key = heap[0]
-            held = opened.get(key)
-            if held is not None and held[0] == end:
-                if self.rate_bytes_per_s <= 0:
-                    return inf
-                wait_s = (end - self._virtual) * len(opened) / self.rate_bytes_per_s
-                return self._at_s + (wait_s if wait_s > 0 else 0.0)
-            heappop(heap)
-        return inf
+        return self._next()[0]
 
     def done(self, now_s: float) -> list[int]:
         """The transfers that have ended by now, in the order of their ends."""
         found: list[int] = []
         while True:
-            due_s = self.next_s()
+            due_s, tenant = self._next()
             if due_s > now_s:
                 break
             self._advance(due_s)
-            end, key = heappop(self._heap)
-            size_bytes = self._open.pop(key)[1]
+            lane = self._lanes[tenant]
+            end, key = heappop(lane.heap)
+            self.sent_bytes += self._open[key][1]
             # The clock and the sum of shares differ by rounding; the end is the better number.
-            self._virtual = end if self._open else 0.0
-            self.sent_bytes += size_bytes
+            lane.virtual = end
+            self._close(key)
             found.append(key)
         self._advance(now_s)
-        if not self._open:
-            self._heap.clear()
         return found
 
     def abort(self, now_s: float, key: int) -> float:
         """Break a transfer off; the bytes it had got. Unknown ones are ignored."""
         self._advance(now_s)
-        held = self._open.pop(key, None)
+        held = self._open.get(key)
         if held is None:
             return 0.0
-        end, size_bytes = held
-        got = min(size_bytes, max(0.0, size_bytes - (end - self._virtual)))
+        end, size_bytes, tenant = held
+        got = min(size_bytes, max(0.0, size_bytes - (end - self._lanes[tenant].virtual)))
+        self._close(key)
         self.sent_bytes += got
         self.lost_bytes += got
         return got
+
+    def _next(self) -> tuple[float, str]:
+        """When the next transfer ends, and whose it is."""
+        if self.rate_bytes_per_s <= 0:
+            return inf, ""
+        opened, best_s, first = self._open, inf, ""
+        for tenant, lane in self._lanes.items():
+            heap = lane.heap
+            while heap:
+                end, key = heap[0]
+                held = opened.get(key)
+                if held is not None and held[0] == end:
+                    break
+                heappop(heap)
+            if not heap:
+                continue
+            wait_s = (
+                (heap[0][0] - lane.virtual)
+                * lane.count
+                * (self._weight / lane.weight)
+                / self.rate_bytes_per_s
+            )
+            if wait_s < best_s:
+                best_s, first = wait_s if wait_s > 0 else 0.0, tenant
+        return self._at_s + best_s, first
+
+    def _close(self, key: int) -> None:
+        """It is under way no more."""
+        tenant = self._open.pop(key)[2]
+        lane = self._lanes[tenant]
+        lane.count -= 1
+        if not lane.count:
+            del self._lanes[tenant]
+            self._weigh()
+
+    def _weigh(self) -> None:
+        weight = 0.0
+        for lane in self._lanes.values():
+            weight += lane.weight
+        self._weight = weight
 
     def set_rate(self, now_s: float, rate_bytes_per_s: float) -> None:
         """From now on it carries so much."""
         self._advance(now_s)
         self.rate_bytes_per_s = rate_bytes_per_s
 
-    def share_bytes_per_s(self, more: int = 0) -> float:
-        """What each transfer gets with so many more than there are."""
-        return self.rate_bytes_per_s / max(1, len(self._open) + more)
+    def share_bytes_per_s(self, more: int = 0, tenant: str = "", weight: float = 1.0) -> float:
+        """What each transfer of a tenant gets with so many more of its own than there are."""
+        lane = self._lanes.get(tenant)
+        others = self._weight - (lane.weight if lane is not None else 0.0)
+        own = (lane.count if lane is not None else 0) + more
+        return self.rate_bytes_per_s * (weight / (weight + max(0.0, others))) / max(1, own)
 
     def queued_bytes(self, now_s: float) -> float:
         """Bytes that still have to pass for the transfers under way."""
         self._advance(now_s)
-        return sum((max(0.0, end - self._virtual) for end, _ in self._open.values()), start=0.0)
+        queued = 0.0
+        for end, _, tenant in self._open.values():
+            queued += max(0.0, end - self._lanes[tenant].virtual)
+        return queued
 
     def open_bytes(self, now_s: float) -> float:
         """Bytes that the transfers under way have already got."""
-        return sum(size for _, size in self._open.values()) - self.queued_bytes(now_s)
+        asked = 0.0
+        for _, size_bytes, _ in self._open.values():
+            asked += size_bytes
+        return asked - self.queued_bytes(now_s)
 
     def _advance(self, now_s: float) -> None:
         passed_s = now_s - self._at_s
         if passed_s <= 0:
             return
         self._at_s = now_s
-        count = len(self._open)
-        if count:
+        if self._lanes:
             served = passed_s * self.rate_bytes_per_s
-            self._virtual += served / count
+            for lane in self._lanes.values():
+                lane.virtual += served * (lane.weight / self._weight) / lane.count
             self.served_bytes += served
             self.busy_s += passed_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
 from potluck.sim.links.link import Pipe
-from potluck.sim.world.state import Machine, Site
+from potluck.sim.world.state import Journey, Machine, Site
 from potluck.worlds.scene import Scene
 
 ROUND_TRIP_S = 1e-4
@@ -59,7 +59,7 @@ class Network:
         full = self.full_rate(ends)
         return self._links[ends].gbps * self.links[ends].rate_bytes_per_s / full
 
-    def pipe(self, source: Site, target: Site) -> Pipe | None:
+    def pipe(self, source: Site, target: Site, journey: Journey | None = None) -> Pipe | None:
         """The pipe between two replicas; None when they share a machine, or no link joins their regions."""
         if source.member.region != target.member.region:
             return self.links.get((source.member.region, target.member.region))
@@ -69,7 +69,9 @@ class Network:
         if own is not None:
             return own
         first, second = source.card, target.card
-        return first if first.share_bytes_per_s(1) <= second.share_bytes_per_s(1) else second
+        tenant, weight = (journey.request.tenant, journey.weight) if journey is not None else ("", 1.0)
+        left = first.share_bytes_per_s(1, tenant, weight)
+        return first if left <= second.share_bytes_per_s(1, tenant, weight) else second
 
     def floor_s(self, source: Site, target: Site, pipe: Pipe | None, size_bytes: float) -> float:
         """Seconds that a transfer takes at least, whatever its share of the pipe."""
