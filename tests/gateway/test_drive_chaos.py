@@ -41,7 +41,7 @@ STEPS = st.lists(
     ),
     max_size=60,
 )
-TROUBLES = 9
+TROUBLES = 6
 """At most so many, so that no request is sent more often than the Brain allows."""
 
 

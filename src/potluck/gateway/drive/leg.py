@@ -28,7 +28,7 @@ FINGERPRINT = b"x-potluck-fingerprint"
 class Leg(Debtor):
     """What both kinds have in common: the status, errors, the end."""
 
-    __slots__ = ("_error", "_lines", "_status", "call", "endpoint", "over", "stretch", "trip")
+    __slots__ = ("_error", "_lines", "_status", "call", "endpoint", "over", "stretch", "told", "trip")
 
     def __init__(self, trip: Trip, stretch: Stretch, endpoint: Endpoint, tokens: int) -> None:
         super().__init__(tokens)
@@ -41,6 +41,8 @@ class Leg(Debtor):
         self._status = 0
         self._error = b""
         self._lines = Lines(endpoint.vocab)
+        self.told = 0
+        """Tokens that it streamed."""
 
     @property
     def replica(self) -> str:
@@ -138,11 +140,7 @@ class HandingLeg(Leg):
 class DecodingLeg(Leg):
     """The last segment: its tokens are the answer."""
 
-    __slots__ = ("_count",)
-
-    def __init__(self, trip: Trip, stretch: Stretch, endpoint: Endpoint, tokens: int) -> None:
-        super().__init__(trip, stretch, endpoint, tokens)
-        self._count = 0
+    __slots__ = ()
 
     def _said(self, found: list[Said | Garbage]) -> None:
         choices: list[Choice] = []
@@ -155,12 +153,12 @@ class DecodingLeg(Leg):
                 choices.append(said)
             else:
                 end = said
-        if self._count < self.trip.least_tokens:
+        if self.told < self.trip.least_tokens:
             kept = self._before_an_end(choices)
             if len(kept) < len(choices):
                 choices, end = kept, Garbage("an end before min_tokens")
         if choices:
-            self._count += len(choices)
+            self.told += len(choices)
             if not self.flows:
                 self.computed(self.heard_s)
                 self.flows = True
@@ -182,18 +180,18 @@ class DecodingLeg(Leg):
     def _before_an_end(self, choices: list[Choice]) -> list[Choice]:
         """Those before one that must not be drawn yet."""
         ends = self.trip.ends
-        for place, choice in enumerate(choices[: self.trip.least_tokens - self._count]):
+        for place, choice in enumerate(choices[: self.trip.least_tokens - self.told]):
             if choice.token in ends:
                 return choices[:place]
         return choices
 
     def _adds_up(self, end: Last) -> bool:
         trip = self.trip
-        if end.prompt_tokens != trip.prompt_tokens or end.output_tokens != self._count or not self._count:
+        if end.prompt_tokens != trip.prompt_tokens or end.output_tokens != self.told or not self.told:
             return False
         if end.reason == "length":
-            return self._count == trip.most_tokens
-        return self._count > trip.least_tokens or self._count == trip.most_tokens
+            return self.told == trip.most_tokens
+        return self.told > trip.least_tokens or self.told == trip.most_tokens
 
 
 def _code(error: bytes) -> object:

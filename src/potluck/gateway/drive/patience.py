@@ -151,6 +151,12 @@ class Watch:
             del pulse.debtors[debtor]
             self._open -= 1
 
+    def gone(self, replica: str) -> None:
+        """Whoever keeps the fleet says that it is gone."""
+        pulse = self._pulses.get(replica)
+        if pulse is not None:
+            _stall(list(pulse.debtors), "replica")
+
     def sweep(self) -> None:
         """Look at all of them, and again in a while if there are any."""
         now_s = self._now_s()

@@ -22,6 +22,7 @@ from potluck.core.brain.events import (
     Underway,
 )
 from potluck.core.values.sampling import Choice
+from potluck.gateway.drive.relay import Relay, Stream
 from potluck.gateway.drive.trip import Means, Trip
 from potluck.gateway.parts import Answer, Asked, Endpoint
 
@@ -70,6 +71,8 @@ class Ride:
         self._failed: Failed | None = None
         self._paused = False
         self._ended = False
+        self._stream = Stream()
+        """What servers of plain OpenAI wrote of it."""
 
     # What the Brain wants.
 
@@ -88,11 +91,19 @@ class Ride:
             if endpoint is None:
                 self.failed("replica", segment.replica, "cannot be reached")
                 return
-            if endpoint.kind != "face":
-                self.failed("replica", segment.replica, "runs no segments")
-                return
             endpoints.append(endpoint)
-        self._going = going = Trip(self, run, self._means)
+        kinds = {endpoint.kind for endpoint in endpoints}
+        going: Going
+        if kinds == {"face"} and self.asked.prompt and not self._stream.begun:
+            going = Trip(self, run, self._means)
+        elif kinds == {"openai"} and len(endpoints) == 1 and (self._stream.begun or not self.output):
+            going = Relay(self, run, self._means, self._stream)
+        else:
+            self.failed("replica", run.route.decoder, "cannot do what the route asks of it")
+            return
+        self._going = going
+        if self._means.meter is not None:
+            self._means.meter.routed(self.asked, run)
         going.start(endpoints)
         if self._paused and self._going is going:
             going.pause()
@@ -143,12 +154,12 @@ class Ride:
         """More of the answer. What is beyond its end was not asked for, and ends it."""
         kept, lied = self._keep(choices)
         if kept and self._answer.tokens(kept):
-            self._tell_first()
+            self.first_token()
             self._end(Finished(self.asked.id, self._attempt, len(self.output)))
             return
         if self._ended or not kept:
             return
-        self._tell_first()
+        self.first_token()
         if lied:
             self._finish(self._whole or "length")
 
@@ -165,7 +176,42 @@ class Ride:
                 self._whole = "length"
         return choices, False
 
-    def _tell_first(self) -> None:
+    # What a server of plain OpenAI writes.
+
+    def relay_begin(self, status: int, content_type: bytes) -> None:
+        self._answer.relay_begin(status, content_type)
+
+    def relay(self, data: bytes) -> None:
+        self._answer.relay(data)
+
+    def relayed(self, output_tokens: int) -> None:
+        """All of it was passed on."""
+        self._going = None
+        if not self._ended:
+            self._end(Finished(self.asked.id, self._attempt, output_tokens))
+            self._answer.relay_end()
+
+    def turned_down(self) -> None:
+        """The server says that the request is at fault, which was passed on: there is nothing to learn from it."""
+        self._going = None
+        if not self._ended:
+            self._end(Cancelled(self.asked.id))
+            self._answer.relay_end()
+
+    def broken(self, kind: FailureKind, where: str, why: str) -> None:
+        """The answer ends in the middle: nobody knows from which tokens another could go on."""
+        self._note(kind, where, why)
+        self._going = None
+        if self._ended:
+            return
+        self._tell(Failed(self.asked.id, self._attempt, kind, where, len(self.output)))
+        if not self._ended:
+            self._end(Cancelled(self.asked.id))
+            self._answer.refused(
+                Refuse(self.asked.id, "lost", f"the server {why} in the middle of its answer")
+            )
+
+    def first_token(self) -> None:
         if not self._first:
             self._first = True
             self._tell(FirstToken(self.asked.id, self._attempt))
@@ -184,12 +230,17 @@ class Ride:
         """The attempt is over. Nothing is missing where the last token was heard; else the Brain says what next."""
         self._going = None
         streamed = len(self.output)
-        log.info("request %s, attempt %d: %s %s (%s)", self.asked.id, self._attempt, where, why, kind)
+        self._note(kind, where, why)
         if self._whole is not None:
             self._finish(self._whole)
             return
         self._failed = Failed(self.asked.id, self._attempt, kind, where, streamed)
         self._tell(self._failed)
+
+    def _note(self, kind: FailureKind, where: str, why: str) -> None:
+        log.info("request %s, attempt %d: %s %s (%s)", self.asked.id, self._attempt, where, why, kind)
+        if self._means.meter is not None:
+            self._means.meter.failed(self.asked, where, kind, why)
 
     def _stop(self) -> None:
         going, self._going = self._going, None

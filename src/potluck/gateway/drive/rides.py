@@ -16,7 +16,7 @@ from potluck.core.values.types import Request
 from potluck.gateway.drive.patience import Watch
 from potluck.gateway.drive.ride import Ride
 from potluck.gateway.drive.trip import Means
-from potluck.gateway.parts import Answer, Asked, Directory, Line, Outgoing
+from potluck.gateway.parts import Answer, Asked, Directory, Line, Meter, Outgoing
 
 ENDED = 4096
 """How many that ended are remembered, in case the Brain asks after one."""
@@ -38,12 +38,13 @@ class Rides:
         now_s: Callable[[], float],
         later: Callable[[float, Callable[[], None]], object],
         names: Callable[[Asked], tuple[int, ...]] = names_of,
+        meter: Meter | None = None,
     ) -> None:
         self._line = line
         self._now_s = now_s
         self._names = names
         self._watch = Watch(directory, now_s, later)
-        self._means = Means(outgoing, directory, self._watch, now_s, later)
+        self._means = Means(outgoing, directory, self._watch, now_s, later, meter)
         self._open: dict[str, Ride] = {}
         self._ended: OrderedDict[str, Event | None] = OrderedDict()
         self._acting = False
@@ -97,6 +98,9 @@ class Rides:
             self._acting = outer
         while self._news and not self._acting:
             self._line.tell(self._news.pop(0))
+
+    def gone(self, replica: str) -> None:
+        self._watch.gone(replica)
 
     def _do(self, action: Action) -> None:
         match action:

@@ -22,7 +22,7 @@ from potluck.gateway.drive.bodies import Handing, new_handle, segment_body, stre
 from potluck.gateway.drive.leg import DecodingLeg, HandingLeg, Leg
 from potluck.gateway.drive.patience import Watch
 from potluck.gateway.drive.verdicts import Verdict
-from potluck.gateway.parts import Directory, Endpoint, Outgoing
+from potluck.gateway.parts import Directory, Endpoint, Meter, Outgoing
 
 if TYPE_CHECKING:
     from potluck.gateway.drive.ride import Ride
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 GRACE_S = 0.25
 BACKSTOP_S = 300.0
 """Silence after which a connection is given up whatever the watch thinks; longer than all its limits."""
+GIVEN_UP = "given up"
 JSON = (b"content-type", b"application/json")
 SEGMENTS = b"/segments"
 
@@ -43,6 +44,7 @@ class Means:
     watch: Watch
     now_s: Callable[[], float]
     later: Callable[[float, Callable[[], None]], object]
+    meter: Meter | None = None
 
 
 class Trip:
@@ -64,6 +66,7 @@ class Trip:
         self._suspicion: tuple[Leg, Verdict] | None = None
         self._cached_tokens = 0
         self._streams = False
+        self._began_s = 0.0
         self._paused = False
 
     def start(self, endpoints: Sequence[Endpoint]) -> None:
@@ -77,7 +80,7 @@ class Trip:
             self._legs.append(kind(self, each, there[each.replica], max(tokens, 1)))
         tokens_said = tokens_text(ride.asked.prompt, ride.output)
         source: Handing | None = None
-        now_s = means.now_s()
+        now_s = self._began_s = means.now_s()
         for place, leg in enumerate(self._legs):
             endpoint, target = leg.endpoint, None
             if place + 1 < len(self._legs):
@@ -143,6 +146,7 @@ class Trip:
     def handed_on(self, leg: Leg, cached_tokens: int) -> None:
         """A segment's cache is where it should be; the next one's engine can begin."""
         self._cached_tokens = max(self._cached_tokens, cached_tokens)
+        self._count(leg)
         self._means.watch.leave(leg)
         onto = self._legs[self._legs.index(leg) + 1]
         if not self._streams:
@@ -152,6 +156,7 @@ class Trip:
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
         self._over = True
+        self._count(self._legs[-1])
         self._means.watch.leave(self._legs[-1])  # It has ended by itself: its connection can be used again.
         for leg in self._legs[:-1]:
             self._let_go(leg)
@@ -193,13 +198,23 @@ class Trip:
         self._stop_and_tell(verdict.kind, leg.replica, verdict.why)
 
     def _stop_and_tell(self, kind: FailureKind, where: str, why: str) -> None:
-        self.stop()
+        self._over = True
+        for leg in self._legs:
+            self._let_go(leg, why if leg.replica == where else GIVEN_UP)
         self._ride.failed(kind, where, why)
 
-    def _let_go(self, leg: Leg) -> None:
+    def _count(self, leg: Leg, problem: str = "") -> None:
+        """A leg's part in the attempt is over."""
+        meter = self._means.meter
+        if meter is not None and leg.pulse is not None:
+            tokens = leg.tokens + leg.told
+            meter.segment(self._ride.asked, leg.replica, self._began_s, self.now_s(), tokens, problem)
+
+    def _let_go(self, leg: Leg, problem: str = GIVEN_UP) -> None:
         """Nothing more is wanted of it; one that has said its end is left to end by itself."""
         if leg.over and leg.pulse is None:
             return
+        self._count(leg, "" if self._streams and leg is not self._legs[-1] else problem)
         leg.over = True
         self._means.watch.leave(leg)
         call, leg.call = leg.call, None
