@@ -8,7 +8,6 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
 
 from aiohttp import web
 
@@ -32,7 +31,7 @@ from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.port import Port, bound, open_port
-from potluck.gateway.parts import Directory, Driver, Line, Meter
+from potluck.gateway.parts import Directory, Line, Meter
 from potluck.gateway.settings import Settings
 from potluck.worlds.scene import Scene
 
@@ -57,11 +56,11 @@ class Worker:
         """`connect` makes the line to the desk from what the desk's orders go to."""
         loop = asyncio.get_running_loop()
         line = connect(lambda actions: self.rides.act(actions))
-        self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later)
+        self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
         self.keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
         self.door = FrontDoor(
             cards,
-            cast(Driver, self.rides),
+            self.rides,
             meter,
             keys=self.keys,
             settings=DoorSettings(
@@ -187,7 +186,7 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) 
         center.lacking,
         center.desk.line,
     )
-    center.keeper.on_gone.append(lambda replica: cast(Driver, worker.rides).gone(replica))
+    center.keeper.on_gone.append(lambda replica: worker.rides.gone(replica))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

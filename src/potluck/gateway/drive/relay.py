@@ -67,6 +67,7 @@ class Relay(Debtor):
         self._pending: list[int] = []
         """Tokens whose text the server still holds back."""
         self._usage = b""
+        self._asks_ids = False
         self._ended = False
         """Whether the stream said that it is whole."""
         self._rewriter: rewrite.Rewriter | None = None
@@ -90,7 +91,9 @@ class Relay(Debtor):
             self._rewriter = self._namesake()
             path, body = COMPLETIONS, made
         else:
-            extra = IDS_WANTED if endpoint.token_ids and asked.stream else b""
+            theirs = b"return_token_ids" in asked.body  # The client's own: then it sees them too.
+            self._asks_ids = endpoint.token_ids and asked.stream and not theirs
+            extra = IDS_WANTED if self._asks_ids else b""
             if endpoint.token_ids and asked.salt:
                 salt = b'"cache_salt":' + json.dumps(asked.salt).encode()
                 extra = extra + b"," + salt if extra else salt
@@ -233,7 +236,7 @@ class Relay(Debtor):
         stream = self._stream
         stream.begun = True
         stream.first = data.split(EVENT_END, 1)[0]
-        found = rewrite.PROMPT_IDS.search(stream.first)
+        found = rewrite.PROMPT_IDS.search(stream.first) if self._asks_ids else None
         if found is not None and found[1]:
             stream.prompt_ids, stream.knows_ids = rewrite.ids_of(found[1]), True
             stream.first = rewrite.TOKEN_IDS.sub(b"", rewrite.PROMPT_IDS.sub(b"", stream.first))

@@ -283,6 +283,7 @@ class Keeper:
             said.fingerprint if said else "",
             served or (said.model if said else ""),
             key=engine.entry.key,
+            token_ids=engine.entry.token_ids,
         )
         post.ready = True
         self._version += 1

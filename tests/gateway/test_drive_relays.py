@@ -1,0 +1,317 @@
+"""Servers of plain OpenAI: bytes as they are, failures before and behind the first one, one stream over several."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from drive_kit import Call, Heard, asked
+from drive_stage import Stage
+
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Cancelled, Failed, FailureKind, Finished, FirstToken
+from potluck.core.values.route import aggregated
+from potluck.gateway.drive import rewrite
+from potluck.gateway.parts import Asked
+
+CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
+SSE = {b"content-type": b"text/event-stream; charset=utf-8"}
+WORDS = ["It", " was", " a", " dark", " and", " stormy", " night"]
+
+
+def plain(*replicas: str, **more: Any) -> Stage:
+    stage = Stage()
+    for each in replicas:
+        stage.fleet.add(each, kind="openai", served_model="theirs", **more)
+    return stage
+
+
+def wanted(path: bytes = CHAT, stream: bool = True, most: int = 7, **fields: Any) -> Asked:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": '"model": "m"'}],
+        "stream": stream,
+        **fields,
+    }
+    raw = json.dumps(body).encode()
+    return asked("r", 5, most, path=path, body=raw, stream=stream)
+
+
+def begin(stage: Stage, what: Asked) -> Heard:
+    return stage.begin(what, aggregated("x"))
+
+
+def event(said: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(said, separators=(",", ":")).encode() + b"\n\n"
+
+
+def chunk(place: int, first: bool = False, **more: Any) -> bytes:
+    """A part of a chat with its token, as vLLM writes it."""
+    said: dict[str, Any] = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 7,
+        "model": "theirs",
+    }
+    delta = {"role": "assistant", "content": WORDS[place]} if first else {"content": WORDS[place]}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "token_ids": [100 + place]}
+    return event({**said, "choices": [choice | more], **({"prompt_token_ids": [1, 2, 3]} if first else {})})
+
+
+def texts(relayed: bytes) -> list[str]:
+    found = []
+    for each in relayed.split(b"\n\n"):
+        if each and each != b"data: [DONE]":
+            choice = json.loads(each[6:])["choices"][0]
+            found.append(choice["delta"].get("content", "") if "delta" in choice else choice["text"])
+    return found
+
+
+def parts(relayed: bytes) -> list[dict[str, Any]]:
+    return [json.loads(each[6:]) for each in relayed.split(b"\n\n") if each and each != b"data: [DONE]"]
+
+
+# Bytes as they are.
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1000])
+def test_a_stream_goes_by_as_it_is_wherever_it_is_cut(cut: int) -> None:
+    stage = plain("x")
+    heard = begin(stage, wanted())
+    call = stage.call("x")
+    assert call.path == CHAT
+    assert call.body["model"] == "theirs"
+    assert call.body["messages"][0]["content"] == '"model": "m"'
+    assert "return_token_ids" not in call.body
+    usage = event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}})
+    answer = chunk(0, True) + chunk(1) + usage + b"data: [DONE]\n\n"
+    call.listener.head(200, SSE)
+    for start in range(0, len(answer), cut):
+        call.write_raw(answer[start : start + cut])
+    call.end()
+    assert heard.relayed == answer
+    assert heard.relay_ended
+    assert stage.news == [FirstToken("r", 0), Finished("r", 0, 2)]
+    stage.at_rest()
+
+
+def test_what_is_not_streamed_is_sent_again_whole_until_all_of_it_came() -> None:
+    stage = plain("x", "y")
+    what = wanted(stream=False)
+    heard = begin(stage, what)
+    answer = json.dumps({"choices": [{"text": "a"}], "usage": {"completion_tokens": 3}}).encode()
+    stage.call("x").listener.head(200, {b"content-type": b"application/json"})
+    stage.call("x").write_raw(answer[:20])
+    stage.call("x").lose()
+    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+    assert not heard.status
+    stage.again(what, aggregated("y"), 1, 0)
+    stage.call("y").listener.head(200, {b"content-type": b"application/json"})
+    stage.call("y").write_raw(answer[:20])
+    stage.call("y").write_raw(answer[20:])
+    stage.call("y").end()
+    assert heard.relayed == answer
+    assert stage.news[1:] == [FirstToken("r", 1), Finished("r", 1, 3)]
+    stage.at_rest()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (500, "replica"),
+        (503, "replica"),
+        (429, "memory"),
+        (404, "replica"),
+        (401, "replica"),
+        (504, "timeout"),
+    ],
+)
+def test_errors_of_a_server_are_no_answers(status: int, kind: FailureKind) -> None:
+    stage = plain("x")
+    heard = begin(stage, wanted())
+    stage.call("x").refuse(status)
+    assert stage.news == [Failed("r", 0, kind, "x", 0)]
+    assert not heard.status
+
+
+def test_a_request_that_is_at_fault_gets_the_servers_word_for_it() -> None:
+    stage = plain("x")
+    heard = begin(stage, wanted())
+    stage.call("x").refuse(400, "bad")
+    assert (heard.status, heard.relay_ended) == (400, True)
+    assert json.loads(heard.relayed)["error"]["code"] == "bad"
+    assert stage.news == [Cancelled("r")]
+    stage.at_rest()
+
+
+def test_an_answer_that_was_given_up_and_called_well_is_not_believed() -> None:
+    for body in (
+        {"choices": [{"text": "", "finish_reason": "abort"}]},
+        {"choices": [{"text": ""}], "usage": {"completion_tokens": 0}},
+    ):
+        stage = plain("x")
+        begin(stage, wanted(stream=False))
+        stage.call("x").listener.head(200, {})
+        stage.call("x").write_raw(json.dumps(body, separators=(",", ":")).encode())
+        stage.call("x").end()
+        assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+
+
+BREAKS = ["lost", "ended", "error", "abort"]
+
+
+def break_off(call: Call, how: str) -> None:
+    if how == "lost":
+        call.lose()
+    elif how == "ended":
+        call.end()
+    elif how == "error":
+        call.write_raw(event({"error": {"message": "engine died"}}))
+    else:
+        call.write_raw(chunk(3, finish_reason="abort"))
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_without_tokens_a_stream_that_breaks_off_ends_with_an_error(how: str) -> None:
+    stage = plain("x", "y")
+    heard = begin(stage, wanted())
+    call = stage.call("x")
+    call.listener.head(200, SSE)
+    call.write_raw(chunk(0, True) + chunk(1)[:30])
+    break_off(call, how)
+    assert heard.relayed == chunk(0, True), "no half of an event"
+    assert heard.refusal is not None
+    assert heard.refusal.reason == "lost"
+    assert stage.news == [FirstToken("r", 0), Failed("r", 0, "replica", "x", 0), Cancelled("r")]
+    stage.rides.act([Run("r", aggregated("y"), 1, 5, 0)])  # The Brain does not know yet.
+    stage.at_rest()
+
+
+# One stream over several servers.
+
+
+@pytest.mark.parametrize("how", BREAKS)
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_with_tokens_another_server_goes_on_and_the_client_sees_one_stream(cut: int, how: str) -> None:
+    stage = plain("x", "y", token_ids=True)
+    what = wanted(temperature=0, seed=4, stream_options={"include_usage": True}, min_tokens=5)
+    heard = begin(stage, what)
+    call = stage.call("x")
+    assert call.body["return_token_ids"] is True
+    call.listener.head(200, SSE)
+    call.write_raw(b"".join(chunk(place, place == 0) for place in range(cut)))
+    held = {"delta": {"content": ""}, "token_ids": [999]}
+    call.write_raw(chunk(0, **held))  # Half a character: its text is not shown yet.
+    break_off(call, how)
+    assert stage.news[-1] == Failed("r", 0, "replica", "x", cut)
+    stage.again(what, aggregated("y"), 1, cut)
+    other = stage.call("y")
+    assert other.path == COMPLETIONS
+    assert other.body["prompt"] == [1, 2, 3, *range(100, 100 + cut)]
+    assert (other.body["max_tokens"], other.body["min_tokens"], other.body["seed"]) == (7 - cut, 5 - cut, 4)
+    assert (other.body["model"], other.body["temperature"], other.body["stream"]) == ("theirs", 0, True)
+    other.listener.head(200, SSE)
+    for place in range(cut, len(WORDS)):
+        last = place == len(WORDS) - 1
+        choice = {"index": 0, "text": WORDS[place], "finish_reason": "length" if last else None}
+        said = {"id": "cmpl-2", "object": "text_completion", "created": 9, "model": "theirs"}
+        other.write_raw(event({**said, "choices": [choice | {"token_ids": [100 + place]}]}))
+    usage = {"prompt_tokens": 3 + cut, "completion_tokens": 7 - cut, "total_tokens": 10}
+    other.write_raw(event({"id": "cmpl-2", "choices": [], "usage": usage}) + b"data: [DONE]\n\n")
+    other.end()
+    *said, counted = parts(heard.relayed)
+    assert "".join(texts(b"".join(event(each) for each in said))) == "".join(WORDS)
+    assert {(each["id"], each["object"], each["created"]) for each in said} == {
+        ("chatcmpl-1", "chat.completion.chunk", 7)
+    }
+    assert said[-1]["choices"][0]["finish_reason"] == "length"
+    assert counted["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+    assert b"token_ids" not in heard.relayed
+    assert heard.relayed.endswith(b"data: [DONE]\n\n")
+    assert stage.news[-1] == Finished("r", 1, 7)
+    stage.at_rest()
+
+
+def test_an_answer_that_has_all_its_tokens_is_ended_in_its_servers_name() -> None:
+    stage = plain("x", token_ids=True)
+    heard = begin(stage, wanted(most=2, stream_options={"include_usage": True}))
+    stage.call("x").listener.head(200, SSE)
+    stage.call("x").write_raw(chunk(0, True) + chunk(1))
+    stage.call("x").lose()
+    last, counted = parts(heard.relayed)[-2:]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert counted["usage"]["completion_tokens"] == 2
+    assert stage.news[-1] == Finished("r", 0, 2)
+    stage.at_rest()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["x"]},
+        {"tools": [{}]},
+        {"n": 2},
+        {"presence_penalty": 0.5},
+        {"response_format": {"type": "json"}},
+    ],
+)
+def test_what_depends_on_how_it_began_does_not_go_on_elsewhere(fields: dict[str, Any]) -> None:
+    stage = plain("x", "y", token_ids=True)
+    what = wanted(**fields)
+    heard = begin(stage, what)
+    stage.call("x").listener.head(200, SSE)
+    stage.call("x").write_raw(chunk(0, True))
+    stage.call("x").lose()
+    stage.again(what, aggregated("y"), 1, 1)
+    assert heard.refusal is not None
+    assert stage.news[-2:] == [Failed("r", 1, "replica", "y", 1), Cancelled("r")]
+    stage.at_rest()
+
+
+def test_log_probabilities_of_a_completion_become_those_of_a_chat() -> None:
+    rewriter = rewrite.Rewriter(chunk(0, True), True, 3, 1)
+    logs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5, "é": -2.0}]}
+    made = rewriter.event(event({"choices": [{"index": 0, "text": "a", "logprobs": logs}]}))
+    (one,) = json.loads(made[6:])["choices"][0]["logprobs"]["content"]
+    assert (one["token"], one["logprob"], one["bytes"]) == ("a", -0.5, [97])
+    assert [each["token"] for each in one["top_logprobs"]] == ["a", "é"]
+
+
+def test_a_models_name_is_replaced_wherever_it_stands() -> None:
+    for body in (
+        b'{"model": "m", "x": "\\"model\\": 1"}',
+        b'{"metadata":{"model":"m"},"model":"m"}',
+        b' {"model":"m\\"q"} ',
+    ):
+        made = json.loads(rewrite.forwarded(body, "m", 'a"b', b'"more":1'))
+        assert (made["model"], made["more"]) == ('a"b', 1)
+        assert {name: value for name, value in json.loads(body).items() if name != "model"} == {
+            name: value for name, value in made.items() if name not in ("model", "more")
+        }
+    assert rewrite.forwarded(b'{"model":"m"}', "m", "m") == b'{"model":"m"}'
+
+
+def test_a_server_that_stops_talking_and_a_client_that_leaves() -> None:
+    stage = plain("x", "y")
+    begin(stage, wanted())
+    stage.clock.pass_s(130)
+    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+    stage.again(wanted(), aggregated("y"), 1, 0)
+    stage.call("y").listener.head(200, SSE)
+    stage.call("y").write_raw(chunk(0, True))
+    stage.rides.room("r", False)
+    stage.clock.pass_s(500)
+    stage.rides.room("r", True)
+    stage.rides.cancel("r")
+    assert stage.call("y").cancelled
+    assert stage.news[1:] == [FirstToken("r", 1), Cancelled("r")]
+    stage.at_rest()
+
+
+def test_an_engine_that_is_said_to_be_gone_has_failed() -> None:
+    stage = plain("x")
+    begin(stage, wanted(stream=False))
+    stage.rides.gone("x")
+    stage.rides.gone("nobody")
+    assert stage.news == [Failed("r", 0, "replica", "x", 0)]
