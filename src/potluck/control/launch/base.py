@@ -1,0 +1,48 @@
+"""What the controller asks of whoever starts engines, and what it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from potluck.control.values import InstanceState, Make
+
+Place = dict[str, object]
+"""Where an engine runs, in its launcher's own words; plain JSON, so that it can be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """An engine as its launcher finds it now."""
+
+    name: str
+    state: InstanceState
+    url: str = ""
+    problem: str = ""
+    """Why it is dead, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNews:
+    """Something about the machines themselves: one will vanish, or has."""
+
+    kind: Literal["notice", "gone"]
+    node: str
+    why: str
+    notice_s: float = 0.0
+
+
+class Launcher(Protocol):
+    """None of these waits for an engine to be ready or to end: the next look shows what became of it."""
+
+    def start(self, name: str, make: Make) -> Place:
+        """Begin to start an engine. Raises a PotluckError where that is hopeless."""
+
+    def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
+        """What became of those, by their names; and of others that bear this launcher's mark, which nobody knows."""
+
+    def stop(self, name: str, place: Place) -> None:
+        """Ask it to end; insist at later looks."""
+
+    def news(self) -> tuple[NodeNews, ...]:
+        """What is new about machines since the last call."""

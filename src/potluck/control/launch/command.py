@@ -1,0 +1,59 @@
+"""From what an engine is to the command that starts it, on this machine."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.control.values import Make
+from potluck.core.errors import InputError
+
+EngineStyle = str
+"""`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace."""
+STYLES = ("emulated", "pretended")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMaker:
+    """How engines of this machine are made."""
+
+    style: EngineStyle = "emulated"
+    files: tuple[tuple[str, Path], ...] = ()
+    """Model to its directory; without one, the shipped model acts as it."""
+    catalog_names: tuple[tuple[str, str], ...] = ()
+    """The plan's name of a model to the one it has in the catalog."""
+    max_running: int = 32
+    host: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise InputError("--engine", f"must be one of {', '.join(STYLES)}, is {self.style!r}")
+
+    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+        """What to run for an engine at these ports."""
+        name = dict(self.catalog_names).get(make.model, make.model)
+        command = [
+            *(sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--json"),
+            *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
+            *("--name", make.model, "--emulate", emulate_text(make, name)),
+            *("--max-running", str(self.max_running)),
+        ]
+        folder = dict(self.files).get(make.model)
+        if folder is not None:
+            command += ["--model", str(folder)]
+        if self.style == "pretended":
+            command.append("--pretend")
+        elif len(make.layout.stages) > 1:
+            raise InputError("layout", "a pipeline of several nodes can only be pretended on one machine")
+        return command
+
+
+def emulate_text(make: Make, model: str) -> str:
+    """What `--emulate` says of a layout."""
+    stages = make.layout.stages
+    nodes = ",".join("+".join(node.node for node in stage.nodes) for stage in stages)
+    degrees = {node.tp for stage in stages for node in stage.nodes}
+    if len(degrees) == 1:
+        return f"{nodes}:{model}:{degrees.pop()}"
+    return f"{nodes}:{model}"

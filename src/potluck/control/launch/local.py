@@ -1,0 +1,124 @@
+"""Engines as processes of this machine. They outlive the controller: one that comes back finds them."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from potluck.control.launch.base import NodeNews, Place, Sighting
+from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn
+from potluck.control.values import Make
+from potluck.core.errors import CapacityError
+
+NAME_MARK, OWNER_MARK = "POTLUCK_INSTANCE", "POTLUCK_OWNER"
+GRACE_S = 15.0
+"""From asking a process to end to making it."""
+ASK_S = 1.0
+TRIES = 50
+
+
+class LocalLauncher:
+    """`owner` is this controller's mark, the same after a restart: the path of its state file, say."""
+
+    def __init__(
+        self,
+        maker: EngineMaker,
+        folder: Path,
+        owner: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
+        self._leased: dict[int, float] = {}
+        """Ports that were given to somebody lately, who may not listen yet."""
+        self._ending: dict[str, float] = {}
+        """Who was asked to end, and when."""
+
+    def log_of(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def start(self, name: str, make: Make) -> Place:
+        port, kv_port = self._port(), self._port()
+        command = self._maker.command(make, port, kv_port)
+        marks = {NAME_MARK: name, OWNER_MARK: self._owner}
+        pid = spawn(command, marks, self.log_of(name))
+        return {
+            "pid": pid.number,
+            "started": pid.started,
+            "url": f"http://{self._maker.host}:{port}",
+        }
+
+    def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
+        found = [self._seen(name, place) for name, place in places.items()]
+        known = {place.get("pid") for place in places.values()}
+        for pid, variables in marked(OWNER_MARK, self._owner):
+            if pid.number not in known and NAME_MARK in variables:
+                # Started, and never written down: nobody counts on it.
+                end(pid)
+        self._insist(places)
+        return tuple(found)
+
+    def _seen(self, name: str, place: Place) -> Sighting:
+        pid = _pid(place)
+        log = self.log_of(name)
+        if pid is None:
+            return Sighting(name, "dead", problem="was never started")
+        if not alive(pid):
+            self._ending.pop(name, None)
+            return Sighting(name, "dead", problem=last_words(log) or "ended without a word")
+        rotate(log)
+        url = str(place.get("url", ""))
+        return Sighting(name, "up", url) if _healthy(url) else Sighting(name, "starting")
+
+    def stop(self, name: str, place: Place) -> None:
+        pid = _pid(place)
+        if pid is not None and name not in self._ending:
+            self._ending[name] = self._clock()
+            end(pid)
+
+    def _insist(self, places: dict[str, Place]) -> None:
+        for name, asked_s in list(self._ending.items()):
+            pid = _pid(places.get(name, {}))
+            if pid is None or not alive(pid):
+                del self._ending[name]
+            elif self._clock() - asked_s > GRACE_S:
+                end(pid, insist=True)
+
+    def news(self) -> tuple[NodeNews, ...]:
+        return ()
+
+    def _port(self) -> int:
+        """One that nobody listens on, and that was given to nobody lately."""
+        now_s = self._clock()
+        self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
+        for _ in range(TRIES):
+            with socket.socket() as probe:
+                probe.bind((self._maker.host, 0))
+                port = cast(int, probe.getsockname()[1])
+            if port not in self._leased:
+                self._leased[port] = now_s + 60.0
+                return port
+        raise CapacityError("no port is free on this machine")
+
+
+def _pid(place: Place) -> Pid | None:
+    number, started = place.get("pid"), place.get("started")
+    return Pid(number, started) if isinstance(number, int) and isinstance(started, int) else None
+
+
+def _healthy(url: str) -> bool:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    if not port.isdecimal():
+        return False
+    connection = http.client.HTTPConnection(host, int(port), timeout=ASK_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
