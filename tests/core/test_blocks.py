@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from potluck.core.errors import InputError
+from potluck.core.replica import block_values
+from potluck.core.replica.block_values import NameBook
 from potluck.core.replica.blocks import BlockPool, Checkpoint, Name, Placed, block_hashes
 
 SIZE = 4
@@ -49,6 +51,29 @@ def test_names_stay_what_they_are_in_files_and_at_other_engines() -> None:
         "33db89c51ece1729d2bb65f5e04a6cd2",
         "da241d405b8add53de93e3d6bf021309",
     ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.sampled_from(["", "s", "t"])), max_size=12)
+)
+def test_a_name_book_says_what_the_names_are(asks: list[tuple[int, int, str]]) -> None:
+    """Prompts that share beginnings of different lengths, in few runs, so that some are forgotten."""
+    book = NameBook(2, block_tokens=1)
+    for length, turn, salt in asks:
+        tokens = [0] * (length * turn // 3) + [turn] * (length - length * turn // 3)
+        assert book.names(tokens, "m", salt) == block_hashes(tokens, "m", 1, salt=salt)
+    assert len(book._known) <= 2
+
+
+def test_a_name_book_keeps_no_tokens_and_looks_runs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, tokens = NameBook(), list(range(1000))
+    names = book.names(tokens, "m")
+    seen: list[int] = []
+    chain = block_values._chain
+    monkeypatch.setattr(block_values, "_chain", lambda *of: (seen.append(len(of[1])), chain(*of))[1])
+    assert book.names(tokens, "m") == names == block_hashes(tokens, "m")
+    assert seen == [14 * 16 * 8, 62 * 16 * 8], "only what is behind the last whole run is hashed again"
+    assert book.names([*tokens[:600], 5], "m") == names[:37]
 
 
 def test_a_salt_that_reads_like_a_block_is_not_taken_for_one() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import NamedTuple
 
 from potluck.core.brain.facts import BLOCK_TOKENS
@@ -16,6 +16,8 @@ HASH_BYTES = 16
 
 
 LONGEST_SALT = 200
+RUN_BLOCKS = 16
+"""Blocks that a name book remembers together."""
 
 
 def chain_root(model: str = "", salt: str = "") -> bytes:
@@ -39,17 +41,61 @@ def block_hashes(
     count = len(tokens) // block_tokens
     if most is not None:
         count = min(count, most)
-    size = 8 * block_tokens
+    found: list[int] = []
+    _chain(chain_root(model, salt), _packed(tokens, count * block_tokens), 8 * block_tokens, found)
+    return tuple(found)
+
+
+class NameBook:
+    """Names for one who names prompts all day: what begins as an earlier prompt did is not worked out again.
+
+    Remembered are runs of blocks, by a hash of their tokens and all before them; no tokens are. The least recently
+    used are forgotten.
+    """
+
+    def __init__(self, runs: int = 8192, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._most, self._block_tokens = runs, block_tokens
+        self._known: dict[bytes, tuple[bytes, list[int]]] = {}
+        """A run's hash to the name that it ends with, and all its names."""
+
+    def names(self, tokens: Sequence[int], model: str = "", salt: str = "") -> tuple[int, ...]:
+        """What `block_hashes` says."""
+        size = 8 * self._block_tokens
+        data = _packed(tokens, len(tokens) // self._block_tokens * self._block_tokens)
+        run_bytes, known = RUN_BLOCKS * size, self._known
+        name, start = chain_root(model, salt), 0
+        found: list[int] = []
+        while start + run_bytes <= len(data):
+            piece = data[start : start + run_bytes]
+            key = sha256(name + piece).digest()
+            run = known.pop(key, None)
+            if run is None:
+                named: list[int] = []
+                run = (_chain(name, piece, size, named), named)
+                if len(known) >= self._most:
+                    del known[next(iter(known))]
+            known[key] = run
+            name = run[0]
+            found += run[1]
+            start += run_bytes
+        _chain(name, data[start:], size, found)
+        return tuple(found)
+
+
+def _packed(tokens: Sequence[int], count: int) -> bytes:
     try:
-        data = struct.pack(f"<{count * block_tokens}q", *tokens[: count * block_tokens])
+        return struct.pack(f"<{count}q", *(tokens if count == len(tokens) else tokens[:count]))
     except struct.error as error:
         raise InputError("tokens", "must be whole numbers of 64 bits") from error
-    name, hashed, number = chain_root(model, salt), blake2b, int.from_bytes
-    found = []
-    for start in range(0, count * size, size):
+
+
+def _chain(name: bytes, data: bytes, size: int, found: list[int]) -> bytes:
+    """The names of blocks of so many bytes behind `name`; the last one as it is hashed."""
+    hashed, number = blake2b, int.from_bytes
+    for start in range(0, len(data), size):
         name = hashed(name + data[start : start + size], digest_size=HASH_BYTES).digest()
         found.append(number(name, "little"))
-    return tuple(found)
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """/prefixes: a prefix that one engine keeps is copied to another, for whoever knows only the names of its blocks.
 
-    lend     to the one that has it           {"request": "m1", "model": M, "blocks": ["<hex>", ...]}
+    lend     to the one that has it           {"request": "m1", "blocks": ["<hex>", ...]}
                                               -> {"handle": H, "blocks": 12, "tokens": 192, "kv": "HOST:PORT"}
-    fetch    to the one that is to have it    {"request": "m1", "model": M, "blocks": [those 12],
+    fetch    to the one that is to have it    {"request": "m1", "blocks": [the same],
                                                "source": {"kv": "HOST:PORT", "handle": H}}
                                               -> {"blocks": 12, "tokens": 192, "moved_bytes": 4096}
 
@@ -31,6 +31,7 @@ from potluck.engine.face.segments import fetch_failure
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.loop import Loop
 from potluck.engine.memory.moved import Gathered, chain_hash
+from potluck.kv.codec.layout import Codec
 from potluck.kv.handles import bound_to, checked_handle, new_handle
 from potluck.kv.parcels import Manifest, Parcel
 from potluck.kv.receive.fetch import Fetched, Wanted
@@ -43,7 +44,10 @@ class PrefixAsk:
     """The body of both calls, beside the blocks."""
 
     request: str
-    model: str
+    model: str | None = None
+    """Checked if given; names are of one model's blocks in any case."""
+    codec: Codec = "raw"
+    """What the link may ask for; what is kept for others must be exact, so that it always goes raw."""
     source: Source | None = None
     """Of a fetch: who lends it, under which handle."""
     handle: str | None = None
@@ -67,14 +71,13 @@ async def lend(request: web.Request) -> web.Response:
     tokens = await service.hub.ask(lambda loop, _: loop.prefixes.held(names))
     if not tokens:
         raise Refused(404, "no prefix of these blocks is kept here", "not_held")
-    names = names[: tokens // BLOCK_TOKENS]
     about = chain_hash(names)
+    lent = names[: tokens // BLOCK_TOKENS]
 
     def read(have: int) -> tuple[Manifest, list[Parcel]]:
-        start = have // BLOCK_TOKENS * BLOCK_TOKENS
-        if not 0 <= start < tokens:
-            raise InputError("have", f"must be 0 to {tokens - 1}, is {have}")
-        parcels = service.driver.ask(lambda loop, _: _lent(loop, names, start)).result(ASK_S)
+        # There is always something to send, if only the last block again.
+        start = min(have, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        parcels = service.driver.ask(lambda loop, _: _lent(loop, lent, start)).result(ASK_S)
         return Manifest(service.fingerprint, start, tokens, about), parcels
 
     def over() -> None:
@@ -87,7 +90,7 @@ async def lend(request: web.Request) -> web.Response:
     )
     service.lent += 1
     return web.json_response(
-        {"handle": handle, "blocks": len(names), "tokens": tokens, "kv": carriage.address}
+        {"handle": handle, "blocks": len(lent), "tokens": tokens, "kv": carriage.address}
     )
 
 
@@ -118,13 +121,12 @@ async def fetch(request: web.Request) -> web.Response:
 def _asked(service: Service, body: dict[str, object]) -> tuple[PrefixAsk, tuple[int, ...]]:
     body = dict(body)
     given = body.pop("blocks", None)
-    if body.pop("codec", "raw") != "raw":
-        raise InputError("codec", "must be raw: what is kept for others must be exact")
     source = body.get("source")
     if isinstance(source, dict):
         body["source"] = {"type": "Source", **source}
     asked = shaped(PrefixAsk, body)
-    service.must_be(asked.model)
+    if asked.model is not None:
+        service.must_be(asked.model)
     most = service.most_tokens // BLOCK_TOKENS
     if not isinstance(given, list) or not 1 <= len(given) <= most:
         raise FormatError("blocks", f"must be a list of 1 to {most} names")
@@ -155,9 +157,10 @@ async def _fetched(service: Service, request: str, names: tuple[int, ...], sourc
     came: list[Gathered] = []
 
     async def begin(about: Manifest) -> None:
-        if about.stop != stop or about.start % BLOCK_TOKENS:
-            raise FormatError("prefix", f"is of [{about.start}, {about.stop}), expected [{have}, {stop})")
-        came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, stop)))
+        sound = 0 <= about.start < about.stop <= stop and not about.start % BLOCK_TOKENS
+        if not sound or about.stop % BLOCK_TOKENS:
+            raise FormatError("prefix", f"is of [{about.start}, {about.stop}), which are no blocks of these")
+        came.append(await hub.ask(lambda loop, _: loop.prefixes.gathering(about.start, about.stop)))
 
     def accept(parcel: Parcel) -> Future[None]:
         came[0].accept(parcel)
@@ -170,6 +173,6 @@ async def _fetched(service: Service, request: str, names: tuple[int, ...], sourc
 
     def adopt(loop: Loop, _: float) -> int:
         loop.counters.received_bytes += found.moved_bytes
-        return loop.prefixes.adopt(names, came[0])
+        return loop.prefixes.adopt(names[: came[0].stop // BLOCK_TOKENS], came[0])
 
     return await hub.ask(adopt), found.moved_bytes
