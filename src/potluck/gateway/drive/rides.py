@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
 from potluck.core.brain.events import Arrived, Cancelled, Event, Finished
-from potluck.core.replica.block_values import block_hashes
 from potluck.core.values.types import Request
+from potluck.gateway.drive.naming import Naming
 from potluck.gateway.drive.patience import Watch
 from potluck.gateway.drive.ride import Ride
 from potluck.gateway.drive.trip import Means
@@ -20,11 +20,6 @@ from potluck.gateway.parts import Answer, Asked, Directory, Line, Meter, Outgoin
 
 ENDED = 4096
 """How many that ended are remembered, in case the Brain asks after one."""
-
-
-def names_of(asked: Asked) -> tuple[int, ...]:
-    """The names of a prompt's prefix blocks, as engines call them."""
-    return block_hashes(asked.prompt, asked.salt)
 
 
 class Rides:
@@ -37,12 +32,12 @@ class Rides:
         outgoing: Outgoing,
         now_s: Callable[[], float],
         later: Callable[[float, Callable[[], None]], object],
-        names: Callable[[Asked], tuple[int, ...]] = names_of,
         meter: Meter | None = None,
     ) -> None:
         self._line = line
         self._now_s = now_s
-        self._names = names
+        self._directory = directory
+        self._naming = Naming()
         self._watch = Watch(directory, now_s, later)
         self._means = Means(outgoing, directory, self._watch, now_s, later, meter)
         self._open: dict[str, Ride] = {}
@@ -70,7 +65,7 @@ class Rides:
             asked.max_output_tokens,
             asked.priority,
             deadline_s,
-            self._names(asked),
+            self._naming.names(asked),
             asked.tenant,
             asked.request_class,
         )
@@ -107,6 +102,7 @@ class Rides:
             case Run():
                 ride = self._open.get(action.request)
                 if ride is not None:
+                    self._naming.met(self._directory.find(action.route.decoder))
                     ride.run(action)
             case Refuse():
                 ride = self._open.get(action.request)
