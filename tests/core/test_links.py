@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.core.brain.actions import Abandon, Run
-from potluck.core.brain.events import LinkReported
+from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
+from potluck.core.brain.events import Failed, Finished, FirstToken, LinkReported, Tick, Underway
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.links import Links
@@ -79,14 +79,55 @@ def test_what_is_stuck_is_done_again_elsewhere_once() -> None:
     world = build.world(ACROSS)
     runs = send(world, 3)
     actions = world.tell(slow(0.1))
-    again = [action for action in actions if isinstance(action, Run)]
-    assert [action.request for action in again] == [run.request for run in runs[::-1]]
+    asked = [action for action in actions if isinstance(action, Inquire)]
+    assert [action.request for action in asked] == [run.request for run in runs[::-1]]
+    assert sum(isinstance(action, Abandon) for action in actions) == 3
+    assert len(actions) == 6  # nothing is sent while the first may still be streaming
+    assert world.tell(slow(0.05)) == []
+    told = [each for name in asked for each in world.tell(Failed(name.request, 0, "timeout", "", 0))]
+    again = [action for action in told if isinstance(action, Run)]
     assert {action.attempt for action in again} == {1}
     assert {hops(action) for action in again} == {1}
-    assert sum(isinstance(action, Abandon) for action in actions) == 3
+    assert world.brain.flights["r0"].failures == 0
     assert world.tell(slow(0.05)) == []
     for job in list(world.jobs):
         world.finish(job)
+    build.assert_at_rest(world.brain)
+
+
+def test_what_streams_already_goes_on_from_where_its_user_is() -> None:
+    """The news that it is over the link were lost or crossed the word that the link is slow."""
+    world = build.world(ACROSS)
+    send(world, 3)
+    world.tell(slow(0.1))
+    told = world.tell(Failed("r0", 0, "timeout", "", 7))
+    (run,) = (action for action in told if isinstance(action, Run))
+    assert (run.attempt, run.streamed_tokens, run.prompt_tokens) == (
+        1,
+        7,
+        world.requests["r0"].prompt_tokens + 7,
+    )
+    assert world.tell(Finished("r1", 0, 50)) == []  # it was complete before it was stopped: that counts
+    assert "r1" not in world.brain.flights
+    world.jobs.pop("r1", None)
+    assert world.tell(FirstToken("r2", 0)) == []
+    world.tell(Underway("r2", 0))  # it could not be stopped: then it goes on
+    world.now_s = 60.0
+    assert not any(isinstance(action, Run | Refuse) for action in world.tell(Tick()))
+    world.tell(Finished("r2", 0, 50))
+    world.finish("r0")
+    build.assert_at_rest(world.brain)
+
+
+def test_nobody_answers_for_what_was_recalled() -> None:
+    world = build.world(ACROSS)
+    send(world, 1, prompt=20_000)
+    assert any(isinstance(action, Inquire) for action in world.tell(slow(0.1)))
+    told = []
+    for _ in range(6):
+        world.now_s += 5.0
+        told += world.tell(Tick())
+    assert [action.reason for action in told if isinstance(action, Refuse)] == ["lost"]
     build.assert_at_rest(world.brain)
 
 

@@ -56,6 +56,8 @@ class Flight:
     heard_s = 0.0
     """When it was last sent, or last said to be under way."""
     first_s = -1.0
+    recalled = ""
+    """The link that its attempt was recalled from; its driver is to say where the user is."""
     link = ""
     """The link between regions that its KV has yet to cross, as `source->target`."""
     watched_s = -1.0

@@ -6,7 +6,8 @@ streamed, or `Underway`. Should even that stay out, the request is refused: sent
 the user has.
 
 Asked after is an attempt whose replica was lost or stopped, when `Failed` did not come within `FAILED_S` (and the
-notice that the loss came with); and one of which nothing was heard for `SILENCE_S`.
+notice that the loss came with); one of which nothing was heard for `SILENCE_S`; and, at once, one that is recalled
+from a slow link (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class Inquiries:
         flight.heard_s = at_s
         if self._asked.pop(flight.request.id, None) is not None:
             self._asked[flight.request.id] = (flight.attempt, 0, at_s + FAILED_S)
+
+    def ask(self, at_s: float, flight: Flight) -> Action:
+        """What became of an attempt that is abandoned: its driver stops it, and then says where its user is."""
+        return self._ask(at_s, flight, 0)
 
     def tick(self, at_s: float) -> tuple[list[Action], list[Flight]]:
         """Questions to ask now, and requests of which nobody knows anything."""

@@ -53,7 +53,11 @@ class Recovery:
         flight = self._flights.open.get(event.request)
         if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
-        where, lost = event.where, event.kind == "replica"
+        kind, where = event.kind, event.where
+        if flight.recalled and kind == "timeout" and not where:  # it was we who stopped it
+            kind, where = "link", flight.recalled
+        flight.recalled = ""
+        lost = kind == "replica"
         actions = self._flights.abandon(flight, where if lost else "")
         if lost:
             actions += self._doubt(at_s, where)
@@ -68,12 +72,12 @@ class Recovery:
         flight.attempt += 1
         flight.failed_by |= {where}
         flight.losses += lost
-        if (lost and self._losses.alone(at_s, where, flight.failed_by)) or event.kind not in LOSSES:
+        if (lost and self._losses.alone(at_s, where, flight.failed_by)) or kind not in LOSSES:
             flight.failures += 1
         problem = verdict(flight, at_s, self._policy)
         if problem is not None:
             return actions + self._flights.refuse(at_s, flight, *problem)
-        return actions + self._again(at_s, flight, event.kind)
+        return actions + self._again(at_s, flight, kind)
 
     def _again(self, at_s: float, flight: Flight, kind: told.FailureKind) -> list[Action]:
         """Send a request that failed: away from what failed it, and from what may be dying.
@@ -94,21 +98,23 @@ class Recovery:
     def linked(self, at_s: float, event: told.LinkReported) -> list[Action]:
         """A link has become slow: what is on it goes elsewhere, once, if it is done clearly sooner there.
 
-        That is no failure, so it does not count as one.
+        It may be over the link by now, and its answer on the way to its user. So it is abandoned and asked about:
+        only when its driver has stopped it and said where the user is, it is sent again. That is no failure.
         """
         actions: list[Action] = []
         if self._policy.balance != "learned" or self._policy.retries < 1:
             return actions
+        before: dict[str, int] = {}
         for name, over_s in self._router.links.waits_s(event):
             flight = self._flights.open[name]
-            again_s = self._router.again_s(flight)
-            if flight.attempt or over_s < again_s + PATIENCE_S or verdict(flight, at_s, self._policy):
+            model = flight.request.model
+            again_s = self._router.again_s(flight, before.get(model, 0))
+            if flight.attempt or flight.recalled or verdict(flight, at_s, self._policy):
                 continue
-            flight.failed_by |= {flight.link}
-            flight.avoid |= flight.failed_by
-            actions += self._flights.abandon(flight) + self._flights.release(at_s, flight)
-            flight.attempt += 1
-            actions += self._flights.dispatch(at_s, flight)
+            if over_s >= again_s + PATIENCE_S:
+                flight.recalled = flight.link
+                before[model] = before.get(model, 0) + flight.prompt_tokens
+                actions += [*self._flights.abandon(flight), self._inquiries.ask(at_s, flight)]
         return actions
 
     def underway(self, at_s: float, event: told.Underway) -> list[Action]:

@@ -38,7 +38,7 @@ from potluck.core.routing.pairs import high_end, stays_low, waits_s
 from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, sooner_whole
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
-from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, unavoided
+from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, prefilled_s, unavoided
 from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
 from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
@@ -197,29 +197,27 @@ class Router:
         first = way.prefills.pick() if late_s > patience_s else None
         if first is None:
             return False
-        there_s = max(self._prefilled_s(first, flight), late_s)  # prompts are sent while others are computed
+        there_s = max(
+            prefilled_s(first, flight.prompt_tokens), late_s
+        )  # prompts are sent while others are computed
         return self._soonest_s(flight, ways, table) + patience_s < there_s
 
-    def again_s(self, flight: Flight) -> float:
-        """Until the prompt of a request that is on its way would be computed anew, without a link."""
+    def again_s(self, flight: Flight, before_tokens: int) -> float:
+        """Until the prompt of a request that is on its way would be computed anew, without a link, after others."""
         table = self._table.models.get(flight.request.model)
-        return self._soonest_s(flight, None, table) if table is not None else inf
+        return self._soonest_s(flight, None, table, before_tokens) if table is not None else inf
 
-    def _soonest_s(self, flight: Flight, ways: Ways | None, table: ModelTable) -> float:
+    def _soonest_s(
+        self, flight: Flight, ways: Ways | None, table: ModelTable, before_tokens: int = 0
+    ) -> float:
         """Until the request's prompt is computed where no link is needed; infinite if that is nowhere."""
         spare = [self._table.ways(table, bucket, flight.total_tokens) for bucket in (CLOSED, ANY)]
         choosers = [each.closed.prefills for each in spare]
         if ways is not None:
             choosers += [way.prefills for way in (ways.closed, *ways.flows) if not way.crosses]
+        tokens = flight.prompt_tokens + before_tokens / max(1, *map(len, choosers))
         found = [chooser.pick() for chooser in choosers]
-        return min((self._prefilled_s(each, flight) for each in found if each is not None), default=inf)
-
-    def _prefilled_s(self, target: Target, flight: Flight) -> float:
-        """Until a prompt would be computed there."""
-        views = [target.view] if target.view is not None else target.prefills
-        return min(
-            (view.open_prefill_tokens + flight.prompt_tokens) * seconds_per_token(view) for view in views
-        )
+        return min((prefilled_s(each, tokens) for each in found if each is not None), default=inf)
 
     def _along(self, way: Way, flight: Flight, fetch: bool) -> Answer:
         first = self._target(way.prefills, flight, CLOSED_WAY if way.decodes is None else PREFILL)

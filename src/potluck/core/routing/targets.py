@@ -10,6 +10,7 @@ from collections import deque
 from typing import Protocol
 
 from potluck.core.brain.fleet import Unit, View
+from potluck.core.routing.opportunistic import seconds_per_token
 from potluck.core.values.plan import Template
 from potluck.core.values.route import Route, aggregated
 
@@ -135,6 +136,12 @@ def intact_share(target: Target, template: Template) -> float:
     if flipped:
         return min(1.0, (ready + ready_others) / len(template.replicas))
     return min(1.0, ready / planned, ready_others / others)
+
+
+def prefilled_s(target: Target, tokens: float) -> float:
+    """Until so many tokens more would be computed there."""
+    views = [target.view] if target.view is not None else target.prefills
+    return min((view.open_prefill_tokens + tokens) * seconds_per_token(view) for view in views)
 
 
 def avoided(target: Target, avoid: frozenset[str]) -> bool:

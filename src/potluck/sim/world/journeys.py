@@ -356,8 +356,7 @@ class Journeys:
 
     def fail(self, at_s: float, key: int, kind: FailureKind, where: str) -> None:
         """A request lost its replica, link or transfer; nothing when it is not on its way."""
-        journey = self.open.get(key)
-        if isinstance(journey, Journey):
+        if isinstance(journey := self.open.get(key), Journey):
             self._failed(at_s, key, journey.attempt, kind, where, self.drop(at_s, key))
 
     def _failed(
@@ -381,16 +380,17 @@ class Journeys:
             self._end(at_s, key, records.REFUSED)
 
     def inquire(self, at_s: float, action: Inquire) -> None:
-        """Say that an attempt goes on. Here all that ends is told when it does, so there is nothing else to say."""
-        journey = self.open.get(int(action.request))
-        if isinstance(journey, Journey) and journey.attempt == action.attempt:
-            self._tell(at_s, Underway(action.request, action.attempt))
+        """Say that an attempt goes on, or was abandoned and where its user is; what ended was told when it did."""
+        key, attempt = int(action.request), action.attempt
+        if isinstance(there := self.open.get(key), Journey) and there.attempt == attempt:
+            self._tell(at_s, Underway(action.request, attempt))
+        elif there is not None and not isinstance(there, Journey):
+            self._failed(at_s, key, attempt, "timeout", "", self._streamed[key])
 
     def abandon(self, at_s: float, action: Abandon) -> None:
-        key = int(action.request)
-        journey = self.open.get(key)
+        journey = self.open.get(int(action.request))
         if isinstance(journey, Journey) and any(site.id in action.replicas for site in journey.sites):
-            self.drop(at_s, key)
+            self.drop(at_s, journey.key)
 
     def _end(self, at_s: float, key: int, outcome: int) -> None:
         if self.open.pop(key, None) is None:
