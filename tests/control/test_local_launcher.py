@@ -67,8 +67,13 @@ def test_one_that_was_never_written_down_is_ended(tmp_path: Path) -> None:
     place = lost.start("i1", MAKE)
     pid = Pid(int(str(place["pid"])), int(str(place["started"])))
     assert alive(pid)
-    LocalLauncher(Scripts(), tmp_path, owner).look({})
-    until(lambda: not alive(pid))
+    successor = LocalLauncher(Scripts(), tmp_path, owner)
+
+    def gone() -> bool:
+        successor.look({})
+        return not alive(pid)
+
+    until(gone)
 
 
 def test_others_of_the_same_machine_are_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+"""The controller: whatever dies at whatever moment, it ends with just what is wanted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.control.gateway import GatewayAway
+from potluck.control.launch.base import Place, Sighting
+from potluck.control.loop import Controller, Planner
+from potluck.control.store.lease import Lease
+from potluck.control.store.store import Store
+from potluck.control.values import Instance, Make
+from potluck.core.errors import CapacityError
+from potluck.core.values.layout import single
+from potluck.core.values.plan import NodeCount, Plan, Replica, Template
+
+LAYOUT = single("1xA10", 1, 2)
+TEMPLATE = Template(
+    "t", "homogeneous", "m", (NodeCount("1xA10", 1),), (Replica("mixed", LAYOUT),), (), "measured"
+)
+PLAN = Plan("auto", (TEMPLATE,), (), (), (), (), (), 1.5, 0.0)
+
+
+class Killed(BaseException):
+    """This process is no more."""
+
+
+@dataclass
+class Machine:
+    """Processes that outlive controllers."""
+
+    running: dict[str, str] = field(default_factory=dict)
+    """Name to state."""
+    started: int = 0
+    broken: bool = False
+
+    def start(self, name: str, make: Make) -> Place:
+        if self.broken:
+            raise CapacityError("no memory left")
+        self.started += 1
+        self.running[name] = "starting"
+        return {"pid": name}
+
+    def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
+        known = {place.get("pid") for place in places.values()}
+        for name in [name for name in self.running if name not in known]:
+            del self.running[name]
+        found = []
+        for name, place in places.items():
+            state = self.running.get(str(place.get("pid", "")))
+            if state is None:
+                found.append(Sighting(name, "dead", problem="is not there"))
+            elif state == "starting":
+                self.running[name] = "up"
+                found.append(Sighting(name, "starting"))
+            else:
+                found.append(Sighting(name, "up", f"http://{name}"))
+        return tuple(found)
+
+    def stop(self, name: str, place: Place) -> None:
+        self.running.pop(name, None)
+
+    def news(self) -> tuple[()]:
+        return ()
+
+
+@dataclass
+class Gateway:
+    replicas: list[str] = field(default_factory=list)
+    replan: dict[str, Any] | None = None
+    fleet: tuple[Instance, ...] = ()
+    plans: list[Plan] = field(default_factory=list)
+    away: bool = False
+
+    def wanted(self) -> dict[str, Any]:
+        if self.away:
+            raise GatewayAway("refused")
+        each = {
+            "template": "t",
+            "index": 0,
+            "model": "m",
+            "region": "east",
+            "role": "mixed",
+            "draining": False,
+        }
+        return {"replicas": [{**each, "id": name} for name in self.replicas], "replan": self.replan}
+
+    def set_fleet(self, instances: tuple[Instance, ...]) -> None:
+        if self.away:
+            raise GatewayAway("refused")
+        self.fleet = tuple(each for each in instances if each.state == "up" and each.replica)
+
+    def set_plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        self.replan = None
+
+
+class World:
+    def __init__(self, tmp_path: Path) -> None:
+        self.now_s = 1000.0
+        self.path = tmp_path / "state.db"
+        self.machine, self.gateway = Machine(), Gateway()
+        Store(self.path).add_plan(PLAN, 0.0, "begin")
+
+    def controller(self, planner: Planner | None = None, **settings: Any) -> Controller:
+        store = Store(self.path)
+        return Controller(
+            store,
+            Lease(store, lambda: self.now_s),
+            self.machine,
+            self.gateway,  # type: ignore[arg-type]
+            planner,
+            clock=lambda: self.now_s,
+            linger_s=5.0,
+            **settings,
+        )
+
+    def turns(self, controller: Controller, count: int) -> None:
+        for _ in range(count):
+            self.now_s += 1.0
+            self.last = controller.turn()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
+    world.gateway.replicas = ["a", "b"]
+    controller = world.controller()
+    world.turns(controller, 4)
+    assert sorted(each.replica for each in world.gateway.fleet) == ["a", "b"]
+    assert world.last.settled
+    world.gateway.replicas = ["b"]
+    world.turns(controller, 10)
+    assert [each.replica for each in world.gateway.fleet] == ["b"]
+    assert len(world.machine.running) == 1
+    kinds = [each.kind for each in Store(world.path).happenings()]
+    assert kinds.count("start") == 2
+    assert "stop" in kinds
+
+
+def test_engines_serve_on_while_the_gateway_is_away_and_dead_ones_come_back(world: World) -> None:
+    world.gateway.replicas = ["a", "b"]
+    controller = world.controller()
+    world.turns(controller, 4)
+    world.gateway.away = True
+    world.machine.running.popitem()
+    world.turns(controller, 8)
+    assert len(world.machine.running) == 2
+    assert world.machine.started == 3
+    away = [each for each in Store(world.path).happenings() if each.kind == "away"]
+    assert len(away) == 1, "said once, not every second"
+
+
+def test_a_start_that_cannot_be_is_tried_again_later(world: World) -> None:
+    world.gateway.replicas = ["a"]
+    world.machine.broken = True
+    controller = world.controller()
+    world.turns(controller, 12)
+    failed = [each for each in Store(world.path).happenings() if each.kind == "failed"]
+    assert 2 <= len(failed) <= 5
+    assert failed[0].why == "no memory left"
+    world.machine.broken = False
+    world.turns(controller, 20)
+    assert world.last.settled
+
+
+def test_two_never_act_at_once(world: World) -> None:
+    world.gateway.replicas = ["a"]
+    one, two = world.controller(), world.controller()
+    for _ in range(6):
+        world.turns(one, 1)
+        world.turns(two, 1)
+        assert not world.last.acted
+    assert world.machine.started == 1
+    one.close()
+    world.turns(two, 1)
+    assert world.last.acted
+
+
+def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> None:
+    asked: list[dict[str, float]] = []
+
+    def planner(rates: dict[str, float]) -> Plan:
+        asked.append(rates)
+        return PLAN
+
+    controller = world.controller(planner)
+    world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
+    world.turns(controller, 1)
+    assert controller._planning is not None
+    controller._planning.result(10)
+    world.turns(controller, 3)
+    assert asked == [{"m": 3.0}]
+    assert world.gateway.plans == [PLAN]
+    newest = Store(world.path).plan()
+    assert newest is not None
+    assert (newest.version, newest.reason) == (2, "more is asked for")
+
+
+def test_advice_changes_nothing(world: World) -> None:
+    controller = world.controller(lambda rates: PLAN, advise=True)
+    world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more"}
+    world.turns(controller, 1)
+    assert controller._planning is not None
+    controller._planning.result(10)
+    world.turns(controller, 3)
+    assert world.gateway.plans == []
+    assert [each.kind for each in Store(world.path).happenings() if each.kind == "advice"] == ["advice"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_any_instant_it_converges_and_nothing_is_orphaned(world: World, seed: int) -> None:
+    """Each kill strikes before or after one write or one start, drawn at random."""
+    chance = random.Random(seed)
+    kills = 0
+    while kills < 20:
+        world.gateway.replicas = [f"r{n}" for n in range(chance.randint(0, 5))]
+        controller = world.controller()
+        store, machine = controller._store, world.machine
+        fuse = chance.randint(1, 12)
+
+        def burning(call: Any) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                nonlocal fuse
+                fuse -= 1
+                if fuse == 0 and chance.random() < 0.5:
+                    raise Killed
+                result = call(*args, **kwargs)
+                if fuse == 0:
+                    raise Killed
+                return result
+
+            return wrapped
+
+        for name in ("put", "remove", "set", "note"):
+            setattr(store, name, burning(getattr(store, name)))
+        controller._launcher = Machine(machine.running, machine.started)
+        controller._launcher.start = burning(controller._launcher.start)  # type: ignore[method-assign]
+        try:
+            world.turns(controller, 8)
+        except Killed:
+            kills += 1
+        store.close()
+        world.now_s += 10.0
+    world.gateway.replicas = ["x", "y", "z"]
+    world.turns(world.controller(), 80)
+    assert world.last.settled
+    assert sorted(each.replica for each in world.gateway.fleet) == ["x", "y", "z"]
+    assert sorted(world.machine.running) == sorted(each.name for each in world.gateway.fleet)
