@@ -27,6 +27,7 @@ from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.counting import Counting
 from potluck.gateway.door.keys import ApiKey, KeyRing, nobody
 from potluck.gateway.door.replies import Limited, reply_error, reply_json
+from potluck.gateway.door.responses import Responding
 from potluck.gateway.door.voice import Voice
 from potluck.gateway.door.wishes import Wish, manner_of, wish_of
 from potluck.gateway.parts import Driver, Exchange, Headers, Meter
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Ready = Callable[[str], str]
 """Why a model cannot be served now; empty when it can."""
-POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"})
 UNSERVED = frozenset(
     {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
 )
@@ -97,8 +98,13 @@ class FrontDoor:
                 key = self._who(exchange)
                 if exchange.method != b"POST":
                     raise Refused(405, f"{_shown(path)} takes POST", "method_not_allowed")
-                answering = self._enter(exchange, name, key)
-                self._generate(exchange, answering, key, chat=path == b"/v1/chat/completions")
+                if path == b"/v1/responses":
+                    exchange = responding = Responding(exchange)
+                    answering = self._enter(exchange, name, key)
+                    responding.read()
+                else:
+                    answering = self._enter(exchange, name, key)
+                self._generate(exchange, answering, key, chat=path != b"/v1/completions")
             else:
                 self._other(exchange, (b"x-request-id", name.encode()))
         except Exception as error:

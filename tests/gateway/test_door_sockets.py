@@ -1,0 +1,277 @@
+"""Through real sockets: OpenAI's own client, the bodies that load generators send, and rubbish."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from door_kit import CARDS, NAME, SERVER, FakeDriver, FakeMeter, Scene, choices, saying
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
+
+from potluck.core.brain.actions import Refuse
+from potluck.gateway.door.front import FrontDoor
+from potluck.gateway.http.port import open_port
+from potluck.gateway.parts import Answer, Asked
+
+ANSWER = "Hello, you there"
+
+
+@asynccontextmanager
+async def served(script: Callable[[Asked, Answer], None]) -> AsyncIterator[tuple[AsyncOpenAI, FakeDriver]]:
+    driver = FakeDriver(script)
+    port = await open_port(FrontDoor(CARDS, driver, FakeMeter()), "127.0.0.1", 0)
+    try:
+        async with AsyncOpenAI(base_url=port.address + "/v1", api_key="none", max_retries=0) as client:
+            yield client, driver
+    finally:
+        await port.close(1.0)
+
+
+def later(text: str) -> Callable[[Asked, Answer], None]:
+    """As an engine would: token by token, in turns of the event loop."""
+
+    def script(asked: Asked, answer: Answer) -> None:
+        left = choices(text)[: asked.max_output_tokens]
+
+        def step() -> None:
+            if not left:
+                answer.finished("stop" if len(text) < asked.max_output_tokens else "length", 2)
+            elif not answer.tokens([left.pop(0)]):
+                asyncio.get_running_loop().call_soon(step)
+
+        asyncio.get_running_loop().call_soon(step)
+
+    return script
+
+
+def test_openais_client_is_served() -> None:
+    async def scene() -> None:
+        async with served(later(ANSWER)) as (client, driver):
+            assert [model.id async for model in client.models.list()] == [NAME, SERVER]
+            assert (await client.models.retrieve(NAME)).id == NAME
+            whole = await client.completions.create(model=NAME, prompt="Hi", max_tokens=9, logprobs=2)
+            assert whole.choices[0].text == ANSWER[:9]
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 9
+            assert whole._request_id is not None
+            chat: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}]}
+            answer = await client.chat.completions.create(
+                **chat, max_completion_tokens=5, n=2, seed=3, user="me", service_tier="flex", store=False
+            )
+            assert [choice.message.content for choice in answer.choices] == ["Hello"] * 2
+            assert driver.asked[-1].request_class == "batch"
+            stream = await client.chat.completions.create(
+                **chat, stream=True, stream_options={"include_usage": True}, stop=["you"]
+            )
+            parts = [part async for part in stream]
+            texts = [part.choices[0].delta.content or "" for part in parts if part.choices]
+            assert "".join(texts) == "Hello, "
+            assert parts[-1].usage is not None
+            with pytest.raises(BadRequestError) as bad:
+                await client.chat.completions.create(**chat, presence_penalty=1)
+            assert bad.value.param == "presence_penalty"
+            with pytest.raises(NotFoundError):
+                await client.models.retrieve("gpt")
+            with pytest.raises(BadRequestError):
+                await client.embeddings.create(model=NAME, input="x")
+
+    asyncio.run(scene())
+
+
+def test_openais_client_gets_responses() -> None:
+    async def scene() -> None:
+        async with served(later(ANSWER)) as (client, driver):
+            asks: dict[str, Any] = {
+                "model": NAME,
+                "instructions": "Be kind",
+                "input": [
+                    {"role": "user", "content": "Hi"},
+                    {"role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]},
+                    {"role": "user", "content": [{"type": "input_text", "text": "Well"}]},
+                ],
+                "max_output_tokens": 5,
+                "store": False,
+            }
+            whole = await client.responses.create(**asks)
+            assert (whole.output_text, whole.status) == ("Hello", "incomplete")
+            assert whole.usage is not None
+            assert (whole.usage.output_tokens, whole.usage.input_tokens_details.cached_tokens) == (5, 2)
+            said = "Be kind\n\nUser: Hi\nAssistant: Yes?\nUser: Well\nAssistant:"
+            assert len(driver.asked[0].prompt) == len(said.replace("\n", ""))
+            text, kinds = "", []
+            async for event in await client.responses.create(**asks, stream=True):
+                kinds.append(event.type)
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                assert event.sequence_number == len(kinds) - 1
+            assert text == "Hello"
+            assert kinds[:4] == [
+                "response.created",
+                "response.in_progress",
+                "response.output_item.added",
+                "response.content_part.added",
+            ]
+            assert (kinds[-1], event.type) == ("response.incomplete",) * 2
+            assert event.response.output_text == "Hello"
+            assert event.response.usage is not None
+            async with client.responses.stream(model=NAME, input="Hi") as stream:
+                async for _ in stream:
+                    pass
+                assert (await stream.get_final_response()).output_text == ANSWER
+            for wrong in ({"tools": [{"type": "web_search"}]}, {"previous_response_id": "x"}, {"input": []}):
+                with pytest.raises(BadRequestError) as bad:
+                    await client.responses.create(**{**asks, **wrong})
+                assert bad.value.param == next(iter(wrong))
+
+    asyncio.run(scene())
+
+
+def test_a_response_that_breaks_off_says_so() -> None:
+    scene = Scene()
+    found = scene.ask("/v1/responses", {"model": NAME, "input": "Hi", "stream": True})
+    scene.driver.answer.tokens(choices("ab"))
+    scene.driver.answer.refused(Refuse(scene.driver.asked[0].id, "lost", "it died"))
+    assert found.over
+    last = found.data.decode().split("\n\n")[-2]
+    assert last.startswith("event: response.failed\ndata: ")
+    assert json.loads(last.split("data: ")[1])["response"]["error"]["message"] == "it died"
+    refused = scene.ask("/v1/responses", {"model": "gpt", "input": "Hi"})
+    assert (refused.status, refused.json["error"]["param"]) == (404, "model")
+
+
+def test_openais_client_hears_what_goes_wrong() -> None:
+    async def scene() -> None:
+        def script(asked: Asked, answer: Answer) -> None:
+            if asked.stream:
+                answer.tokens(choices("ab"))
+                answer.refused(Refuse(asked.id, "retries", "two engines died"))
+            else:
+                answer.refused(Refuse(asked.id, "overloaded", "all are busy", 7.0))
+
+        async with served(script) as (client, _):
+            with pytest.raises(RateLimitError) as busy:
+                await client.completions.create(model=NAME, prompt="Hi")
+            assert busy.value.response.headers["retry-after"] == "7"
+            with pytest.raises(APIError, match="two engines died"):
+                async for _ in await client.completions.create(model=NAME, prompt="Hi", stream=True):
+                    pass
+
+    asyncio.run(scene())
+
+
+LOAD: dict[str, dict[str, Any]] = {
+    "vllm bench serve, openai": {
+        "model": NAME,
+        "prompt": "1 2 3",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    },
+    "vllm bench serve, openai-chat": {
+        "model": NAME,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "1 2 3"}]}],
+        "max_completion_tokens": 5,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    "guidellm": {
+        "model": NAME,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "1 2 3"}]}],
+        "max_completion_tokens": 5,
+        "ignore_eos": True,
+        "stop": None,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    },
+    "aiperf": {
+        "model": NAME,
+        "messages": [{"role": "user", "name": "a", "content": "1 2 3"}],
+        "max_completion_tokens": 5,
+        "min_tokens": 5,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+}
+
+
+@pytest.mark.parametrize("who", LOAD)
+def test_what_load_generators_send(who: str) -> None:
+    body = LOAD[who]
+    scene = Scene(saying("abcde"))
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    found = scene.ask(path, body)
+    assert found.status == 200
+    *parts, last = found.events
+    assert last["usage"]["completion_tokens"] == 5
+    if "continuous_usage_stats" in body["stream_options"]:
+        assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 3, 4, 5, 5]
+
+
+ODD = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+WORDS = """
+prompt messages n stop stream stream_options max_tokens max_completion_tokens temperature top_p top_k seed logprobs
+top_logprobs stop_token_ids min_tokens ignore_eos priority service_tier prompt_cache_key best_of response_format tools
+logit_bias add_special_tokens user input instructions max_output_tokens text
+"""
+FIELDS = st.sampled_from(WORDS.split())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/ready"]),
+    st.sampled_from([NAME, SERVER, "gpt", 5]),
+    st.dictionaries(FIELDS, ODD, max_size=5),
+    st.booleans(),
+    st.dictionaries(
+        st.sampled_from(
+            ["x-potluck-class", "x-potluck-deadline-ms", "x-potluck-session", "x-request-id", "origin"]
+        ),
+        st.text(st.characters(codec="latin-1"), max_size=9),
+        max_size=2,
+    ),
+)
+def test_no_body_is_answered_with_500(
+    path: str, model: object, fields: dict[str, Any], valid: bool, headers: dict[str, str]
+) -> None:
+    def script(asked: Asked, answer: Answer) -> None:
+        json.dumps([asked.id, asked.prompt, asked.max_output_tokens, asked.session])
+        answer.tokens(choices("ab"))
+        answer.finished("stop", 0)
+
+    scene = Scene(script)
+    body: dict[str, Any] = {"model": model, **fields}
+    if valid:
+        said = [{"role": "user", "content": "Hi"}]
+        body = (
+            {**body, "prompt": "x"} if path == "/v1/completions" else {**body, "messages": said, "input": "x"}
+        )
+    found = scene.ask(path, json.dumps(body).encode(), **headers)
+    assert found.status is not None
+    assert found.status < 500
+    assert found.over
+    assert scene.door.open == 0
+    assert found.sent["x-request-id"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.binary(max_size=60), st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/responses"]))
+def test_rubbish_is_answered(body: bytes, path: str) -> None:
+    found = Scene(saying("x")).ask(path, body)
+    assert found.status is not None
+    assert 400 <= found.status < 500
