@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.api.answers import Head, event, part_choice, usage, whole_choice
+from potluck.api.asks import Chat, Completion
 from potluck.api.chunks import Chunks, usage_text, whole_reply
 from potluck.api.growth import Delta
 from potluck.core.brain.actions import Refuse
@@ -276,6 +278,23 @@ def test_other_paths() -> None:
     assert scene.ask("/v1/models", method="POST").status == 405
     assert scene.ask("/health", method="GET", x_request_id="mine-1").sent["x-request-id"] == "mine-1"
     assert scene.ask("/health", method="GET", x_request_id="my own").sent["x-request-id"] != "my own"
+
+
+def test_the_openapi_file_tells_of_every_path_and_of_the_fields_that_are_read() -> None:
+    scene = Scene(saying("a"))
+    found = scene.ask("/openapi.json", method="GET").json
+    schemas = found["components"]["schemas"]
+    for path, methods in found["paths"].items():
+        (method,) = methods
+        answer = scene.ask(path.replace("{id}", NAME), b"{}", method=method.upper())
+        assert answer.status in (200, 400), path
+        assert (answer.status == 200) == (method == "get"), path
+    for name, kind in (("CompletionRequest", Completion), ("ChatRequest", Chat)):
+        told = schemas[name]["properties"]
+        read = {each.name for each in fields(kind)} | ({"prompt"} if kind is Completion else {"messages"})
+        assert read <= told.keys()
+        assert told.keys() - read == {"service_tier", "prompt_cache_key", "user", "metadata"}
+        assert told["model"]["enum"] == [NAME, SERVER]
 
 
 def test_while_closing_nothing_new_is_taken() -> None:

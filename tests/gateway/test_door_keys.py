@@ -202,9 +202,15 @@ def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
     shared = Keyed(tmp_path, settings=DoorSettings(shared_prefixes=True))
     shared.try_key(shared.key)
     assert shared.driver.asked[0].salt == ""
+    scene.try_key(scene.key, cache_salt="mine")
+    scene.try_key(other, cache_salt="mine")
+    own = [asked.salt for asked in scene.driver.asked[-2:]]
+    assert len({*own, *salts}) == 4, "what a client chooses can only set it further apart"
     plain = Scene()
+    plain.complete(cache_salt="x")
     plain.complete()
-    assert plain.driver.asked[0].salt == ""
+    assert len(plain.driver.asked[0].salt) == 32
+    assert plain.driver.asked[1].salt == ""
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200), st.floats(0, 2)), max_size=60))

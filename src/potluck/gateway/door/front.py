@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from urllib.parse import unquote_to_bytes
 
 from potluck.api.answers import Head, model_entry
@@ -19,14 +21,13 @@ from potluck.api.ids import random_word, request_id
 from potluck.api.origin import Served, check_origin
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES
-from potluck.core.values.types import DEFAULT_TENANT
 from potluck.gateway.door.allowances import Spent
 from potluck.gateway.door.answering import Answering
 from potluck.gateway.door.asking import Asking, growth_of
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.counting import Counting
 from potluck.gateway.door.keys import ApiKey, KeyRing, nobody
-from potluck.gateway.door.replies import Limited, reply_error, reply_json
+from potluck.gateway.door.replies import JSON, Limited, compact, reply_error, reply_json
 from potluck.gateway.door.responses import Responding
 from potluck.gateway.door.voice import Voice
 from potluck.gateway.door.wishes import Wish, manner_of, wish_of
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 Ready = Callable[[str], str]
 """Why a model cannot be served now; empty when it can."""
+MOST_SALTS = 100_000
 POST_ONLY = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/responses"})
 UNSERVED = frozenset(
     {b"/v1/embeddings", b"/v1/audio/speech", b"/v1/images/generations", b"/v1/moderations", b"/v1/rerank"}
@@ -82,6 +84,7 @@ class FrontDoor:
         self._secret = self._settings.secret or secrets.token_bytes(32)
         self._salts: dict[str, str] = {}
         self._hosts: set[bytes] = set()
+        self._openapi = b""
         self.open = 0
         """Requests under way."""
         self.closing = ""
@@ -202,7 +205,7 @@ class FrontDoor:
     ) -> None:
         """All is known: let the driver see to it."""
         word = random_word()
-        asking = Asking(wish, key.tenant, self._salt(key.tenant), exchange.path, exchange.body)
+        asking = Asking(wish, key.tenant, self._salt(key.tenant, wish.own_salt), exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
         answering.estimated = asking.estimated
         self._charge(answering, key, asking.expected_tokens)
@@ -226,17 +229,21 @@ class FrontDoor:
         answering.charged(tokens)
         answering.limits = key.allowance.headers(now_s)
 
-    def _salt(self, tenant: str) -> str:
-        """Tenants with another one share no cached prefix."""
-        if self._settings.shared_prefixes or (self._keys is None and tenant == DEFAULT_TENANT):
-            return ""
-        found = self._salts.get(tenant)
-        if found is None:
-            if len(self._salts) > 100_000:
+    def _salt(self, tenant: str, own: str | None) -> str:
+        """Tenants with another one share no cached prefix; `own` sets some of a tenant's requests apart as well."""
+        if self._settings.shared_prefixes or self._keys is None:
+            tenant = ""
+        if not own:
+            if not tenant:
+                return ""
+            if (found := self._salts.get(tenant)) is not None:
+                return found
+        made = hmac.new(self._secret, f"{tenant}\0{own or ''}".encode(), hashlib.sha256).hexdigest()[:32]
+        if not own:
+            if len(self._salts) >= MOST_SALTS:
                 self._salts.clear()
-            found = hmac.new(self._secret, tenant.encode(), hashlib.sha256).hexdigest()[:32]
-            self._salts[tenant] = found
-        return found
+            self._salts[tenant] = made
+        return made
 
     # All else.
 
@@ -249,6 +256,11 @@ class FrontDoor:
         if path == b"/ready":
             _must_read(method, path)
             self._say_ready(exchange, tag)
+            return
+        if path == b"/openapi.json":
+            _must_read(method, path)
+            self._openapi = self._openapi or openapi(self._cards)
+            exchange.reply(200, self._openapi, [JSON, tag])
             return
         self._who(exchange)
         if path == b"/v1/models":
@@ -283,6 +295,14 @@ class FrontDoor:
         place = "".join(traceback.format_tb(error.__traceback__)[-4:])
         log.error("a request failed: %s at\n%s", type(error).__name__, place)
         return Refused(500, "internal error; the gateway's log says more", "internal_error")
+
+
+def openapi(models: Iterable[str]) -> bytes:
+    """The description of what this port serves, with the models that there are."""
+    found = json.loads(resources.files("potluck.gateway").joinpath("data/openapi.json").read_bytes())
+    for name in ("CompletionRequest", "ChatRequest", "ResponseRequest"):
+        found["components"]["schemas"][name]["properties"]["model"]["enum"] = list(models)
+    return compact(found)
 
 
 def _limited(key: ApiKey, spent: Spent, now_s: float) -> Limited:

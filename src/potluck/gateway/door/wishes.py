@@ -61,6 +61,14 @@ class Wish:
     manner: Manner = Manner()
 
     @property
+    def own_salt(self) -> str | None:
+        """What the client itself sets its cached prefixes apart by."""
+        if self.asked is not None:
+            return self.asked.cache_salt
+        given = self.body.get("cache_salt")
+        return given if isinstance(given, str) else None
+
+    @property
     def usage_said(self) -> bool:
         """Whether every part of a stream says something of the usage."""
         options = None if self.asked is None else self.asked.stream_options
