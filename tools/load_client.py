@@ -38,6 +38,8 @@ class Shot:
     text: str = ""
     ended: bool = False
     """The whole answer came."""
+    done_s: float = -1.0
+    """When nothing more was to come, for better or worse."""
     problem: str = ""
 
     @property
@@ -135,6 +137,7 @@ class _Shooting(asyncio.Protocol):
         if problem and not self._shot.problem:
             self._shot.problem = problem
         if not self._done.done():
+            self._shot.done_s = time.monotonic() - self._start_s
             self._done.set_result(None)
         if self._transport is not None:
             self._transport.close()
