@@ -31,7 +31,7 @@ from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.port import Port, bound, open_port
-from potluck.gateway.parts import Directory, Line, Meter
+from potluck.gateway.parts import Directory, Line, Meter, Told
 from potluck.gateway.settings import Settings
 from potluck.worlds.scene import Scene
 
@@ -106,9 +106,9 @@ class Operators:
         center.desk.watchers.append(Herald(self.meter.decided))
         center.desk.at_ticks += [self.metrics.look, self._flush]
 
-    def _told(self, told: object) -> None:
+    def _told(self, told: Told) -> None:
         if self._usage is not None:
-            self._usage.record(told, time.monotonic())  # type: ignore[arg-type]
+            self._usage.record(told, time.monotonic())
 
     def _flush(self) -> None:
         if self._usage is not None:
