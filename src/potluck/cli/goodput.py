@@ -81,7 +81,7 @@ def goodput(
             paths,
             time_limit_s,
             said,
-            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs),
+            lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, said),
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
         problem, planner = scene_of(inputs), planner_of(inputs.problem, rules, time_limit_s)

@@ -120,7 +120,7 @@ def simulate(
     rules = policy_of(policy)
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
-        asked = workload, rate_per_s, count, seed, cv, logs
+        asked = workload, rate_per_s, count, seed, cv, logs, said
         inputs, load = read_inputs(paths, time_limit_s, said, lambda spec: requests(spec, *asked))
         rules = policy_of(policy, inputs.spec.policy)
         settings = Settings(

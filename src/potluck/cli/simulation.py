@@ -104,6 +104,7 @@ def requests(
     seed: int,
     cv: float | None,
     logs: tuple[Path, ...] = (),
+    said: Callable[[str], None] | None = None,
 ) -> Workload:
     """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
     from potluck.sim.load.workload import merge, of_traffic
@@ -111,7 +112,7 @@ def requests(
     if logs:
         if workloads or cv is not None:
             raise InputError("--from-log", "has its own requests and times; leave --workload and --cv out")
-        return _logged(spec, logs, rate_per_s, count)
+        return _logged(spec, logs, rate_per_s, count, said)
     if not workloads:
         traffic = [model.traffic for model in spec.models]
         total = sum(each.rate_per_s for each in traffic)
@@ -127,13 +128,19 @@ def requests(
     return parts[0] if len(parts) == 1 else merge(parts)
 
 
-def _logged(spec: Spec, logs: tuple[Path, ...], rate_per_s: float | None, count: int | None) -> Workload:
+def _logged(
+    spec: Spec,
+    logs: tuple[Path, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    said: Callable[[str], None] | None,
+) -> Workload:
     from potluck.sim.load.logged import from_log
     from potluck.sim.load.workload import at_rate, first
     from potluck.worlds.replay import log_lines
 
     with log_lines(logs) as lines:
-        found = from_log(lines)
+        found = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
     for number in found.cuts:
         click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
     made = found.workload

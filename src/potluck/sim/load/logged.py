@@ -90,7 +90,7 @@ def _workload(rows: _Rows) -> Workload:
     models = {name: place for place, name in enumerate(dict.fromkeys(each.model for each in found))}
     output = [max(1, rows.answered.get(i, each.max_output_tokens)) for i, each in enumerate(found)]
     prompt = [each.prompt_tokens for each in found]
-    if max(*prompt, *output) > MOST_TOKENS:
+    if max(max(prompt), max(output)) > MOST_TOKENS:
         raise InputError("log: tokens", f"must be at most {MOST_TOKENS:,}")
     if min(rows.arrival_s) < 0:
         raise InputError("log: arrival_s", "must not be negative")
