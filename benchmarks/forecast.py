@@ -8,9 +8,14 @@ history that the forecaster learns from; the second is served, in simulation, se
     replan           re-allocation every six minutes at the rates now seen
     ahead            re-allocation at the rates forecast (core/scale/ahead.py)
 
+The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. What
+the others pay over it is taken apart, and what they miss (forecast_parts.py). Engines take steps that fit the
+objective (perf/budget.py); `POTLUCK_PACED=0` gives all of them 2048 tokens a step.
+
 A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hour of the week with
 `replan` and `ahead`.
-`POTLUCK_SOURCE` names another of the models (m-large, m-mid, m-small), `POTLUCK_DAYS` another number of days.
+`POTLUCK_SOURCE` names another of the models (m-large, m-mid, m-small), `POTLUCK_DAYS` another number of days, and
+`POTLUCK_FROM` the day that is served first (7 unless said); all before it is history.
 """
 
 from __future__ import annotations
@@ -25,7 +30,10 @@ import numpy as np
 
 from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
 from common import run, skip
+from forecast_parts import Stairs, missed, paid
 from potluck.core.brain.policy import Policy
+from potluck.core.scale.ahead import BURST_S
+from potluck.core.scale.replan import MARGIN
 from potluck.core.values.plan import Plan
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.factors import scaled
@@ -39,7 +47,9 @@ from potluck.worlds.scene import Scene
 
 SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
 DAYS = int(os.environ.get("POTLUCK_DAYS", "7"))
-WEEK = 1008
+FROM = int(os.environ.get("POTLUCK_FROM", "7"))
+PACED = os.environ.get("POTLUCK_PACED", "1") != "0"
+DAY, WEEK = 144, 1008
 QUICK_STEPS = 6
 REVERSAL_S = 1800.0
 START_S = 135.0
@@ -70,6 +80,8 @@ class Planner:
         self._workshop = workshop
         self._running: Plan | None = None
         self._known: dict[float, Plan] = {}
+        self.asked: list[tuple[float, float, float]] = []
+        """When, for which rate, and what the answer costs an hour; since `begin`."""
 
     def fresh(self, rate_per_s: float) -> Plan:
         """The cheapest plan for a rate, whatever runs."""
@@ -80,10 +92,13 @@ class Planner:
 
     def begin(self, rate_per_s: float) -> Plan:
         self._running = self.fresh(rate_per_s)
+        self.asked = [(0.0, rate_per_s, self._running.cost_usd_per_h)]
         return self._running
 
     def next(self, rates: Sequence[tuple[str, float]], at_s: float) -> Plan:
-        self._running = self._plan(max(dict(rates)[NAME], 0.05), self._running)
+        rate_per_s = max(dict(rates)[NAME], 0.05)
+        self._running = self._plan(rate_per_s, self._running)
+        self.asked.append((at_s, rate_per_s, self._running.cost_usd_per_h))
         return self._running
 
     def _plan(self, rate_per_s: float, running: Plan | None) -> Plan:
@@ -138,15 +153,73 @@ def reversals(replicas: Sequence[ReplicaRecord]) -> int:
     return found
 
 
+def asks(policy: Policy) -> Callable[[np.ndarray], np.ndarray]:
+    """What a rule asks of the planner at rates that it knows."""
+    if policy.scaling == "ahead":
+        share = policy.headroom / policy.busiest
+        return lambda rates: np.asarray((rates + np.sqrt(rates / BURST_S)) * share)
+    margin = MARGIN if policy.scaling == "replan" else 0.0
+    return lambda rates: np.asarray(rates * (1 + margin))
+
+
+def oracle_kept(
+    planner: Planner, workshop: Workshop, stairs: Stairs, week: np.ndarray, load: Workload
+) -> dict[str, float]:
+    """The oracle's plans at work: its attainment and what it misses. Plans that cost the same are the same."""
+    bins: dict[float, list[int]] = {}
+    for place, rate in enumerate(week):
+        bins.setdefault(round(stairs.at(float(rate)), 3), []).append(place)
+    edges = np.searchsorted(load.arrival_s, np.arange(len(week) + 1) * STEP_S)
+    found = {"attainment": 0.0, "refused_share": 0.0, "late_share": 0.0, "slow_share": 0.0}
+    for places in bins.values():
+        plan = planner.fresh(float(week[places].max()))
+        parts = [np.arange(edges[i], edges[i + 1]) for i in places]
+        when = [
+            load.arrival_s[p] + (k - i) * STEP_S for k, (i, p) in enumerate(zip(places, parts, strict=True))
+        ]
+        rows = np.concatenate(parts)
+        if not len(rows):
+            continue
+        mine = workload(NAME, np.concatenate(when), load.prompt_tokens[rows], load.output_tokens[rows])
+        policy = Policy(tick_s=RUNNING.tick_s)
+        result = simulate(scene(plan, workshop, load, ()), mine, policy, seed=SEED, settings=RUNNING)
+        kept = {"attainment": summarise(result).models[0].attainment or 0.0} | missed(result)
+        for name, value in kept.items():
+            found[name] += value * len(rows) / len(load)
+    return found
+
+
+def scene(plan: Plan, workshop: Workshop, load: Workload, history: Sequence[float]) -> Scene:
+    problem = workshop.problem
+    return Scene(
+        plan,
+        {NAME: problem.asks[0].model},
+        problem.by_name,
+        problem.regions,
+        (),
+        {NAME: SLO},
+        {NAME: (float(load.prompt_tokens.mean()), float(load.output_tokens.mean()))},
+        history={NAME: tuple(float(rate) for rate in history)},
+        paced=PACED,
+    )
+
+
 def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
-    history, week = rates[:WEEK], rates[WEEK : WEEK + (QUICK_STEPS if quick else 144 * DAYS)]
+    first = FROM * DAY
+    history, week = rates[:first], rates[first : first + (QUICK_STEPS if quick else DAY * DAYS)]
     rng = np.random.default_rng(SEED)
     when = arrivals.curve(rng, list(week), STEP_S)
     load = workload(NAME, when, *draw(rng, lengths(), len(when)))
     workshop = Workshop(the_problem(RATE_PER_S))
     planner = Planner(workshop)
-    oracle_usd = sum(planner.fresh(float(rate)).cost_usd_per_h for rate in week) * STEP_S / 3600
+    stairs = Stairs(lambda rate_per_s: planner.fresh(rate_per_s).cost_usd_per_h)
+    oracle_usd = stairs.usd(week, STEP_S)
     figures = {"requests": float(len(load)), "hours": len(week) / 6, "oracle_usd": oracle_usd}
+    oracle = oracle_kept(planner, workshop, stairs, week, load)
+    figures |= {f"oracle_{name}": value for name, value in oracle.items()}
+    say(
+        f"  oracle       {oracle_usd:8.2f} USD  {oracle['attainment']:7.2%} within the objective{causes(oracle)}"
+    )
     base = Policy(tick_s=RUNNING.tick_s)
     rows = [
         ("static mean", base, float(week.mean())),
@@ -155,32 +228,37 @@ def measure(rates: np.ndarray, quick: bool) -> dict[str, float]:
         ("ahead", replace(base, scaling="ahead"), float(week[0])),
     ]
     if quick:
-        print(f"left out: all but {len(week) / 6:g} h, the fleets that stay", file=sys.stderr)
-    for name, policy, first in rows[2:] if quick else rows:
-        plan = planner.begin(first)
-        asks = workshop.problem.asks
-        problem = Scene(
-            plan,
-            {NAME: asks[0].model},
-            workshop.problem.by_name,
-            workshop.problem.regions,
-            (),
-            {NAME: SLO},
-            {NAME: (float(load.prompt_tokens.mean()), float(load.output_tokens.mean()))},
-            history={NAME: tuple(float(rate) for rate in history)},
-        )
-        found, _ = served(policy, planner, problem, load, planner.next)
+        say(f"left out: all but {len(week) / 6:g} h, the fleets that stay")
+    for name, policy, start in rows[2:] if quick else rows:
+        plan = planner.begin(start)
+        problem = scene(plan, workshop, load, history)
+        found, result = served(policy, planner, problem, load, planner.next)
         key = name.replace(" ", "_")
-        figures |= {f"{key}_{what}": value for what, value in found.items()}
-        figures[f"{key}_over_oracle"] = found["usd"] / oracle_usd - 1
-        print(
-            f"  {name:<12} {found['usd']:8.2f} USD ({figures[f'{key}_over_oracle']:+.1%} of the oracle's)"
-            f"  {found['attainment']:7.2%} within the objective, {found['reversals_per_day']:.1f} reversals a day,"
-            f" {found['copies_ever']:.0f} copies ever, {found['cpu_s']:.0f} CPU-s",
-            file=sys.stderr,
-            flush=True,
+        lost = missed(result)
+        figures |= {f"{key}_{what}": value for what, value in (found | lost).items()}
+        over = figures[f"{key}_over_oracle"] = found["usd"] / oracle_usd - 1
+        figures[f"{key}_attainment_over_oracle"] = found["attainment"] - oracle["attainment"]
+        say(
+            f"  {name:<12} {found['usd']:8.2f} USD ({over:+.1%} of the oracle's)"
+            f"  {found['attainment']:7.2%} within the objective{causes(lost)}, {found['reversals_per_day']:.1f}"
+            f" reversals a day, {found['copies_ever']:.0f} copies ever, {found['cpu_s']:.0f} CPU-s"
         )
+        if policy.scaling != "none":
+            keep_s = policy.keep_s if policy.scaling == "ahead" else 0.0
+            regions = workshop.problem.regions
+            parts = paid(result, regions, week, STEP_S, planner.asked, asks(policy), keep_s, stairs)
+            figures |= {f"{key}_part_{what}": value for what, value in parts.items()}
+            say("               " + ", ".join(f"{what} {value:+.1%}" for what, value in parts.items()))
     return figures
+
+
+def causes(lost: dict[str, float]) -> str:
+    shares = ", ".join(f"{name} {lost[f'{name}_share']:.2%}" for name in ("refused", "late", "slow"))
+    return f" ({shares})"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 TARGETS = {

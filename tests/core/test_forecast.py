@@ -14,7 +14,7 @@ from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
 from potluck.core.scale import AskReplan, scaler_of
-from potluck.core.scale.ahead import LOOK_S
+from potluck.core.scale.ahead import BURST_S, LOOK_S
 from potluck.core.scale.forecast import BIN_S, DAY, Forecaster, _solved
 
 PLAN = build.plan_of((build.template("t", closed=2.0),), {("t", "here"): 2})
@@ -166,11 +166,15 @@ def test_a_rise_is_answered_at_once_and_a_dip_is_waited_out() -> None:
     assert asked.asked[-1][1] < 1.3 * first
 
 
-def test_headroom_is_not_asked_for_twice() -> None:
-    """What never moves is asked for as it is, times headroom over what may be used."""
-    asked = Asked(POLICY, [4.0] * (2 * DAY))
-    asked.show(0.0, 600.0, 4.0)
-    assert asked.asked[-1][1] == pytest.approx(4.0 * POLICY.headroom / POLICY.busiest, rel=0.02)
+@pytest.mark.parametrize("rate_per_s", [1.0, 4.0, 25.0])
+def test_headroom_is_not_asked_for_twice(rate_per_s: float) -> None:
+    """What never moves is asked for as it is, and what chance adds to it, times headroom over what may be used."""
+    asked = Asked(POLICY, [rate_per_s] * (2 * DAY))
+    asked.show(0.0, 600.0, rate_per_s)
+    chance = math.sqrt(rate_per_s / BURST_S)
+    assert asked.asked[-1][1] == pytest.approx(
+        (rate_per_s + chance) * POLICY.headroom / POLICY.busiest, rel=0.02
+    )
 
 
 def test_bad_knobs_are_named() -> None:

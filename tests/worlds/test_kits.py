@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from sim_fleets import (
     LLAMA,
     MODEL,
     NODES,
+    SLOW,
     closed_plan,
     combo,
     flow_plan,
@@ -23,12 +26,15 @@ from potluck.catalog import models
 from potluck.core.errors import CapacityError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.types import Slo
 from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import layout_requests
 from potluck.perf.transfer import codec_ratio
+from potluck.sim.results.metrics import summarise
 from potluck.sim.run import build, simulate
 from potluck.worlds.kits import Kits, kv_of, places, total_blocks
+from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
 SOME = [models.model(name) for name in models.names()]
 
@@ -115,6 +121,37 @@ def test_facts_say_how_fast_and_how_large() -> None:
     more = closed_plan((combo(1, 1), "east", 1))
     kits.learn(more)
     assert ("chat: combo 1P1D", 1) in facts.replicas, "the Brain's facts grow with a new plan"
+
+
+def test_paced_engines_take_steps_that_fit_the_objective() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 1), (mixed(), "east", 1), (combo(1, 1, SLOW), "east", 1))
+    paced = replace(problem(plan), paced=True, slos={MODEL: Slo(4.0, 0.12)})
+
+    def engines(scene: Scene) -> dict[tuple[str, int], Engine]:
+        kits = Kits(scene)
+        kits.learn(plan)
+        return {key: kit.engine for key, kit in kits.kits.items()}
+
+    slow = ("chat: mixed 1xL4", 0)
+    found = engines(paced)
+    assert found[slow].slots <= found[slow].token_budget < DEFAULT_ENGINE.token_budget
+    assert all(engine == DEFAULT_ENGINE for key, engine in found.items() if key != slow), "nobody waits there"
+    named = Engine(token_budget=4096)
+    assert engines(replace(paced, engines={slow: named}))[slow] == named
+    assert (
+        engines(replace(paced, paced=False))[slow] == engines(replace(paced, slos={}))[slow] == DEFAULT_ENGINE
+    )
+
+
+def test_paced_engines_keep_more_answers_in_time() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 3))
+    scene = replace(problem(plan), slos={MODEL: Slo(4.0, 0.12)})
+    work = load(1000, 1.5, prompt=(50, 4000), output=(5, 120))
+    kept = [
+        summarise(simulate(replace(scene, paced=paced), work)).models[0].attainment or 0.0
+        for paced in (False, True)
+    ]
+    assert kept[1] > kept[0] + 0.03
 
 
 def test_names_that_mean_nothing_are_errors() -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -75,6 +76,9 @@ def options(command: Command) -> Command:
     "--warm-up", "warm_up_s", type=float, default=0.0, help="Leave out who arrives in the first seconds."
 )
 @click.option("--cold", is_flag=True, help="Replicas start at time 0 instead of being up.")
+@click.option(
+    "--paced", is_flag=True, help="Engines take steps that fit the objective; else 2048 tokens at most."
+)
 @click.option("--report", type=_out, help="Write an HTML report here.")
 @click.option("--records", type=_out, help="Write one row per request here (.jsonl or .parquet).")
 @click.option("--log", type=_out, help="Write every event and action here (JSON lines); it replays.")
@@ -89,6 +93,7 @@ def simulate(
     faults_path: Path | None,
     warm_up_s: float,
     cold: bool,
+    paced: bool,
     policy: tuple[str, ...],
     stepwise: bool,
     bulk: bool,
@@ -131,7 +136,7 @@ def simulate(
             samples=SAMPLES if report is not None else 0,
         )
         result = run(
-            scene_of(inputs),
+            replace(scene_of(inputs), paced=paced),
             load,
             rules,
             seed=seed,

@@ -6,14 +6,15 @@ Everything is worked out once per template and index and then shared by all its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import floor
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.values.layout import Layout
 from potluck.core.values.model import Model
-from potluck.core.values.plan import Plan, Template
+from potluck.core.values.plan import Plan, Replica, Template
 from potluck.core.values.types import Codec, NodeType, Slo
+from potluck.perf.budget import paced_budget
 from potluck.perf.capacity import require_fit, stage_memory
 from potluck.perf.memory import (
     kv_bytes_per_gpu,
@@ -129,7 +130,7 @@ class Kits:
         placed = places(template, scene.nodes)
         made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
         for index, replica in enumerate(template.replicas):
-            engine = scene.engines.get((template.name, index), DEFAULT_ENGINE)
+            engine = scene.engines.get((template.name, index)) or self._engine(template, replica, mean)
             if (replica.layout, engine) not in made:
                 timer = timer_of(model, replica.layout, scene.nodes, engine.host_s)
                 room = total_blocks(model, replica.layout, scene.nodes, sum(mean))
@@ -157,6 +158,17 @@ class Kits:
         if split is not None:
             self._splits[template.name] = split
         self.templates[template.name] = template
+
+    def _engine(self, template: Template, replica: Replica, mean: tuple[float, float]) -> Engine:
+        """One that nothing is said of."""
+        scene, slo = self.scene, self.scene.slos.get(template.model)
+        if not scene.paced or slo is None or replica.role != "mixed":
+            return DEFAULT_ENGINE
+        model, (prompt, answer) = scene.model(template.model), (max(1, round(each)) for each in mean)
+        room = total_blocks(model, replica.layout, scene.nodes, sum(mean)) * BLOCK_TOKENS // (prompt + answer)
+        timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host_s)
+        budget = paced_budget(timer, prompt, answer, max(1, min(room, DEFAULT_ENGINE.slots)), slo)
+        return replace(DEFAULT_ENGINE, token_budget=budget, slots=min(DEFAULT_ENGINE.slots, budget))
 
 
 def timer_of(

@@ -50,6 +50,8 @@ class Scene:
     startup: StartupCosts = DEFAULT_COSTS
     engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
     """(template, index of the replica in it) to its engine, where it is not the default one."""
+    paced: bool = False
+    """Whether other engines that compute prompts beside answers take steps that fit the objective (`perf.budget`)."""
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Rates before the run, for forecasts (`core.brain.facts`)."""
 

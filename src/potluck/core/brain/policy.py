@@ -70,9 +70,9 @@ class Policy:
     """Between two periodic re-allocations (CORAL 5.1)."""
     forecast_share: float = 0.7
     """Share of cases in which the rate forecast for the next minutes should suffice (`ahead`)."""
-    keep_s: float = 2400.0
+    keep_s: float = 1800.0
     """A copy that will be needed again within so long, or was needed, is kept (`ahead`)."""
-    busiest: float = 0.9
+    busiest: float = 0.95
     """How busy copies may be when the forecast's worst comes; headroom is not counted on top of it (`ahead`)."""
     headroom: float = 0.8
     """Share of a template's capacity that scaling counts on, as the planner does."""
