@@ -23,7 +23,8 @@ from potluck.cli.emulate import emulation
 from potluck.core.replica.batch import Limits
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
+from potluck.engine.compute.executor import Draw, Executor
+from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.paced import Paced, steps_of
 from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.loop.loop import Loop

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from engine_models import KINDS, VOCAB, prompt
 
 from potluck.core.replica.batch import Limits
-from potluck.engine.compute.executor import Executor, LocalExecutor
+from potluck.engine.compute.executor import Executor
+from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.runner import Runner, Size
 from potluck.engine.loop.loop import Loop
 from potluck.engine.loop.requests import Ended, Event, Job, RowReady, Sent, Token

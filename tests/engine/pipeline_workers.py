@@ -10,7 +10,8 @@ from dataclasses import replace
 from engine_models import DENSE, FULL, LATENT, LINEAR, MOE, SHORT, prompt, stack
 
 from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
+from potluck.engine.compute.executor import Draw, Executor
+from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.model.config import Config

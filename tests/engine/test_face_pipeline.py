@@ -11,7 +11,8 @@ from face_kit import NAME, TRIAL, Client, face, letters, make_service, played, s
 from loop_kit import Desk
 from pipeline_workers import HYBRID, PLAIN, SECRET, SEED, placed, standing
 
-from potluck.engine.compute.executor import Executor, LocalExecutor
+from potluck.engine.compute.executor import Executor
+from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.runner import Runner, Size
 from potluck.engine.face.service import Service
 from potluck.engine.model.checkpoint import Seeded

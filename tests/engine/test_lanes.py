@@ -12,7 +12,8 @@ from loop_kit import Desk, desk
 
 from potluck.core.replica.batch import Limits, Step
 from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.executor import Deliver, Draw, Export, LocalExecutor, WorkerLost
+from potluck.engine.compute.executor import Deliver, Draw, Export, WorkerLost
+from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.loop.lanes import Lanes, StepUnderWay
 from potluck.engine.model.checkpoint import Seeded

@@ -25,7 +25,8 @@ from pipeline_workers import (
 
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.compute.executor import Draw, Executor, Export, LocalExecutor
+from potluck.engine.compute.executor import Draw, Executor, Export
+from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.runner import Work
 from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.pipeline.driver import PipelineExecutor

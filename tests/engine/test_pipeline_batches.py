@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.engine.compute.step import Work
+from potluck.engine.compute.work import Work
 from potluck.engine.pipeline.batches import LEAST_TOKENS, cut
 from potluck.engine.pipeline.launch import lanes_of, parse_stages
 

@@ -104,7 +104,8 @@ def _local(options: Options) -> Profile:
     import torch
 
     from potluck.cli.engine import described
-    from potluck.engine.compute.executor import Executor, LocalExecutor
+    from potluck.engine.compute.executor import Executor
+    from potluck.engine.compute.local import LocalExecutor
     from potluck.engine.compute.runner import Runner, Size
     from potluck.engine.measure.local import LocalBench, grid
     from potluck.engine.model.checkpoint import Files

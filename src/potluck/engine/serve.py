@@ -1,4 +1,7 @@
-"""An engine put together: weights, executor, loop, thread, face; and the server around it."""
+"""An engine put together: weights, executor, loop, thread, face; and the server around it.
+
+torch is only loaded for engines that compute: those that pretend (`pretend/`) start without it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from potluck.api.generation import Generation
 from potluck.api.tokens import Text
@@ -19,8 +21,8 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.batch import Limits
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw, Executor, LocalExecutor
-from potluck.engine.compute.runner import Runner, Size, Work
+from potluck.engine.compute.executor import Draw, Executor
+from potluck.engine.compute.work import Size, Work
 from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.hub import Hub
 from potluck.engine.face.listen import open_face
@@ -29,10 +31,14 @@ from potluck.engine.loop.driver import Driver
 from potluck.engine.loop.loop import Loop
 from potluck.engine.loop.status import Role
 from potluck.engine.memory.prefix import PrefixCache
-from potluck.engine.model.checkpoint import Files, Seeded, Source
 from potluck.engine.model.config import Config, read_config
+from potluck.kv.codec import convert
 from potluck.kv.store.disk import DiskTier
+from potluck.kv.wire import check
 from potluck.perf.memory import kv_bytes_per_token
+
+if TYPE_CHECKING:
+    from potluck.engine.model.checkpoint import Source
 
 SMALL_HIDDEN = 1024
 """Models narrower than this have such short products that threads lose more by waiting for each other than they
@@ -73,7 +79,7 @@ class Settings:
         return Size(rows, blocks, longest, min(self.token_budget, self.chunk_tokens or self.token_budget))
 
 
-MakeExecutor = Callable[[Config, Source, Size, str], Executor]
+MakeExecutor = Callable[[Config, "Source", Size, str], Executor]
 """Other executors (a pipeline, an emulated GPU) are put in here."""
 
 
@@ -87,6 +93,11 @@ def shipped_model() -> Path:
 
 
 def local_executor(config: Config, source: Source, size: Size, device: str) -> Executor:
+    import torch
+
+    from potluck.engine.compute.local import LocalExecutor
+    from potluck.engine.compute.runner import Runner
+
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -145,6 +156,10 @@ def assemble(
     generation: Generation | None = None,
 ) -> Service:
     """A service that is ready to start. `model` describes a Hugging Face directory; see `read_config`."""
+    import torch
+
+    from potluck.engine.model.checkpoint import Files, Seeded
+
     config = read_config(directory, model)
     generation = generation or Generation()
     for token in (*config.eos_tokens, *generation.end_tokens):
@@ -157,6 +172,8 @@ def assemble(
     text = Text.read(directory)
     size = settings.size(config.model)
     executor = make(config, source, size, settings.device)
+    check.load()
+    convert.load()
     warm_up(executor)
     return service_of(executor, settings, name=name, text=text, limits=limits, kv=kv, generation=generation)
 

@@ -6,6 +6,9 @@ A parcel's data is C-contiguous and little-endian. Under a codec other than `raw
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
@@ -32,6 +35,11 @@ class Manifest:
     stop: int
     token_hash: str
     """Of the tokens [0, stop): the entries of a token depend on all before it."""
+
+
+def token_hash(tokens: Sequence[int]) -> str:
+    """As a manifest has it."""
+    return hashlib.sha256(struct.pack(f"<{len(tokens)}i", *tokens)).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.values.model import DenseFfn, LatentAttention, Model
-from potluck.engine.compute.step import Followed, GroupStep, Step, Work, linear_step
+from potluck.engine.compute.step import Followed, GroupStep, Step, linear_step
+from potluck.engine.compute.work import Work
 from potluck.engine.memory.cache import Cache
 from potluck.engine.memory.tables import Tables
 from potluck.engine.model.stack import Stack

@@ -21,10 +21,10 @@ from potluck.core.values.model import Model
 from potluck.core.values.sampling import Choice
 from potluck.core.values.types import NodeType
 from potluck.engine.compute.executor import Deliver, Draw, Executor, Export, Incoming
-from potluck.engine.compute.runner import Size, Work
-from potluck.engine.memory.handover import Manifest, Parcel
+from potluck.engine.compute.work import Size, Work
 from potluck.engine.model.config import Config
-from potluck.engine.numbers.filling import Exactness
+from potluck.engine.numbers.exactness import Exactness
+from potluck.kv.parcels import Manifest, Parcel
 from potluck.perf.capacity import require_fit, stage_memory
 from potluck.perf.memory import kv_bytes_per_gpu, kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.roofline import HOST_S

@@ -12,7 +12,6 @@ compute, and closes it. The runner knows nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch import Tensor
 from potluck.core.errors import InputError
 from potluck.core.values.model import LatentAttention, LinearAttention
 from potluck.engine.compute.graphs import DecodeGraphs, recordable
-from potluck.engine.compute.step import Step, Work, check, lay_out
+from potluck.engine.compute.step import Step, check, lay_out
+from potluck.engine.compute.work import Size, Work
 from potluck.engine.memory.cache import Cache, groups_of
 from potluck.engine.memory.tables import Tables
 from potluck.engine.model.checkpoint import Source, fingerprint
@@ -31,20 +31,6 @@ from potluck.engine.model.stack import OnLayer, Stack
 from potluck.engine.numbers.filling import exactness
 
 __all__ = ["Runner", "Size", "Work"]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much a runner can hold at once."""
-
-    rows: int
-    """Sequences."""
-    blocks: int
-    """Blocks of 16 tokens, of each layer that keeps everything."""
-    max_tokens: int
-    """Of one sequence."""
-    max_chunk_tokens: int = 2048
-    """Of one sequence in one step: windows need room for so many beside themselves."""
 
 
 class Runner:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,21 +17,12 @@ from torch import Tensor
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
+from potluck.engine.compute.work import Work
 from potluck.engine.memory.tables import Tables
 from potluck.engine.numbers.exact import HALF, LANE, LONGEST_SUM, PART, cut_of, next_cut, padded_columns
 
 MOST_PADDING = 2.0
 """Sequences share a call as long as it looks at no more than this many times the keys that there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Tokens of one sequence to compute: they come right behind the `start` tokens that its row holds."""
-
-    row: int
-    start: int
-    tokens: Sequence[int]
-    logits: Literal["last", "all", "none"] = "last"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,9 @@ from potluck.engine.face.hub import Channel
 from potluck.engine.face.peers import address_of
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.requests import Computed, Ended, Job, Token
-from potluck.engine.memory.handover import Manifest, token_hash
 from potluck.kv.codec.parcels import restored
 from potluck.kv.handles import bound_to, checked_handle, new_handle
-from potluck.kv.parcels import Declined, Parcel, TransferError
+from potluck.kv.parcels import Declined, Manifest, Parcel, TransferError, token_hash
 from potluck.kv.receive.fetch import Wanted
 
 

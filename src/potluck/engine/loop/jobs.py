@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.engine.compute.executor import Executor, Incoming
-from potluck.engine.compute.runner import Work
+from potluck.engine.compute.work import Work
 from potluck.engine.loop.requests import Job, Times
 from potluck.engine.loop.status import Counters
-from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.memory.prefix import PrefixCache
+from potluck.kv.parcels import Manifest, Parcel, token_hash
 
 
 class LiveJob:

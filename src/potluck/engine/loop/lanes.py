@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from potluck.core.replica.batch import Batcher, Limits, Step
 from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Draw, Export, WorkerLost
-from potluck.engine.compute.runner import Work
+from potluck.engine.compute.work import Work
 from potluck.engine.loop.jobs import LiveJob
 
 

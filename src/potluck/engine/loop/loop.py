@@ -22,14 +22,14 @@ from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.replica.batch import DONE, FINISHED, Limits, Step
 from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Draw, Executor, Export, Incoming, WorkerLost
-from potluck.engine.compute.runner import Work
+from potluck.engine.compute.work import Work
 from potluck.engine.loop.gates import Gate
 from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
 from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, RowReady, Sent, Token
 from potluck.engine.loop.status import Counters
-from potluck.engine.memory.handover import Manifest, Parcel, token_hash
 from potluck.engine.memory.prefix import PrefixCache
+from potluck.kv.parcels import Manifest, Parcel, token_hash
 
 Tell = Callable[[list[tuple[int, Event]]], None]
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.sharing import require_weight
 from potluck.core.values.sampling import Choice, Sampling
-from potluck.engine.memory.handover import Parcel
+from potluck.kv.parcels import Parcel
 
 NOT_FETCHED = "not_fetched"
 """The code of a cache that nobody came for."""

@@ -15,7 +15,6 @@ values are checked, and whatever is wrong is one error; the row can then be clos
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from potluck.core.errors import FormatError, InputError
 from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.cache import Pages, States
 from potluck.kv.codec.layout import Part
-from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.parcels import Manifest, Parcel, token_hash
 
 __all__ = ["Arrival", "Manifest", "Parcel", "Part", "manifest", "pack", "token_hash"]
 
@@ -40,10 +39,6 @@ class _Expected:
     first: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-
-def token_hash(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
 def manifest(runner: Runner, tokens: Sequence[int], start: int, stop: int) -> Manifest:

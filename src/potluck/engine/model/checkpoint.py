@@ -22,7 +22,8 @@ from torch import Tensor
 from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.model.config import Config, write_config
-from potluck.engine.model.scales import FP8, SUFFIXES, brought_back, read_quantised
+from potluck.engine.model.eight_bits import FP8, SUFFIXES, brought_back
+from potluck.engine.model.scales import read_quantised
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from potluck.api.members import read_json
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.quantised import Quantised, modelopt_scheme, quantised_of
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SUFFIXES = ("_scale_inv", "_scale")
 MODELOPT = "hf_quant_config.json"
 
 
@@ -45,30 +40,3 @@ def must_be_readable(directory: str | Path, config: Mapping[str, object]) -> Non
             "config.json: quantization_config",
             f"weights made by {found.method} ({found.weight_bits:g} bits) cannot be run; 8-bit floats (fp8) can",
         )
-
-
-def brought_back(
-    weight: Tensor, scale: Tensor, block: tuple[int, int] | None, name: str, where: str
-) -> Tensor:
-    """The numbers that 8-bit floats stand for, in float32."""
-    scale = scale.float()
-    if not bool(torch.isfinite(scale).all()):
-        raise FormatError(where, f"the scale of {name} is not finite; the file is damaged")
-    if scale.numel() == 1:
-        return weight.float() * scale.reshape(())
-    rows = weight.shape[0]
-    if scale.numel() == rows and scale.shape[0] == rows:
-        return weight.float() * scale.reshape(rows, *[1] * (weight.dim() - 1))
-    if weight.dim() == 2 and scale.dim() == 2:
-        high, wide = block or (-(-rows // scale.shape[0]), -(-weight.shape[1] // scale.shape[1]))
-        expected = (-(-rows // high), -(-weight.shape[1] // wide))
-        if tuple(scale.shape) == expected and (block is not None or _even(weight, scale)):
-            whole = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, : weight.shape[1]]
-            return weight.float() * whole
-    raise FormatError(
-        where, f"the scale of {name} has shape {list(scale.shape)}, which does not fit {list(weight.shape)}"
-    )
-
-
-def _even(weight: Tensor, scale: Tensor) -> bool:
-    return weight.shape[0] % scale.shape[0] == 0 and weight.shape[1] % scale.shape[1] == 0

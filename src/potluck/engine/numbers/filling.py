@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from potluck.engine.numbers.exact import QUERIES, chunk_attention, padded_columns, per_head
+from potluck.engine.numbers.exactness import Exactness
 
 SHAPES = ((16, 16), (20, 30), (64, 1), (64, 200), (256, 8), (256, 704), (704, 256), (2048, 300))
 """(depth, width) of matrices to try: partly filled vectors, sums in one part and in several, work for threads."""
@@ -43,15 +44,6 @@ class Filling:
 
 PLAIN = Filling("plain")
 FILLINGS = (PLAIN, Filling("pairs", least=2), Filling("strips", multiple=16))
-
-
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """Whether cutting the work changes no bit of an answer, and how that was reached."""
-
-    holds: bool
-    products: str
-    """The name of a filling."""
 
 
 def multiply(x: Tensor, weight: Tensor, filling: Filling, added: Tensor | None = None) -> Tensor:

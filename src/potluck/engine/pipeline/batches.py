@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from potluck.engine.compute.step import Work
+from potluck.engine.compute.work import Work
 
 LEAST_TOKENS = 32
 """A chunk is not cut into pieces smaller than this: each costs a pass over the weights."""

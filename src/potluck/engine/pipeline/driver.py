@@ -27,7 +27,7 @@ from potluck.engine.compute.step import check
 from potluck.engine.memory.cache import windows_of
 from potluck.engine.memory.handover import Manifest, Parcel
 from potluck.engine.model.config import Config
-from potluck.engine.numbers.filling import Exactness
+from potluck.engine.numbers.exactness import Exactness
 from potluck.engine.pipeline.arrival import PipelineArrival
 from potluck.engine.pipeline.batches import Path, Piece, cut
 from potluck.engine.pipeline.messages import (

@@ -14,7 +14,8 @@ from potluck.engine.compute.runner import Size
 from potluck.engine.memory.cache import groups_of
 from potluck.engine.memory.tables import Tables
 from potluck.engine.model.config import Config
-from potluck.engine.numbers.filling import Exactness, together
+from potluck.engine.numbers.exactness import Exactness
+from potluck.engine.numbers.filling import together
 from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.messages import Connect, Done, Emulated, Failed, Ready, Setup, error_of

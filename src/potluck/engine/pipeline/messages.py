@@ -17,7 +17,7 @@ from potluck.core.errors import CapacityError, FormatError, InputError, PotluckE
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Choice, Sampling
 from potluck.core.values.types import NodeType
-from potluck.engine.compute.step import Work
+from potluck.engine.compute.work import Work
 from potluck.engine.memory.handover import Manifest, Parcel, Part
 from potluck.engine.model.config import Config
 from potluck.engine.pipeline.wire import LinkError

@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.core.errors import FormatError, InputError
-from potluck.kv.codec.kernels import cpu
 from potluck.kv.codec.layout import (
     CODEC_IDS,
     CODECS,
@@ -46,7 +45,17 @@ from potluck.kv.codec.layout import (
 )
 
 __all__ = [
-    "CODECS", "CODEC_IDS", "Codec", "Encoded", "Part", "Sizes", "check_parameters", "decode", "encode", "sizes",
+    "CODECS",
+    "CODEC_IDS",
+    "Codec",
+    "Encoded",
+    "Part",
+    "Sizes",
+    "check_parameters",
+    "decode",
+    "encode",
+    "load",
+    "sizes",
     "warm",
 ]  # fmt: skip
 
@@ -115,6 +124,11 @@ def decode(
     return _into(target.data.cast("B"), out)
 
 
+def load() -> None:
+    """Load the compiled loops now, so that the first hand-over does not wait for them."""
+    from potluck.kv.codec.kernels import cpu  # noqa: F401
+
+
 def warm(dtypes: Sequence[str] = tuple(STORED)) -> None:
     """Compile, so that the first hand-over does not wait for it."""
     for dtype in dtypes:
@@ -125,6 +139,8 @@ def warm(dtypes: Sequence[str] = tuple(STORED)) -> None:
 
 
 def _quantise(source: Any, matrix: Matrix, finite: int, lows: Any, scales: Any, out: Any) -> bool:
+    from potluck.kv.codec.kernels import cpu
+
     m = matrix
     share = share_of(LEVELS[m.bits])
     if not m.down:
@@ -154,6 +170,8 @@ def _quantise(source: Any, matrix: Matrix, finite: int, lows: Any, scales: Any, 
 
 
 def _restore(source: Any, matrix: Matrix, lows: Any, scales: Any, target: Any) -> None:
+    from potluck.kv.codec.kernels import cpu
+
     m = matrix
     if not m.down:
         cpu.decode_rows(source, m.rows, m.columns, lows, scales, m.bits == 4, target, m.stride, m.offset)
