@@ -16,11 +16,11 @@ from setuptools import setup
 COMPILED = {
     "core/admission": "admission apart backlog between lobby mixes room",
     "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
-    "core/replica": "batch batch_values lockstep sequences sharing",
+    "core/replica": "batch batch_values lockstep sequences sharing spare",
     "core/routing": "affinity balance charges index links offers opportunistic pairs rebalance router speeds"
     " split table targets threshold ways weighted",
     "sim/links": "handover link network",
-    "sim/replicas": "cache gaps replica rounds steps",
+    "sim/replicas": "gaps replica rounds steps",
     "sim/results": "ledger",
     "sim/world": "agenda ground journeys reports state world",
 }

@@ -69,6 +69,17 @@ class Text:
         """One token as it is shown among log probabilities."""
         return self.decode([token], special=True)
 
+    def plain_tokens(self, most: int) -> list[int]:
+        """Tokens that are whole pieces of text by themselves, no more than so many, from all over the vocabulary."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        asked = [token for token in range(0, self.vocab, -(-self.vocab // most)) if token not in added]
+        texts = self._tokenizer.decode_batch([[token] for token in asked])
+        return [
+            token
+            for token, text in zip(asked, texts, strict=True)
+            if text.isprintable() and text.strip("\ufffd ")
+        ]
+
     def chat(self, messages: Sequence[Message]) -> str:
         """The prompt of a conversation."""
         if self._templates is None:

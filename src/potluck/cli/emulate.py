@@ -108,6 +108,11 @@ class Emulation:
         timer = roofline(self.model, node, tp, layers=layers, host_s=0.0)
         return like, 1.0 / float(decode_step_s(timer, 16, 1024)[0])
 
+    def one_node(self) -> tuple[NodeType, int]:
+        """The only node, and how many of its GPUs share the model."""
+        node = self._only
+        return node, self._tp(node)
+
     @property
     def _only(self) -> NodeType:
         if len(self.nodes) != 1 or len(self.nodes[0]) != 1:

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.emulate import executor_maker
+from potluck.cli.engine_kinds import Common, computing, pretending
 from potluck.core.errors import InputError
-from potluck.core.values.model import Model
 
 if TYPE_CHECKING:
     from potluck.api.generation import Generation
     from potluck.engine.face.carriage import KvSettings
 
-MB = 1_000_000
 KEY_VARIABLE = "POTLUCK_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -63,7 +61,11 @@ def engine() -> None:
 )
 @click.option("--token-budget", default=1024, show_default=True, type=click.IntRange(1), help="Of one step.")
 @click.option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
-@click.option("--prefix-cache-mb", default=64, show_default=True, type=click.IntRange(0), help="0: none.")
+@click.option(
+    "--prefix-cache-mb",
+    type=click.IntRange(0),
+    help="0: none; else 64, or with --pretend what requests leave of the GPU's memory.",
+)
 @click.option(
     "--prefix-cache-dir", type=click.Path(path_type=Path), help="Further prefixes go to files here."
 )
@@ -76,6 +78,14 @@ def engine() -> None:
 @click.option("--secret-file", type=click.Path(path_type=Path), help="Of pipeline workers elsewhere.")
 @click.option("--emulate", metavar="GPU:MODEL", help="Act as a GPU, such as A10:llama-3.1-8b.")
 @click.option("--speed-up", default=1.0, show_default=True, help="With --emulate: so many times faster.")
+@click.option("--pretend", is_flag=True, help="With --emulate: draw tokens by a hash, and compute nothing.")
+@click.option("--count", default=1, show_default=True, help="With --pretend: so many, on ports in a row.")
+@click.option(
+    "--mean-output",
+    default=0,
+    type=click.IntRange(0),
+    help="With --pretend: outputs end after so many tokens on average; else only by max_tokens.",
+)
 @click.option(
     "--kv-port", default=0, type=click.IntRange(0, 65535), help="Where others fetch caches; else a free one."
 )
@@ -98,24 +108,18 @@ def serve(
     model: Path | None,
     name: str | None,
     generation_config: str,
-    random_weights: int | None,
     host: str,
     port: int,
     allow_host: tuple[str, ...],
     as_json: bool,
     api_key_file: Path | None,
-    prefix_cache_mb: int,
-    prefix_cache_disk_mb: int,
     deadline_s: float,
     lease_s: float,
-    stages: str | None,
-    secret_file: Path | None,
-    emulate: str | None,
-    speed_up: float,
     kv_port: int,
     kv_from: tuple[str, ...],
     kv_tls: tuple[Path, Path, Path] | None,
-    **layout: object,
+    pretend: bool,
+    **options: object,
 ) -> None:
     """Serve one model: OpenAI's API, segments, status, roles, metrics.
 
@@ -123,6 +127,7 @@ def serve(
     Examples:
       potluck engine serve
       potluck engine serve --model ~/models/Llama-3.2-1B --device cuda --port 8001
+      potluck engine serve --emulate A100:llama-3.1-8b --pretend --count 4
       curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
            -d '{"model": "words", "prompt": "Once upon a time"}'
     """
@@ -130,38 +135,21 @@ def serve(
         import asyncio
 
         from potluck.engine.face.service import FaceLimits
-        from potluck.engine.serve import Settings, assemble, shipped_model
-        from potluck.engine.serve import serve as run
+        from potluck.engine.serve import serve_all, shipped_model
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
     key = key_for(host, api_key_file)
     directory = model or shipped_model()
-    make = executor_maker(
-        emulate,
-        speed_up,
-        stages,
-        secret_file,
-        directory=directory,
-        random_seed=random_weights,
-        threads=layout["threads"],  # type: ignore[arg-type]
-        kv_blocks=layout["kv_blocks"],  # type: ignore[arg-type]
-    )
-    layout["prefix_cache_bytes"] = prefix_cache_mb * MB
-    layout["prefix_cache_disk_bytes"] = prefix_cache_disk_mb * MB
-    settings = Settings(**layout)  # type: ignore[arg-type]
-    service = assemble(
+    common = Common(
         directory,
-        described(directory),
-        settings,
-        name=name or directory.resolve().name,
-        random_seed=random_weights,
-        limits=FaceLimits(deadline_s=deadline_s, lease_s=lease_s),
-        kv=kv_settings(host, kv_port, kv_from, kv_tls),
-        make=make,
-        generation=generation_of(directory) if generation_config == "auto" else None,
+        name or directory.resolve().name,
+        FaceLimits(deadline_s=deadline_s, lease_s=lease_s),
+        kv_settings(host, kv_port, kv_from, kv_tls),
+        generation_of(directory) if generation_config == "auto" else None,
     )
-    ready = announce(service.name, service.role, as_json)
-    asyncio.run(run(service, host, port, api_key=key, ready=ready, names=frozenset(allow_host)))
+    services = pretending(common, options) if pretend else [computing(common, options)]
+    ready = announce(common.name, services[0].role, as_json)
+    asyncio.run(serve_all(services, host, port, api_key=key, ready=ready, names=frozenset(allow_host)))
 
 
 def kv_settings(
@@ -197,17 +185,6 @@ def announce(name: str, role: str, as_json: bool) -> Callable[[str], None]:
             click.echo(f"Serving {name} at {address}  (try {address}/v1/models; Ctrl-C ends)")
 
     return ready
-
-
-def described(directory: Path) -> Model | None:
-    """The core.Model of a Hugging Face directory; None for one of our own kind, which describes itself."""
-    from potluck.catalog.huggingface import read_model
-
-    try:
-        own = json.loads((directory / "config.json").read_text("utf-8"))["model_type"] == "potluck"
-    except (OSError, ValueError, KeyError, TypeError):
-        own = False  # whoever reads the file next says what is wrong with it
-    return None if own else read_model(directory)
 
 
 def key_for(host: str, file: Path | None) -> str | None:

@@ -103,7 +103,7 @@ def profile(url: str | None, local: bool, out: Path, as_json: bool, **options: o
 def _local(options: Options) -> Profile:
     import torch
 
-    from potluck.cli.engine import described
+    from potluck.cli.engine_kinds import described
     from potluck.engine.compute.executor import Executor
     from potluck.engine.compute.local import LocalExecutor
     from potluck.engine.compute.runner import Runner, Size

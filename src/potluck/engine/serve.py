@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -227,11 +228,27 @@ async def serve(
     names: frozenset[str] = frozenset(),
 ) -> None:
     """Serve until a signal says to end; `ready` hears the address."""
-    face = await open_face(service, host, port, api_key=api_key, names=names)
-    try:
+    await serve_all([service], host, port, api_key=api_key, ready=ready, names=names)
+
+
+async def serve_all(
+    services: Sequence[Service],
+    host: str,
+    port: int,
+    *,
+    api_key: str | None,
+    ready: Callable[[str], None],
+    names: frozenset[str] = frozenset(),
+) -> None:
+    """The same of several, on ports in a row; a port of 0: on free ones."""
+    async with AsyncExitStack() as stack:
+        faces = []
+        for place, service in enumerate(services):
+            face = await open_face(service, host, port and port + place, api_key=api_key, names=names)
+            stack.push_async_callback(face.close)
+            faces.append(face)
         stop = asyncio.Event()
         _on_signals(asyncio.get_running_loop(), stop.set)
-        ready(face.address)
+        for face in faces:
+            ready(face.address)
         await stop.wait()
-    finally:
-        await face.close()

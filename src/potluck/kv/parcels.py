@@ -56,3 +56,7 @@ class Parcel:
     data: Buffer
     codec: Codec = "raw"
     parameters: Buffer = b""
+
+
+def data_bytes(parcel: Parcel) -> int:
+    return len(parcel.data)

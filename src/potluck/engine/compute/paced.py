@@ -36,6 +36,8 @@ Sleep = Callable[[float], None]
 
 FOLLOWS = 10.0
 """A step follows another when no more than so many times the host's moment lies between them."""
+LATE_SHARE = 0.1
+"""A step that nobody sleeps through is late when its end was seen later than by so much of its length."""
 TYPICAL_TOKENS = 1024.0
 """Length of the requests that capacity is worked out for; it matters only where layers keep a fixed state."""
 
@@ -57,12 +59,13 @@ class Pacer:
 
     def __init__(
         self,
-        timer: StepTimer,
+        timer: StepTimer | None,
         speed_up: float = 1.0,
         clock: Clock = time.monotonic,
         sleep: Sleep = time.sleep,
         host_s: float = HOST_S,
     ) -> None:
+        """Without a timer, `start` is told how long steps are."""
         if not 0 < speed_up < float("inf"):
             raise InputError("speed_up", f"must be positive, is {speed_up}")
         self.steps = 0
@@ -81,11 +84,22 @@ class Pacer:
 
     def begin(self, works: Sequence[Work]) -> None:
         """A step starts now."""
+        assert self._timer is not None
+        self.start(float(self._timer.step_s(steps_of(works))[0]))
+
+    def start(self, predicted_s: float) -> tuple[float, float]:
+        """A step starts now that takes so long: (from when it is paced, and for how long)."""
         now = self._clock()
-        self._length_s = float(self._timer.step_s(steps_of(works))[0]) / self._speed_up
+        self._length_s = predicted_s / self._speed_up
         credit = self._host_s + self._over_s
         follows = now - self._last_end_s <= FOLLOWS * credit
         self._start_s = max(self._last_end_s, now - credit) if follows else now
+        return self._start_s, self._length_s
+
+    @property
+    def due_s(self) -> float:
+        """When the step that is under way would be over."""
+        return self._start_s + self._length_s
 
     def reach(self, share: float) -> None:
         """Sleep until the share of the step that is under way would be done."""
@@ -93,19 +107,32 @@ class Pacer:
 
     def end(self) -> bool:
         """Sleep until the step would be over; whether it is late already."""
-        due, now = self._start_s + self._length_s, self._clock()
+        due, now = self.due_s, self._clock()
         late = now > due
+        self._count(now - due if late else 0.0, late)
+        self._until(due)
+        self._follow(self._clock())
+        return late
+
+    def landed(self) -> None:
+        """The step was over when it was due, and nobody slept: this is when its end is seen."""
+        now = self._clock()
+        over_s = max(0.0, now - self.due_s)
+        self._count(over_s, over_s > LATE_SHARE * self._length_s)
+        self._follow(now)
+
+    def _count(self, late_s: float, late: bool) -> None:
         self.steps += 1
         self.predicted_s += self._length_s
-        if late:
-            self.late_steps += 1
-            self.late_s += now - due
-        self._until(due)
-        now = self._clock()
+        self.late_steps += late
+        self.late_s += late_s
+
+    def _follow(self, now: float) -> None:
+        """What the next step has to make up for."""
+        due = self.due_s
         # A hiccup is made up for by the steps behind it; what is too slow for good piles up no more than one step.
         self._over_s = min(max(0.0, now - due), self._length_s)
         self._last_end_s = now - self._over_s
-        return late
 
     def _until(self, due_s: float) -> None:
         while (left := due_s - self._clock()) > 0:

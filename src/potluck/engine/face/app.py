@@ -97,7 +97,7 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     service = app[SERVICE]
     limits = service.limits
     kv = replace(service.kv, outbox=replace(service.kv.outbox, attach_s=limits.attach_s))
-    service.carriage = Carriage(kv, service.driver, service.pace, limits.handover_s)
+    service.carriage = Carriage(kv, service.driver, service.freight, limits.handover_s)
     service.carriage.allow(service.peers | service.always)
     service.hub.bind(service.driver)
     service.driver.start()

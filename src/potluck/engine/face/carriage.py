@@ -8,18 +8,20 @@ off the event loop. A fetch runs in a thread, asks the loop for each parcel, and
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.engine.face.freight import Freight
 from potluck.engine.face.hub import Channel
 from potluck.engine.loop.driver import Driver
 from potluck.engine.loop.requests import NOT_FETCHED, Ended
 from potluck.kv.codec.layout import Codec
-from potluck.kv.codec.parcels import packed
 from potluck.kv.link.links import Address, LinkLimits, Links
 from potluck.kv.link.report import LinkReport
 from potluck.kv.link.tls import client_context, server_context
@@ -33,10 +35,12 @@ MOST_AT_ONCE = 128
 """Fetches, and parcels being put; others wait for their turn."""
 ASK_S = 60.0
 """The loop answers between two steps."""
-Pace = Callable[[Parcel], Awaitable[None]]
 Read = Callable[[int], tuple[Manifest, list[Parcel]]]
 """What goes to a receiver that has so many tokens already; called in a thread that may wait."""
 RECEIVER_GONE = "receiver_gone"
+
+T = TypeVar("T")
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,15 @@ class KvSettings:
     identity: Identity | None = None
     outbox: OutboxLimits = field(default_factory=OutboxLimits)
     links: LinkLimits = field(default_factory=LinkLimits)
+    shared_memory: bool = True
+    """Between engines of one machine."""
 
 
 class Carriage:
     """Made within the event loop that serves the face."""
 
-    def __init__(self, settings: KvSettings, driver: Driver, pace: Pace, handover_s: float) -> None:
-        self._settings, self._driver, self._pace, self._handover_s = settings, driver, pace, handover_s
+    def __init__(self, settings: KvSettings, driver: Driver, freight: Freight, handover_s: float) -> None:
+        self._settings, self._driver, self._freight, self._handover_s = settings, driver, freight, handover_s
         self._loop = asyncio.get_running_loop()
         identity, tls = settings.identity, None
         if identity is not None:
@@ -87,13 +93,22 @@ class Carriage:
             tls = server_context(*files), client_context(*files)
         try:
             self._outbox = Outbox(
-                settings.host, settings.port, limits=settings.outbox, tls=tls[0] if tls else None
+                settings.host,
+                settings.port,
+                limits=settings.outbox,
+                tls=tls[0] if tls else None,
+                shared_memory=settings.shared_memory,
             )
         except OSError as error:
             raise InputError(
                 "--kv-port", f"{settings.host}:{settings.port} cannot be used ({error.strerror or error})"
             ) from error
-        self._links = Links(settings.fleet, limits=settings.links, tls=tls[1] if tls else None)
+        self._links = Links(
+            settings.fleet,
+            limits=settings.links,
+            tls=tls[1] if tls else None,
+            shared_memory=settings.shared_memory,
+        )
         self._pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv")
         self._shipments: dict[str, Shipment] = {}
         self._carrying: set[asyncio.Task[None]] = set()
@@ -106,7 +121,7 @@ class Carriage:
 
     def reports(self) -> tuple[LinkReport, ...]:
         """How the links fare, both ways."""
-        return self._outbox.links() + self._links.reports()
+        return tuple(map(self._freight.told, self._outbox.links() + self._links.reports()))
 
     # What is handed on.
 
@@ -155,8 +170,7 @@ class Carriage:
         try:
             async with asyncio.timeout(self._handover_s):
                 for parcel in parcels:
-                    await self._pace(parcel)
-                    await self._loop.run_in_executor(self._pool, shipment.put, parcel, self._handover_s)
+                    await self._hand_in(shipment, parcel)
                 shipment.finish()
         except (PotluckError, TimeoutError) as error:
             shipment.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
@@ -189,17 +203,30 @@ class Carriage:
                         # The next receiver would take it for exact, and keep it for others.
                         shipment.fail("a cache that came in fewer bits can only be handed on under a codec")
                         return
-                    for whole in event.parcels:
-                        parcel = whole
-                        if codec != "raw":
-                            parcel = await self._loop.run_in_executor(self._pool, packed, whole, codec)
-                        await self._pace(parcel)
-                        await self._loop.run_in_executor(self._pool, shipment.put, parcel, self._handover_s)
+                    for parcel in event.parcels:
+                        await self._hand_in(shipment, parcel, codec)
                     if event.last:
                         shipment.finish()
                         return
         except (PotluckError, TimeoutError) as error:
             shipment.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
+
+    async def _hand_in(self, shipment: Shipment, parcel: Parcel, codec: Codec = "raw") -> None:
+        """Into the shipment, when its turn has come on the network card."""
+        freight = self._freight
+        if codec != "raw":
+            parcel = await self._apart(freight.packed, parcel, codec)
+        due_s = freight.due_s(parcel)
+        if due_s is not None:
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        await self._apart(shipment.put, parcel, self._handover_s)
+        freight.sent({strand.peer for strand in list(shipment.strands.values())}, parcel)
+
+    async def _apart(self, call: Callable[[Parcel, A], T], parcel: Parcel, more: A) -> T:
+        """Off the event loop, unless it takes no time."""
+        if self._freight.light:
+            return call(parcel, more)
+        return await self._loop.run_in_executor(self._pool, call, parcel, more)
 
     # What is fetched.
 
@@ -221,14 +248,20 @@ class Carriage:
             waiting.append(asyncio.run_coroutine_threadsafe(_whole(begin(about)), self._loop))
             _result(waiting[0], self._handover_s)
 
+        moved_bytes = 0
+
         def sink(parcel: Parcel) -> None:
+            nonlocal moved_bytes
+            moved_bytes += self._freight.kv_bytes(parcel)
             _result(accept(parcel), ASK_S)
 
         degree = self._settings.degree
         fetching = Fetching(self._links, address, wanted, degree=degree, deadline_s=self._handover_s)
         running = self._loop.run_in_executor(self._pool, fetching.run, opened, sink)
         try:
-            return await asyncio.shield(running)
+            found = await asyncio.shield(running)
+            self._freight.fetched(f"{address[0]}:{address[1]}", moved_bytes, found.wall_s)
+            return replace(found, moved_bytes=moved_bytes)
         except asyncio.CancelledError:
             fetching.cancel()
             for future in waiting:

@@ -24,7 +24,6 @@ from potluck.engine.face.hub import Channel
 from potluck.engine.face.peers import address_of
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.requests import Computed, Ended, Job, Token
-from potluck.kv.codec.parcels import restored
 from potluck.kv.handles import bound_to, checked_handle, new_handle
 from potluck.kv.parcels import Declined, Manifest, Parcel, TransferError, token_hash
 from potluck.kv.receive.fetch import Wanted
@@ -201,7 +200,7 @@ async def _receive(service: Service, job: Job, channel: Channel, request: str, s
     wanted = Wanted(checked_handle(source.handle), request, service.fingerprint, tokens, have)
 
     def accept(parcel: Parcel) -> Future[None]:
-        plain, lossy = restored(parcel), parcel.codec != "raw"
+        plain, lossy = service.freight.restored(parcel), parcel.codec != "raw"
         return hub.driver.ask(lambda loop, _: loop.accept(channel.key, plain, lossy=lossy))
 
     await carriage.fetch(address, wanted, lambda about: _begin(service, channel, about), accept)

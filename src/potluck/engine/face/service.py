@@ -19,6 +19,7 @@ from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.paced import Paced
 from potluck.engine.face.carriage import Carriage, KvSettings
+from potluck.engine.face.freight import Freight, PlainFreight
 from potluck.engine.face.hub import Channel, Hub
 from potluck.engine.face.metrics import Metrics
 from potluck.engine.face.uploads import Uploads
@@ -28,7 +29,6 @@ from potluck.engine.loop.requests import Job
 from potluck.engine.loop.status import Counters, Role, Status, step_times
 from potluck.engine.memory.feed import CacheFeed
 from potluck.kv.link.links import ANY_PORT, Address
-from potluck.kv.parcels import Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Service:
         limits: FaceLimits,
         kv: KvSettings | None = None,
         generation: Generation | None = None,
+        freight: Freight | None = None,
     ) -> None:
         self.name = name
         generation = generation or Generation()
@@ -104,7 +105,7 @@ class Service:
         self.fingerprint = executor.fingerprint
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
-        self._card = executor.kv if isinstance(executor, Paced) else None
+        self.freight = freight or PlainFreight(executor.kv if isinstance(executor, Paced) else None)
 
     def must_be(self, model: str) -> None:
         if model != self.name:
@@ -189,11 +190,6 @@ class Service:
         if len(barred) >= self.vocab:
             raise InputError("min_tokens", "nothing is left to draw, since every token would end the output")
         return replace(way, barred=barred, barred_before=prompt + min_tokens)
-
-    async def pace(self, parcel: Parcel) -> None:
-        """Before a parcel is sent: the network card of an emulated GPU takes its time."""
-        if self._card is not None:
-            await asyncio.sleep(max(0.0, self._card.due_s(parcel) - time.monotonic()))
 
     def room_for(self, prompt: int, asked: int | None) -> int:
         """Output tokens that fit behind a prompt; an error if there is not room for those asked for."""

@@ -57,8 +57,11 @@ class Driver:
                 future.set_exception(Stopped(self._why))
                 return future
             self._asked.append((what, future))
-        self._wake.set()
+        self._wake_up()
         return future
+
+    def _wake_up(self) -> None:
+        self._wake.set()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; what was asked and not done is refused."""
@@ -84,11 +87,14 @@ class Driver:
                 if not self._loop.turn(self._clock(), self._clock) and not self._asked:
                     self._rest()
         except Exception as error:  # the thread must never end in silence
-            self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            log.exception("the engine's loop has failed")
-            with self._door:
-                self._stopping = True
-            self._refuse()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        log.error("the engine's loop has failed", exc_info=error)
+        with self._door:
+            self._stopping = True
+        self._refuse()
 
     def _serve(self) -> None:
         while self._asked:
@@ -103,12 +109,15 @@ class Driver:
 
     def _rest(self) -> None:
         now_s = self._clock()
-        if self._loop.idle and now_s - self._checked_s > CHECK_EVERY_S:
-            self._checked_s = now_s
-            self._loop.check()
+        self._check(now_s)
         expiry_s = self._loop.next_expiry_s()
         sleep_s = LONGEST_SLEEP_S if expiry_s is None else max(0.0, min(LONGEST_SLEEP_S, expiry_s - now_s))
         self._wake.wait(sleep_s)
+
+    def _check(self, now_s: float) -> None:
+        if self._loop.idle and now_s - self._checked_s > CHECK_EVERY_S:
+            self._checked_s = now_s
+            self._loop.check()
 
     def _refuse(self) -> None:
         while self._asked:

@@ -9,7 +9,7 @@ from potluck.engine.compute.executor import Executor, Incoming
 from potluck.engine.compute.work import Work
 from potluck.engine.loop.requests import Job, Times
 from potluck.engine.loop.status import Counters
-from potluck.engine.memory.prefix import PrefixCache
+from potluck.engine.memory.prefix import Prefixes
 from potluck.kv.parcels import Manifest, Parcel, token_hash
 
 
@@ -54,9 +54,7 @@ class LiveJob:
 class Rows:
     """Who has which row."""
 
-    def __init__(
-        self, executor: Executor, prefixes: PrefixCache, chunk_tokens: int, counters: Counters
-    ) -> None:
+    def __init__(self, executor: Executor, prefixes: Prefixes, chunk_tokens: int, counters: Counters) -> None:
         self._executor, self._prefixes = executor, prefixes
         self._chunk, self._counters = chunk_tokens, counters
         self.keys: dict[int, int] = {}

@@ -28,8 +28,8 @@ from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
 from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, RowReady, Sent, Token
 from potluck.engine.loop.status import Counters
-from potluck.engine.memory.prefix import PrefixCache
-from potluck.kv.parcels import Manifest, Parcel, token_hash
+from potluck.engine.memory.prefix import PrefixCache, Prefixes
+from potluck.kv.parcels import Manifest, Parcel, data_bytes, token_hash
 
 Tell = Callable[[list[tuple[int, Event]]], None]
 FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
@@ -43,9 +43,13 @@ class Loop:
         limits: Limits,
         tell: Tell,
         *,
-        prefixes: PrefixCache | None = None,
+        prefixes: Prefixes | None = None,
         lease_s: float = 60.0,
+        weigh: Callable[[Parcel], int] = data_bytes,
+        awaits: bool = True,
     ) -> None:
+        """`weigh`: what parcels count as. Without `awaits` a step is left under way, and landed by the next turn,
+        which comes when it is over (`timed.py`)."""
         if limits.total_blocks > executor.size.blocks:
             raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
         spare = executor.size.rows - limits.max_running
@@ -57,7 +61,9 @@ class Loop:
         longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
         self.lanes = Lanes(replace(limits, chunk_tokens=chunk), executor.lanes, longest)
         self._tell = tell
-        self.prefixes = prefixes or PrefixCache(executor.config, 0)
+        self._weigh = weigh
+        self._awaits = awaits and len(self.lanes.all) == 1
+        self.prefixes: Prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = Rows(executor, self.prefixes, chunk, self.counters)
         self._lease_s = lease_s
         self._runs: dict[int, LiveJob] = {}
@@ -129,7 +135,7 @@ class Loop:
     def accept(self, key: int, parcel: Parcel, *, lossy: bool = False) -> None:
         self._incoming(key).accept(parcel)
         self._here(key).exact &= not lossy
-        self.counters.received_bytes += len(parcel.data)
+        self.counters.received_bytes += self._weigh(parcel)
 
     def arrived(self, key: int) -> None:
         """All parcels are there: the request may run."""
@@ -171,7 +177,7 @@ class Loop:
             self.counters.preemptions += 1
         lane.flight = flight = self._plan(lane, step)
         self._begin(flight)
-        if len(self.lanes.all) == 1 or not flight.works:
+        if self._awaits or not flight.works:
             self._land(lane, flight, clock)
         return last is not None or bool(step.chunks or step.decodes)
 
@@ -325,7 +331,7 @@ class Loop:
 
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
         last = parcels[-1].layer == self.executor.config.model.layer_count - 1
-        self.counters.sent_bytes += sum(len(parcel.data) for parcel in parcels)
+        self.counters.sent_bytes += sum(map(self._weigh, parcels))
         if (run := self._runs.get(self._rows.keys[row])) is not None:
             self._said.append((run.job.key, Sent(parcels, last, run.exact)))
             self.flush()

@@ -12,7 +12,7 @@ from collections import deque
 
 from potluck.core.brain.events import Cached
 from potluck.core.routing.index import Announcer
-from potluck.engine.memory.prefix import PrefixCache
+from potluck.engine.memory.prefix import Prefixes
 
 MOST_REPORTS = 256
 EPOCH_BITS = 48
@@ -22,7 +22,7 @@ EPOCH_BITS = 48
 class CacheFeed:
     """Read and changed in the loop's thread alone."""
 
-    def __init__(self, prefixes: PrefixCache, epoch: int | None = None) -> None:
+    def __init__(self, prefixes: Prefixes, epoch: int | None = None) -> None:
         self._prefixes = prefixes
         self.epoch = secrets.randbits(EPOCH_BITS) if epoch is None else epoch
         self._announcer = Announcer("", self.epoch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, FormatError, InputError
@@ -25,6 +26,31 @@ from potluck.kv.store.pool import PrefixPool
 
 Read = Callable[[int, int, int], tuple[Parcel, ...]]
 """(layer, start, stop) to what that layer has of a row."""
+
+
+class Prefixes(Protocol):
+    """What the loop needs of a prefix cache; the one below, or one that pretends."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def enabled(self) -> bool: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def find(self, tokens: Sequence[int], most_tokens: int) -> tuple[int, list[Parcel]]: ...
+
+    def keep(self, tokens: Sequence[int], held: int, read: Read) -> None: ...
+
+    def changes(self) -> Changes: ...
+
+    def everything(self) -> Changes: ...
+
+    def verify(self) -> None: ...
+
+    def flush(self) -> None: ...
 
 
 def keeps_all(attention: Attention) -> bool:

@@ -32,7 +32,7 @@ from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.state import Handover, Journey, Site
 
 if TYPE_CHECKING:
-    from potluck.sim.replicas.cache import PrefixCache
+    from potluck.core.replica.spare import SpareCache
 
 
 class Journeys:
@@ -202,7 +202,7 @@ class Journeys:
             cache.keep(blocks)
             self._fit(at_s, site, cache)
 
-    def _fit(self, at_s: float, site: Site, cache: PrefixCache) -> None:
+    def _fit(self, at_s: float, site: Site, cache: SpareCache) -> None:
         """Give up cached blocks whose room running requests need."""
         cache.shrink(site.replica.free_blocks(at_s) * BLOCK_TOKENS)
 

@@ -13,8 +13,8 @@ from potluck.core.values.route import Segment
 from potluck.core.values.types import Request, Role
 
 if TYPE_CHECKING:
+    from potluck.core.replica.spare import SpareCache
     from potluck.sim.links.link import Pipe
-    from potluck.sim.replicas.cache import PrefixCache
     from potluck.sim.replicas.replica import Replica
     from potluck.worlds.kits import Kit
 
@@ -91,7 +91,7 @@ class Site:
         """Those of them whose segment here is to be handed on, in the order they came."""
         self.waiting: deque[Handover] = deque()
         """Hand-overs that wait for room here."""
-        self.cache: PrefixCache | None = None
+        self.cache: SpareCache | None = None
         self.announcer = Announcer(member.id, index)
         """Numbers what the cache reports. A replica that comes back is another site, with a higher index."""
         self.recount = False

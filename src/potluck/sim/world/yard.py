@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from potluck.core.brain.actions import Drain, Flip, Start, Stop
 from potluck.core.brain.events import Drained, ReplicaLost, ReplicaReady
 from potluck.core.errors import InputError
+from potluck.core.replica.spare import SpareCache
 from potluck.core.values.types import Role
 from potluck.sim.links.network import machine_name
-from potluck.sim.replicas.cache import PrefixCache
 from potluck.sim.world.agenda import CALL, READY
 from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.journeys import Journeys
@@ -133,9 +133,9 @@ class Yard:
             ground.purse.rent(at_s, region, node, ground.kits.scene.price_usd_per_h(region, node))
         return found
 
-    def _cache(self, model: str) -> PrefixCache:
+    def _cache(self, model: str) -> SpareCache:
         facts = self._ground.kits.facts().models[model]
         blocks = self._ground.workload.blocks
         assert blocks is not None
         state_tokens = facts.state_bytes / facts.kv_bytes_per_token if facts.kv_bytes_per_token > 0 else 0.0
-        return PrefixCache(blocks.tokens, facts.exact_prefix, state_tokens if facts.exact_prefix else 0.0)
+        return SpareCache(blocks.tokens, facts.exact_prefix, state_tokens if facts.exact_prefix else 0.0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.replica.block_values import Changes
-from potluck.sim.replicas.cache import PrefixCache
+from potluck.core.replica.spare import SpareCache
 
 CHAINS = [tuple(range(10 * group, 10 * group + length)) for group in range(4) for length in (1, 2, 4, 7)]
 
@@ -24,7 +24,7 @@ def _up_to(block: int) -> tuple[int, ...]:
 def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
     uses: list[tuple[tuple[int, ...], int]], exact: bool
 ) -> None:
-    cache = PrefixCache(16, exact)
+    cache = SpareCache(16, exact)
     order: list[int] = []
     """Reference: most recent last; of one prompt, its beginning last."""
     told: set[int] = set()
@@ -59,7 +59,7 @@ def test_holds_what_fits_newest_first_and_never_a_block_without_its_prefix(
 
 
 def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
-    cache = PrefixCache(16, exact=True, state_tokens=8.0)
+    cache = SpareCache(16, exact=True, state_tokens=8.0)
     cache.keep((1, 2, 3))
     cache.shrink(1000)
     assert cache.match((1, 2, 3, 4)) == 3
@@ -79,7 +79,7 @@ def test_exact_caches_resume_only_where_a_prompt_ended() -> None:
 
 
 def test_what_came_and_went_unseen_is_told_as_gone() -> None:
-    cache = PrefixCache(16)
+    cache = SpareCache(16)
     cache.keep((1, 2))
     cache.shrink(16)
     assert cache.changes() == Changes((1,), (2,))

@@ -1,11 +1,12 @@
-"""The prefix cache of one replica: blocks of prompt KV that nobody uses at present, kept while there is room.
+"""A prefix cache in spare memory: blocks of prompt KV that nobody uses at present, kept while there is room.
 
 Blocks carry chained hashes, so a block stands for its whole prefix. Least recently used blocks go first, and a
 prefix is touched from its end to its beginning, so a block never goes before the ones that build on it. The room is
 what running requests leave over: cached blocks are given up as soon as those need the memory.
 
 Models with linear or window layers can resume only where their state was kept, which is at the end of a prompt
-(`exact`); such a state takes room of its own. The others resume at any block.
+(`exact`); such a state takes room of its own. The others resume at any block. The simulator's replicas and engines
+that pretend have this cache; `blocks.py` is for those that hold bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from math import ceil
 from potluck.core.replica.block_values import Changes
 
 
-class PrefixCache:
+class SpareCache:
     """Block hash to whether state is kept at its end, least recently used first."""
 
     __slots__ = ("_held", "_marks", "_news", "_states", "block_tokens", "exact", "state_tokens")

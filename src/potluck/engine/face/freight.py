@@ -1,0 +1,67 @@
+"""How parcels go over the wire: under which codec they are what, when they may go, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from potluck.engine.compute.paced import KvPace
+from potluck.kv.codec.layout import Codec
+from potluck.kv.codec.parcels import packed, restored
+from potluck.kv.link.report import LinkReport
+from potluck.kv.parcels import Parcel
+
+
+class Freight(Protocol):
+    @property
+    def light(self) -> bool:
+        """Whether parcels are so small that no thread is needed for them."""
+
+    def kv_bytes(self, parcel: Parcel) -> int:
+        """What it counts as on the wire."""
+
+    def packed(self, parcel: Parcel, codec: Codec) -> Parcel: ...
+
+    def restored(self, parcel: Parcel) -> Parcel: ...
+
+    def due_s(self, parcel: Parcel) -> float | None:
+        """When a parcel that is handed in now may go, by the monotonic clock; None: at once."""
+
+    def sent(self, peers: Iterable[str], parcel: Parcel) -> None:
+        """It went to these."""
+
+    def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
+        """A cache came whole from there."""
+
+    def told(self, report: LinkReport) -> LinkReport:
+        """What is said of a link."""
+
+
+class PlainFreight:
+    """Parcels as they are; the card of an emulated GPU, if there is one, takes its time."""
+
+    light = False
+
+    def __init__(self, card: KvPace | None = None) -> None:
+        self._card = card
+
+    def kv_bytes(self, parcel: Parcel) -> int:
+        return len(parcel.data) + len(parcel.parameters)
+
+    def packed(self, parcel: Parcel, codec: Codec) -> Parcel:
+        return packed(parcel, codec)
+
+    def restored(self, parcel: Parcel) -> Parcel:
+        return restored(parcel)
+
+    def due_s(self, parcel: Parcel) -> float | None:
+        return None if self._card is None else self._card.due_s(parcel)
+
+    def sent(self, peers: Iterable[str], parcel: Parcel) -> None:
+        """The connections count for themselves."""
+
+    def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
+        """As above."""
+
+    def told(self, report: LinkReport) -> LinkReport:
+        return report

@@ -1,0 +1,280 @@
+"""What the loop needs of whoever computes, without computing: histories for KV, and steps that end when they are due.
+
+A row has a history (`history.py`) instead of KV, and blocks that are only counted. What a row hands on is the history
+of its tokens, in parcels of a few bytes; the receiver knows the tokens, and takes no history that is not theirs.
+
+A step's tokens are known as soon as it begins. It ends when the GPU in question would be done, and nothing sleeps
+here: `due_s` says when something is due, and whoever turns the loop waits for that (`loop/timed.py`).
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.core.values.sampling import Choice
+from potluck.engine.compute.executor import Deliver, Draw, Export, Incoming
+from potluck.engine.compute.paced import Clock, Pacer
+from potluck.engine.compute.work import Size, Work
+from potluck.engine.model.config import Config
+from potluck.engine.numbers.exactness import Exactness
+from potluck.engine.pretend.history import NOTHING, after, mixed
+from potluck.engine.pretend.words import Words
+from potluck.kv.parcels import Manifest, Parcel, token_hash
+
+CONTENT = struct.Struct("<QIII")
+"""The history at the end, mixed with the layer; first, stop, layer."""
+DTYPE = "float32"
+SHAPE = (1, 16)
+"""Of each parcel, as the wire has it: room for the content, under any codec."""
+RAW_BYTES = 64
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: int = 0
+    blocks: int = 0
+    history: int = NOTHING
+
+
+class PretendExecutor:
+    lanes = 1
+    exact = Exactness(True, "none")
+
+    def __init__(
+        self,
+        config: Config,
+        size: Size,
+        words: Words,
+        lasts: Callable[[Sequence[Work]], float],
+        *,
+        fingerprint: str,
+        speed_up: float = 1.0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.config, self.size, self.fingerprint = config, size, fingerprint
+        self.grown: Callable[[], None] = _nobody
+        """Told when rows have taken more blocks."""
+        self.used_blocks = 0
+        self._words, self._lasts = words, lasts
+        self._pacer = Pacer(None, speed_up, clock)
+        self._rows: dict[int, _Row] = {}
+        self._free = list(range(size.rows))
+        self._owed_s = 0.0
+        """Of steps that were taken at once, and must still be waited for."""
+        self._under_way = False
+        self._leaving: deque[tuple[float, int, int, int, int]] = deque()
+        """(when, row, layer, start, stop) of what goes out while the step is under way."""
+        self._deliver: Deliver | None = None
+
+    # Rows.
+
+    def open(self) -> int:
+        if not self._free:
+            raise CapacityError(f"all {self.size.rows} rows are taken")
+        row = heappop(self._free)
+        self._rows[row] = _Row()
+        return row
+
+    def close(self, row: int) -> None:
+        self.used_blocks -= self._rows.pop(row).blocks
+        heappush(self._free, row)
+
+    def held(self, row: int) -> int:
+        return self._rows[row].tokens
+
+    def grow(self, row: int, tokens: int, since: int = 0) -> None:
+        here = self._rows[row]
+        more = -(-tokens // BLOCK_TOKENS) - here.blocks
+        if more <= 0:
+            return
+        if tokens > self.size.max_tokens or self.used_blocks + more > self.size.blocks:
+            raise CapacityError(f"no room for {tokens} tokens beside the {self.used_blocks} blocks in use")
+        here.blocks += more
+        self.used_blocks += more
+        self.grown()
+
+    @property
+    def free_blocks(self) -> int:
+        return self.size.blocks - self.used_blocks
+
+    # Steps.
+
+    @property
+    def due_s(self) -> float | None:
+        """When there is something to do again, by the clock: a parcel to deliver, or the end of a step."""
+        if not self._under_way:
+            return None
+        return self._leaving[0][0] if self._leaving else self._pacer.due_s
+
+    def step(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> list[Choice]:
+        """At once; the time that it would take is added to the next step that is waited for."""
+        choices = self._advance(works, draws)
+        self._owed_s += self._lasts(works)
+        if deliver is not None:
+            for layer in range(self.config.model.layer_count):
+                for each in exports:
+                    deliver(each.row, self.export(each.row, layer, each.start, each.stop))
+        return choices
+
+    def begin(
+        self,
+        works: Sequence[Work],
+        draws: Sequence[Draw],
+        exports: Sequence[Export] = (),
+        deliver: Deliver | None = None,
+    ) -> Callable[[], list[Choice]]:
+        choices = self._advance(works, draws)
+        start_s, length_s = self._pacer.start(self._owed_s + self._lasts(works))
+        self._owed_s, self._under_way, self._deliver = 0.0, True, deliver
+        if exports and deliver is not None:
+            layers = self.config.model.layer_count
+            for layer in range(layers):
+                when_s = start_s + length_s * (layer + 1) / layers
+                self._leaving.extend((when_s, each.row, layer, each.start, each.stop) for each in exports)
+
+        def land() -> list[Choice]:
+            self.deliver(inf)
+            self._under_way = False
+            self._pacer.landed()
+            return choices
+
+        return land
+
+    def deliver(self, now_s: float) -> None:
+        """Hand out what is due by now of the step that is under way."""
+        leaving = self._leaving
+        while leaving and leaving[0][0] <= now_s:
+            _, row, layer, start, stop = leaving.popleft()
+            assert self._deliver is not None
+            self._deliver(row, self.export(row, layer, start, stop))
+
+    def _advance(self, works: Sequence[Work], draws: Sequence[Draw]) -> list[Choice]:
+        rows = self._rows
+        self._check(works)
+        choices = []
+        next_draw = iter(draws)
+        for work in works:
+            here = rows[work.row]
+            here.history = after(here.history, work.tokens)
+            here.tokens += len(work.tokens)
+            if work.logits == "last":
+                draw = next(next_draw)
+                choices.append(self._words.draw(here.history, draw.way, draw.position))
+        return choices
+
+    def _check(self, works: Sequence[Work]) -> None:
+        if not works or len({work.row for work in works}) != len(works):
+            raise InputError("step", "has nothing to do, or two works for one row")
+        for work in works:
+            here = self._rows[work.row]
+            stop = work.start + len(work.tokens)
+            if not work.tokens or work.start != here.tokens or stop > here.blocks * BLOCK_TOKENS:
+                line = (
+                    f"holds {here.tokens} tokens and {here.blocks} blocks, the step goes from {work.start} to"
+                )
+                raise InputError(f"row {work.row}", f"{line} {stop}")
+
+    # Hand-overs.
+
+    def export(self, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
+        here = self._rows[row]
+        if not 0 <= start < stop or stop != here.tokens:
+            raise InputError(f"row {row}", f"holds {here.tokens} tokens; it cannot give [{start}, {stop})")
+        return (parcel_of(here.history, layer, start, stop),)
+
+    def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> Incoming:
+        return PretendArrival(self, row, about, tokens)
+
+    def put(self, row: int, tokens: int, history: int) -> None:
+        """A row holds these many tokens, with this history."""
+        self._rows[row].tokens, self._rows[row].history = tokens, history
+
+    # What else is asked.
+
+    def check(self) -> None:
+        if self._rows or self.used_blocks or len(self._free) != self.size.rows:
+            raise AssertionError(f"{len(self._rows)} rows and {self.used_blocks} blocks are taken by nobody")
+
+    def health(self) -> str:
+        return ""
+
+    def degraded(self) -> str:
+        return ""
+
+    def notes(self) -> Mapping[str, float]:
+        return self._pacer.notes()
+
+    def shutdown(self) -> None:
+        """Nothing to stop."""
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
+
+
+def parcel_of(history: int, layer: int, start: int, stop: int) -> Parcel:
+    """What stands for a layer's KV of the tokens [start, stop), which have this history at their end."""
+    content = CONTENT.pack(mixed(history ^ layer), start, stop, layer)
+    return Parcel(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
+
+
+class PretendArrival:
+    """A hand-over on its way into a row, which must hold the tokens [0, start) already."""
+
+    def __init__(self, executor: PretendExecutor, row: int, about: Manifest, tokens: Sequence[int]) -> None:
+        if about.fingerprint != executor.fingerprint:
+            raise InputError("hand-over: fingerprint", "is of another model or other weights")
+        held = executor.held(row)
+        if not 0 <= about.start < about.stop <= len(tokens) or about.start > held:
+            raise InputError(
+                "hand-over: tokens",
+                f"[{about.start}, {about.stop}) does not go on from the {held} tokens held",
+            )
+        if about.token_hash != token_hash(tokens[: about.stop]):
+            raise InputError("hand-over: token_hash", "is of other tokens")
+        executor.grow(row, about.stop)
+        self._executor, self._row, self._about = executor, row, about
+        self._history = after(NOTHING, tokens[: about.stop])
+        self._missing = set(range(executor.config.model.layer_count))
+
+    @property
+    def missing(self) -> int:
+        return len(self._missing)
+
+    def accept(self, parcel: Parcel) -> None:
+        where = f"hand-over: layer {parcel.layer} {parcel.part}"
+        about = self._about
+        if parcel.layer not in self._missing:
+            raise FormatError(where, "is not expected, or came before")
+        expected = parcel_of(self._history, parcel.layer, about.start, about.stop)
+        if (parcel.part, parcel.dtype, parcel.shape) != (expected.part, expected.dtype, expected.shape):
+            raise FormatError(
+                where, f"is {parcel.dtype} {list(parcel.shape)}, expected {DTYPE} {list(SHAPE)}"
+            )
+        if (parcel.first, parcel.stop) != (about.start, about.stop):
+            raise FormatError(
+                where, f"is of [{parcel.first}, {parcel.stop}), expected [{about.start}, {about.stop})"
+            )
+        if bytes(parcel.data) != expected.data:
+            raise FormatError(where, "is not the KV of these tokens")
+        self._missing.remove(parcel.layer)
+
+    def finish(self) -> None:
+        if self._missing:
+            count, first = len(self._missing), min(self._missing)
+            raise FormatError("hand-over", f"{count} parcels are missing, the first is layer {first}")
+        self._executor.put(self._row, self._about.stop, self._history)

@@ -1,0 +1,92 @@
+"""A pretended network card: what crosses takes the time, and is told with the bytes, of a large model's KV.
+
+The parcels that cross are a few bytes, over connections that are really there. What those say of themselves (how
+many, how far, how often something was lost) stays; bytes and rates are put in their place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from potluck.core.errors import FormatError
+from potluck.engine.compute.paced import Clock
+from potluck.engine.pretend.cargo import Cargo
+from potluck.engine.pretend.executor import CONTENT, RAW_BYTES
+from potluck.kv.codec.layout import Codec, sizes
+from potluck.kv.link.report import LinkReport
+from potluck.kv.parcels import Parcel
+from potluck.perf.transfer import AlphaBeta
+
+
+@dataclass(slots=True)
+class _Book:
+    moved_bytes: int = 0
+    busy_s: float = 0.0
+
+
+class PretendFreight:
+    """How the parcels of an engine that pretends go over the wire. Used from the event loop alone."""
+
+    light = True
+
+    def __init__(
+        self, cargo: Cargo, link: AlphaBeta, speed_up: float = 1.0, clock: Clock = time.monotonic
+    ) -> None:
+        self._cargo, self._speed_up, self._clock = cargo, speed_up, clock
+        self._bytes_per_s = link.beta_bytes_per_s * speed_up
+        self._alpha_s = link.alpha_s / speed_up
+        self._free_s = -float("inf")
+        self._books: dict[str, _Book] = {}
+
+    def kv_bytes(self, parcel: Parcel) -> int:
+        return self._cargo.kv_bytes(parcel)
+
+    def packed(self, parcel: Parcel, codec: Codec) -> Parcel:
+        size = sizes(parcel.part, parcel.dtype, parcel.shape, codec)
+        whole = bytes(parcel.data)[: CONTENT.size].ljust(size.total_bytes, b"\0")
+        cut = size.parameter_bytes
+        return replace(parcel, codec=codec, parameters=whole[:cut], data=whole[cut:])
+
+    def restored(self, parcel: Parcel) -> Parcel:
+        if parcel.codec == "raw":
+            return parcel
+        whole = bytes(parcel.parameters) + bytes(parcel.data)
+        if len(whole) < CONTENT.size or any(whole[CONTENT.size :]):
+            raise FormatError(f"hand-over: layer {parcel.layer}", "is not what an engine that pretends sends")
+        data = whole[: CONTENT.size].ljust(RAW_BYTES, b"\0")
+        return replace(parcel, codec="raw", parameters=b"", data=data)
+
+    def due_s(self, parcel: Parcel) -> float:
+        """When a parcel that is handed in now would be there, by the clock; those before it go first."""
+        self._free_s = max(self._free_s, self._clock()) + self._took_s(parcel)
+        return self._free_s + self._alpha_s
+
+    def sent(self, peers: Iterable[str], parcel: Parcel) -> None:
+        """It was handed in, and is on its way to these."""
+        for peer in peers:
+            self._moved(peer, self.kv_bytes(parcel), self._took_s(parcel))
+
+    def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
+        self._moved(peer, kv_bytes, wall_s)
+
+    def told(self, report: LinkReport) -> LinkReport:
+        """A report as it would be."""
+        book = self._books.get(report.peer, _Book())
+        rate = book.moved_bytes / book.busy_s if book.busy_s > 0 else 0.0
+        waiting_s = max(0.0, self._free_s - self._clock())
+        return replace(
+            report,
+            moved_bytes=book.moved_bytes,
+            goodput_bytes_per_s=rate,
+            queue_bytes=round(waiting_s * self._bytes_per_s) if report.queue_bytes or waiting_s else 0,
+        )
+
+    def _took_s(self, parcel: Parcel) -> float:
+        return self.kv_bytes(parcel) / self._bytes_per_s
+
+    def _moved(self, peer: str, kv_bytes: int, busy_s: float) -> None:
+        book = self._books.setdefault(peer, _Book())
+        book.moved_bytes += kv_bytes
+        book.busy_s += busy_s
