@@ -1,0 +1,328 @@
+"""Engines that pretend: the same tokens however requests are cut, and no KV but the right one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_kit import carry
+from pretend_kit import HYBRID, LLAMA, TIMER, VOCAB, WINDOWED, WORDS, PretendDesk, executor
+
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import CapacityError, FormatError, InputError
+from potluck.core.values.model import Model
+from potluck.core.values.sampling import Sampling
+from potluck.engine.compute.executor import Draw, Export
+from potluck.engine.compute.paced import steps_of
+from potluck.engine.compute.work import Size, Work
+from potluck.engine.pretend.cargo import Cargo
+from potluck.engine.pretend.executor import parcel_of
+from potluck.engine.pretend.freight import PretendFreight
+from potluck.engine.pretend.history import FACTOR, MASK, NOTHING, SPREAD, after
+from potluck.engine.pretend.lasting import Lasting
+from potluck.engine.pretend.words import Words
+from potluck.kv.codec.layout import Codec
+from potluck.kv.parcels import Manifest, Parcel, token_hash
+from potluck.perf.memory import kv_bytes
+from potluck.perf.transfer import AlphaBeta
+
+SIZE = Size(8, 400, 4096)
+SAMPLED = Sampling(temperature=0.8, seed=11)
+CODECS: tuple[Codec, ...] = ("raw", "int8", "int4")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=length)
+
+
+def answer(tokens: list[int], output: int, way: Sampling = SAMPLED) -> list[int]:
+    return PretendDesk().answer(tokens, output, sampling=way)
+
+
+# Histories.
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=200), st.lists(st.integers(0, 200), max_size=4))
+def test_a_history_is_the_same_however_it_came_about(tokens: list[int], cuts: list[int]) -> None:
+    by_hand = NOTHING
+    for token in tokens:
+        by_hand = (by_hand * FACTOR + (token + 1) * SPREAD) & MASK
+    found, places = NOTHING, [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    for start, stop in pairwise(places):
+        found = after(found, tokens[start:stop])
+    assert found == by_hand
+
+
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=60), st.data())
+def test_another_history_draws_other_tokens(tokens: list[int], data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(tokens) - 1))
+    other = [*tokens]
+    other[place] += 1
+    many = Words(1 << 40, range(1 << 32))  # type: ignore[arg-type]
+    drawn = [many.draw(after(NOTHING, each), Sampling(), 0).token for each in (tokens, other)]
+    assert drawn[0] != drawn[1]
+
+
+# Cuts.
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 300),
+    st.lists(st.integers(1, 299), max_size=3, unique=True),
+    st.integers(0, 9),
+    st.integers(16, 200),
+    st.sampled_from([Sampling(), SAMPLED, replace(SAMPLED, seed=1 << 70)]),
+    st.booleans(),
+)
+def test_any_cut_gives_the_tokens_of_one_engine(
+    length: int, cuts: list[int], streamed: int, chunk: int, way: Sampling, late: bool
+) -> None:
+    """Split over several engines, in chunks, and begun anew behind what was streamed."""
+    tokens, output = prompt(length, length), 12
+    expected = answer(tokens, output, way)
+    tokens, rest = tokens + expected[:streamed], output - streamed
+    places = [0, *sorted(cut for cut in cuts if cut < len(tokens) - 1)]
+    desks = [PretendDesk(chunk=chunk, budget=chunk + 18, most_blocks=None) for _ in places]
+    before: tuple[PretendDesk, int] | None = None
+    for n, (desk, start) in enumerate(zip(desks, places, strict=True)):
+        last = n == len(places) - 1
+        stop = None if last else places[n + 1]
+        key = desk.submit(tokens, rest if last else 0, start=start, stop=stop, sampling=way)
+        if before is not None:
+            carry(before[0], before[1], desk, key, late=late)
+        before = desk, key
+    desks[-1].run()
+    assert desks[-1].tokens(key) == expected[streamed:]
+    for desk in desks:
+        assert desk.loop.idle
+        desk.loop.check()
+
+
+def test_seeds_count_only_where_there_is_a_temperature() -> None:
+    tokens = prompt(40)
+    greedy = answer(tokens, 20, Sampling())
+    assert greedy == answer(tokens, 20, Sampling(seed=5))
+    sampled = [answer(tokens, 20, Sampling(temperature=1.0, seed=seed)) for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1]
+    assert len({tuple(each) for each in (greedy, sampled[0], sampled[2])}) == 3
+
+
+def test_neighbours_change_nothing_and_preempted_requests_neither() -> None:
+    desk = PretendDesk(blocks=24)
+    keys = [desk.submit(prompt(60, seed), 40, sampling=SAMPLED) for seed in range(6)]
+    desk.run()
+    assert desk.loop.counters.preemptions > 0
+    assert [desk.tokens(key) for key in keys] == [answer(prompt(60, seed), 40) for seed in range(6)]
+
+
+# Wrong KV.
+
+
+def arrival(parcels: list[Parcel], tokens: list[int], start: int = 0) -> None:
+    """Put parcels of [start, all of these) into a row, and draw a token behind them."""
+    made = executor(SIZE)
+    row = made.open()
+    about = Manifest("f", start, len(tokens), token_hash(tokens))
+    incoming = made.arrival(row, about, [*tokens, 1])
+    for parcel in parcels:
+        incoming.accept(parcel)
+    incoming.finish()
+    made.grow(row, len(tokens) + 1)
+    (choice,) = made.step([Work(row, len(tokens), [1])], [Draw(Sampling(), len(tokens) + 1)])
+    assert choice == WORDS.draw(after(NOTHING, [*tokens, 1]), Sampling(), len(tokens) + 1)
+
+
+def test_only_the_kv_of_the_very_tokens_is_taken() -> None:
+    tokens = prompt(50)
+    layers = range(Cargo(LLAMA).layers)
+    right = [parcel_of(after(NOTHING, tokens), layer, 0, 50) for layer in layers]
+    arrival(right, tokens)
+    other = [parcel_of(after(NOTHING, [*tokens[:-1], 0]), layer, 0, 50) for layer in layers]
+    flipped = replace(right[3], data=bytes([right[3].data[0] ^ 4]) + bytes(right[3].data)[1:])
+    for wrong, says in (
+        ([*right[:3], other[3], *right[4:]], "layer 3 latent: is not the KV of these tokens"),
+        ([*right[:3], flipped, *right[4:]], "layer 3 latent: is not the KV of these tokens"),
+        ([*right[:3], replace(right[2], layer=3), *right[4:]], "is not the KV of these tokens"),
+        (right[:-1], "1 parcels are missing, the first is layer 7"),
+        ([*right, right[0]], "is not expected, or came before"),
+        ([replace(right[0], first=1), *right[1:]], "is of \\[1, 50\\), expected \\[0, 50\\)"),
+        ([replace(right[0], shape=(2, 8)), *right[1:]], "expected float32 \\[1, 16\\]"),
+    ):
+        with pytest.raises(FormatError, match=says):
+            arrival(wrong, tokens)
+    with pytest.raises(InputError, match="does not go on from the 0 tokens held"):
+        arrival(right, tokens, start=10)
+
+
+def test_a_step_cannot_skip_what_its_row_lacks() -> None:
+    made = executor(SIZE)
+    row = made.open()
+    made.grow(row, 64)
+    with pytest.raises(InputError, match="holds 0 tokens and 4 blocks, the step goes from 5 to 6"):
+        made.step([Work(row, 5, [1])], [Draw(Sampling(), 6)])
+    with pytest.raises(CapacityError, match="no room for 4097 tokens"):
+        made.grow(row, 4097)
+    with pytest.raises(AssertionError, match="1 rows and 4 blocks"):
+        made.check()
+    made.close(row)
+    made.check()
+
+
+# What it weighs.
+
+
+@pytest.mark.parametrize(
+    "model", [LLAMA, HYBRID, WINDOWED, replace(LLAMA, name="s", layers=LLAMA.layers[:3])]
+)
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_parcels_weigh_what_the_large_models_kv_does(model: Model, tokens: int) -> None:
+    cargo = Cargo(model)
+    parcels = [parcel_of(NOTHING, layer, 0, tokens) for layer in range(cargo.layers)]
+    whole = sum(map(cargo.kv_bytes, parcels))
+    assert whole == pytest.approx(kv_bytes(model, tokens), abs=cargo.layers)
+
+
+def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
+    freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9))
+    parcel = parcel_of(123, 4, 10, 138)
+    weights = []
+    for codec in CODECS:
+        small = freight.packed(parcel, codec)
+        assert small.codec == codec
+        assert replace(freight.restored(small), data=b"") == replace(parcel, data=b"")
+        assert freight.restored(small).data == parcel.data
+        weights.append(freight.kv_bytes(small) / freight.kv_bytes(parcel))
+    assert weights == pytest.approx([1.0, 0.5234, 0.2734], abs=1e-3)
+    small = freight.packed(parcel, "int4")
+    with pytest.raises(FormatError, match="not what an engine that pretends sends"):
+        freight.restored(replace(small, data=bytes(small.data)[:-1] + b"1"))
+
+
+# Prefixes.
+
+
+@pytest.mark.parametrize("model", [LLAMA, HYBRID])
+def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
+    cargo = Cargo(model)
+    states = 3 * cargo.state_tokens // BLOCK_TOKENS if cargo.exact else 0
+    desk = PretendDesk(model, blocks=40 + int(states), most_blocks=None)
+    tokens = prompt(100)
+    first = desk.answer(tokens, 4)
+    assert desk.answer(tokens, 4) == first
+    assert desk.end(2).times.cached_tokens == 96
+    assert desk.spare.used_bytes >= 6 * BLOCK_TOKENS * cargo.token_bytes
+    named = desk.spare.changes().added
+    assert len(named) == len(set(named)) >= 6
+    desk.answer(prompt(16 * desk.pretended.size.blocks - 40, 1), 4)  # It needs all but a few blocks.
+    assert set(named[:6]) <= set(desk.spare.changes().removed)
+    assert desk.answer(tokens, 4) == first
+
+
+def test_a_prefix_cache_of_no_bytes_keeps_nothing() -> None:
+    desk = PretendDesk(most_blocks=0)
+    desk.answer(prompt(100), 2)
+    assert (desk.spare.used_bytes, desk.spare.everything().added) == (0, ())
+    desk = PretendDesk(most_blocks=3)
+    desk.answer(prompt(100), 2)
+    assert len(desk.spare.everything().added) == 3
+
+
+# Pace.
+
+
+def test_steps_take_the_time_that_is_predicted() -> None:
+    now_s = 50.0
+
+    def clock() -> float:
+        return now_s
+
+    made = executor(SIZE, clock=clock)
+    row = made.open()
+    made.grow(row, 600)
+    works = [Work(row, 0, prompt(512), "last"), *(Work(row, 512 + n, [1]) for n in range(40))]
+    expected_s = 0.0
+    for place, work in enumerate(works):
+        land = made.begin([work], [Draw(Sampling(), 0)])
+        expected_s += float(TIMER.step_s(steps_of([work]))[0])
+        assert made.due_s is not None
+        assert made.due_s - 50.0 == pytest.approx(expected_s, rel=2e-3)
+        now_s = made.due_s + (0.0005 if place % 2 else 0.0)  # A wake-up is late now and then.
+        land()
+        assert made.due_s is None
+    notes = made.notes()
+    assert notes["emulated_steps"] == 41
+    assert notes["emulated_predicted_s"] == pytest.approx(expected_s, rel=2e-3)
+    assert notes["emulated_late_s"] == pytest.approx(0.0005 * 20)
+    assert notes["emulated_late_steps"] == 0
+
+
+LASTING = Lasting(TIMER)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=64))
+def test_looked_up_steps_are_as_long_as_the_timers(contexts: list[int]) -> None:
+    works = [Work(row, context, [0]) for row, context in enumerate(contexts)]
+    assert LASTING(works) == pytest.approx(float(TIMER.step_s(steps_of(works))[0]), rel=5e-3)
+
+
+def test_layers_leave_while_their_step_is_under_way() -> None:
+    now_s = 0.0
+    made = executor(SIZE, clock=lambda: now_s)
+    row = made.open()
+    made.grow(row, 64)
+    sent: list[tuple[float, int]] = []
+    land = made.begin(
+        [Work(row, 0, prompt(64), "none")],
+        [],
+        [Export(row, 0, 64)],
+        lambda _row, parcels: sent.append((now_s, parcels[0].layer)),
+    )
+    length_s = float(TIMER.step_s(steps_of([Work(row, 0, prompt(64), "none")]))[0])
+    while made.due_s is not None and len(sent) < 8:
+        now_s = made.due_s
+        made.deliver(now_s)
+    assert [layer for _, layer in sent] == list(range(8))
+    assert [when for when, _ in sent] == pytest.approx([length_s * (n + 1) / 8 for n in range(8)])
+    assert land() == []
+
+
+# Ends.
+
+
+def test_outputs_end_by_chance_only_where_that_is_asked_for() -> None:
+    words = replace(WORDS, mean_tokens=20)
+    lengths = []
+    for seed in range(60):
+        desk = PretendDesk(words=words)
+        key = desk.submit(prompt(20, seed), 400, ends=frozenset({2}))
+        desk.run()
+        assert (desk.tokens(key)[-1] == 2) == (desk.end(key).reason == "stop")
+        lengths.append(len(desk.tokens(key)))
+    assert 12 < sum(lengths) / len(lengths) < 32
+    desk = PretendDesk(words=words)
+    desk.answer(prompt(20), 100, sampling=Sampling(barred=(2,), barred_before=120), ends=frozenset({2}))
+    assert 2 not in desk.tokens(1)
+    assert len(answer(prompt(20), 100)) == 100
+
+
+def test_what_is_barred_is_not_drawn() -> None:
+    few = Words(6, (3, 4))
+    assert {few.draw(n, Sampling(barred=(3,), barred_before=9), 1).token for n in range(50)} == {4}
+    assert few.draw(1, Sampling(barred=(3, 4), barred_before=9), 1).token == 0
+    assert {few.draw(n, Sampling(barred=(3,), barred_before=1), 1).token for n in range(50)} == {3, 4}
+    with pytest.raises(InputError, match="--mean-output: this model has no token that ends"):
+        Words(6, (3,), None, 10)
+
+
+def test_log_probabilities_are_made_up_but_sound() -> None:
+    choice = WORDS.draw(7, Sampling(logprobs=5), 3)
+    assert choice.top[0] == (choice.token, choice.logprob)
+    assert len({token for token, _ in choice.top}) == 5
+    assert sorted(choice.top, key=lambda pair: -pair[1]) == list(choice.top)
+    assert WORDS.draw(7, Sampling(logprobs=0), 3).top == ()
