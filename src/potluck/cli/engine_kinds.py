@@ -12,9 +12,9 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 
 if TYPE_CHECKING:
+    from potluck.api.generation import Generation
     from potluck.engine.face.carriage import KvSettings
     from potluck.engine.face.service import FaceLimits, Service
-    from potluck.engine.model.generation import Generation
     from potluck.engine.serve import Settings
 
 MB = 1_000_000

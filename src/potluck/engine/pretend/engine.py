@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from potluck.api.generation import Generation
+from potluck.api.members import Members, read_json
 from potluck.api.tokens import Text
 from potluck.core.replica.batch import Limits
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
@@ -18,8 +20,6 @@ from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.loop.loop import Loop
 from potluck.engine.loop.timed import TimedDriver
 from potluck.engine.model.config import Config
-from potluck.engine.model.generation import Generation
-from potluck.engine.model.members import Members, read_json
 from potluck.engine.pretend.cargo import Cargo
 from potluck.engine.pretend.executor import PretendExecutor
 from potluck.engine.pretend.freight import PretendFreight

@@ -40,11 +40,11 @@ class PretendPrefixes:
         """As they would be."""
         return round(self._cache.held_tokens * self._cargo.token_bytes)
 
-    def find(self, tokens: Sequence[int], most_tokens: int) -> tuple[int, list[Parcel]]:
+    def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[Parcel]]:
         """The longest known prefix of at most so many tokens, and the parcels of [0, that)."""
         if not len(self._cache) or most_tokens < BLOCK_TOKENS:
             return 0, []
-        names = self._names(tokens[:most_tokens])
+        names = self._names(tokens[:most_tokens], salt)
         depth = self._cache.match(names)
         if not depth:
             return 0, []
@@ -52,11 +52,11 @@ class PretendPrefixes:
         count, history = depth * BLOCK_TOKENS, self._histories[names[depth - 1]]
         return count, [parcel_of(history, layer, 0, count) for layer in range(self._cargo.layers)]
 
-    def keep(self, tokens: Sequence[int], held: int, read: Read) -> None:
+    def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None:
         """Keep what a row has of its first `held` tokens, which is all that it holds."""
         if not self.enabled or held < BLOCK_TOKENS or (self.exact and held % BLOCK_TOKENS):
             return  # Where states are kept there must be one, and there is one only at the row's present length.
-        names = self._names(tokens[:held])
+        names = self._names(tokens[:held], salt)
         history, histories = NOTHING, self._histories
         for place, name in enumerate(names):
             known = histories.get(name) if name in self._cache else None
@@ -79,8 +79,8 @@ class PretendPrefixes:
     def flush(self) -> None:
         """Nothing is kept on disk."""
 
-    def _names(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        return block_hashes(tokens, self._executor.fingerprint)
+    def _names(self, tokens: Sequence[int], salt: str) -> tuple[int, ...]:
+        return block_hashes(tokens, self._executor.fingerprint, salt=salt)
 
     def _fit(self) -> None:
         """Rows come first."""
