@@ -15,8 +15,11 @@ from pretend_kit import A100, FAST, LLAMA, pretend_service
 
 from potluck.api.tokens import Text
 from potluck.cli.main import cli
+from potluck.core.errors import FormatError
+from potluck.core.replica.block_values import block_hashes
 from potluck.engine.compute.paced import card_of, emulated_blocks
 from potluck.engine.face.service import FaceLimits
+from potluck.engine.pretend.moved import lent
 from potluck.engine.serve import shipped_model
 from potluck.kv.handles import new_handle
 from potluck.perf.memory import kv_bytes
@@ -79,6 +82,34 @@ def test_a_wrong_cache_is_refused() -> None:
     played(scene)
 
 
+def test_a_kept_prefix_is_copied_by_the_names_of_its_blocks() -> None:
+    async def scene() -> None:
+        async with face(pretend_service()) as one, face(pretend_service()) as two:
+            expected = tokens_in((await one.segment(TOKENS, **GREEDY))[1])
+            names = block_hashes(TOKENS, one.service.fingerprint)[:5]
+            ask = {"request": "m", "model": "tiny", "blocks": [f"{name:032x}" for name in names]}
+            loan = (await one.post("/prefixes/lend", ask))[1]
+            source = {"kv": loan["kv"], "handle": loan["handle"]}
+            status, came = await two.post("/prefixes/fetch", {**ask, "source": source})
+            assert (status, came["tokens"]) == (200, 80)
+            assert came["moved_bytes"] == kv_bytes(LLAMA, 80)
+            lines = (await two.segment(TOKENS, **GREEDY))[1]
+            assert (tokens_in(lines), lines[-1]["cached_tokens"]) == (expected, 80)
+            made = two.service._loop.prefixes.gathering(0, 32)
+            made.accept(lent([1, 2], 0, 0, 32))
+            for wrong, says in (
+                (lent([1, 3], 1, 0, 32), "not the KV of the same tokens"),
+                (lent([1, 2], 0, 0, 32), "came before"),
+                (lent([1], 1, 0, 32), "expected"),
+            ):
+                with pytest.raises(FormatError, match=says):
+                    made.accept(wrong)
+            with pytest.raises(FormatError, match="7 parcels are missing"):
+                two.service._loop.prefixes.adopt((1, 2), made)
+
+    played(scene)
+
+
 def keys_of(value: object) -> object:
     """The shape of a JSON document: keys all the way down, and kinds of values."""
     if isinstance(value, dict):
@@ -130,7 +161,7 @@ def test_drain_roles_and_text_are_those_of_an_engine() -> None:
                 "index": 0, "finish_reason": "length", "logprobs": None, "text": text,
             }  # fmt: skip
             await client.post("/role", {"role": "prefill"})
-            assert (await client.segment([1, 2, 3], max_tokens=2))[0] == 409
+            assert (await client.post("/v1/completions", asked))[0] == 409
             await client.post("/drain", {})
             assert (await client.segment([1, 2, 3], stop=2))[0] == 503
             assert (await client.get("/status"))[1]["state"] == "drained"

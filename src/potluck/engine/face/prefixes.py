@@ -30,7 +30,7 @@ from potluck.engine.face.peers import address_of
 from potluck.engine.face.segments import fetch_failure
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.loop import Loop
-from potluck.engine.memory.moved import Gathered, chain_hash
+from potluck.engine.memory.moved import Gathering, chain_hash
 from potluck.kv.codec.layout import Codec
 from potluck.kv.handles import bound_to, checked_handle, new_handle
 from potluck.kv.parcels import Manifest, Parcel
@@ -77,7 +77,7 @@ async def lend(request: web.Request) -> web.Response:
     def read(have: int) -> tuple[Manifest, list[Parcel]]:
         # There is always something to send, if only the last block again.
         start = min(have, tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        parcels = service.driver.ask(lambda loop, _: _lent(loop, lent, start)).result(ASK_S)
+        parcels = service.driver.ask(lambda loop, _: _lent(service, loop, lent, start)).result(ASK_S)
         return Manifest(service.fingerprint, start, tokens, about), parcels
 
     def over() -> None:
@@ -139,10 +139,10 @@ def _asked(service: Service, body: dict[str, object]) -> tuple[PrefixAsk, tuple[
     return asked, names
 
 
-def _lent(loop: Loop, names: tuple[int, ...], start: int) -> list[Parcel]:
+def _lent(service: Service, loop: Loop, names: tuple[int, ...], start: int) -> list[Parcel]:
     """In the loop's thread."""
     parcels = loop.prefixes.lend(names, start)
-    loop.counters.sent_bytes += sum(len(parcel.data) for parcel in parcels)
+    loop.counters.sent_bytes += sum(map(service.freight.kv_bytes, parcels))
     return parcels
 
 
@@ -154,7 +154,7 @@ async def _fetched(service: Service, request: str, names: tuple[int, ...], sourc
     held, have = await hub.ask(lambda loop, _: (loop.prefixes.held(names), loop.prefixes.lacks_from(names)))
     if held == stop:
         return stop, 0
-    came: list[Gathered] = []
+    came: list[Gathering] = []
 
     async def begin(about: Manifest) -> None:
         sound = 0 <= about.start < about.stop <= stop and not about.start % BLOCK_TOKENS

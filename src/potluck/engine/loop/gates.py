@@ -4,6 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 
+from potluck.core.errors import InputError
+from potluck.core.replica.batch import Limits
+from potluck.engine.compute.work import Size
+
+
+def spare_rows(size: Size, limits: Limits) -> int:
+    """Rows for hand-overs, beside those that run; InputError where an executor is too small."""
+    if limits.total_blocks > size.blocks:
+        raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
+    if size.rows < limits.max_running + 2:
+        raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
+    return size.rows - limits.max_running
+
 
 class Gate:
     """Hand-overs of one kind: who waits for a row or for blocks, and who has a row set apart."""

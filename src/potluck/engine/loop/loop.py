@@ -23,7 +23,7 @@ from potluck.core.replica.batch import DONE, FINISHED, Limits, Step
 from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Draw, Executor, Export, Incoming, WorkerLost
 from potluck.engine.compute.work import Work
-from potluck.engine.loop.gates import Gate
+from potluck.engine.loop.gates import Gate, spare_rows
 from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
 from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, RowReady, Sent, Token
@@ -50,25 +50,19 @@ class Loop:
     ) -> None:
         """`weigh`: what parcels count as. Without `awaits` a step is left under way, and landed by the next turn,
         which comes when it is over (`timed.py`)."""
-        if limits.total_blocks > executor.size.blocks:
-            raise InputError("blocks", f"{limits.total_blocks} are more than the executor's")
-        spare = executor.size.rows - limits.max_running
-        if spare < 2:
-            raise InputError("rows", f"must be at least two more than the {limits.max_running} that may run")
+        spare = spare_rows(executor.size, limits)
         self.executor = executor
         self.counters = Counters()
         chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
         longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
         self.lanes = Lanes(replace(limits, chunk_tokens=chunk), executor.lanes, longest)
-        self._tell = tell
-        self._weigh = weigh
+        self._tell, self._weigh = tell, weigh
         self._awaits = awaits and len(self.lanes.all) == 1
         self.prefixes: Prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = Rows(executor, self.prefixes, chunk, self.counters)
         self._lease_s = lease_s
         self._runs: dict[int, LiveJob] = {}
-        self._senders = Gate(spare - spare // 2)
-        self._receivers = Gate(spare // 2)
+        self._senders, self._receivers = Gate(spare - spare // 2), Gate(spare // 2)
         self._said: list[tuple[int, Event]] = []
         self._now_s = 0.0
 

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,12 @@ def expected_parts(
             found[place, "conv"] = stop, (kind.conv_kernel - 1, kind.conv_channels)
             found[place, "memory"] = stop, (kind.value_heads, kind.key_head_dim, kind.value_head_dim)
     return found
+
+
+class Gathering(Protocol):
+    """What takes the parcels of a prefix as they come; the cache that made it knows the rest."""
+
+    def accept(self, parcel: Parcel) -> None: ...
 
 
 class Gathered:

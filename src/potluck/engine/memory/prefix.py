@@ -18,7 +18,7 @@ from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.replica.block_values import chain_root
 from potluck.core.replica.blocks import Changes, Found, block_hashes
 from potluck.core.values.model import Attention, FullAttention, LatentAttention
-from potluck.engine.memory.moved import Gathered
+from potluck.engine.memory.moved import Gathered, Gathering
 from potluck.engine.model.config import Config
 from potluck.kv.parcels import Parcel
 from potluck.kv.store.disk import DiskTier
@@ -43,6 +43,16 @@ class Prefixes(Protocol):
     def find(self, tokens: Sequence[int], most_tokens: int, salt: str = "") -> tuple[int, list[Parcel]]: ...
 
     def keep(self, tokens: Sequence[int], held: int, read: Read, salt: str = "") -> None: ...
+
+    def held(self, names: Sequence[int]) -> int: ...
+
+    def lacks_from(self, names: Sequence[int]) -> int: ...
+
+    def lend(self, names: Sequence[int], start: int) -> list[Parcel]: ...
+
+    def gathering(self, start: int, stop: int) -> Gathering: ...
+
+    def adopt(self, names: tuple[int, ...], came: Gathering) -> int: ...
 
     def changes(self) -> Changes: ...
 
@@ -139,8 +149,9 @@ class PrefixCache:
         """For what is to come of the blocks of tokens [start, stop)."""
         return Gathered(self._model, start, stop)
 
-    def adopt(self, names: tuple[int, ...], came: Gathered) -> int:
+    def adopt(self, names: tuple[int, ...], came: Gathering) -> int:
         """Keep what came of these blocks; how many tokens of them can be resumed now."""
+        assert isinstance(came, Gathered), "as `gathering` made it"
         came.finish()
         depth = 0 if self._pool is None else self._pool.index.depth(names)
         if depth * BLOCK_TOKENS < came.start:

@@ -6,14 +6,18 @@ It is the simulator's (`core.replica.spare`); beside each name is the history th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.block_values import Changes, block_hashes
 from potluck.core.replica.spare import SpareCache
+from potluck.engine.memory.moved import Gathering
 from potluck.engine.memory.prefix import Read
 from potluck.engine.pretend.cargo import Cargo
 from potluck.engine.pretend.executor import PretendExecutor, parcel_of
 from potluck.engine.pretend.history import NOTHING, after
+from potluck.engine.pretend.moved import PretendGathered, lent
 from potluck.kv.parcels import Parcel
 
 
@@ -66,6 +70,48 @@ class PretendPrefixes:
             history = known
         self._cache.keep(names)
         self._fit()
+
+    # Between two engines, by the names of blocks.
+
+    def held(self, names: Sequence[int]) -> int:
+        """Tokens of the longest prefix of these blocks that can be resumed."""
+        return self._cache.match(names) * BLOCK_TOKENS
+
+    def lacks_from(self, names: Sequence[int]) -> int:
+        """The token behind the leading blocks that are here; what a peer has to send begins there."""
+        # Of the last block there is always something to send: what windows and states have behind it.
+        most = len(names) - 1 if self.exact else len(names)
+        return min(self._depth(names), most) * BLOCK_TOKENS
+
+    def lend(self, names: Sequence[int], start: int) -> list[Parcel]:
+        """The parcels of these blocks from token `start` on."""
+        stop = len(names) * BLOCK_TOKENS
+        if self.held(names) != stop:
+            raise InputError("prefix", "is no longer held here")
+        self._cache.keep(names)  # It was used just now.
+        histories = [self._histories[name] for name in names[start // BLOCK_TOKENS :]]
+        return [lent(histories, layer, start, stop) for layer in range(self._cargo.layers)]
+
+    def gathering(self, start: int, stop: int) -> PretendGathered:
+        """For what is to come of the blocks of tokens [start, stop)."""
+        return PretendGathered(self._cargo.layers, start, stop)
+
+    def adopt(self, names: tuple[int, ...], came: Gathering) -> int:
+        """Keep what came of these blocks; how many tokens of them can be resumed now."""
+        assert isinstance(came, PretendGathered), "as `gathering` made it"
+        histories = came.finish()
+        if self._depth(names) * BLOCK_TOKENS < came.start:
+            raise CapacityError("the blocks before those that came have gone meanwhile")
+        self._histories.update(zip(names[came.start // BLOCK_TOKENS :], histories, strict=True))
+        self._cache.keep(names)
+        self._fit()
+        return self.held(names)
+
+    def _depth(self, names: Sequence[int]) -> int:
+        """How many leading blocks there are."""
+        return sum(1 for _ in takewhile(self._cache.__contains__, names))
+
+    # What there is.
 
     def changes(self) -> Changes:
         return self._cache.changes()
