@@ -57,6 +57,9 @@ def expected_parts(
 class Gathering(Protocol):
     """What takes the parcels of a prefix as they come; the cache that made it knows the rest."""
 
+    @property
+    def stop(self) -> int: ...
+
     def accept(self, parcel: Parcel) -> None: ...
 
 
