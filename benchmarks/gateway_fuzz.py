@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ SOUND: list[dict[str, Any]] = [
     {"model": "plain", "messages": [{"role": "user", "content": "Hi"}], "seed": 3, "temperature": 0.5},
     {"model": "plain", "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]},
 ]
+PLAIN = {"id": "x", "created": 1, "model": "plain"}
+PLAIN_TEXT = {
+    **PLAIN,
+    "object": "text_completion",
+    "choices": [{"index": 0, "finish_reason": "stop", "text": "y"}],
+}
+PLAIN_CHAT = {
+    **PLAIN,
+    "object": "chat.completion",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "y"}}],
+}
 LIMITS = (
     None,
     True,
@@ -74,7 +86,7 @@ class Instant:
     def begin(self, asked: Asked, answer: Answer) -> None:
         if not asked.prompt:
             answer.relay_begin(200, b"application/json")
-            answer.relay(b'{"id": "x", "choices": [{"index": 0, "message": {"content": "y"}}]}')
+            answer.relay(json.dumps(PLAIN_CHAT if b"chat" in asked.path else PLAIN_TEXT).encode())
             answer.relay_end()
         elif not answer.tokens([Choice(7, -0.5, ((7, -0.5),)), Choice(8, -0.5, ())]):
             answer.finished("length", 0)
@@ -209,7 +221,8 @@ def schemathesis(gateway: Gateway, examples: int) -> dict[str, float]:
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command = [tool, "run", f"{gateway.url}/openapi.json"]
     command += ["--checks", checks, "--max-examples", str(examples), "--seed", str(SEED), "--no-color"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # it keeps notes where it runs
+        found = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, cwd=folder)
     if found.returncode:
         print(found.stdout[-6000:], found.stderr[-2000:], file=sys.stderr)
     return {"schemathesis_failures": float(found.returncode != 0)}

@@ -177,7 +177,7 @@ class Tally:
             self.published("transfer", told)
 
     def decided(self, what: str, why: str) -> None:
-        self.count(known.DECISIONS, (what.split()[0] if what else "",))
+        self.count(known.DECISIONS)
         if self.published is not None:
             self.published("decision", {"what": what, "why": why})
 
