@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -98,6 +99,26 @@ def test_metrics_have_the_names_people_know() -> None:
     assert found['potluck_turned_away_total{code="invalid_api_key",status="401"}'] == 1
     assert found["potluck_keys"] == 7
     assert tally.open == 0
+
+
+SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+OUTSIDE = {"process_cpu_seconds_total"}
+NAMES = re.compile(r"\b(?:vllm:|potluck_|process_)\w+")
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text("utf-8")
+    there = {f.name + suffix: f for f in FAMILIES.values() for suffix in SUFFIXES[f.kind]}
+    shown: set[str] = set()
+    for panel in json.loads(text)["panels"]:
+        for target in panel["targets"]:
+            names = set(NAMES.findall(target["expr"])) - OUTSIDE
+            assert names <= there.keys(), panel["title"]
+            shown |= {there[name].name for name in names}
+            known_labels = {label for name in names for label in there[name].labels}
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= known_labels, panel["title"]
+    assert "vllm:request_success" in FAMILIES.keys() - shown
+    assert len(shown) > 25
 
 
 def run(route: Route, attempt: int = 0, prompt: int = 10) -> Run:
