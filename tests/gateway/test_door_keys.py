@@ -17,6 +17,7 @@ from potluck.core.errors import InputError
 from potluck.gateway.door.allowances import Allowance, Quota
 from potluck.gateway.door.front import DoorSettings
 from potluck.gateway.door.keys import KeyRing, new_key
+from potluck.gateway.door.slates import Slate
 
 
 class Keyed(Scene):
@@ -235,6 +236,51 @@ def test_no_more_passes_than_a_minutes_worth_and_what_has_come_since(
     assert allowance.open == 0
     assert passed <= 10 + now_s * 10 / 60 + 1e-6
     assert used <= 600 + now_s * 10 + debt + 1e-6
+
+
+def test_limits_hold_across_workers(tmp_path: Path) -> None:
+    key, line = new_key("ann")
+    (tmp_path / "keys").write_text(
+        json.dumps({**json.loads(line), "requests_per_min": 6, "tokens_per_min": 100, "concurrent": 3})
+    )
+    slates = [Slate(tmp_path / "slate", worker, 2) for worker in range(2)]
+    rings = [KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, slate) for slate in slates]
+    one, two = (ring.who(b"Bearer " + key.encode(), 0.0).allowance for ring in rings)
+    assert [one.enter(0.0), two.enter(0.0), one.enter(0.0)] == [None] * 3
+    spent = two.enter(0.0)
+    assert spent is not None
+    assert spent.kind == "concurrent"
+    assert one.charge(60, 0.0) is None
+    one.leave(60, 60)
+    assert two.enter(0.0) is None
+    assert two.charge(60, 0.0) is not None, "the other has taken 60 of 100"
+    assert two.charge(40, 0.0) is None
+    for _ in range(2):
+        two.leave(20, 0)
+        one_more = one.enter(0.0)
+        assert one_more is None
+        one.leave(0, 0)
+    spent = one.enter(0.0)
+    assert spent is not None
+    assert spent.kind == "requests"
+    assert one.enter(60.0) is None
+    restarted = KeyRing(tmp_path / "keys", 0.0, lambda: 0.0, Slate(tmp_path / "slate", 0, 2))
+    fresh = restarted.who(b"Bearer " + key.encode(), 0.0).allowance
+    assert (fresh.enter(0.0), fresh.open) == (None, 1), "what its predecessor had under way is gone"
+
+
+def test_a_slate_keeps_keys_apart(tmp_path: Path) -> None:
+    slates = [Slate(tmp_path / "slate", worker, 3) for worker in range(3)]
+    names = [f"key-{number}" for number in range(200)]
+    rows = [{name: slate.row(name) for name in names} for slate in slates]
+    for worker, each in enumerate(rows):
+        for place, name in enumerate(names):
+            each[name].add(place, worker, 1)
+    for worker, each in enumerate(rows):
+        for place, name in enumerate(names):
+            assert each[name].others() == (2 * place, 3 - worker, 2)
+    with pytest.raises(InputError):
+        Slate(tmp_path / "slate", 3, 3)
 
 
 def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:

@@ -11,6 +11,7 @@ from math import ceil
 from typing import Literal
 
 from potluck.core.errors import InputError
+from potluck.gateway.door.slates import Row, Use
 
 MINUTE_S = 60.0
 EXPECTED_OUTPUT = 256
@@ -70,11 +71,13 @@ class Pail:
 
 
 class Allowance:
-    """One key's use of its quota."""
+    """One key's use of its quota; with a `row`, other processes' use of it counts as well."""
 
-    __slots__ = ("_requests", "_tokens", "open", "quota")
+    __slots__ = ("_heard", "_requests", "_row", "_tokens", "open", "quota")
 
-    def __init__(self, quota: Quota, now_s: float) -> None:
+    def __init__(self, quota: Quota, now_s: float, row: Row | None = None) -> None:
+        self._row = row
+        self._heard = Use(0.0, 0.0, 0.0) if row is None else row.others()
         self.open = 0
         """Requests under way."""
         self._requests: Pail | None = None
@@ -93,7 +96,9 @@ class Allowance:
     def enter(self, now_s: float) -> Spent | None:
         """One more request, unless there is no room for it. `leave` ends it."""
         most = self.quota.concurrent
-        if most is not None and self.open >= most:
+        if self._row is not None:
+            self._hear(self._row, now_s)
+        if most is not None and self.open + self._heard.open >= most:
             return Spent("concurrent", 1.0)
         if self._requests is not None:
             wait_s = self._requests.wait_s(1.0, now_s)
@@ -101,7 +106,22 @@ class Allowance:
                 return Spent("requests", wait_s)
             self._requests.take(1.0)
         self.open += 1
+        self._told(1.0, 0.0)
         return None
+
+    def _hear(self, row: Row, now_s: float) -> None:
+        """What other processes have taken since."""
+        before, self._heard = self._heard, row.others()
+        if self._requests is not None:
+            self._requests.level(now_s)
+            self._requests.take(self._heard.requests - before.requests)
+        if self._tokens is not None:
+            self._tokens.level(now_s)
+            self._tokens.take(self._heard.tokens - before.tokens)
+
+    def _told(self, requests: float, tokens: float) -> None:
+        if self._row is not None:
+            self._row.add(requests, tokens, self.open)
 
     def charge(self, tokens: int, now_s: float) -> Spent | None:
         """Tokens that the request is expected to use."""
@@ -111,6 +131,7 @@ class Allowance:
         if wait_s > 0:
             return Spent("tokens", wait_s)
         self._tokens.take(float(tokens))
+        self._told(0.0, float(tokens))
         return None
 
     def leave(self, charged: int, used: int) -> None:
@@ -118,6 +139,7 @@ class Allowance:
         self.open -= 1
         if self._tokens is not None and used != charged:
             self._tokens.take(float(used - charged))
+        self._told(0.0, float(used - charged))
 
     def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
         """OpenAI's headers: what is left, and when all of it will be."""

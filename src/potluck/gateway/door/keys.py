@@ -27,6 +27,7 @@ from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.types import DEFAULT_TENANT
 from potluck.gateway.door.allowances import Allowance, Quota
+from potluck.gateway.door.slates import Slate
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,11 @@ def nobody(now_s: float) -> ApiKey:
 class KeyRing:
     """The keys of a file. `clock` is the calendar's, for when keys expire; times given are monotonic."""
 
-    def __init__(self, path: str | Path, now_s: float, clock: Callable[[], float]) -> None:
-        self._path, self._clock = Path(path), clock
+    def __init__(
+        self, path: str | Path, now_s: float, clock: Callable[[], float], slate: Slate | None = None
+    ) -> None:
+        """With a `slate`, limits hold across the workers that share it."""
+        self._path, self._clock, self._slate = Path(path), clock, slate
         self._allowances: dict[str, Allowance] = {}
         self.problem = ""
         """Why the file as it is now is not used; empty when it is."""
@@ -141,7 +145,10 @@ class KeyRing:
                 )
         for line in lines:  # Only now, since a file that is broken must change nothing.
             quota = Quota(line.requests_per_min, line.tokens_per_min, line.concurrent)
-            allowance = self._allowances.setdefault(line.name, Allowance(quota, now_s))
+            allowance = self._allowances.get(line.name)
+            if allowance is None:
+                row = None if self._slate is None else self._slate.row(line.name)
+                allowance = self._allowances[line.name] = Allowance(quota, now_s, row)
             allowance.change(quota, now_s)
             digest = bytes.fromhex(line.sha256)
             classes = None if line.classes is None else frozenset(line.classes)
