@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
 # Files in benchmarks/ that others use.
-BENCH_PARTS := common engine_soak kv_peer simulate_fleets stress_fleets stress_more stress_scenarios stress_speed
+BENCH_PARTS := common engine_soak gateway_clients gateway_proxies gateway_relay gateway_upstream kv_peer simulate_fleets stress_fleets stress_more stress_scenarios stress_speed
 
 # setuptools would put what it finds of an earlier build into the next one.
 BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/python -m pip

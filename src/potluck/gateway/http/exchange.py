@@ -84,8 +84,7 @@ class OpenExchange:
             end = end % len(body)
         if self.method == b"HEAD":
             body = b""
-        self._state = _OVER
-        self._visit = None
+        self._over()
         if len(body) <= JOINED_BYTES:
             visit.write(b"%b%b%b" % (head, end, body))
         else:
@@ -130,13 +129,19 @@ class OpenExchange:
         assert self._state != _NEW, "the end of an answer that has not begun"
         if self._chunked and self._state == _PIECES:
             visit.write(b"0\r\n\r\n")
+        self._over()
+        visit.answered(self._stays)
+
+    def _over(self) -> None:
         self._state = _OVER
         self._visit = None
-        visit.answered(self._stays)
+        self.on_gone = self.on_room = (
+            None  # They hold who holds this one: nothing is left for a collector of garbage.
+        )
 
     def drop(self) -> None:
         visit = self._visit
-        self._visit = None
+        self._over()
         if visit is not None:
             visit.abort()
 
@@ -148,6 +153,7 @@ class OpenExchange:
         """The client has gone."""
         if self._visit is None:
             return
-        self._visit = None
-        if self.on_gone is not None:
-            self.on_gone()
+        tell = self.on_gone
+        self._over()
+        if tell is not None:
+            tell()

@@ -79,24 +79,32 @@ class RequestReader:
         request = self._head()
         if request is None:
             return None
-        length = length_of(request.headers, request.v11)
+        headers, at = request.headers, self._scanned
+        length = length_of(headers, request.v11)
         if length == NO_LENGTH or length == 0:
+            self._go_on(at)
             return request
-        self._check_expect(request)
+        if b"expect" in headers and headers[b"expect"].lower() != b"100-continue":
+            raise Refused(417, "expect can only be 100-continue")
         if length == CHUNKED:
             self._chunks = Chunks()
         else:
             self._room(length)
-            if len(self._buffer) >= length:  # As it mostly is: all came at once.
-                request.body = self._buffer[:length]
-                self._buffer = self._buffer[length:]
+            if len(self._buffer) >= at + length:  # As it mostly is: all came at once.
+                request.body = self._buffer[at : at + length]
+                self._go_on(at + length)
                 return request
             self._left = length
         self._coming = request
+        self._go_on(at)
         if self._buffer:
             return self._more()
-        self.wants = request.v11 and b"expect" in request.headers
+        self.wants = request.v11 and b"expect" in headers
         return None
+
+    def _go_on(self, at: int) -> None:
+        self._buffer = self._buffer[at:] if at < len(self._buffer) else b""
+        self._scanned = 0
 
     def _more(self) -> Request | None:
         """Of the body of which a part is there."""
@@ -120,6 +128,7 @@ class RequestReader:
         return request
 
     def _head(self) -> Request | None:
+        """What comes before a body; `_scanned` then says where that begins."""
         limits = self._limits
         if self._buffer.startswith(b"\r\n"):  # Some send one too many after a body; it means nothing.
             self._buffer, self._scanned = self._buffer.lstrip(b"\r\n"), 0
@@ -141,7 +150,7 @@ class RequestReader:
         headers = fields(lines)
         if v11 and b"host" not in headers:
             raise Refused(400, "host is missing")
-        self._buffer, self._scanned = buffer[end + 4 :], 0
+        self._scanned = end + 4
         return Request(method, path, query, headers, v11)
 
     def _unfinished(self) -> None:
@@ -160,8 +169,3 @@ class RequestReader:
     def _room(self, size: int) -> None:
         if size > self._limits.body_bytes:
             raise Refused(413, f"the body is larger than {self._limits.body_bytes} bytes")
-
-    def _check_expect(self, request: Request) -> None:
-        expected = request.headers.get(b"expect")
-        if expected is not None and expected.lower() != b"100-continue":
-            raise Refused(417, "expect can only be 100-continue")

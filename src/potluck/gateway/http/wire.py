@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from potluck.api.errors import Refused
 from potluck.gateway.http.answers import AnswerReader
-from potluck.gateway.parts import Address, Listener
+from potluck.gateway.parts import Address, Headers, Listener
 
 if TYPE_CHECKING:
     from potluck.gateway.http.calls import Calls
@@ -17,6 +17,21 @@ STALE_S = 1.0
 """A kept connection that the engine had closed already shows so at once; one that fails later was a failure."""
 
 log = logging.getLogger(__name__)
+
+
+class _Deaf:
+    """In a listener's place once a call is over: the two hold each other no longer."""
+
+    def head(self, status: int, headers: Headers) -> None: ...
+
+    def data(self, data: bytes) -> None: ...
+
+    def done(self) -> None: ...
+
+    def lost(self, why: str) -> None: ...
+
+
+DEAF = _Deaf()
 
 
 class OpenCall:
@@ -49,7 +64,8 @@ class OpenCall:
     ) -> None:
         self._calls = calls
         self._paused = False
-        self.address, self.data, self.listener = address, data, listener
+        self.address, self.data = address, data
+        self.listener: Listener = listener
         self.silence_s, self.bodiless = silence_s, bodiless
         self.heard_s = self.sent_s = 0.0
         self.wire: Wire | None = None
@@ -62,6 +78,7 @@ class OpenCall:
         if self.over:
             return
         self.over = True
+        self.listener = DEAF
         if self.connecting is not None:
             self.connecting.cancel()
         if self.wire is not None:
@@ -84,10 +101,11 @@ class OpenCall:
         """It failed, and its listener is told, once."""
         if self.over:
             return
+        listener = self.listener
         self.cancel()
         host = f"[{self.address.host}]" if ":" in self.address.host else self.address.host
         try:
-            self.listener.lost(f"{host}:{self.address.port} {why}")
+            listener.lost(f"{host}:{self.address.port} {why}")
         except Exception:  # A fault of ours must not take the connection's other users along.
             log.exception("a listener failed")
 
@@ -181,8 +199,9 @@ class Wire(asyncio.Protocol):
     def _done(self, call: OpenCall) -> None:
         reader, transport = self._reader, self._transport
         assert transport is not None
+        listener = call.listener
         self._call = call.wire = None
-        call.over = True
+        call.over, call.listener = True, DEAF
         if self._paused:
             self.resume()
         if reader.stays and not reader.rest and not transport.get_write_buffer_size():
@@ -190,7 +209,7 @@ class Wire(asyncio.Protocol):
         else:
             transport.close()
         try:
-            call.listener.done()
+            listener.done()
         except Exception:  # As above.
             log.exception("a listener failed")
 
