@@ -220,7 +220,7 @@ class Carriage:
         if due_s is not None:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         await self._apart(shipment.put, parcel, self._handover_s)
-        freight.sent({strand.peer for strand in list(shipment.strands.values())}, parcel)
+        freight.sent(shipment.peer, parcel)
 
     async def _apart(self, call: Callable[[Parcel, A], T], parcel: Parcel, more: A) -> T:
         """Off the event loop, unless it takes no time."""

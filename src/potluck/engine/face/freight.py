@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Protocol
 
 from potluck.engine.compute.paced import KvPace
@@ -27,8 +26,8 @@ class Freight(Protocol):
     def due_s(self, parcel: Parcel) -> float | None:
         """When a parcel that is handed in now may go, by the monotonic clock; None: at once."""
 
-    def sent(self, peers: Iterable[str], parcel: Parcel) -> None:
-        """It went to these."""
+    def sent(self, peer: str, parcel: Parcel) -> None:
+        """It went there."""
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         """A cache came whole from there."""
@@ -57,7 +56,7 @@ class PlainFreight:
     def due_s(self, parcel: Parcel) -> float | None:
         return None if self._card is None else self._card.due_s(parcel)
 
-    def sent(self, peers: Iterable[str], parcel: Parcel) -> None:
+    def sent(self, peer: str, parcel: Parcel) -> None:
         """The connections count for themselves."""
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:

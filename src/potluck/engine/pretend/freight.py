@@ -7,7 +7,6 @@ many, how far, how often something was lost) stays; bytes and rates are put in t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from potluck.core.errors import FormatError
@@ -63,10 +62,9 @@ class PretendFreight:
         self._free_s = max(self._free_s, self._clock()) + self._took_s(parcel)
         return self._free_s + self._alpha_s
 
-    def sent(self, peers: Iterable[str], parcel: Parcel) -> None:
-        """It was handed in, and is on its way to these."""
-        for peer in peers:
-            self._moved(peer, self.kv_bytes(parcel), self._took_s(parcel))
+    def sent(self, peer: str, parcel: Parcel) -> None:
+        """It was handed in, and is on its way there."""
+        self._moved(peer, self.kv_bytes(parcel), self._took_s(parcel))
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         self._moved(peer, kv_bytes, wall_s)

@@ -241,6 +241,7 @@ class Outbox:
             with self._changed:
                 found = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
                 if found is not None and found.attach(hello.chunk_bytes, self.limits.most_lanes, now_s):
+                    found.peer = strand.peer
                     return found
                 if now_s >= until_s:
                     return None

@@ -58,6 +58,8 @@ class Shipment:
         """Why it failed."""
         self.claimed = False
         """Whether a receiver ever came."""
+        self.peer = ""
+        """The machine that it came from."""
         self.asking: threading.Thread | None = None
 
     @property
