@@ -36,6 +36,7 @@ COMMANDS = {
     "goodput": ("potluck.cli.goodput:goodput", "The highest rate at which a plan keeps its objectives."),
     "trace": ("potluck.cli.trace:trace", "Look at request traces, scale, convert and make them."),
     "reproduce": ("potluck.cli.reproduce:reproduce", "A paper's experiments, its figures beside ours."),
+    "up": ("potluck.cli.up:up", "Plan, start and look after a whole service on this machine."),
     "serve": ("potluck.cli.serve:serve", "One OpenAI endpoint over a plan's fleet."),
     "engine": ("potluck.cli.engine:engine", "Run the embedded engine behind HTTP."),
     "keys": ("potluck.cli.keys:keys", "Make API keys for the gateway."),
