@@ -80,7 +80,7 @@ def asks(count: int, vocab: int, quick: bool, *, even: bool = False) -> list[Ask
 
 
 def model_directory() -> Path:
-    from potluck.engine.serve import shipped_model
+    from potluck.engine.shipped import shipped_model
 
     given = os.environ.get("POTLUCK_BENCH_MODEL")
     return Path(given) if given else shipped_model()

@@ -22,7 +22,8 @@ from potluck.engine.pretend.executor import PretendExecutor
 from potluck.engine.pretend.lasting import Lasting
 from potluck.engine.pretend.prefixes import PretendPrefixes
 from potluck.engine.pretend.words import Words
-from potluck.engine.serve import Settings, shipped_model
+from potluck.engine.serve import Settings
+from potluck.engine.shipped import shipped_model
 from potluck.perf.roofline import roofline
 
 LLAMA = models.model("llama-3.1-8b")

@@ -20,7 +20,7 @@ from potluck.core.replica.block_values import block_hashes
 from potluck.engine.compute.paced import card_of, emulated_blocks
 from potluck.engine.face.service import FaceLimits
 from potluck.engine.pretend.moved import lent
-from potluck.engine.serve import shipped_model
+from potluck.engine.shipped import shipped_model
 from potluck.kv.handles import new_handle
 from potluck.perf.memory import kv_bytes
 

@@ -135,7 +135,8 @@ def serve(
         import asyncio
 
         from potluck.engine.face.service import FaceLimits
-        from potluck.engine.serve import serve_all, shipped_model
+        from potluck.engine.serve import serve_all
+        from potluck.engine.shipped import shipped_model
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
     key = key_for(host, api_key_file)

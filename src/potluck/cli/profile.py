@@ -110,7 +110,7 @@ def _local(options: Options) -> Profile:
     from potluck.engine.measure.local import LocalBench, grid
     from potluck.engine.model.checkpoint import Files
     from potluck.engine.model.config import read_config
-    from potluck.engine.serve import shipped_model
+    from potluck.engine.shipped import shipped_model
 
     directory = options.model or shipped_model()
     if options.threads is not None:

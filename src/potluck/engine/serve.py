@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,15 +81,6 @@ class Settings:
 
 MakeExecutor = Callable[[Config, "Source", Size, str], Executor]
 """Other executors (a pipeline, an emulated GPU) are put in here."""
-
-
-def shipped_model() -> Path:
-    """The directory of the model that comes with this package."""
-    found = resources.files("potluck.engine") / "data" / "words"
-    path = Path(str(found))
-    if not (path / "config.json").is_file():
-        raise InputError("--model", "this installation ships no model; give a model's directory")
-    return path
 
 
 def local_executor(config: Config, source: Source, size: Size, device: str) -> Executor:
