@@ -91,6 +91,13 @@ BAD = [
     ("[0.1, 0, 30]", "[-1, 0, 30]", "18: pool.rtt_ms[1][0]: must not be negative, is -1"),
     ("node: 1xL4", "node: 1xL5", "13: pool.machines[2].node: '1xL5': unknown GPU 'L5'"),
     ("name: two", "name: one", "12: pool.machines[1].name: duplicate machine 'one'; give each its own name"),
+    (", region: lab", ", region: lab, zone: ''", "13: pool.machines[2].zone: must not be empty"),
+    (", region: lab", ", region: lab, zone: [a]", "13: pool.machines[2].zone: must be"),
+    (
+        ", region: lab",
+        ", region: lab, zoen: a",
+        "13: pool.machines[2].zoen: unknown key; did you mean 'zone'?",
+    ),
     ("name: two, ", "", "12: pool.machines[1].name: is missing"),
     ("name: two", "nmae: two", "12: pool.machines[1].nmae: unknown key; did you mean 'name'?"),
     (
@@ -114,6 +121,12 @@ BAD = [
 @pytest.mark.parametrize(("old", "new", "says"), BAD)
 def test_what_is_wrong_is_one_line(old: str, new: str, says: str) -> None:
     assert complaint(changed(old, new)).startswith(f"potluck.yaml:{says}")
+
+
+def test_machines_may_say_their_zone() -> None:
+    spec = good(changed(", region: lab", ", region: lab, zone: rack 7"))
+    assert spec.pool is not None
+    assert [node.zone for node in spec.pool.nodes] == ["", "", "rack 7"]
 
 
 def test_all_complaints_come_at_once() -> None:

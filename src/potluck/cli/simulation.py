@@ -93,6 +93,7 @@ def scene_of(inputs: Inputs) -> Scene:
         {model.name: model.slo for model in spec.models},
         {m.name: (m.traffic.mean_input_tokens, m.traffic.mean_output_tokens) for m in spec.models},
         machines,
+        {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
     )
 
 

@@ -77,7 +77,7 @@ def _nodes(
             problem = f"{price[0]:g} is not what {shown(like.name)} costs, {like.price_usd_per_h:g}"
             fix = "machines of one type and region have one price; give this one its own region or type name"
             problems.add((*machine.at, "price_usd_per_h"), f"{problem}; {fix}")
-        nodes.append(PoolNode(machine.name, node, node.gpus, price[0], region))
+        nodes.append(PoolNode(machine.name, node, node.gpus, price[0], region, machine.zone or ""))
         notes.setdefault((region, node.name), PriceNote(region, node.name, price[1]))
     return nodes, list(notes.values())
 

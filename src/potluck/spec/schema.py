@@ -205,6 +205,7 @@ class MachineIn(Written):
     node: NodeField
     price_usd_per_h: float | None = Field(default=None, ge=0, le=100_000)
     region: Name | None = None
+    zone: Name | None = None
 
 
 class PoolIn(Written):

@@ -105,6 +105,7 @@ class Kits:
             self.scene.regions,
             self.scene.history,
             self._places,
+            self.scene.machine_zones,
         )
 
     def learn(self, plan: Plan) -> None:

@@ -129,4 +129,5 @@ def facts_body(facts: Facts) -> dict[str, Any]:
         "regions": [encode(region) for region in facts.regions],
         "history": {name: list(rates) for name, rates in facts.history.items()},
         "places": [[*key, list(each)] for key, each in facts.places.items()],
+        "zones": dict(facts.zones),
     }

@@ -176,6 +176,7 @@ def _grow(facts: Facts, more: Facts) -> None:
         (facts.replicas, more.replicas),
         (facts.splits, more.splits),
         (facts.places, more.places),
+        (facts.zones, more.zones),
     ):
         assert isinstance(old, dict)
         old.update(new)
@@ -199,6 +200,7 @@ def _read_header(text: str, where: str) -> Head:
             tuple(decode(Region, each, "regions") for each in data["regions"]),
             {name: tuple(each) for name, each in data["history"].items()},
             {(name, index): tuple(each) for name, index, each in data["places"]},
+            {name: str(zone) for name, zone in data.get("zones", {}).items()},
         )
         begins, zero_utc_s = data["begins"], data["zero_utc_s"]
         if begins not in get_args(Begins):

@@ -47,6 +47,8 @@ class Scene:
     """Mean prompt and answer of a model, for the facts that depend on them."""
     machine_gbps: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """(gbps, round trip in s) between two named machines, where a pool says so; else their cards count."""
+    machine_zones: Mapping[str, str] = field(default_factory=dict)
+    """Named machines, and the zone or rack of each that has one."""
     startup: StartupCosts = DEFAULT_COSTS
     engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
     """(template, index of the replica in it) to its engine, where it is not the default one."""

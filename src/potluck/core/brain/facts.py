@@ -77,3 +77,5 @@ class Facts:
     """A model's requests a second in past bins of `core.scale.forecast.BIN_S`, the last of them ending at time 0."""
     places: Mapping[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     """The nodes of its copy that a replica stands on, by names that all replicas of the copy share."""
+    zones: Mapping[str, str] = field(default_factory=dict)
+    """Machines that plans name, and the zone or rack of each, where known."""

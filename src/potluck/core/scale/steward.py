@@ -110,11 +110,16 @@ class Steward:
         return tuple(Start(self._placed(a.member)) if isinstance(a, Start) else a for a in step.actions)
 
     def _placed(self, member: Member) -> Member:
-        """With the machines it stands on: those that its plan names, or its copy's own."""
+        """With the machines it stands on: those its plan names, or its copy's own; and their zone if it is one."""
         blueprint = self._known.get(member.template)
         named = blueprint.template.replicas[member.index].layout.machines if blueprint is not None else {}
         own = self._facts.places.get((member.template, member.index), ())
-        return replace(member, nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{each}" for each in own))
+        zones = {self._facts.zones.get(machine, "") for machine in named}
+        return replace(
+            member,
+            nodes=tuple(sorted(named)) or tuple(f"{member.unit}/{each}" for each in own),
+            zone=zones.pop() if len(zones) == 1 else "",
+        )
 
     def settled(self) -> None:
         """The Brain has carried out a step: this is the fleet that was looked at."""

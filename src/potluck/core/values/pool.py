@@ -30,6 +30,8 @@ class PoolNode:
     price_usd_per_h: float = 0.0
     """Of the whole machine."""
     region: str = REGION
+    zone: str = ""
+    """What of its region goes down by itself with it: a zone or a rack. Empty where nobody says."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.gpus <= self.type.gpus:
