@@ -183,12 +183,26 @@ def test_a_lost_replica_is_a_reason_to_look() -> None:
     assert "4 replicas instead of 6" in found[0].reason
 
 
+def test_the_way_back_must_gain_more_for_an_hour() -> None:
+    there = plan(4, 4)
+    fleet, rule = fleet_of(there), ShiftFlips(POLICY, FACTS)
+    assert settled(rule, fleet, there, traffic(20.0, prompt=1000, output=70), 600)  # to prefill
+    pool = [replica("a", "prefill", 10, 10), replica("b", "prefill", 2, 2), replica("c", "decode", 1, 9)]
+    assert best_flips(pool) == [("b", "decode")]  # 10 instead of 9
+    assert best_flips(pool, back="prefill") == [("b", "decode")]
+    assert best_flips(pool, back="decode") == []
+    pool[1] = replica("b", "prefill", 2, 4)
+    pool[0] = replica("a", "prefill", 12, 10)
+    assert best_flips(pool, back="decode") == [("b", "decode")]  # 12 instead of 9: a third
+
+
 @given(st.floats(60, 400), st.sampled_from([2.0, 10.0]), st.integers(0, 2**32))
 @example(119.0, 2.0, 2007)
 @settings(max_examples=5, deadline=None)
 def test_a_steady_workload_does_not_flap(output: float, rate: float, seed: int) -> None:
-    """Log-normal lengths, Poisson arrivals, two hours, wherever the balance lies: five flips have been seen."""
-    assert steady_flips(output, rate, seed) <= 5
+    """Log-normal lengths, Poisson arrivals, two hours, wherever the balance lies; without `BACK_GAIN` the example has
+    five flips."""
+    assert steady_flips(output, rate, seed) <= 4
 
 
 @pytest.mark.parametrize(("output", "rate"), [(60.0, 2.0), (176.0, 2.0), (176.0, 10.0), (400.0, 10.0)])

@@ -9,7 +9,9 @@ the lengths now seen,
 and the replica whose flip raises `served` most is flipped, again and again, at most `MAX_FLIPS` a window and only
 while each gains at least `LEAST_GAIN`: the paper's tabu search with the flip as its only move, without its uphill
 moves, which a running system would have to live through. The last replica of a role in a region stays. Without a
-gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing.
+gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing. Flips the
+other way than those before, within `BACK_S` of them, must begin with one that gains `BACK_GAIN`: near a balance, what
+one window shows is often the opposite of what the next one does.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from potluck.core.values.types import Role
 MAX_FLIPS = 4
 LEAST_GAIN = 0.1
 """Relative rise of what is served that is worth a flip."""
+BACK_GAIN = 0.3
+BACK_S = 3600.0
 NOISE = 3.0
 LEAST_SEEN = 20
 """Requests that must have ended before a mean answer means something."""
@@ -55,6 +59,8 @@ class ShiftFlips:
         self._since_s = 0.0
         self._references: dict[str, Reference] = {}
         self._last_s: dict[str, float] = {}
+        self._towards: dict[str, Role] = {}
+        """Which role the last flips were to."""
         self._notes = Notes()
 
     def why(self) -> str:
@@ -65,6 +71,7 @@ class ShiftFlips:
             self._plan, self._since_s = plan, at_s
             self._references.clear()
             self._last_s.clear()
+            self._towards.clear()
         decisions: list[ScaleDecision] = []
         for model in sorted({each.model for each in plan.templates}):
             seen = observed.of(model)
@@ -105,11 +112,15 @@ class ShiftFlips:
             )
             return []
         self._references[model] = now
-        flips = best_flips(replicas)
+        towards = self._towards.get(model)
+        back: Role | None = None
+        if towards is not None and at_s - self._last_s[model] < BACK_S:
+            back = "decode" if towards == "prefill" else "prefill"
+        flips = best_flips(replicas, back=back)
         if not flips:
             self._notes.say(model, f"{shift}, but no flip gains {LEAST_GAIN:.0%}")
             return []
-        self._last_s[model] = at_s
+        self._last_s[model], self._towards[model] = at_s, flips[-1][1]
         self._notes.say(model, f"{shift}; flips {', '.join(name for name, _ in flips)}")
         return [FlipRole(name, role, shift) for name, role in flips]
 
@@ -132,22 +143,24 @@ class ShiftFlips:
 
 
 def best_flips(
-    replicas: list[Flippable], most: int = MAX_FLIPS, gain: float = LEAST_GAIN
+    replicas: list[Flippable], most: int = MAX_FLIPS, gain: float = LEAST_GAIN, back: Role | None = None
 ) -> list[tuple[str, Role]]:
-    """Flips that raise min(P, D), the best first; ties go to the least loaded."""
+    """Flips that raise min(P, D), the best first; ties go to the least loaded. To begin with `back` takes more."""
     left = list(replicas)
     flips: list[tuple[str, Role]] = []
     while len(flips) < most:
         prefill = sum(each.prefill_per_s for each in left if each.role == "prefill")
         decode = sum(each.decode_per_s for each in left if each.role == "decode")
         stay = last_of_role(left) | {name for name, _ in flips}
-        best, best_rank = None, ((1 + gain) * min(prefill, decode), -(10**9))
+        now = min(prefill, decode)
+        best, best_rank = None, (0.0, -(10**9))
         for place, each in enumerate(left):
             if each.replica in stay:
                 continue
             sign = -1 if each.role == "prefill" else 1
             served = min(prefill + sign * each.prefill_per_s, decode - sign * each.decode_per_s)
-            if (served, -each.load) > best_rank:
+            needed = max(gain, BACK_GAIN) if back is not None and back != each.role and not flips else gain
+            if served >= (1 + needed) * now and (served, -each.load) > best_rank:
                 best, best_rank = place, (served, -each.load)
         if best is None:
             break
