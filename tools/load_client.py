@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -62,7 +63,7 @@ class _Shooting(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none, but does the same
         self._transport = transport
         shot = self._shot
         body = json.dumps(
@@ -78,7 +79,7 @@ class _Shooting(asyncio.Protocol):
         ).encode()
         lines = [
             "POST /v1/completions HTTP/1.1",
-            "Host: gateway",
+            "Host: 127.0.0.1",
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             *([f"Authorization: Bearer {shot.key}"] if shot.key else []),

@@ -1,0 +1,230 @@
+"""Engines die, stand still or lie under load, and every answer must be right: `python benchmarks/gateway_kill.py`.
+
+Streams come over a minute through a gateway to six engines, of which one after another is
+
+    killed    SIGKILL every 3 s, and started again at the same address
+    stopped   SIGSTOP every 3 s, SIGCONT some seconds later
+    lying     one engine answers every segment with garbage, and looks well otherwise
+
+and every answer is compared with that of an engine left alone: `wrong` counts those that differ, were refused or cut.
+Pretended engines (their tokens are a hash of the history) take a large rate, real ones (`--real`) a small one.
+A stall is the longest wait between two pieces of one answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import run
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from live_fleet import LiveFleet, Process
+from live_plans import COMBO, MODEL, WHOLE, write_plans
+from load_client import Shot, shoot
+
+import potluck.engine
+
+WORDS = Path(potluck.engine.__file__).parent / "data" / "words"
+KINDS = ("killed", "stopped", "lying")
+VOCAB = 200
+"""Prompts are of these tokens, which every model has."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is asked of the fleet, and how often something happens to it."""
+
+    streams: int
+    over_s: float
+    prompt: int
+    output: int
+    every_s: float = 3.0
+    stopped_s: float = 4.0
+
+
+def shots_of(load: Load, seed: int) -> list[Shot]:
+    """Half of them greedy, half drawn with a seed; every fourth with a stop string."""
+    chance = random.Random(seed)
+    made = []
+    for place in range(load.streams):
+        prompt = [chance.randrange(5, VOCAB) for _ in range(chance.randrange(load.prompt // 2, load.prompt * 2))]
+        extra: dict[str, object] = {}
+        if place % 2:
+            extra |= {"temperature": 0.9, "seed": place}
+        if place % 4 == 3:
+            extra |= {"stop": ["qu", "zzz"]}
+        made.append(Shot(place * load.over_s / load.streams, MODEL, prompt, load.output, extra=extra))
+    return made
+
+
+def reference(url: str, shot: Shot) -> str:
+    """What an engine says that nobody disturbs."""
+    body = {
+        "model": shot.model,
+        "prompt": list(shot.prompt),
+        "max_tokens": shot.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **shot.extra,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+class Trouble(threading.Thread):
+    """What happens to engines, one after another, until it is told to end."""
+
+    def __init__(self, fleet: LiveFleet, how: str, load: Load) -> None:
+        super().__init__(daemon=True)
+        self._fleet, self._how, self._load = fleet, how, load
+        self._over = threading.Event()
+        self.happened = 0
+        self.problem: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with ThreadPoolExecutor(8) as pool:
+                place = 0
+                while not self._over.wait(self._load.every_s):
+                    pool.submit(self._strike, place % len(self._fleet.engines))
+                    self.happened += 1
+                    place += 1
+        except Exception as error:
+            self.problem = error
+
+    def _strike(self, place: int) -> None:
+        engine = self._fleet.engines[place]
+        assert engine.popen is not None
+        if self._how == "killed":
+            engine.popen.send_signal(signal.SIGKILL)
+            engine.popen.wait()
+            self._fleet.restart(place)
+        else:
+            engine.popen.send_signal(signal.SIGSTOP)
+            time.sleep(self._load.stopped_s)
+            engine.popen.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+        if self.problem is not None:
+            raise self.problem
+
+
+class LyingFleet(LiveFleet):
+    """The last engine has a liar before it."""
+
+    def _start_engines(self) -> None:
+        super()._start_engines()
+        liar = Path(__file__).resolve().parent.parent / "tools" / "lying_engine.py"
+        arguments = [sys.executable, str(liar), str(self.roster[-1]["url"])]
+        self.liar = Process(arguments, self.folder / "liar.log", self._env)
+        self.liar.start()
+        self.roster[-1]["url"] = self.liar.hear()["url"]
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "liar"):
+            self.liar.end()
+
+
+def trial(how: str, load: Load, engine: tuple[str, ...], seed: int) -> dict[str, float]:
+    """One fleet, one kind of trouble."""
+    shots = shots_of(load, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        plan, spec = write_plans(Path(folder), WHOLE * 4 + COMBO)
+        kind = LyingFleet if how == "lying" else LiveFleet
+        with kind(
+            plan,
+            spec,
+            gateway=("--files", f"{MODEL}={WORDS}"),
+            engine=engine,
+            models={MODEL: "llama-3.1-8b"},
+        ) as fleet:
+            whole = str(fleet.roster[0]["url"])
+            with ThreadPoolExecutor(16) as pool:
+                expected = list(pool.map(lambda shot: reference(whole, shot), shots))
+            trouble = Trouble(fleet, how, load)
+            if how != "lying":
+                trouble.start()
+            shoot(fleet.url, shots, keep_text=True, within_s=300.0)
+            if how != "lying":
+                trouble.end()
+            failures = failures_of(fleet)
+    return figures_of(shots, expected, trouble.happened, failures)
+
+
+def failures_of(fleet: LiveFleet) -> float:
+    """Attempts that failed, as the gateway counts them."""
+    with urllib.request.urlopen(f"{fleet.admin}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith("potluck_attempts_failed_total")]
+    return sum(map(float, counts))
+
+
+def figures_of(shots: list[Shot], expected: list[str], happened: int, failures: float) -> dict[str, float]:
+    right = [shot.ended and shot.text == text for shot, text in zip(shots, expected, strict=True)]
+    for shot, text, fine in zip(shots, expected, right, strict=True):
+        if not fine:
+            print(f"wrong: {shot.status} {shot.problem[:200]} {shot.text[-40:]!r} {text[-40:]!r}", file=sys.stderr)
+    gaps = sorted(shot.longest_gap_s for shot in shots)
+    firsts = sorted(shot.ttft_s for shot in shots)
+    return {
+        "streams": len(shots),
+        "wrong": len(shots) - sum(right),
+        "struck": happened,
+        "attempts_failed": failures,
+        "stall_p50_s": gaps[len(gaps) // 2],
+        "stall_p99_s": gaps[int(0.99 * (len(gaps) - 1))],
+        "stall_most_s": gaps[-1],
+        "ttft_p99_s": firsts[int(0.99 * (len(firsts) - 1))],
+    }
+
+
+def measure(quick: bool, real: bool, kinds: Sequence[str], seed: int) -> dict[str, float]:
+    """Real engines share the machine's cores, so they are asked for less at a time."""
+    streams = (60 if real else 500) // (10 if quick else 1)
+    load = Load(streams, streams / (1.0 if real else 8.0), 200, 40 if real else 100)
+    engine = ("--speed-up", "4") if real else ("--pretend",)
+    figures: dict[str, float] = {}
+    for how in kinds:
+        for name, value in trial(how, load, engine, seed).items():
+            figures[f"{how}_{name}"] = value
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--real", action="store_true", help="engines that compute, at a small rate")
+    parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--seed", type=int, default=1)
+    options, rest = parser.parse_known_args()
+    kinds = [options.only] if options.only else list(KINDS)
+    return run(
+        "gateway_kill",
+        lambda quick: measure(quick, options.real, kinds, options.seed),
+        {f"{how}_wrong": ("<=", 0.0) for how in kinds},
+        seeds=(options.seed,),
+        arguments=rest,
+        quick_without="nine tenths of the streams",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

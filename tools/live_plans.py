@@ -1,0 +1,89 @@
+"""Small plans by hand for live fleets: each kind of route, over single GPUs in one region or two.
+
+    plan, spec = write_plans(folder, [("homogeneous", ("mixed",), "near")] * 6)
+    plan, spec = write_plans(folder, REMOTE, flows=[("far", "near")])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from potluck.core.values.layout import single
+from potluck.core.values.plan import (
+    Bucket,
+    BucketCapacity,
+    Deployment,
+    Flow,
+    NodeCount,
+    Plan,
+    Replica,
+    Share,
+    Template,
+    TemplateKind,
+    plan_to_json,
+)
+from potluck.core.values.types import Role
+
+MODEL, CATALOG_MODEL, LAYERS, NODE = "live", "Llama-3.1-8B", 32, "1xA10"
+Unit = tuple[str, tuple[str, ...], str]
+"""A template's kind, its replicas' roles, its region."""
+WHOLE: list[Unit] = [("homogeneous", ("mixed",), "near")]
+COMBO: list[Unit] = [("combo", ("prefill", "decode"), "near")]
+PAIR: list[Unit] = [("pair", ("prefill", "mixed"), "near")]
+REMOTE: list[Unit] = [("homogeneous", ("prefill",), "far"), ("homogeneous", ("decode",), "near")]
+SPEC = """models:
+  - model: {catalog}
+    name: {model}
+    slo: {{ttft_ms: {ttft_ms}, tpot_ms: {tpot_ms}}}
+    traffic: {{rate_per_s: 1, input: 400, output: 100}}
+fleet:
+  regions:
+    - {{name: near, nodes: [{{node: {node}, available: 99, price_usd_per_h: 1.0}}]}}
+    - {{name: far, nodes: [{{node: {node}, available: 99, price_usd_per_h: 1.0}}]}}
+links:
+  - {{from: far, to: near, gbps: 10, rtt_ms: 1}}
+  - {{from: near, to: far, gbps: 10, rtt_ms: 1}}
+"""
+
+
+def write_plans(
+    folder: Path,
+    units: Sequence[Unit],
+    flows: Sequence[tuple[str, str]] = (),
+    *,
+    ttft_ms: int = 60_000,
+    tpot_ms: int = 2_000,
+) -> tuple[Path, Path]:
+    """Files of a plan and its spec. Each unit is a template of its own; with flows, units do one phase each."""
+    templates, shares = [], []
+    for place, (kind, roles, region) in enumerate(units):
+        phases = [role for role in roles if role != "mixed"] if flows else ["closed"]
+        rates = [1.0 if phase in phases else 0.0 for phase in ("prefill", "decode", "closed")]
+        capacity = (BucketCapacity(0, *rates, 0.1, 0.02),)
+        replicas = tuple(Replica(cast(Role, role), single(NODE, 1, LAYERS)) for role in roles)
+        count = (NodeCount(NODE, len(roles)),)
+        name = f"unit{place}"
+        templates.append(
+            Template(name, cast(TemplateKind, kind), MODEL, count, replicas, capacity, "measured")
+        )
+        for phase in phases:
+            shares.append(Share(name, region, 0, cast("object", phase), 1.0))  # type: ignore[arg-type]
+    plan = Plan(
+        "by hand",
+        tuple(templates),
+        tuple(Deployment(each.name, unit[2], 1) for each, unit in zip(templates, units, strict=True)),
+        (Bucket(MODEL, 0, 100_000, 1.0),),
+        tuple(shares),
+        tuple(Flow(MODEL, 0, source, target, 1.0) for source, target in flows),
+        (),
+        float(len(units)),
+        0.0,
+    )
+    plan_path, spec_path = folder / "plan.json", folder / "potluck.yaml"
+    plan_path.write_text(plan_to_json(plan), "utf-8")
+    spec_path.write_text(
+        SPEC.format(catalog=CATALOG_MODEL, model=MODEL, node=NODE, ttft_ms=ttft_ms, tpot_ms=tpot_ms), "utf-8"
+    )
+    return plan_path, spec_path
