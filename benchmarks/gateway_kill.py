@@ -60,7 +60,9 @@ def shots_of(load: Load, seed: int) -> list[Shot]:
     chance = random.Random(seed)
     made = []
     for place in range(load.streams):
-        prompt = [chance.randrange(5, VOCAB) for _ in range(chance.randrange(load.prompt // 2, load.prompt * 2))]
+        prompt = [
+            chance.randrange(5, VOCAB) for _ in range(chance.randrange(load.prompt // 2, load.prompt * 2))
+        ]
         extra: dict[str, object] = {}
         if place % 2:
             extra |= {"temperature": 0.9, "seed": place}
@@ -174,7 +176,7 @@ def failures_of(fleet: LiveFleet) -> float:
     """Attempts that failed, as the gateway counts them."""
     with urllib.request.urlopen(f"{fleet.admin}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith("potluck_attempts_failed_total")]
+    counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith("potluck_failures_total")]
     return sum(map(float, counts))
 
 
@@ -182,7 +184,10 @@ def figures_of(shots: list[Shot], expected: list[str], happened: int, failures: 
     right = [shot.ended and shot.text == text for shot, text in zip(shots, expected, strict=True)]
     for shot, text, fine in zip(shots, expected, right, strict=True):
         if not fine:
-            print(f"wrong: {shot.status} {shot.problem[:200]} {shot.text[-40:]!r} {text[-40:]!r}", file=sys.stderr)
+            print(
+                f"wrong: {shot.status} {shot.problem[:200]} {shot.text[-40:]!r} {text[-40:]!r}",
+                file=sys.stderr,
+            )
     gaps = sorted(shot.longest_gap_s for shot in shots)
     firsts = sorted(shot.ttft_s for shot in shots)
     return {

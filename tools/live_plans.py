@@ -1,14 +1,14 @@
 """Small plans by hand for live fleets: each kind of route, over single GPUs in one region or two.
 
-    plan, spec = write_plans(folder, [("homogeneous", ("mixed",), "near")] * 6)
-    plan, spec = write_plans(folder, REMOTE, flows=[("far", "near")])
+plan, spec = write_plans(folder, [("homogeneous", ("mixed",), "near")] * 6)
+plan, spec = write_plans(folder, REMOTE, flows=[("far", "near")])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
@@ -27,6 +27,7 @@ from potluck.core.values.plan import (
 from potluck.core.values.types import Role
 
 MODEL, CATALOG_MODEL, LAYERS, NODE = "live", "Llama-3.1-8B", 32, "1xA10"
+Phase = Literal["prefill", "decode", "closed"]
 Unit = tuple[str, tuple[str, ...], str]
 """A template's kind, its replicas' roles, its region."""
 WHOLE: list[Unit] = [("homogeneous", ("mixed",), "near")]
@@ -57,7 +58,8 @@ def write_plans(
     tpot_ms: int = 2_000,
 ) -> tuple[Path, Path]:
     """Files of a plan and its spec. Each unit is a template of its own; with flows, units do one phase each."""
-    templates, shares = [], []
+    templates: list[Template] = []
+    shares: list[Share] = []
     for place, (kind, roles, region) in enumerate(units):
         phases = [role for role in roles if role != "mixed"] if flows else ["closed"]
         rates = [1.0 if phase in phases else 0.0 for phase in ("prefill", "decode", "closed")]
@@ -68,8 +70,7 @@ def write_plans(
         templates.append(
             Template(name, cast(TemplateKind, kind), MODEL, count, replicas, capacity, "measured")
         )
-        for phase in phases:
-            shares.append(Share(name, region, 0, cast("object", phase), 1.0))  # type: ignore[arg-type]
+        shares += [Share(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
     plan = Plan(
         "by hand",
         tuple(templates),

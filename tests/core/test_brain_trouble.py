@@ -114,3 +114,27 @@ def test_a_copy_that_lost_a_replica_is_not_whole_until_it_has_it_again() -> None
     assert not unit.whole
     fleet.ready("u/1")
     assert unit.whole
+
+
+@pytest.mark.parametrize("heals", [False, True])
+def test_one_that_fails_again_and_again_is_tried_ever_more_seldom_however_well_it_says_it_is(
+    heals: bool,
+) -> None:
+    world = build.world(THREE, Policy(retries=99, balance="round-robin"))
+    bad = next(iter(world.members))
+    tried: list[float] = []
+    for number in range(900):
+        world.now_s = number / 10
+        world.tell(Tick())
+        world.tell(Reported(bad, IDLE))
+        name = f"r{number}"
+        world.arrive(build.request(name))
+        while world.jobs[name].run.route.decoder == bad and not (heals and number >= 300):
+            tried.append(world.now_s)
+            world.fail(name, "replica", bad)
+        if heals and number >= 300 and world.jobs[name].run.route.decoder == bad:
+            tried.append(world.now_s)
+        world.finish(name)
+    early, late = (sum(from_s <= at < from_s + 30 for at in tried) for from_s in (0, 60))
+    assert 3 <= early <= 8, "it is tried, and then left alone"
+    assert (late > 50) if heals else (late <= 3)

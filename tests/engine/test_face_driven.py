@@ -24,7 +24,7 @@ from potluck.gateway.drive.rides import Rides
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.parts import Address, Asked, Endpoint
 
-STREAMS, TOKENS = 64, 8
+STREAMS, TOKENS = 64, 6
 NAMES = ("a", "b", "c")
 
 
@@ -75,7 +75,7 @@ class Chooser:
             assert where.hostname is not None
             assert where.port is not None
             address = Address(where.hostname, where.port)
-            self._endpoints[name] = Endpoint(name, NAME, "here", address, kv=engine.kv, vocab=VOCAB)
+            self._endpoints[name] = Endpoint(name, NAME, "here", address, kv=engine.kv)
 
     def find(self, replica: str) -> Endpoint | None:
         return self._endpoints[replica]
@@ -124,7 +124,9 @@ def questions(seed: int) -> list[Asked]:
         way = Sampling(0.8, seed=place) if place % 2 else Sampling()
         if place % 8 == 0:
             way = Sampling(logprobs=2)
-        made.append(Asked(f"q{place}", NAME, prompt, len(prompt), TOKENS, way, min_tokens=place % 3))
+        made.append(
+            Asked(f"q{place}", NAME, prompt, len(prompt), TOKENS, way, min_tokens=place % 3, vocab=VOCAB)
+        )
     return made
 
 
@@ -153,7 +155,7 @@ async def answers(
 
 def test_every_route_and_every_recovery_gives_the_tokens_of_one_engine() -> None:
     async def run() -> None:
-        services = [make_service("dense", max_running=2 * STREAMS) for _ in NAMES]
+        services = [make_service("full", max_running=2 * STREAMS) for _ in NAMES]
         async with face(services[0]) as a, face(services[1]) as b, face(services[2]) as c:
             engines, asked = (a, b, c), questions(3)
             alone, _ = await answers(engines, ["in place"], asked)

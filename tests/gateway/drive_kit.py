@@ -264,9 +264,7 @@ class Fleet:
     def add(self, replica: str, region: str = "near", **more: Any) -> None:
         port = len(self.endpoints) + 1
         kv = f"h:{port}"
-        self.endpoints[replica] = Endpoint(
-            replica, MODEL, region, Address("h", port), kv=kv, **({"vocab": VOCAB} | more)
-        )
+        self.endpoints[replica] = Endpoint(replica, MODEL, region, Address("h", port), kv=kv, **more)
 
     def find(self, replica: str) -> Endpoint | None:
         return self.endpoints.get(replica)
@@ -381,7 +379,7 @@ class Script:
 
 def asked(name: str = "r", prompt: int = 20, most: int = 12, **more: Any) -> Asked:
     tokens = tuple((7 * place + len(name) + sum(name.encode())) % (VOCAB - 1) + 1 for place in range(prompt))
-    return Asked(name, MODEL, tokens, prompt, most, **({"ends": (EOS,)} | more))
+    return Asked(name, MODEL, tokens, prompt, most, **({"ends": (EOS,), "vocab": VOCAB} | more))
 
 
 def driver(line: Desk | Script, fleet: Fleet, clock: Clock) -> Rides:

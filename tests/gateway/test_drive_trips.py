@@ -306,6 +306,11 @@ def test_inquiries_are_answered_with_the_truth() -> None:
     stage.to_end()
     stage.rides.act([Inquire("r", 2)])
     assert stage.news[-1] == stage.news[-2] == Finished("r", 2, len(right_answer(what)))
+    stage.begin(asked("s"), aggregated("x"))
+    stage.call("x").step(3)
+    stage.rides.act([Abandon("s", ("x",)), Inquire("s", 0)])
+    assert stage.call("x").cancelled
+    assert stage.news[-1] == Failed("s", 0, "timeout", "", 3)
     stage.rides.act([Inquire("never heard of", 0)])
     assert stage.news[-1] == Cancelled("never heard of")
 

@@ -148,6 +148,8 @@ class Asked:
     """What the client called, /v1/chat/completions say, and with what: for servers of plain OpenAI."""
     body: bytes = b""
     stream: bool = False
+    vocab: int = 0
+    """How many tokens the model has: an engine that tells of others lies. 0 where that is not known."""
 
 
 class Answer(Protocol):
@@ -229,8 +231,6 @@ class Endpoint:
     """What it calls the model itself."""
     key: str = field(default="", repr=False)
     """What it wants as a bearer, if anything."""
-    vocab: int = 0
-    """How many tokens its model has; 0 where that is not known."""
     token_ids: bool = False
     """Whether, over plain OpenAI, it tells tokens when asked (`return_token_ids`) and takes them as a prompt: then
     an answer that breaks off goes on elsewhere."""

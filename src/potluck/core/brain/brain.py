@@ -109,7 +109,7 @@ class Brain:
         if view is not None and view.status_at_s <= at_s:
             self.fleet.report(view, event.status, at_s)
             if view.doubted:
-                return self._recovery.trust(at_s, view)
+                return self._recovery.reported(at_s, view)
         return []
 
     def _link_reported(self, at_s: float, event: told.LinkReported) -> list[Action]:

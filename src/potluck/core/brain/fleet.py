@@ -50,6 +50,8 @@ class View:
     """How long tokens of answers take there for each second reckoned, as seen when it had much to do."""
     doubted: bool = False
     """A request failed there as if it were gone, and nothing was heard of it since."""
+    strikes: int = 0
+    """How often in a row it was doubted, with no answer completed between."""
     facts: ReplicaFacts | None = None
     """What the plan knows of it, if anything."""
     pace: float = 1.0
@@ -145,7 +147,12 @@ class Fleet:
 
     def doubt(self, view: View, doubted: bool) -> None:
         """Whether it may be gone. That is no change of the fleet: nothing is to be started for it."""
+        view.strikes += doubted and not view.doubted
         view.doubted = doubted
+
+    def answered_again(self, view: View) -> None:
+        """An answer was completed there: what it was doubted for is over."""
+        view.strikes = 0
 
     def gap(self, view: View, ratio: float) -> None:
         """Tokens of an answer there came so much slower than was reckoned."""

@@ -222,6 +222,8 @@ class Flights:
         if len(self._ended) >= ENDED:
             self._ended_before, self._ended = self._ended, set()
         last = flight.last
+        if last is not None and last.strikes:
+            self._fleet.answered_again(last)
         if flight.mixed:
             self._between.apart.answered(flight, event.output_tokens)
         if last is not None and flight.first_s >= 0 and (crowded(last) or flight.heavy):

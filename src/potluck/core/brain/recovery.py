@@ -8,8 +8,10 @@ itself does, as the request may be what kills it. Requests that nobody can take 
 waited `max_wait_s` or their deadline passed; so are those that wait for their turn on a pair.
 
 A request that fails as if its replica were gone is news for the others as well: nobody is sent there until it
-reports again, or for QUARANTINE_S. When a replica comes up, it gets no more of those held than it can take at once,
-as others may come up beside it; at the next tick all that are left go to whoever is there.
+reports again, or for QUARANTINE_S. One that fails again and again, with no answer completed between, is not believed
+any more when it only says that it is well, and is tried ever more seldom. When a replica comes up, it gets no more of
+those held than it can take at once, as others may come up beside it; at the next tick all that are left go to whoever
+is there.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from potluck.core.routing.links import PATIENCE_S
 from potluck.core.routing.router import Router
 
 QUARANTINE_S = 1.0
+FREE_STRIKES, MOST_STRIKES = 2, 5
+"""Doubts in a row after which a report alone no longer ends one, and after which they last no longer."""
 MOST_ATTEMPTS = 16
 """However innocent a request is of its failures, it is not sent more often."""
 LONGEST_CALM_S = 2.0
@@ -183,9 +187,17 @@ class Recovery:
         self._losses.note(at_s, view.member)
         if view.state != "ready":
             return []
-        self._doubts[replica] = at_s + QUARANTINE_S
-        self._fleet.doubt(view, True)
+        if not view.doubted:  # Others that it fails at the same time say nothing new.
+            self._fleet.doubt(view, True)
+            strikes = min(view.strikes, MOST_STRIKES)
+            self._doubts[replica] = at_s + QUARANTINE_S * (1 << (strikes - 1))
         return self._flights.changed(at_s, view)
+
+    def reported(self, at_s: float, view: View) -> list[Action]:
+        """A replica that is doubted says that it is well."""
+        if view.strikes > FREE_STRIKES and at_s < self._doubts.get(view.member.id, at_s):
+            return []
+        return self.trust(at_s, view)
 
     def trust(self, at_s: float, view: View) -> list[Action]:
         self._doubts.pop(view.member.id, None)

@@ -116,6 +116,7 @@ class Asking:
             self._path,
             body,
             wish.stream,
+            wish.card.vocab,
         )
 
 

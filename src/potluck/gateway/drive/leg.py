@@ -40,7 +40,7 @@ class Leg(Debtor):
         """Nothing more is heard of it: it has ended, or was given up."""
         self._status = 0
         self._error = b""
-        self._lines = Lines(endpoint.vocab)
+        self._lines = Lines(trip.vocab)
         self.told = 0
         """Tokens that it streamed."""
 

@@ -125,9 +125,9 @@ class Ride:
             self._tell(Underway(self.asked.id, self._attempt))
         elif self._failed is not None and self._failed.attempt == inquire.attempt:
             self._tell(self._failed)
-        else:  # Its order to run never came.
+        else:  # It was abandoned, or its order to run never came.
             self._attempt = inquire.attempt
-            self.failed("timeout", "", "was never begun")
+            self.failed("timeout", "", "was stopped, or never begun")
 
     # What the client wants.
 

@@ -61,6 +61,7 @@ class Trip:
         """Output tokens that this attempt may still bring."""
         self.least_tokens = max(0, asked.min_tokens - run.streamed_tokens)
         self.ends = ride.ends
+        self.vocab = asked.vocab
         self._legs: list[Leg] = []
         self._over = False
         self._suspicion: tuple[Leg, Verdict] | None = None
