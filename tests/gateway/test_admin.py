@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +317,7 @@ def test_everything_that_happens_is_published_without_prompts() -> None:
     told: list[Told] = []
     meter = FullMeter(told.append)
     meter.published = lambda kind, what: said.append((kind, what))
-    secret = replace(ASKED, prompt=(987_654,), body=b"my secret")
+    secret = ASKED._replace(prompt=(987_654,), body=b"my secret")
     meter.routed(secret, run(handed_over("a", "b", 4)))
     meter.segment(secret, "a", 1.0, 2.0, 30)
     meter.failed(secret, "b", "replica", "it died")

@@ -117,8 +117,7 @@ class Outgoing(Protocol):
 # Who asks for what: made by door/.
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """One answer that a client wants. A request with `n` or several prompts asks for several."""
 
     id: str
@@ -129,7 +128,7 @@ class Asked:
     prompt_tokens: int
     """How many there are; an estimate where `prompt` is empty."""
     max_output_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = Sampling()
     ends: tuple[int, ...] = ()
     """Tokens that end the answer; where they are known, the model's own among them unless `ignore_eos`. By them the
     driver knows that an answer is whole although its engine died before saying so."""

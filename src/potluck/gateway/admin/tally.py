@@ -42,6 +42,38 @@ class Histogram:
         self.total += total
 
 
+class Seat:
+    """One tenant's requests for one model: what is counted for each of them, within reach."""
+
+    __slots__ = (
+        "answered",
+        "cached_tokens",
+        "output",
+        "output_tokens",
+        "prompt",
+        "prompt_tokens",
+        "requests",
+        "tenant_ttft",
+        "tpot",
+        "ttft",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        ttft: Histogram,
+        tenant_ttft: Histogram,
+        tpot: Histogram,
+        whole: Histogram,
+        prompt: Histogram,
+        output: Histogram,
+    ) -> None:
+        self.ttft, self.tenant_ttft, self.tpot, self.whole = ttft, tenant_ttft, tpot, whole
+        self.prompt, self.output = prompt, output
+        self.requests = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.answered = dict.fromkeys(ANSWERED, 0)
+
+
 class Tally:
     """Counts of everything in `families` that is not read when asked for: parts.Meter."""
 
@@ -56,9 +88,12 @@ class Tally:
         self._counts: dict[str, Counter[Labels]] = {}
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
         self._gaps: dict[str, Histogram] = {}
+        self._seats: dict[tuple[str, str], Seat] = {}
         self.open = 0
 
     def count(self, family: Family, labels: Labels = (), amount: float = 1) -> None:
+        if not amount:
+            return
         series = self._counts.get(family.name)
         if series is None:
             series = self._counts[family.name] = Counter()
@@ -87,32 +122,57 @@ class Tally:
         found.see(gap_s)
 
     def answered(self, told: Told) -> None:
-        model, tenant = told.model, told.tenant
+        model, tenant, outcome = told.model, told.tenant, told.outcome
         self.open -= bool(model)
-        self.count(known.REQUESTS, (model, told.request_class, told.outcome))
-        self.count(known.TENANT_REQUESTS, (model, tenant))
+        seat = self._seats.get((model, tenant))
+        if seat is None:
+            seat = self._seats[model, tenant] = self._seat(model, tenant)
+        self.count(known.REQUESTS, (model, told.request_class, outcome))
+        seat.requests += 1
+        output = told.output_tokens
         if told.first_s is not None:
             waited_s = told.first_s - told.came_s
-            self.histogram(known.TTFT, (model,)).see(waited_s)
-            self.histogram(known.TENANT_TTFT, (tenant,)).see(waited_s)
-            if told.output_tokens > 1:
-                each_s = (told.ended_s - told.first_s) / (told.output_tokens - 1)
-                self.histogram(known.TPOT, (model,)).see(each_s)
-        if told.outcome in ANSWERED:
-            self.histogram(known.WHOLE, (model,)).see(told.ended_s - told.came_s)
-            self.histogram(known.PROMPT, (model,)).see(told.prompt_tokens)
-            self.histogram(known.OUTPUT, (model,)).see(told.output_tokens)
-            self.count(known.SUCCESS, (model, told.outcome))
-            self.count(known.PROMPTS, (model,), told.prompt_tokens)
-            self.count(known.QUERIED, (model,), told.prompt_tokens)
-            self.count(known.HITS, (model,), told.cached_tokens)
-            self.count(known.TENANT_TOKENS, (model, tenant, "prompt"), told.prompt_tokens)
-            self.count(known.TENANT_TOKENS, (model, tenant, "cached"), told.cached_tokens)
-        if told.output_tokens:
-            self.count(known.OUTPUTS, (model,), told.output_tokens)
-            self.count(known.TENANT_TOKENS, (model, tenant, "output"), told.output_tokens)
+            seat.ttft.see(waited_s)
+            seat.tenant_ttft.see(waited_s)
+            if output > 1:
+                seat.tpot.see((told.ended_s - told.first_s) / (output - 1))
+        if outcome in ANSWERED:
+            seat.whole.see(told.ended_s - told.came_s)
+            seat.prompt.see(told.prompt_tokens)
+            seat.output.see(output)
+            seat.answered[outcome] += 1
+            seat.prompt_tokens += told.prompt_tokens
+            seat.cached_tokens += told.cached_tokens
+        seat.output_tokens += output
         if self.published is not None:
-            self.published("request", {**told._asdict(), "key": told.key})
+            self.published("request", told._asdict())
+
+    def _seat(self, model: str, tenant: str) -> Seat:
+        if len(self._seats) >= MOST_SERIES:
+            self._settle()
+        return Seat(
+            self.histogram(known.TTFT, (model,)),
+            self.histogram(known.TENANT_TTFT, (tenant,)),
+            self.histogram(known.TPOT, (model,)),
+            self.histogram(known.WHOLE, (model,)),
+            self.histogram(known.PROMPT, (model,)),
+            self.histogram(known.OUTPUT, (model,)),
+        )
+
+    def _settle(self) -> None:
+        """What the seats counted goes to where it is read."""
+        for (model, tenant), seat in self._seats.items():
+            self.count(known.TENANT_REQUESTS, (model, tenant), seat.requests)
+            for outcome, number in seat.answered.items():
+                self.count(known.SUCCESS, (model, outcome), number)
+            self.count(known.PROMPTS, (model,), seat.prompt_tokens)
+            self.count(known.QUERIED, (model,), seat.prompt_tokens)
+            self.count(known.HITS, (model,), seat.cached_tokens)
+            self.count(known.OUTPUTS, (model,), seat.output_tokens)
+            self.count(known.TENANT_TOKENS, (model, tenant, "prompt"), seat.prompt_tokens)
+            self.count(known.TENANT_TOKENS, (model, tenant, "cached"), seat.cached_tokens)
+            self.count(known.TENANT_TOKENS, (model, tenant, "output"), seat.output_tokens)
+        self._seats = {}
 
     def turned_away(self, status: int, code: str) -> None:
         self.count(known.TURNED_AWAY, (str(status), code))
@@ -185,6 +245,7 @@ class Tally:
 
     def take(self) -> dict[str, Any]:
         """All that was counted since the last time, as JSON values; `add` of another tally takes it."""
+        self._settle()
         counts = [
             [name, list(labels), value]
             for name, series in self._counts.items()
@@ -207,6 +268,7 @@ class Tally:
             self.histogram(FAMILIES[name], tuple(labels)).add(counts, total)
 
     def counted(self, family: Family) -> dict[Labels, float]:
+        self._settle()
         return dict(self._counts.get(family.name, {}))
 
     def seen(self, family: Family) -> dict[Labels, Histogram]:

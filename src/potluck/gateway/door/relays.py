@@ -53,9 +53,9 @@ def _number(data: bytes, name: bytes, start: int) -> int | None:
     if place < 0:
         return None
     place += len(name)
-    digits = data[place : place + 24].partition(b":")[2].lstrip()
-    digits = digits.partition(b",")[0].partition(b"}")[0].rstrip()
-    return int(digits) if digits.isdigit() else None
+    said = data[place : place + 24].replace(b"}", b",").partition(b",")[0].strip()
+    digits = said[1:].lstrip()
+    return int(digits) if said[:1] == b":" and digits.isdigit() else None
 
 
 class Parts:
