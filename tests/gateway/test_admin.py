@@ -169,8 +169,9 @@ def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]])
     for family in FAMILIES.values():
         assert main.counted(family) == together.counted(family)
         for labels, histogram in together.seen(family).items():
-            assert main.seen(family)[labels].counts == histogram.counts
-            assert main.seen(family)[labels].total == pytest.approx(histogram.total)
+            if any(histogram.counts):
+                assert main.seen(family)[labels].counts == histogram.counts
+                assert main.seen(family)[labels].total == pytest.approx(histogram.total)
 
 
 def test_usage_is_kept_line_by_line_and_begins_anew_each_day(tmp_path: Path) -> None:
