@@ -54,6 +54,9 @@ QUICK_STEPS = 6
 REVERSAL_S = 1800.0
 START_S = 135.0
 """About what a copy takes to start (113 to 157 s)."""
+LIMIT_S = 60.0
+"""For a plan, in seconds on the clock. It takes about one on a machine that is free; on a busy one a short limit ends
+with a plan for part of the demand, and the fleet is blamed for it."""
 LIFE_S = 3600.0
 """Over which the planner spreads the price of starting a copy: CORAL's K is START_S / LIFE_S."""
 
@@ -107,7 +110,7 @@ class Planner:
         if running is not None:
             problem = replace(problem, init_penalty=START_S / LIFE_S)
         shop = replace(self._workshop, problem=problem)
-        return STRATEGIES["auto"](shop, Settings(time_limit_s=5.0, running=running)).plan
+        return STRATEGIES["auto"](shop, Settings(time_limit_s=LIMIT_S, running=running)).plan
 
 
 def served(
