@@ -97,7 +97,9 @@ def test_metrics_have_the_names_people_know() -> None:
     assert found['potluck_requests_total{class="standard",model="m",outcome="stop"}'] == 1
     assert found['potluck_turned_away_total{code="invalid_api_key",status="401"}'] == 1
     assert found["potluck_keys"] == 7
-    assert tally.open == 0
+    assert found["potluck_open_requests"] == 0
+    tally.answered(TOLD._replace(choices=2, output_tokens=22))
+    assert tally.seen(known.TPOT)["m",].total == pytest.approx(0.4), "each of two had 11"
 
 
 SUFFIXES = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
@@ -224,7 +226,8 @@ def test_usage_that_cannot_be_written_waits(tmp_path: Path, monkeypatch: pytest.
 def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
     async def scene() -> None:
         read: list[bool] = []
-        feed = Feed(read.append, lambda: 5.0)
+        missed: list[None] = []
+        feed = Feed(read.append, lambda: 5.0, lambda: missed.append(None))
         feed.publish("route", {})
         reader = feed.watch(frozenset({"route"}), most=3)
         assert reader is not None
@@ -238,7 +241,7 @@ def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:
             3,
             4,
         ]
-        assert feed.lost == 2
+        assert (feed.lost, len(missed)) == (2, 2)
         assert await reader.next(0.01) == b": nothing\n\n"
         others = [feed.watch() for _ in range(MOST_READERS)]
         assert others[-1] is None

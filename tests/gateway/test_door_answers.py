@@ -88,7 +88,12 @@ def test_streamed_choices_come_as_they_come() -> None:
     found = scene.chat(n=2, stream=True)
     first, second = (scene.driver.answers[one.id] for one in scene.driver.asked)
     second.tokens(choices("x"))
+    scene.now_s = 3.0
     first.tokens(choices("ab"))
+    assert scene.meter.gaps == [], "each answer's tokens are apart from the other's"
+    scene.now_s = 4.0
+    first.tokens(choices(""))
+    assert scene.meter.gaps == [1.0]
     second.finished("stop", 0)
     assert not found.over
     first.finished("length", 0)

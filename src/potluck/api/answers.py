@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from potluck.api.growth import Delta
 from potluck.api.tokens import Text
@@ -13,8 +13,7 @@ from potluck.core.values.sampling import Choice
 Json = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """What all parts of one reply begin with."""
 
     id: str

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_bytes
 
 import click
 
@@ -34,6 +35,11 @@ _file = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--keys", type=_file, help="Clients' keys; see `potluck keys`. Without it only loopback is served."
 )
+@click.option(
+    "--secret-file",
+    type=_file,
+    help="Tenants' salts are made from it; else made up at each start, and cached prefixes are forgotten.",
+)
 @click.option("--usage", type=_file, help="Write a line per request here, to bill from.")
 @click.option(
     "--log", type=_file, help="Write what the Brain hears and asks here; `potluck replay` reads it."
@@ -59,6 +65,7 @@ def serve(
     admin_key_file: Path | None,
     workers: int,
     keys: Path | None,
+    secret_file: Path | None,
     usage: Path | None,
     log: Path | None,
     files: tuple[str, ...],
@@ -90,6 +97,7 @@ def serve(
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
         files=_files(files),
+        secret=token_bytes(32) if secret_file is None else _secret(secret_file),
     )
     serve_forever(scene_of(inputs), rules, settings, _said(as_json))
 
@@ -115,6 +123,16 @@ def _files(pairs: tuple[str, ...]) -> dict[str, Path]:
         if not sign or not Path(folder).is_dir():
             raise InputError("--files", f"{pair!r} is not MODEL=DIR with a directory that is there")
         found[model] = Path(folder)
+    return found
+
+
+def _secret(file: Path) -> bytes:
+    try:
+        found = file.read_bytes().strip()
+    except OSError as error:
+        raise InputError("--secret-file", f"{file} cannot be read") from error
+    if len(found) < 16:
+        raise InputError("--secret-file", f"{file} must have at least 16 bytes that nobody can guess")
     return found
 
 

@@ -271,6 +271,8 @@ class Told(NamedTuple):
     streamed: bool
     estimated: bool = False
     """Whether tokens were guessed, since neither a tokenizer nor the server's usage told them."""
+    choices: int = 1
+    """Answers that it asked for."""
 
 
 class Meter(Protocol):

@@ -14,6 +14,7 @@ from aiohttp import web
 from potluck.api.origin import Served
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
+from potluck.gateway.admin import families
 from potluck.gateway.admin.app import Office, build_admin
 from potluck.gateway.admin.feed import Feed
 from potluck.gateway.admin.meter import FullMeter
@@ -65,6 +66,7 @@ class Worker:
             keys=self.keys,
             settings=DoorSettings(
                 classes=frozenset(each.name for each in policy.classes),
+                secret=settings.secret,
                 served=Served(keyed=self.keys is not None),
             ),
             ready=ready,
@@ -93,12 +95,14 @@ class Operators:
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
         self.meter = FullMeter(self._told, self._spans, self._region_of(center))
-        self.feed = Feed(self._watched)
-        self.metrics = Metrics(self.meter, Oversight(center))
+        self._keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
+        self.feed = Feed(self._watched, lost=lambda: self.meter.count(families.LOST_EVENTS))
+        self.metrics = Metrics(self.meter, Oversight(center), self._gauges)
         self._office = Office(
             self.metrics,
             Oversight(center),
             self.feed,
+            self._notes,
             key=settings.admin_key,
             served=Served(keyed=settings.admin_key is not None),
         )
@@ -113,6 +117,21 @@ class Operators:
     def _flush(self) -> None:
         if self._usage is not None:
             self._usage.flush()
+        if self._keys is not None:
+            self._keys.look(time.monotonic())
+
+    def _gauges(self) -> dict[families.Family, float]:
+        if self._keys is None:
+            return {}
+        return {families.KEYS: len(self._keys), families.KEYS_BROKEN: float(bool(self._keys.problem))}
+
+    def _notes(self) -> dict[str, object]:
+        found: dict[str, object] = {}
+        if self._keys is not None:
+            found["keys"] = {"known": len(self._keys), "problem": self._keys.problem}
+        if self._usage is not None:
+            found["usage"] = {"lost": self._usage.lost, "problem": self._usage.problem}
+        return found
 
     def _watched(self, read: bool) -> None:
         self.meter.published = self.feed.publish if read else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +34,7 @@ class Settings:
     otlp: str | None = None
     """Where spans go, if anywhere."""
     admin_key: str | None = field(default=None, repr=False)
+    secret: bytes = field(default_factory=lambda: token_bytes(32), repr=False)
+    """From which tenants' salts are made: the same in all workers."""
     drain_s: float = 30.0
     """How long open requests may take when it ends."""

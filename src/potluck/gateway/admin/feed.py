@@ -58,9 +58,13 @@ class Feed:
     """Where events go. `changed` hears whether anybody reads, so that others make them only then."""
 
     def __init__(
-        self, changed: Callable[[bool], None] = lambda read: None, clock: Callable[[], float] = time.time
+        self,
+        changed: Callable[[bool], None] = lambda read: None,
+        clock: Callable[[], float] = time.time,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._changed, self._clock = changed, clock
+        """`lost` hears of each event that a reader did not get."""
+        self._changed, self._clock, self._missed = changed, clock, lost
         self._readers: set[Watcher] = set()
         self._number = 0
         self.lost = 0
@@ -74,7 +78,9 @@ class Feed:
         data = json.dumps(body, separators=(",", ":"), default=str)
         line = f"id: {self._number}\nevent: {kind}\ndata: {data}\n\n".encode()
         for reader in self._readers:
-            self.lost += reader.put(kind, line)
+            if reader.put(kind, line):
+                self.lost += 1
+                self._missed()
 
     def watch(self, kinds: frozenset[str] | None = None, most: int = MOST_EVENTS) -> Watcher | None:
         """One more reader; None where there are enough."""

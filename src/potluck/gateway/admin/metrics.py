@@ -118,6 +118,8 @@ class Metrics:
                 add(known.USD_PER_M, (model,), each)
         for family, value in self._gauges().items():
             add(family, (), value)
+        if known.OPEN.name not in found:
+            add(known.OPEN, (), self.tally.open)
         return {name: dict(series) for name, series in found.items()}
 
 

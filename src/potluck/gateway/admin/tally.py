@@ -134,8 +134,9 @@ class Tally:
             waited_s = told.first_s - told.came_s
             seat.ttft.see(waited_s)
             seat.tenant_ttft.see(waited_s)
-            if output > 1:
-                seat.tpot.see((told.ended_s - told.first_s) / (output - 1))
+            each = output / told.choices
+            if each > 1:
+                seat.tpot.see((told.ended_s - told.first_s) / (each - 1))
         if outcome in ANSWERED:
             seat.whole.see(told.ended_s - told.came_s)
             seat.prompt.see(told.prompt_tokens)

@@ -6,7 +6,6 @@ The status is only said with the first part, so that what fails before has its o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from potluck.api.answers import LAST_EVENT, Head, event, usage
@@ -41,6 +40,7 @@ class Answering:
         "_begun",
         "_cached",
         "_charged",
+        "_choices",
         "_clock",
         "_driver",
         "_exchange",
@@ -52,7 +52,6 @@ class Answering:
         "estimated",
         "first_s",
         "head",
-        "last_s",
         "limits",
         "logprobs",
         "output",
@@ -82,13 +81,14 @@ class Answering:
         self.head: Head | None = None
         self.voices: list[Voice] = []
         self.over = self._begun = self.estimated = self.logprobs = False
+        self._choices = 1
         self._left = self.output = self._cached = self.prompt_tokens = self._charged = 0
         self.first_s: float | None = None
-        self.last_s = 0.0
 
     def start(self, wish: Wish, head: Head, voices: list[Voice], prompt_tokens: int) -> None:
         """What is asked is known: from here on voices may speak."""
-        self.wish, self.head, self.voices, self._left = wish, head, voices, len(voices)
+        self.wish, self.head, self.voices = wish, head, voices
+        self._left = self._choices = len(voices)
         self.prompt_tokens = prompt_tokens
         self.logprobs = wish.asked is not None and wish.asked.reported is not None
         self._exchange.on_room = self._room
@@ -101,7 +101,7 @@ class Answering:
         if wish.asked is None:
             wish.asked = understand(wish)
             self.logprobs = wish.asked.reported is not None
-            self.head = replace(self.head, usage_said=wish.usage_said)
+            self.head = self.head._replace(usage_said=wish.usage_said)
         return wish
 
     def charged(self, tokens: int) -> None:
@@ -114,16 +114,16 @@ class Answering:
 
     # What a voice says.
 
-    def came(self, tokens: int) -> None:
-        """More tokens, or pieces where tokens are not seen."""
+    def came(self, tokens: int, before_s: float | None) -> float:
+        """More tokens, or pieces where tokens are not seen, of a voice that spoke before; when that is."""
         now_s = self._clock()
-        assert self.wish is not None
         if self.first_s is None:
             self.first_s = now_s
-        else:
-            self._meter.gap(self.wish.card.name, now_s - self.last_s)
-        self.last_s = now_s
+        if before_s is not None:
+            assert self.wish is not None
+            self._meter.gap(self.wish.card.name, now_s - before_s)
         self.output += tokens
+        return now_s
 
     def say(self, data: bytes) -> None:
         """A part of a stream."""
@@ -256,5 +256,6 @@ class Answering:
                 self._clock(),
                 wish is not None and wish.stream,
                 self.estimated,
+                self._choices,
             )
         )

@@ -34,6 +34,7 @@ class Voice:
         "_kind",
         "_offset",
         "_pieces",
+        "_spoke_s",
         "_status",
         "_tail",
         "begun",
@@ -57,6 +58,7 @@ class Voice:
         self._chunks: Chunks | None = None
         self._offset = self._status = 0
         self._kind = b""
+        self._spoke_s: float | None = None
         self._pieces: list[bytes] | None = None
         self._tail: Tail | None = None
         self._events: Parts | None = None
@@ -74,7 +76,7 @@ class Voice:
             seen += 1
             if growth.met:
                 break
-        answering.came(seen)
+        self._spoke_s = answering.came(seen, self._spoke_s)
         assert answering.wish is not None
         if answering.logprobs:
             self._with_logs(tuple(choices[:seen]), text)
@@ -186,7 +188,7 @@ class Voice:
         assert self._tail is not None
         before = self._tail.parts
         self._tail.add(data)
-        answering.came(self._tail.parts - before)
+        self._spoke_s = answering.came(self._tail.parts - before, self._spoke_s)
         if self._events is None:
             answering.say(data)
         else:
