@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
+from potluck.cli.problems import read_spec
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, plan_from_json
 
@@ -96,14 +97,13 @@ class LiveFleet:
         *,
         gateway: tuple[str, ...] = (),
         engine: tuple[str, ...] = ("--pretend",),
-        models: dict[str, str] | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
-        """`models` names, for each of the plan's, the catalog's model that engines act as, where it is another."""
         self.folder = Path(tempfile.mkdtemp(prefix="potluck-live-"))
         self._plan_path, self._spec_path = plan, spec
         self.plan: Plan = plan_from_json(plan.read_text("utf-8"))
-        self._gateway, self._engine, self._models = gateway, engine, models or {}
+        self._gateway, self._engine = gateway, engine
+        self._models = {model.name: model.model.name for model in read_spec(spec).models}
         self._env = env or {}
         self.engines: list[Process] = []
         self.roster: list[dict[str, object]] = []
@@ -127,7 +127,7 @@ class LiveFleet:
             template = self.plan.template(deployment.template)
             for copy in range(deployment.count):
                 for index, replica in enumerate(template.replicas):
-                    like = emulated(replica.layout, self._models.get(template.model, template.model))
+                    like = emulated(replica.layout, self._models[template.model])
                     process = self._engine_process(like, template.model, f"{template.name}-{copy}-{index}")
                     process.start()
                     self.engines.append(process)
