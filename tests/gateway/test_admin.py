@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -337,11 +341,38 @@ def test_everything_that_happens_is_published_without_prompts() -> None:
 
 
 def test_spans_need_their_packages() -> None:
-    try:
-        import opentelemetry.sdk  # noqa: F401
-    except ImportError:
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter") is None:
         with pytest.raises(InputError, match="potluck\\[otlp\\]"):
             Spans("http://127.0.0.1:4318/v1/traces")
+
+
+def test_spans_of_one_answer_are_one_trace_and_tell_nothing_of_prompts() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'potluck[otlp]'")
+    got: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    spans = Spans(f"http://127.0.0.1:{server.server_port}/v1/traces")
+    secret = ASKED._replace(body=b"my secret")
+    spans.segment(secret, "r1", 1.0, 2.0, 30)
+    spans.segment(secret, "r2", 1.0, 2.0, 30, "it died")
+    spans.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    data = b"".join(got)
+    assert b"secret" not in data
+    assert data.count(hashlib.sha256(ASKED.id.encode()).digest()[:16]) == 2
+    assert b"it died" in data
 
 
 def test_the_command_makes_keys_that_open(tmp_path: Path) -> None:

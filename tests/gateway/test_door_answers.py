@@ -77,10 +77,10 @@ def test_prompts_times_n_are_so_many_answers_with_seeds_of_their_own() -> None:
     for place in (2, 0, 3, 1):
         assert found.status is None
         scene.driver.answers[asked[place].id].tokens(choices("wxyz"[place]))
-        scene.driver.answers[asked[place].id].finished("stop", 1)
+        scene.driver.answers[asked[place].id].finished("stop", 2)
     assert [choice["text"] for choice in found.json["choices"]] == list("wxyz")
     assert [choice["index"] for choice in found.json["choices"]] == [0, 1, 2, 3]
-    assert found.json["usage"] == usage(5, 4, 4)
+    assert found.json["usage"] == usage(5, 4, 5)
 
 
 def test_streamed_choices_come_as_they_come() -> None:

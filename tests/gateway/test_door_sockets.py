@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 from door_kit import CARDS, NAME, SERVER, FakeDriver, FakeMeter, Scene, choices, saying
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
 
 from potluck.core.brain.actions import Refuse
+from potluck.core.errors import InputError
 from potluck.gateway.door.front import FrontDoor
 from potluck.gateway.http.port import open_port
 from potluck.gateway.parts import Answer, Asked
+from potluck.gateway.serve import tls_of
 
 ANSWER = "Hello, you there"
 
@@ -163,6 +170,33 @@ def test_openais_client_hears_what_goes_wrong() -> None:
                     pass
 
     asyncio.run(scene())
+
+
+def test_https(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes a certificate, is not there")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *names], check=True, capture_output=True)
+
+    async def scene() -> None:
+        door = FrontDoor(CARDS, FakeDriver(), FakeMeter())
+        port = await open_port(door, "127.0.0.1", 0, tls=tls_of(certificate, key))
+        try:
+            trusting = ssl.create_default_context(cafile=str(certificate))
+            async with (
+                ClientSession() as session,
+                session.get(port.address + "/health", ssl=trusting) as reply,
+            ):
+                assert port.address.startswith("https://")
+                assert (reply.status, await reply.json()) == (200, {"status": "ok"})
+        finally:
+            await port.close(1.0)
+
+    asyncio.run(scene())
+    with pytest.raises(InputError, match="--tls"):
+        tls_of(certificate, certificate)
 
 
 LOAD: dict[str, dict[str, Any]] = {

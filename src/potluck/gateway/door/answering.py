@@ -145,7 +145,8 @@ class Answering:
 
     def done(self, cached_tokens: int) -> None:
         """A voice has said all it had to."""
-        self._cached += cached_tokens
+        # A prompt counts once, and so does what of it was cached, however many answers it gets.
+        self._cached = min(self._cached + cached_tokens, self.prompt_tokens)
         self._left -= 1
         if self._left or self.over:
             return
