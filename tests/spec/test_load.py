@@ -256,6 +256,13 @@ def test_known_keys_follow_lists_options_and_unions() -> None:
     assert known_keys(("nowhere", 0)) == []
 
 
+def test_a_models_files_lie_beside_the_spec(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    for said, found in (("files: words", str(tmp_path / "words")), ("files: shipped", "shipped"), ("", None)):
+        path.write_text(changed("    slo: ", f"    {said}\n    slo: "), "utf-8")
+        assert load_spec(path).models[0].files == found
+
+
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text(changed("ttft_ms: 500", "ttft_ms: -5"), "utf-8")

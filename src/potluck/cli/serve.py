@@ -12,7 +12,8 @@ import click
 
 from potluck.cli.engine import LOOPBACK
 from potluck.cli.simulation import policy_of, read_inputs, scene_of
-from potluck.core.errors import InputError
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.spec.values import SHIPPED, Spec
 
 ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
 _file = click.Path(dir_okay=False, path_type=Path)
@@ -48,7 +49,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
     "--files",
     multiple=True,
     metavar="MODEL=DIR",
-    help="Where a model's tokenizer lies; else its tokens are sent.",
+    help="Where a model's tokenizer lies, over the spec's `files`; without one only tokens are taken.",
 )
 @click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 @click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
@@ -96,7 +97,7 @@ def serve(
         tls=tls,
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
-        files=_files(files),
+        files=_files(inputs.spec, files),
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
     )
     serve_forever(scene_of(inputs), rules, settings, _said(as_json))
@@ -116,13 +117,24 @@ def _said(as_json: bool) -> Callable[[str, str], None]:
     return ready
 
 
-def _files(pairs: tuple[str, ...]) -> dict[str, Path]:
+def _files(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
+    """Where each model's tokenizer lies: as the spec says, or stronger, as the command line does."""
+    from potluck.engine.shipped import shipped_model
+
     found = {}
+    for model in spec.models:
+        if model.files is not None:
+            folder = shipped_model() if model.files == SHIPPED else Path(model.files)
+            if not folder.is_dir():
+                raise InputError(f"models: {model.name}: files", f"{folder} is not a directory that is there")
+            found[model.name] = folder
     for pair in pairs:
-        model, sign, folder = pair.partition("=")
-        if not sign or not Path(folder).is_dir():
+        name, sign, given = pair.partition("=")
+        if not sign or not Path(given).is_dir():
             raise InputError("--files", f"{pair!r} is not MODEL=DIR with a directory that is there")
-        found[model] = Path(folder)
+        if name not in {model.name for model in spec.models}:
+            raise UnknownNameError("--files", name, [model.name for model in spec.models])
+        found[name] = Path(given)
     return found
 
 

@@ -124,6 +124,8 @@ class ModelIn(Written):
 
     model: PathText
     name: Name | None = None
+    files: PathText | None = None
+    """Where its tokenizer lies, for the gateway: a directory, relative to the spec; or `shipped`."""
     slo: SloIn
     traffic: TrafficIn
 

@@ -13,6 +13,7 @@ from potluck.core.values.pool import Pool
 from potluck.core.values.types import Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
+SHIPPED = "shipped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class ModelSpec:
     """Where the lengths came from, for display: a distribution in words or a trace."""
     trace: Path | None = None
     """The recorded requests, where the spec names some."""
+    files: str | None = None
+    """Where its tokenizer lies: a directory, or SHIPPED for the model that comes with the engine."""
 
 
 @dataclass(frozen=True, slots=True)
