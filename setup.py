@@ -14,7 +14,7 @@ from typing import Any
 from setuptools import setup
 
 COMPILED = {
-    "core/admission": "admission apart backlog between lobby mixes room",
+    "core/admission": "admission apart backlog between lobby mixes room timely",
     "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
     "core/replica": "batch batch_values lockstep sequences sharing spare",
     "core/routing": "affinity balance charges index links offers opportunistic pairs rebalance router speeds"

@@ -164,6 +164,21 @@ class Admission:
         self.backlogs[model].take(place)
         self._forget(model)
 
+    def went(self, at_s: float, flight: Flight) -> None:
+        """It was sent when its time to wait was over."""
+        self._rate(flight.request.model).took(at_s, self._work(flight))
+
+    def left_s(self, at_s: float, flight: Flight) -> float:
+        """Until its first token is due; 0 where late answers are wanted too, or nothing was promised."""
+        known = self.classes[flight.request.request_class]
+        slo = known.objective(self.room.slo(flight.request.model))
+        return flight.request.arrival_s + slo.ttft_s - at_s if slo is not None and not known.late else 0.0
+
+    def outranked(self, flight: Flight) -> bool:
+        """Whether somebody waits that matters more."""
+        backlog = self.backlogs.get(flight.request.model)
+        return backlog is not None and backlog.matters > self.classes[flight.request.request_class].matters
+
     def stuck(self, flight: Flight) -> None:
         """It found no room."""
         place = flight.place

@@ -155,6 +155,11 @@ class Backlog:
                 return place
         return None
 
+    @property
+    def matters(self) -> int:
+        """How much those matter that matter most."""
+        return next(iter(self._levels))
+
     def again(self) -> None:
         """Something has ended: all may be tried again, once those were that have not been."""
         if not self.cut:

@@ -46,10 +46,34 @@ class Lobby:
 
     def line_up(self, at_s: float, flight: Flight, table: ModelTable) -> list[Action]:
         """Let a request wait for room, or refuse it, or another in its place."""
-        return self.turn_away(at_s, self._admission.wait(at_s, flight, table.kind(flight)))
+        refusals = self._admission.wait(at_s, flight, table.kind(flight))
+        if refusals and refusals[0].flight is flight:
+            goes = not self._admission.outranked(flight) and self._in_time(at_s, flight)
+            return [self._run(at_s, flight)] if goes else self._refuse(at_s, refusals[0])
+        return self.turn_away(at_s, refusals)
 
     def turn_away(self, at_s: float, refusals: Iterable[Refusal]) -> list[Action]:
-        return [action for each in refusals for action in self._refuse(at_s, each)]
+        """Refuse those that waited, but for whoever is in time somewhere still."""
+        actions: list[Action] = []
+        for each in refusals:
+            if each.reason == "overloaded" and self._in_time(at_s, each.flight):
+                self._admission.went(at_s, each.flight)
+                actions.append(self._run(at_s, each.flight))
+            else:
+                actions += self._refuse(at_s, each)
+        return actions
+
+    def _in_time(self, at_s: float, flight: Flight) -> bool:
+        """Send it where it is in time though there is no room; whether that is anywhere."""
+        table = self._table.models.get(flight.request.model)
+        if table is None or flight.avoid:
+            return False
+        ways = self._table.ways(table, table.kind(flight)[0], flight.total_tokens)
+        if not ways.simple:
+            return False
+        left_s = self._admission.left_s(at_s, flight)
+        target = self._router.timely.soonest(ways.closed.prefills, flight, left_s)
+        return target is not None and self._router.to(target, flight) is SENT
 
     def freed(self, at_s: float, view: View) -> list[Action]:
         """Something was done at a replica: whoever waits may find room there."""
@@ -84,7 +108,7 @@ class Lobby:
         admission, router, table = self._admission, self._router, self._table.models.get(model)
         while table is not None and (found := admission.next(at_s, model)) is not None:
             if isinstance(found, Refusal):
-                actions += self._refuse(at_s, found)
+                actions += self.turn_away(at_s, [found])
                 continue
             answer = router.send(found, table) if target is None else router.send_to(target, found, table)
             if answer is Answer.FULL:

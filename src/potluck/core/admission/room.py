@@ -154,7 +154,12 @@ class Room:
                 ahead_s /= 1.0 - self.between.apart.taken(flight, view)
             if ahead_s > (AHEAD_APART if view.role == "prefill" else AHEAD) * slo.ttft_s * fill:
                 return False
-        if phase == PREFILL:
+        return phase == PREFILL or self.answers(view, flight, slo, phase, fill)
+
+    def answers(self, view: View, flight: Flight, slo: Slo, phase: int, fill: float = 1.0) -> bool:
+        """Whether it could make one answer more, whatever prompts it has."""
+        facts = view.facts
+        if facts is None or not view.open_requests:
             return True
         room_tokens = facts.total_blocks * BLOCK_TOKENS * fill
         if view.open_context_tokens + flight.total_tokens > room_tokens:
@@ -186,6 +191,11 @@ class Room:
         if noted < n and self.tenant is not None:  # those from when there was one tenant
             total += (n - noted) * self.rho(model, self.tenant)
         return total * facts.prefill_s_per_token
+
+    def prompt_tokens(self, flight: Flight) -> float:
+        """How long prompts like its own were lately."""
+        habit = self._habits.get((flight.request.model, flight.request.tenant))
+        return habit.prompt_tokens if habit is not None else 0.0
 
     def rho(self, model: str, tenant: str) -> float:
         """Prompt tokens for each output token."""

@@ -2,6 +2,9 @@
 
     score = affinity x seconds of prefill saved - seconds of waiting more
 
+Where a model has an objective, every answer under way waits for the prompts that are computed beside it. So a second
+of prompt counts BESIDE seconds more for each request that is open there: less of it saves more where there are many.
+
 The index of `index.py` says who holds what; here is what that means for the targets of these ways.
 """
 
@@ -18,6 +21,8 @@ from potluck.core.routing.index import GlobalIndex
 from potluck.core.routing.table import Table
 from potluck.core.routing.targets import Target
 from potluck.core.routing.ways import Ways
+
+BESIDE = 0.05
 
 
 class Affinity:
@@ -143,7 +148,8 @@ class Affinity:
         facts = view.facts
         if facts is None:
             return 0.0
-        return self.cached(view, flight) * facts.prefill_s_per_token * view.pace
+        saved_s = self.cached(view, flight) * facts.prefill_s_per_token * view.pace
+        return saved_s * (1.0 + self._beside(view))
 
     def _wait_s(self, view: View, flight: Flight) -> float:
         """Until the request's prefill is done but for what is cached: prompts before it, a full batch, its own."""
@@ -154,7 +160,13 @@ class Affinity:
         over = view.open_requests - facts.decode_batch
         if over > 0:
             wait += over * decode_seconds(facts, flight.output_tokens)
+        wait += self._beside(view) * flight.prompt_tokens * facts.prefill_s_per_token
         return wait * view.pace
+
+    def _beside(self, view: View) -> float:
+        """What a second of prompt costs those that are open there, in seconds."""
+        model = self._facts.models.get(view.member.model)
+        return BESIDE * view.open_requests if model is not None and model.slo is not None else 0.0
 
 
 def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: str, affinity: float) -> str:

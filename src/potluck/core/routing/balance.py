@@ -20,9 +20,12 @@ from math import inf
 from typing import Protocol
 
 from potluck.core.brain.facts import BLOCK_TOKENS, ReplicaFacts
+from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Balance
-from potluck.core.routing.targets import Target
+from potluck.core.routing.targets import Target, avoided
 
+TRIES = 4
+"""Turns that are looked at for one that a failed request need not avoid, before all are."""
 BY_LOAD: frozenset[Balance] = frozenset({"learned", "token", "least-work"})
 
 
@@ -125,6 +128,16 @@ class Least:
 
     def swap(self, picked: Target, other: Target) -> None:
         """Loads tell by themselves who got it."""
+
+
+def unfailed(chooser: Chooser, flight: Flight) -> Target | None:
+    """A target that did not fail the request; None when all did."""
+    for _ in range(TRIES):
+        target = chooser.pick()
+        if target is not None and not avoided(target, flight.avoid):
+            return target
+    others = [each for each in chooser.members() if not avoided(each, flight.avoid)]
+    return min(others, key=lambda each: each.load * each.pace, default=None)
 
 
 def request_seconds(facts: ReplicaFacts, prompt_tokens: int, output_tokens: int) -> float:

@@ -15,6 +15,7 @@ from math import inf
 from potluck.core.admission.mixes import CLOSED as CLOSED_WAY
 from potluck.core.admission.mixes import DECODE, PREFILL
 from potluck.core.admission.room import Room, easy
+from potluck.core.admission.timely import Timely
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import Fleet, View
@@ -22,7 +23,7 @@ from potluck.core.brain.flight import RUNNING, WAITING, Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.answers import SENT, Answer
-from potluck.core.routing.balance import BY_LOAD, Chooser
+from potluck.core.routing.balance import BY_LOAD, Chooser, unfailed
 from potluck.core.routing.charges import Charges
 from potluck.core.routing.links import Links
 from potluck.core.routing.opportunistic import (
@@ -43,9 +44,6 @@ from potluck.core.routing.threshold import Threshold, after_report, decide, reba
 from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
 from potluck.core.values.route import Route, Segment, handed_over
-
-TRIES = 4
-"""Turns that are looked at for one that a failed request need not avoid, before all are."""
 
 
 class Router:
@@ -69,6 +67,7 @@ class Router:
         self._charges = Charges(policy, table, speeds)
         self._room = room
         """None: whoever is sent to has room."""
+        self.timely = Timely(room, affinity)
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
         self._by_load = policy.balance in BY_LOAD
@@ -108,7 +107,7 @@ class Router:
         if not ways.simple or flight.avoid or flight.request.blocks or room is None or room.several:
             return self.send(flight, table)
         fits = target in ways.closed.prefills and room.fits(target, flight)
-        return self._to(target, flight) if fits else Answer.FULL
+        return self.to(target, flight) if fits else Answer.FULL
 
     def send(self, flight: Flight, table: ModelTable) -> Answer:
         """Choose a route for a request that is not on its way."""
@@ -125,13 +124,13 @@ class Router:
                 view = target.view
                 if view is None:
                     target = self._roomy(ways.closed.prefills, target, flight, CLOSED_WAY)
-                    return self._to(target, flight) if target is not None else Answer.FULL
-                if not easy(view):
+                    return self.to(target, flight) if target is not None else Answer.FULL
+                if not easy(view) or prompt > view.easy[1]:
                     target = self._roomy(ways.closed.prefills, target, flight, CLOSED_WAY)
                     if target is None:
                         return Answer.FULL
                     if target.view is not view:
-                        return self._to(target, flight)
+                        return self.to(target, flight)
                 flight.route, flight.state, flight.last = target.route, RUNNING, view
                 flight.last_tokens = prompt
                 self._fleet.open(view, prompt, total)
@@ -148,7 +147,7 @@ class Router:
                 spare = self._table.ways(table, bucket, total)
                 target = self._target(spare.closed.prefills, flight)
                 if target is not None:
-                    return self._to(target, flight)
+                    return self.to(target, flight)
         return Answer.FULL if self._full and answer is Answer.NOBODY else answer
 
     def _through(self, ways: Ways, flight: Flight, table: ModelTable) -> Answer:
@@ -158,7 +157,7 @@ class Router:
                 if via is not None and 2 * self._affinity.most_cached(flight) <= flight.prompt_tokens:
                     return self._over(*via, flight)
             target = self._target(ways.closed.prefills, flight)
-            return self._to(target, flight) if target is not None else Answer.NOBODY
+            return self.to(target, flight) if target is not None else Answer.NOBODY
         fetch = False
         turns, tried = [ways.turns], False
         threshold = self.thresholds.get(flight.request.model)
@@ -224,12 +223,12 @@ class Router:
         if first is None:
             return Answer.NOBODY
         if way.decodes is None:
-            return self._to(first, flight)
+            return self.to(first, flight)
         second = self._target(way.decodes, flight, DECODE)
         if second is None or first.view is None or second.view is None:
             return Answer.NOBODY
         if first is second:
-            return self._to(first, flight)
+            return self.to(first, flight)
         holder = self._affinity.lender(flight, first.view) if fetch else None
         return self._over(first, second, flight, holder)
 
@@ -251,10 +250,15 @@ class Router:
         room, view = self._room, picked.view
         if room is None or flight.attempt:
             return picked
-        if view is not None and not room.several and easy(view):
-            return picked
-        if flight.place is None:
+        calm = view is not None and not room.several and easy(view)
+        if not calm and flight.place is None:
             room.seen(flight)
+        if self._learns and phase == CLOSED_WAY and view is not None and flight.prompt_tokens > view.easy[1]:
+            aside = self.timely.aside(chooser, view, flight)
+            if aside is not None:
+                return aside
+        if calm:
+            return picked
         found = room.other(chooser, picked, flight, phase)
         if found is None:
             self._full = True
@@ -268,7 +272,7 @@ class Router:
         if target is None:
             return None
         if flight.avoid and avoided(target, flight.avoid):
-            target = self._other(chooser, flight)
+            target = unfailed(chooser, flight)
             if target is None:
                 return None
         if phase != DECODE and flight.request.blocks and self._policy.affinity > 0:
@@ -278,16 +282,7 @@ class Router:
                 target = better
         return self._roomy(chooser, target, flight, phase)
 
-    def _other(self, chooser: Chooser, flight: Flight) -> Target | None:
-        """A target that did not fail the request; None when all did."""
-        for _ in range(TRIES):
-            target = chooser.pick()
-            if target is not None and not avoided(target, flight.avoid):
-                return target
-        others = [each for each in chooser.members() if not avoided(each, flight.avoid)]
-        return min(others, key=lambda each: each.load * each.pace, default=None)
-
-    def _to(self, target: Target, flight: Flight) -> Answer:
+    def to(self, target: Target, flight: Flight) -> Answer:
         """Inside a target: who does what."""
         if target.kind == PLAIN:
             assert target.view is not None
