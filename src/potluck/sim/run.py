@@ -14,7 +14,7 @@ from potluck.core.values.plan import Plan
 from potluck.core.values.types import Role
 from potluck.sim.links.link import Pipe
 from potluck.sim.load.workload import Workload
-from potluck.sim.replicas.gaps import BINS_PER_DOUBLING, LEAST_S
+from potluck.sim.replicas.gaps import UPPER_S
 from potluck.sim.replicas.replica import Replica, replica_limits
 from potluck.sim.replicas.rounds import Table, step_table
 from potluck.sim.replicas.steps import StepTable
@@ -166,11 +166,7 @@ def result_of(world: World, seed: int) -> SimResult:
 
 def _replica_record(site: Site, end_s: float) -> ReplicaRecord:
     member, replica = site.member, site.replica
-    gaps = tuple(
-        (LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING), float(count))
-        for place, count in enumerate(replica.gaps.counts)
-        if count
-    )
+    gaps = tuple([(UPPER_S[place], float(count)) for place, count in replica.gaps.filled()])
     return ReplicaRecord(
         member.id,
         member.unit,
