@@ -26,6 +26,18 @@ def made(count: int, policy: Policy | None = None, slo: Slo | None = SLO) -> Wor
     return world(fleet, policy or Policy(), replace(known, models=models, replicas=replicas))
 
 
+def after_a_long_one(count: int) -> World:
+    """Prompts are known to be long, and nobody is left."""
+    there = made(count)
+    there.arrive(request("before", prompt=5000))
+    there.now_s = 0.5
+    there.advance("before")
+    there.now_s = 0.5 + 99 * 0.01
+    there.advance("before")
+    there.now_s = 0.0
+    return there
+
+
 def where(actions: list[Action]) -> list[str]:
     return [each.route.segments[0].replica for each in actions if isinstance(each, Run)]
 
@@ -40,7 +52,7 @@ def ahead_s(there: World) -> list[float]:
 
 def test_a_request_that_is_in_time_behind_a_long_prompt_is_not_refused() -> None:
     """A replica with 0.52 s of prompts is full, but 0.4 s more are in time when a second is left of the objective."""
-    there = made(1)
+    there = after_a_long_one(1)
     there.arrive(request("first", prompt=5200))
     there.arrive(request("second", prompt=4000))
     assert set(there.jobs) == {"first"}
@@ -54,7 +66,7 @@ def test_a_request_that_is_in_time_behind_a_long_prompt_is_not_refused() -> None
 
 
 def test_a_request_that_would_be_late_everywhere_is_refused() -> None:
-    there = made(1)
+    there = after_a_long_one(1)
     there.arrive(request("first", prompt=12_000))
     there.arrive(request("second", prompt=9000))
     there.now_s = 1.0
@@ -63,7 +75,7 @@ def test_a_request_that_would_be_late_everywhere_is_refused() -> None:
 
 
 def test_it_goes_where_its_prompt_is_computed_first_and_what_is_cached_counts() -> None:
-    there = made(2)
+    there = after_a_long_one(2)
     for name, prompt in (("a", 9000), ("b", 11_000)):
         there.arrive(request(name, prompt=prompt))
     blocks = tuple(range(500))
@@ -90,7 +102,7 @@ def test_short_prompts_fill_replicas_no_further_than_before() -> None:
 
 
 def test_between_tenants_it_is_whose_turn_it_is_that_counts() -> None:
-    there = made(1)
+    there = after_a_long_one(1)
     there.arrive(request("first", prompt=6000))
     there.arrive(request("second", prompt=6000)._replace(tenant="other"))
     there.now_s = 1.0

@@ -192,11 +192,6 @@ class Room:
             total += (n - noted) * self.rho(model, self.tenant)
         return total * facts.prefill_s_per_token
 
-    def prompt_tokens(self, flight: Flight) -> float:
-        """How long prompts like its own were lately."""
-        habit = self._habits.get((flight.request.model, flight.request.tenant))
-        return habit.prompt_tokens if habit is not None else 0.0
-
     def rho(self, model: str, tenant: str) -> float:
         """Prompt tokens for each output token."""
         habit = self._habits.get((model, tenant))

@@ -1,7 +1,7 @@
 """Who would still be in time where: the last word before a request is refused, and the way of those who are late.
 
 Replicas are sent what they begin soon (`room.py`), and the rest waits. That is too coarse where a prompt takes a good
-part of the objective (COARSE, on average): one fills a replica, and whoever comes behind it could still be in time.
+part of the objective (COARSE, on average of late): one fills a replica, and whoever comes behind it could be in time.
 So there, before a request is refused for want of room, it is asked for all targets when its prompt would be computed:
 
     in time   (prompts sent there and not computed + its own, less what is cached) x seconds per token x pace
@@ -23,6 +23,7 @@ from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import Flight
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.balance import Chooser
+from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.targets import Target
 from potluck.core.values.types import Slo
 
@@ -34,10 +35,11 @@ MOST_BEHIND = 2.0
 class Timely:
     """Answers from the room, the caches and the counts on replicas; owns nothing."""
 
-    def __init__(self, room: Room | None, affinity: Affinity) -> None:
+    def __init__(self, room: Room | None, affinity: Affinity, speeds: Speeds) -> None:
         self._room = room
         """None: there is always some, so nobody is late or refused."""
         self._affinity = affinity
+        self._speeds = speeds
 
     def soonest(self, chooser: Chooser, flight: Flight, left_s: float) -> Target | None:
         """The replica that computes its prompt first, if that is in time; None as well between several tenants."""
@@ -46,12 +48,13 @@ class Timely:
         if room is None or slo is None or room.several or left_s <= 0:
             return None
         best, least_s = None, left_s
+        usual_tokens = self._speeds.prompt_tokens(flight.request.model)
         for target in chooser.members():
             view = target.view
             if view is None or view.facts is None:
                 continue
             per_token_s = view.facts.prefill_s_per_token * view.pace
-            if room.prompt_tokens(flight) * per_token_s < COARSE * slo.ttft_s:
+            if usual_tokens * per_token_s < COARSE * slo.ttft_s:
                 continue
             tokens = view.open_prefill_tokens + self._own_tokens(view, flight)
             time_s = tokens * per_token_s

@@ -67,7 +67,7 @@ class Router:
         self._charges = Charges(policy, table, speeds)
         self._room = room
         """None: whoever is sent to has room."""
-        self.timely = Timely(room, affinity)
+        self.timely = Timely(room, affinity, speeds)
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
         self._by_load = policy.balance in BY_LOAD

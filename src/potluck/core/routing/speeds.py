@@ -41,6 +41,8 @@ class Speeds:
         """Otherwise all are as planned."""
         self._answers: dict[str, float] = {}
         """Mean length, by model."""
+        self._prompts: dict[str, float] = {}
+        """The same of the prompts that were answered."""
 
     def pace(self, view: View) -> float:
         """Seconds there for each second of its facts."""
@@ -60,6 +62,10 @@ class Speeds:
     def answer_tokens(self, model: str, most: int) -> float:
         """How long an answer gets, as far as is known."""
         return min(most, self._answers.get(model, inf))
+
+    def prompt_tokens(self, model: str) -> float:
+        """How long prompts were lately; 0 before any was answered."""
+        return self._prompts.get(model, 0.0)
 
     # As requests go on.
 
@@ -82,6 +88,9 @@ class Speeds:
         model = flight.request.model
         mean = self._answers.get(model, float(output_tokens))
         self._answers[model] = mean + (output_tokens - mean) / ANSWERS
+        prompt_tokens = float(flight.prompt_tokens)
+        mean = self._prompts.get(model, prompt_tokens)
+        self._prompts[model] = mean + (prompt_tokens - mean) / ANSWERS
         view = flight.last
         if view is None or view.facts is None:
             return

@@ -75,7 +75,7 @@ class Gaps:
         """Empty the lists into the bins."""
         if self.tokens:
             where = np.clip(np.searchsorted(EDGES_S, self.gaps_s, side="right") - 1, 0, BINS - 1)
-            more: Floats = np.bincount(where, self.tokens, BINS)
+            more: Floats = np.bincount(where, self.tokens, BINS).astype(np.float64)
             self._counts = more if self._counts is None else self._counts + more
             self.gaps_s.clear()
             self.tokens.clear()
