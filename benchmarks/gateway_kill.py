@@ -32,7 +32,7 @@ from common import run
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from live_fleet import LiveFleet, Process
-from live_plans import COMBO, MODEL, WHOLE, write_plans
+from live_plans import COMBO, MODEL, WHOLE, Unit, write_plans
 from load_client import Shot, shoot
 
 import potluck.engine
@@ -41,6 +41,7 @@ WORDS = Path(potluck.engine.__file__).parent / "data" / "words"
 KINDS = ("killed", "stopped", "lying")
 VOCAB = 200
 """Prompts are of these tokens, which every model has."""
+SIX = WHOLE * 4 + COMBO
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Load:
     prompt: int
     output: int
     every_s: float = 3.0
+    most_strikes: int = 10_000
     stopped_s: float = 4.0
 
 
@@ -102,18 +104,16 @@ class Trouble(threading.Thread):
     def run(self) -> None:
         try:
             with ThreadPoolExecutor(8) as pool:
-                place = 0
-                while not self._over.wait(self._load.every_s):
-                    pool.submit(self._strike, place % len(self._fleet.engines))
+                while self.happened < self._load.most_strikes and not self._over.wait(self._load.every_s):
                     self.happened += 1
-                    place += 1
+                    pool.submit(self._strike, self.happened % len(self._fleet.engines))
         except Exception as error:
             self.problem = error
 
     def _strike(self, place: int) -> None:
         engine = self._fleet.engines[place]
         assert engine.popen is not None
-        if self._how == "killed":
+        if "killed" in self._how:
             engine.popen.send_signal(signal.SIGKILL)
             engine.popen.wait()
             self._fleet.restart(place)
@@ -130,15 +130,15 @@ class Trouble(threading.Thread):
 
 
 class LyingFleet(LiveFleet):
-    """The last engine has a liar before it."""
+    """The first engine has a liar before it."""
 
     def _start_engines(self) -> None:
         super()._start_engines()
         liar = Path(__file__).resolve().parent.parent / "tools" / "lying_engine.py"
-        arguments = [sys.executable, str(liar), str(self.roster[-1]["url"])]
+        arguments = [sys.executable, str(liar), str(self.roster[0]["url"])]
         self.liar = Process(arguments, self.folder / "liar.log", self._env)
         self.liar.start()
-        self.roster[-1]["url"] = self.liar.hear()["url"]
+        self.roster[0]["url"] = self.liar.hear()["url"]
 
     def close(self) -> None:
         super().close()
@@ -146,12 +146,14 @@ class LyingFleet(LiveFleet):
             self.liar.end()
 
 
-def trial(how: str, load: Load, engine: tuple[str, ...], seed: int) -> dict[str, float]:
-    """One fleet, one kind of trouble."""
+def trial(
+    how: str, load: Load, engine: tuple[str, ...], seed: int, units: Sequence[Unit] = SIX
+) -> dict[str, float]:
+    """One fleet, one kind of trouble (or `killed, lying`)."""
     shots = shots_of(load, seed)
     with tempfile.TemporaryDirectory() as folder:
-        plan, spec = write_plans(Path(folder), WHOLE * 4 + COMBO)
-        kind = LyingFleet if how == "lying" else LiveFleet
+        plan, spec = write_plans(Path(folder), units)
+        kind = LyingFleet if "lying" in how else LiveFleet
         with kind(
             plan,
             spec,
@@ -159,7 +161,7 @@ def trial(how: str, load: Load, engine: tuple[str, ...], seed: int) -> dict[str,
             engine=engine,
             models={MODEL: "llama-3.1-8b"},
         ) as fleet:
-            whole = str(fleet.roster[0]["url"])
+            whole = str(fleet.engines[0].said["url"])
             with ThreadPoolExecutor(16) as pool:
                 expected = list(pool.map(lambda shot: reference(whole, shot), shots))
             trouble = Trouble(fleet, how, load)
