@@ -6,8 +6,9 @@ Streams come over a minute through a gateway to six engines, of which one after 
     stopped   SIGSTOP every 3 s, SIGCONT some seconds later
     lying     one engine answers every segment with garbage, and looks well otherwise
 
-and every answer is compared with that of an engine left alone: `wrong` counts those that differ, were refused or cut.
-Pretended engines (their tokens are a hash of the history) take a large rate, real ones (`--real`) a small one.
+and never more than half of them at a time (a real one takes seconds to start). Every answer is compared with that of
+an engine left alone: `wrong` counts those that differ, were refused or cut. Pretended engines (tokens are hashes
+of the history) take a large rate, real ones (`--real`) a small one.
 A stall is the longest wait between two pieces of one answer.
 """
 
@@ -23,7 +24,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +99,8 @@ class Trouble(threading.Thread):
         super().__init__(daemon=True)
         self._fleet, self._how, self._load = fleet, how, load
         self._over = threading.Event()
+        self._back: list[Future[None]] = []
+        """Done when an engine is there again; at most half of them are away at a time."""
         self.happened = 0
         self.problem: Exception | None = None
 
@@ -105,8 +108,12 @@ class Trouble(threading.Thread):
         try:
             with ThreadPoolExecutor(8) as pool:
                 while self.happened < self._load.most_strikes and not self._over.wait(self._load.every_s):
-                    self.happened += 1
-                    pool.submit(self._strike, self.happened % len(self._fleet.engines))
+                    if sum(not each.done() for each in self._back) < len(self._fleet.engines) // 2:
+                        self.happened += 1
+                        place = self.happened % len(self._fleet.engines)
+                        self._back = [*self._back[-9:], pool.submit(self._strike, place)]
+                for each in self._back:
+                    each.result()
         except Exception as error:
             self.problem = error
 
@@ -206,7 +213,7 @@ def figures_of(shots: list[Shot], expected: list[str], happened: int, failures: 
 
 def measure(quick: bool, real: bool, kinds: Sequence[str], seed: int) -> dict[str, float]:
     """Real engines share the machine's cores, so they are asked for less at a time."""
-    streams = (60 if real else 500) // (10 if quick else 1)
+    streams = (40 if real else 500) // (10 if quick else 1)
     load = Load(streams, streams / (1.0 if real else 8.0), 200, 40 if real else 100)
     engine = ("--speed-up", "4") if real else ("--pretend",)
     figures: dict[str, float] = {}

@@ -359,3 +359,12 @@ def test_bodies_are_json_whatever_is_asked() -> None:
     stage.begin(asked('a"\\é', tenant='"', salt="s"), aggregated("x"))
     body = json.loads(stage.call("x").raw)
     assert (body["request"], body["tenant"], body["salt"]) == ('a"\\é', '"', "s")
+
+
+def test_an_engine_with_other_weights_is_not_who_it_was() -> None:
+    stage = Stage()
+    stage.fleet.add("x", fingerprint="abc")
+    for name, mark in (("a", b"abc"), ("b", b""), ("c", b"xyz")):
+        stage.begin(asked(name), aggregated("x"))
+        stage.call("x").listener.head(200, {b"x-potluck-fingerprint": mark} if mark else {})
+    assert [each for each in stage.news if isinstance(each, Failed)] == [Failed("c", 0, "replica", "x", 0)]

@@ -28,6 +28,9 @@ from potluck.kv.handles import bound_to, checked_handle, new_handle
 from potluck.kv.parcels import Declined, Manifest, Parcel, TransferError, token_hash
 from potluck.kv.receive.fetch import Wanted
 
+FINGERPRINT = "X-Potluck-Fingerprint"
+"""Of the model and its weights: whoever sent a segment may check that it is still the engine it took it for."""
+
 
 async def segments(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
@@ -82,7 +85,8 @@ async def _stop(task: asyncio.Task[None]) -> None:
 async def _tell(
     request: web.Request, job: Job, channel: Channel, handle: str | None, fate: Fate | None
 ) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    mark = request.app[SERVICE].fingerprint
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", FINGERPRINT: mark})
 
     async def say(line: dict[str, object]) -> None:
         if not response.prepared:
