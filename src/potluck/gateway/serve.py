@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from aiohttp import web
 
 from potluck.api.origin import Served
 from potluck.core.brain.policy import Policy
-from potluck.core.errors import InputError
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import Office, build_admin
 from potluck.gateway.admin.feed import Feed
@@ -22,69 +20,21 @@ from potluck.gateway.admin.metrics import Metrics
 from potluck.gateway.admin.spans import Spans
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.desk.center import Center
-from potluck.gateway.desk.desk import Act
 from potluck.gateway.desk.oversight import Herald, Oversight
-from potluck.gateway.door.cards import ModelCard, read_card
-from potluck.gateway.door.front import DoorSettings, FrontDoor
 from potluck.gateway.door.keys import KeyRing
-from potluck.gateway.drive.rides import Rides
 from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
-from potluck.gateway.http.port import Port, bound, open_port
-from potluck.gateway.parts import Directory, Line, Meter, Told
+from potluck.gateway.http.port import bound
+from potluck.gateway.parts import Meter, Told
 from potluck.gateway.settings import Settings
+from potluck.gateway.workers.crew import Crew
+from potluck.gateway.workers.setup import CardNote
+from potluck.gateway.workers.worker import Worker
 from potluck.worlds.scene import Scene
 
 Ready = Callable[[str, str], None]
 """Hears the addresses for clients and for operators."""
-
-
-class Worker:
-    """What a process for clients has: a driver, a door, a port."""
-
-    def __init__(
-        self,
-        cards: Mapping[str, ModelCard],
-        directory: Directory,
-        outgoing: Calls,
-        meter: Meter,
-        settings: Settings,
-        policy: Policy,
-        ready: Callable[[str], str],
-        connect: Callable[[Act], Line],
-    ) -> None:
-        """`connect` makes the line to the desk from what the desk's orders go to."""
-        loop = asyncio.get_running_loop()
-        line = connect(lambda actions: self.rides.act(actions))
-        self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
-        self.keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
-        self.door = FrontDoor(
-            cards,
-            self.rides,
-            meter,
-            keys=self.keys,
-            settings=DoorSettings(
-                classes=frozenset(each.name for each in policy.classes),
-                secret=settings.secret,
-                served=Served(keyed=self.keys is not None),
-            ),
-            ready=ready,
-        )
-        self.port: Port | None = None
-
-    async def listen(self, settings: Settings, *, shared: bool = False) -> str:
-        places = settings.places
-        tls = None if settings.tls is None else tls_of(*settings.tls)
-        self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared)
-        return self.port.address
-
-    async def close(self, within_s: float) -> None:
-        """Nothing new is taken; what is open may end."""
-        self.door.closing = "the gateway is shutting down; try again"
-        if self.port is not None:
-            await self.port.close(within_s)
-        self.door.close()
 
 
 class Operators:
@@ -163,29 +113,45 @@ class Operators:
             self._spans.close()
 
 
-def cards_of(scene: Scene, files: Mapping[str, Path], roster: tuple[Entry, ...]) -> dict[str, ModelCard]:
+def notes_of(scene: Scene, files: Mapping[str, Path], roster: tuple[Entry, ...]) -> tuple[CardNote, ...]:
     """What is known of each model. Without files only tokens can be sent to engines."""
-    found = {}
+    found = []
     for name, model in scene.models.items():
         kinds = {entry.kind for entry in roster if entry.model in ("", name)}
-        plain = kinds == {"openai"}
-        if name in files:
-            found[name] = read_card(name, files[name], plain=plain, created_s=int(time.time()))
-        else:
-            found[name] = ModelCard(
-                name, model.max_context_tokens, plain=plain, vocab=model.vocab, created_s=int(time.time())
-            )
-    return found
+        folder = str(files[name].absolute()) if name in files else None
+        found.append(CardNote(name, model.max_context_tokens, model.vocab, kinds == {"openai"}, folder))
+    return tuple(found)
 
 
-def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise InputError("--tls", f"{certificate} and {key} cannot be used ({error})") from error
-    return context
+class Alone:
+    """One worker, in the Brain's own process."""
+
+    def __init__(
+        self,
+        center: Center,
+        outgoing: Calls,
+        meter: Meter,
+        settings: Settings,
+        notes: tuple[CardNote, ...],
+    ) -> None:
+        self._settings = settings
+        self._worker = Worker(
+            {note.name: note.card() for note in notes},
+            center.keeper,
+            outgoing,
+            meter,
+            settings,
+            frozenset(each.name for each in center.policy.classes),
+            center.lacking,
+            center.desk.line,
+        )
+        center.keeper.on_gone.append(lambda replica: self._worker.rides.gone(replica))
+
+    async def start(self) -> str:
+        return await self._worker.listen(self._settings)
+
+    async def close(self, within_s: float) -> None:
+        await self._worker.close(within_s)
 
 
 async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) -> None:
@@ -194,29 +160,23 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) 
     outgoing = Calls()
     center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log)
     operators = Operators(center, settings)
-    entries = () if center.roster is None else center.roster.entries
-    worker = Worker(
-        cards_of(scene, settings.files, entries),
-        center.keeper,
-        outgoing,
-        operators.meter,
-        settings,
-        policy,
-        center.lacking,
-        center.desk.line,
-    )
-    center.keeper.on_gone.append(lambda replica: worker.rides.gone(replica))
+    notes = notes_of(scene, settings.files, () if center.roster is None else center.roster.entries)
+    workers: Alone | Crew
+    if settings.places.workers == 1:
+        workers = Alone(center, outgoing, operators.meter, settings, notes)
+    else:
+        workers = Crew(center, operators.meter, settings, notes)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     try:
-        url, admin = await worker.listen(settings), await operators.listen()
+        url, admin = await workers.start(), await operators.listen()
         center.start()
         ready(url, admin)
         await stop.wait()
     finally:
-        await worker.close(settings.drain_s)
+        await workers.close(settings.drain_s)
         await center.close()
         await operators.close()
         await outgoing.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from potluck.core.brain.events import FailureKind
 from potluck.gateway.admin.spans import Spans
@@ -24,8 +25,7 @@ class FullMeter(Tally):
 
     def answered(self, told: Told) -> None:
         super().answered(told)
-        if self._told is not None:
-            self._told(told)
+        self.used(told)
 
     def segment(
         self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
@@ -38,3 +38,15 @@ class FullMeter(Tally):
         super().failed(asked, where, kind, why)
         if self._spans is not None:
             self._spans.failed(asked, where, kind, why)
+
+    # What other processes counted by themselves.
+
+    def used(self, told: Told) -> None:
+        if self._told is not None:
+            self._told(told)
+
+    def span(self, name: str, asked: Asked, what: Sequence[Any]) -> None:
+        if self._spans is not None and name == "segment":
+            self._spans.segment(asked, *what)
+        elif self._spans is not None and name == "failed":
+            self._spans.failed(asked, *what)

@@ -38,7 +38,7 @@ class Desk:
         self._mind = mind
         self._flights = open_flights
         self._clock = clock
-        self._start_s = clock()
+        self.start_s = clock()
         self._tick_s = tick_s
         self._owners: dict[str, DeskLine] = {}
         self._news: deque[tuple[float, Event, DeskLine | None]] = deque()
@@ -51,7 +51,7 @@ class Desk:
         """Called after every tick: logs are flushed, say."""
 
     def now_s(self) -> float:
-        return self._clock() - self._start_s
+        return self._clock() - self.start_s
 
     def line(self, act: Act) -> DeskLine:
         """A worker's line; `act` is its driver's."""

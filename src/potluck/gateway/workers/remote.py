@@ -1,0 +1,192 @@
+"""What a worker has of the desk: a line to it, who can be reached, and where to say what happens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from json.encoder import encode_basestring_ascii as text_of
+from typing import Any
+
+from potluck.core.brain.actions import Action
+from potluck.core.brain.events import Event, FailureKind, Finished, FirstToken, SegmentDone, Tick
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.tally import Tally
+from potluck.gateway.parts import Address, Asked, Endpoint, Told
+from potluck.gateway.workers.mail import Mail
+from potluck.worlds.lines import line, read_line
+
+Act = Callable[[Sequence[Action]], None]
+Codecs = dict[tuple[str, str, str], str]
+
+PATIENT = (FirstToken, SegmentDone, Finished)
+"""What the Brain learns from, and may learn a few milliseconds later."""
+EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
+SETUP, READY, HELLO, CLOSE, WATCH = "s", "l", "h", "c", "w"
+COUNTS, USED, SPAN, WATCHED = "t", "u", "o", "p"
+
+
+def event_text(event: Event) -> str:
+    """As the log has it; the desk's own clock counts."""
+    return line(0.0, event, ())[:-1]
+
+
+def event_of(text: str) -> Event:
+    return read_line(text, "worker")[1]
+
+
+def actions_text(actions: Sequence[Action]) -> str:
+    return line(0.0, Tick(), actions)[:-1]
+
+
+def actions_of(text: str) -> list[Action]:
+    return read_line(text, "desk")[2]
+
+
+def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
+    """Those that can be reached, and how caches cross between their regions."""
+    said = [_said_of(each) for each in endpoints]
+    return json.dumps({"endpoints": said, "codecs": [[*key, codec] for key, codec in codecs.items()]})
+
+
+def _said_of(endpoint: Endpoint) -> dict[str, object]:
+    return {each.name: getattr(endpoint, each.name) for each in fields(endpoint)}
+
+
+class RemoteDirectory:
+    """The `Directory` of a worker: as the desk said last."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, Endpoint] = {}
+        self._codecs: Codecs = {}
+
+    def learn(self, text: str) -> None:
+        data = json.loads(text)
+        self._codecs = {(model, source, target): codec for model, source, target, codec in data["codecs"]}
+        self._endpoints = {}
+        for each in data["endpoints"]:
+            host, port, tls = each.pop("address")
+            made = Endpoint(address=Address(host, port, tls), **each)
+            self._endpoints[made.replica] = made
+
+    def find(self, replica: str) -> Endpoint | None:
+        return self._endpoints.get(replica)
+
+    def codec(self, model: str, source_region: str, target_region: str) -> str:
+        return self._codecs.get((model, source_region, target_region), "raw")
+
+
+class RemoteLine:
+    """The `Line` of a worker. All processes of a machine have the same monotonic clock."""
+
+    __slots__ = ("_mail", "_start_s", "act")
+
+    def __init__(self, mail: Mail, start_s: float, act: Act) -> None:
+        self._mail, self._start_s, self.act = mail, start_s, act
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, PATIENT):
+            self._mail.later(EVENT, event_text(event))
+        else:
+            self._mail.send(EVENT, event_text(event))
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+
+class HandMeter(Tally):
+    """The `Meter` of a worker: it counts by itself, and its counts are added to the desk's now and then. One by one
+    go only records of use, spans and what is watched, where somebody wants them."""
+
+    def __init__(self, mail: Mail, region_of: Callable[[str], str], *, usage: bool, spans: bool) -> None:
+        super().__init__(region_of)
+        self._mail, self._usage, self._spans = mail, usage, spans
+        self._said = ""
+
+    def flush(self) -> None:
+        said = json.dumps(self.take())
+        if said != self._said:
+            self._said = said
+            self._mail.later(COUNTS, said)
+
+    def watch(self, read: bool) -> None:
+        """Whether somebody wants to see what happens."""
+        self.published = self._publish if read else None
+
+    def _publish(self, kind: str, what: dict[str, object]) -> None:
+        self._mail.later(WATCHED, json.dumps([kind, what]))
+
+    def answered(self, told: Told) -> None:
+        super().answered(told)
+        if self._usage:
+            self._mail.later(USED, json.dumps(told))
+
+    def segment(
+        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+    ) -> None:
+        super().segment(asked, replica, began_s, ended_s, tokens, problem)
+        if self._spans:
+            said = f"{text_of(replica)},{began_s!r},{ended_s!r},{tokens},{text_of(problem)}"
+            self._mail.later(SPAN, f'["segment",{_said(asked)},{said}]')
+
+    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+        super().failed(asked, where, kind, why)
+        if self._spans:
+            said = f"{text_of(where)},{text_of(kind)},{text_of(why)}"
+            self._mail.later(SPAN, f'["failed",{_said(asked)},{said}]')
+
+
+def _said(asked: Asked) -> str:
+    """What a meter looks at; never a prompt."""
+    return (
+        f"[{text_of(asked.id)},{text_of(asked.model)},{asked.prompt_tokens},{asked.max_output_tokens},"
+        f"{text_of(asked.tenant)},{text_of(asked.request_class)},{asked.priority}]"
+    )
+
+
+def _asked(said: list[Any]) -> Asked:
+    name, model, prompt_tokens, output_tokens, tenant, request_class, priority = said
+    return Asked(
+        name,
+        model,
+        (),
+        prompt_tokens,
+        output_tokens,
+        tenant=tenant,
+        request_class=request_class,
+        priority=priority,
+    )
+
+
+class HandHeard:
+    """At the desk: one worker's counts and news, said to the meter that has all of them."""
+
+    def __init__(self, meter: FullMeter) -> None:
+        self._meter = meter
+        self._open = 0
+
+    def heard(self, letter: str, text: str) -> bool:
+        """False: it is about something else."""
+        if letter == COUNTS:
+            taken = json.loads(text)
+            self._meter.add(taken)
+            self._has_open(int(taken["open"]))
+        elif letter == USED:
+            self._meter.used(Told(*json.loads(text)))
+        elif letter == SPAN:
+            name, asked, *what = json.loads(text)
+            self._meter.span(name, _asked(asked), what)
+        elif letter == WATCHED:
+            if self._meter.published is not None:
+                self._meter.published(*json.loads(text))
+        else:
+            return False
+        return True
+
+    def gone(self) -> None:
+        self._has_open(0)
+
+    def _has_open(self, now: int) -> None:
+        self._meter.open += now - self._open
+        self._open = now

@@ -1,0 +1,71 @@
+"""What a worker's process must know before it can begin; crosses as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.core.codec import decode, encode
+from potluck.gateway.door.cards import ModelCard, read_card
+from potluck.gateway.settings import Places, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class CardNote:
+    """A model; what its files say is read where it is needed."""
+
+    name: str
+    context_tokens: int
+    vocab: int
+    plain: bool
+    folder: str | None
+    """Where its tokenizer lies."""
+
+    def card(self) -> ModelCard:
+        created_s = int(time.time())
+        if self.folder is not None:
+            return read_card(self.name, self.folder, plain=self.plain, created_s=created_s)
+        return ModelCard(
+            self.name, self.context_tokens, plain=self.plain, vocab=self.vocab, created_s=created_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    place: int
+    """Which of the workers it is."""
+    workers: int
+    host: str
+    port: int
+    cards: tuple[CardNote, ...]
+    classes: tuple[str, ...]
+    keys: str | None
+    certificate: str | None
+    key: str | None
+    secret: str
+    """From which tenants' salts are made; the same for all."""
+    slate: str
+    start_s: float
+    """When the desk's time began, by the monotonic clock."""
+    drain_s: float
+    usage: bool
+    """Whether records of use are written."""
+    spans: bool
+
+    def text(self) -> str:
+        return json.dumps(encode(self))
+
+    @property
+    def settings(self) -> Settings:
+        tls = None
+        if self.certificate is not None and self.key is not None:
+            tls = (Path(self.certificate), Path(self.key))
+        keys = None if self.keys is None else Path(self.keys)
+        secret = bytes.fromhex(self.secret)
+        return Settings(Places(self.host, self.port), keys=keys, tls=tls, secret=secret, drain_s=self.drain_s)
+
+
+def setup_of(text: str) -> Setup:
+    return decode(Setup, json.loads(text), "setup")

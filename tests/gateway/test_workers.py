@@ -1,0 +1,212 @@
+"""Several processes for clients: one Brain hears them all, limits hold across them, one that dies is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import uvloop
+
+from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
+from potluck.core.brain.events import Arrived, Cancelled, Event, Failed, Finished, FirstToken, Underway
+from potluck.core.brain.policy import Policy
+from potluck.core.values.route import aggregated
+from potluck.core.values.types import Request
+from potluck.gateway.admin.families import REQUESTS
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.desk.desk import Desk
+from potluck.gateway.parts import Address, Endpoint, Told
+from potluck.gateway.settings import Places, Settings
+from potluck.gateway.workers import remote
+from potluck.gateway.workers.crew import Crew
+from potluck.gateway.workers.mail import Mail
+from potluck.gateway.workers.remote import HandHeard, HandMeter, RemoteDirectory
+from potluck.gateway.workers.setup import CardNote
+
+ANSWER = b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}]}'
+KEY = "sk-one"
+
+
+class Mind:
+    """Sends everything to `a`."""
+
+    def __init__(self) -> None:
+        self.flights: dict[str, object] = {}
+        self.heard: list[Event] = []
+
+    def on(self, at_s: float, event: Event) -> list[Action]:
+        self.heard.append(event)
+        if isinstance(event, Arrived):
+            self.flights[event.request.id] = event
+            return [Run(event.request.id, aggregated("a"), 0, event.request.prompt_tokens, 0)]
+        if isinstance(event, Finished | Cancelled | Failed):
+            self.flights.pop(event.request, None)
+        return []
+
+
+def center_of(mind: Mind, port: int) -> Any:
+    endpoint = Endpoint("a", "m", "here", Address("127.0.0.1", port), "openai", served_model="m")
+    return SimpleNamespace(
+        desk=Desk(mind, mind.flights),
+        keeper=SimpleNamespace(on_endpoints=[], on_gone=[], endpoints=(endpoint,)),
+        kits=SimpleNamespace(codecs={}, scene=SimpleNamespace(models={"m": None})),
+        codec=lambda *key: "raw",
+        lacking=lambda model: "",
+        policy=Policy(),
+    )
+
+
+async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers at once, but for a prompt that says to hang."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+            if b"hang" not in body:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n" % len(ANSWER))
+                writer.write(b"Content-Type: application/json\r\n\r\n" + ANSWER)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+async def ask(url: str, text: str) -> tuple[int, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %b\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (KEY.encode(), len(body), body)
+    )
+    if text == "hang":
+        return 0, writer
+    line = await reader.readline()
+    writer.close()
+    return int(line.split()[1]) if line else 0, writer
+
+
+async def until(holds: Any) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path) -> None:
+    async def run() -> None:
+        mind, meter = Mind(), FullMeter()
+        upstream = await asyncio.start_server(engine, "127.0.0.1", 0)
+        center = center_of(mind, upstream.sockets[0].getsockname()[1])
+        keys = tmp_path / "keys"
+        digest = hashlib.sha256(KEY.encode()).hexdigest()
+        keys.write_text(json.dumps({"name": "one", "sha256": digest, "concurrent": 24}) + "\n")
+        settings = Settings(Places(port=0, workers=2), keys=keys, drain_s=1.0)
+        crew = Crew(center, meter, settings, (CardNote("m", 4096, 0, True, None),))
+        home = crew._home
+        assert home.stat().st_mode & 0o777 == 0o700
+        url = await crew.start()
+        try:
+            served = [(await ask(url, "hello"))[0] for _ in range(30)]
+            assert served == [200] * 30
+            arrived = [event for event in mind.heard if isinstance(event, Arrived)]
+            assert len({event.request.id for event in arrived}) == 30
+            await until(lambda: sum(meter.counted(REQUESTS).values()) == 30)
+
+            # Those that hang, wherever they are, are all that the key may have.
+            open_ones = [await ask(url, "hang") for _ in range(24)]
+            await until(lambda: len(mind.flights) == 24)
+            owners = {request: center.desk._owners[request] for request in mind.flights}
+            assert len(set(owners.values())) == 2  # both workers have some
+            await asyncio.sleep(0.05)
+            assert [(await ask(url, "hello"))[0] for _ in range(6)] == [429] * 6
+
+            # One dies: its requests are cancelled, those of the other go on, and somebody takes its place.
+            seat = crew._seats[0]
+            crew._processes[seat.place].kill()
+            lost = {request for request, line in owners.items() if line is seat.line}
+            await until(lambda: set(mind.flights) == set(owners) - lost)
+            assert {event.request for event in mind.heard if isinstance(event, Cancelled)} == lost
+            await until(lambda: len(crew._seats) == 2)
+            await until(lambda: len(crew._listening) == 2)
+            await asyncio.sleep(0.3)
+            assert [(await ask(url, "hello"))[0] for _ in range(10)] == [200] * 10
+            for _, writer in open_ones:
+                writer.close()
+        finally:
+            await crew.close(0.1)
+            upstream.close()
+        assert not home.exists()
+
+    async def limited() -> None:
+        async with asyncio.timeout(20):
+            await run()
+
+    uvloop.run(limited())
+
+
+EVENTS: list[Event] = [
+    Arrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
+    FirstToken("x", 3),
+    Finished("x", 3, 7),
+    Failed("x", 0, "replica", "a->b", 4),
+    Underway("x", 1),
+    Cancelled("x"),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_cross_as_they_are(event: Event) -> None:
+    assert "\n" not in remote.event_text(event)
+    assert remote.event_of(remote.event_text(event)) == event
+
+
+def test_actions_and_endpoints_cross_as_they_are() -> None:
+    actions = [
+        Run("x", aggregated("a"), 2, 10, 3, 0.5),
+        Refuse("x", "overloaded", "a\nb", 1.5),
+        Abandon("x", ("a", "b")),
+        Inquire("x", 1),
+    ]
+    assert remote.actions_of(remote.actions_text(actions)) == actions
+    endpoint = Endpoint(
+        "a", "m", "here", Address("::1", 9, True), "face", "h:1", "f", "s", key="k", token_ids=True
+    )
+    directory = RemoteDirectory()
+    directory.learn(remote.endpoints_text([endpoint], {("m", "here", "there"): "int4"}))
+    assert directory.find("a") == endpoint
+    assert directory.find("b") is None
+    assert directory.codec("m", "here", "there") == "int4"
+    assert directory.codec("m", "there", "here") == "raw"
+
+
+def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
+    async def run() -> None:
+        lines: list[tuple[str, str]] = []
+        mail = cast(Mail, SimpleNamespace(later=lambda letter, text: lines.append((letter, text))))
+        used: list[Told] = []
+        hand = HandMeter(mail, lambda replica: "", usage=True, spans=False)
+        meter = FullMeter(used.append)
+        told = Told("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
+        hand.came("m", "t")
+        hand.came("m", "t")
+        hand.answered(told)
+        hand.flush()
+        heard = HandHeard(meter)
+        for letter, text in lines:
+            assert heard.heard(letter, text)
+        assert not heard.heard("?", "")
+        assert used == [told]
+        assert meter.open == 1
+        before = len(lines)
+        hand.flush()
+        for letter, text in lines[before:]:
+            heard.heard(letter, text)
+        assert sum(sum(each.values()) for each in meter._counts.values()) > 0
+        counted = {name: dict(series) for name, series in meter._counts.items()}
+        hand.flush()
+        assert counted == {name: dict(series) for name, series in meter._counts.items()}
+        heard.gone()
+        assert meter.open == 0
+
+    asyncio.run(run())
