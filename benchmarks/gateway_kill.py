@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 from live_fleet import LiveFleet, Process
 from live_plans import COMBO, MODEL, WHOLE, Unit, write_plans
-from load_client import Shot, shoot
 
 import potluck.engine
+from potluck.load.client import Shot, shoot
 
 WORDS = Path(potluck.engine.__file__).parent / "data" / "words"
 KINDS = ("killed", "stopped", "lying")

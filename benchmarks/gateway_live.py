@@ -26,10 +26,10 @@ from common import ROOT, run
 
 sys.path.insert(0, str(ROOT / "tools"))
 from live_fleet import LiveFleet
-from load_client import Shot, shoot
 
 from potluck.cli.simulation import Inputs, read_inputs, scene_of
 from potluck.core.brain.policy import Policy
+from potluck.load.client import Shot, shoot
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
 from potluck.sim.run import simulate
 
