@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "engine": frozenset({"core", "api", "kv", "native", "perf"}),
     "gateway": frozenset({"core", "api", "worlds"}),
     "control": frozenset({"core", "plan"}),
+    "load": frozenset({"core"}),
 }
 USES_ALL = frozenset({"papers", "cli", "__main__"})
 PACKAGES = frozenset(MAY_IMPORT) | USES_ALL

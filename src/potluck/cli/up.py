@@ -83,7 +83,7 @@ def up(
         advise,
     )
     stand = Stand(settings, inputs.plan, _planner(inputs, rules, time_limit_s))
-    _run(stand, inputs.plan, [name for name, _ in names], as_json)
+    _run(stand, stand.plan, [name for name, _ in names], as_json)
 
 
 def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | None:

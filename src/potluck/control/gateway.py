@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from potluck.control.values import Instance, Make, Want
-from potluck.core.errors import FormatError, PotluckError
+from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, Template, plan_to_json
 
 ASK_S = 5.0
+QUIET_S = 60.0
+"""A gateway says something at least every 15 s to whoever reads its events."""
+MOST_LINE_BYTES = 1_000_000
 
 
 class GatewayAway(PotluckError):
@@ -43,27 +46,75 @@ class GatewayClient:
     def snapshot(self) -> dict[str, Any]:
         return self._ask("GET", "/snapshot")
 
-    def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=ASK_S)
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
+    def drain(self, replica: str) -> dict[str, Any]:
+        return self._ask("POST", "/drain", {"replica": replica})
+
+    def flip(self, replica: str, role: str) -> dict[str, Any]:
+        return self._ask("POST", "/flip", {"replica": replica, "role": role})
+
+    def metrics(self) -> str:
+        """As Prometheus reads them."""
+        return self._said("GET", "/metrics").decode("utf-8", "replace")
+
+    def events(self, quiet_s: float = QUIET_S) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What happens, as it happens: (kind, what), until the gateway ends."""
+        connection = self._connect(quiet_s)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            said = answer.read()
+            answer = self._answer(connection, "GET", "/events")
+            kind = ""
+            while line := answer.readline(MOST_LINE_BYTES):
+                name, _, text = line.decode("utf-8", "replace").rstrip("\r\n").partition(": ")
+                if name == "event":
+                    kind = text
+                elif name == "data":
+                    yield kind, json.loads(text)
         except (OSError, http.client.HTTPException) as error:
             raise GatewayAway(f"the gateway at {self.url} does not answer ({error})") from error
         finally:
             connection.close()
-        if answer.status != 200:
-            line = " ".join(said[:300].decode("utf-8", "replace").split())
-            raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {line}")
-        found = json.loads(said)
+
+    def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
+        found = json.loads(self._said(method, path, body))
         if not isinstance(found, dict):
             raise FormatError(f"gateway {method} {path}", "did not answer with an object")
         return found
+
+    def _said(self, method: str, path: str, body: object = None) -> bytes:
+        connection = self._connect(ASK_S)
+        try:
+            return self._answer(connection, method, path, body).read()
+        except (OSError, http.client.HTTPException) as error:
+            raise GatewayAway(f"the gateway at {self.url} does not answer ({error})") from error
+        finally:
+            connection.close()
+
+    def _connect(self, within_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        return http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=within_s)
+
+    def _answer(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None
+    ) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status == 200:
+            return answer
+        said = answer.read(MOST_LINE_BYTES)
+        if answer.status in (400, 404, 422) and (line := _message(said)):
+            raise InputError("", line)
+        text = " ".join(said[:300].decode("utf-8", "replace").split())
+        raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {text}")
+
+
+def _message(said: bytes) -> str:
+    """What an error of OpenAI's shape says."""
+    try:
+        return " ".join(str(json.loads(said)["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def wants_of(wanted: Mapping[str, Any], templates: Mapping[str, Template]) -> tuple[Want, ...]:

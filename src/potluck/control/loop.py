@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from potluck.control.byhand import is_by_hand, leaving
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
 from potluck.control.launch.base import Launcher
 from potluck.control.step import LINGER_S, START_S, Memory, step
@@ -88,7 +89,13 @@ class Controller:
         instances = self._seen()
         wants = wants_of(wanted, self._templates)
         found = step(
-            wants, instances, self._memory, self._clock(), linger_s=self._linger_s, start_s=self._start_s
+            wants,
+            instances,
+            self._memory,
+            self._clock(),
+            linger_s=self._linger_s,
+            start_s=self._start_s,
+            leaving=leaving(self._store),
         )
         self._memory = found.memory
         done = tuple(order for order in found.orders if self._lease.held and self._do(order))
@@ -207,6 +214,13 @@ class Controller:
             return
         if plan is None:
             self._note("plan", "stays", "there is none better")
+            return
+        newest = self._store.plan()
+        if newest is not None and is_by_hand(newest):
+            held = (
+                f"version {newest.version} was made by hand and holds; `potluck scale --auto` lets go of it"
+            )
+            self._note("advice", f"a plan for ${plan.cost_usd_per_h:.2f}/h", f"{reason}; {held}")
             return
         if self._advise:
             self._note("advice", f"a plan for ${plan.cost_usd_per_h:.2f}/h", reason)

@@ -7,6 +7,7 @@ started again over the same state finds them serving, and carries on.
 from __future__ import annotations
 
 import http.client
+import os
 import secrets
 import socket
 import sys
@@ -15,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from potluck.control.byhand import is_by_hand
+from potluck.control.ending import DRAIN_S, living, owner_of, stop_all
 from potluck.control.gateway import GatewayClient
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher
-from potluck.control.launch.process import Pid, alive, end, last_words, rotate, spawn
+from potluck.control.launch.process import alive, end, last_words, rotate, spawn, started_at
 from potluck.control.loop import Controller, Planner, Turn
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
@@ -28,7 +31,6 @@ from potluck.core.values.plan import Plan, plan_to_json
 TURN_S = 0.5
 GATEWAY_S = 30.0
 """In which a gateway must listen."""
-DRAIN_S = 45.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -57,14 +59,10 @@ class Stand:
             raise InputError(
                 "--state", f"{self._folder}: another controller runs it; `potluck status` shows it"
             )
-        self.launcher = LocalLauncher(
-            settings.maker, self._folder / "logs", str((self._folder / "state.db").resolve())
-        )
-        newest = self.store.plan()
-        if newest is None or newest.plan != plan:
-            self.store.add_plan(plan, time.time(), "potluck up")
+        self.launcher = LocalLauncher(settings.maker, self._folder / "logs", owner_of(self.store))
+        self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
+        self.plan = self._chosen(plan)
         self._plan_file = self._folder / "plan.json"
-        self._plan_file.write_text(plan_to_json(plan), "utf-8")
         self._key_file = self._folder / "admin.key"
         if not self._key_file.exists():
             self._key_file.touch(0o600)
@@ -75,17 +73,32 @@ class Stand:
         )
         self.url = ""
 
+    def _chosen(self, plan: Plan) -> Plan:
+        """The plan that was made, unless the gateway serves one that somebody made by hand."""
+        newest = self.store.plan()
+        if newest is not None and is_by_hand(newest):
+            if living(self.store.get("gateway")):
+                self.store.note(time.time(), "plan", f"version {newest.version} stays", newest.reason)
+                return newest.plan
+            self.store.note(
+                time.time(), "plan", f"version {newest.version}, made by hand, goes", "potluck up"
+            )
+        if newest is None or newest.plan != plan:
+            self.store.add_plan(plan, time.time(), "potluck up")
+        return plan
+
     # The gateway.
 
     def open(self) -> None:
         """Find the gateway that is there, or start one."""
         place = self.store.get("gateway") or {}
-        pid = _pid(place)
-        if pid is None or not alive(pid):
+        if not living(place):
             place = self._start_gateway(int(place.get("port", 0)) or self._settings.port)
         self.url, self.client.url = str(place["url"]), str(place["admin"])
 
     def _start_gateway(self, port: int) -> dict[str, object]:
+        newest = self.store.plan()
+        self._plan_file.write_text(plan_to_json(self.plan if newest is None else newest.plan), "utf-8")
         port, admin = port or _free_port(), _free_port()
         _must_be_free(port)
         settings = self._settings
@@ -138,47 +151,12 @@ class Stand:
 
     def down(self, within_s: float = DRAIN_S) -> int:
         """Drain and stop everything; how many processes had to be made to end."""
-        pids = []
-        gateway = _pid(self.store.get("gateway") or {})
-        if gateway is not None:
-            end(gateway)
-            _wait([gateway], within_s)
-            pids.append(gateway)
-        places = self.store.places()
-        for name, place in places.items():
-            self.launcher.stop(name, place)
-            pid = _pid(place)
-            if pid is not None:
-                pids.append(pid)
-        left = _wait(pids, 15.0)
-        for pid in left:
-            end(pid, insist=True)
-        _wait(left, 5.0)
-        for name in places:
-            self.store.remove(name)
-        self.store.set("gateway", None)
-        self.store.note(time.time(), "down", "all was stopped", "somebody asked for it")
-        return len(left)
+        return stop_all(self.store, "somebody asked for it", within_s)
 
     def close(self) -> None:
         """Leave everything as it is, for a successor."""
         self.controller.close()
         self.store.close()
-
-
-def _wait(pids: list[Pid], within_s: float) -> list[Pid]:
-    """Those that have not ended by then."""
-    until_s = time.monotonic() + within_s
-    while left := [pid for pid in pids if alive(pid)]:
-        if time.monotonic() > until_s:
-            break
-        time.sleep(0.05)
-    return left
-
-
-def _pid(place: dict[str, object]) -> Pid | None:
-    number, started = place.get("pid"), place.get("started")
-    return Pid(number, started) if isinstance(number, int) and isinstance(started, int) else None
 
 
 def _free_port() -> int:

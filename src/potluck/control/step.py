@@ -5,7 +5,7 @@
    lost for a moment, or wanted in another role, costs no start.
 3. Else one is started, unless starts of this make failed lately: then after 1 s, 2 s, 4 s, ... 60 s.
 4. An engine that is nobody is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
-   One that was started by hand is left alone.
+   One that was started by hand is left alone. One whose replica was drained by hand goes at once.
 5. A start that takes longer than `start_s` has failed. What is dead is cleared away, with its reason.
 
 Orders of one call can be carried out in any order, all or some of them: the next call sees what became of them.
@@ -13,7 +13,7 @@ Orders of one call can be carried out in any order, all or some of them: the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Make, Order, Want
@@ -66,8 +66,9 @@ def step(
     *,
     linger_s: float = LINGER_S,
     start_s: float = START_S,
+    leaving: Collection[str] = (),
 ) -> Step:
-    """What to do now."""
+    """What to do now; engines that are `leaving` become nobody's again."""
     orders: list[Order] = []
     living: list[Instance] = []
     for each in instances:
@@ -86,7 +87,7 @@ def step(
     nobody = sorted((each for each in living if each.name not in taken), key=_usefulness)
     waiting: list[str] = []
     for want in lacking:
-        found = next((each for each in nobody if each.make == want.make), None)
+        found = next((each for each in nobody if each.make == want.make and each.name not in leaving), None)
         if found is not None:
             nobody.remove(found)
             orders.append(Assign(found.name, want.replica, "it is there and nobody"))
@@ -101,7 +102,9 @@ def step(
     for each in nobody:
         if each.replica:
             orders.append(Assign(each.name, "", f"{each.replica} is not wanted any more"))
-        if now_s - idle[each.name] >= linger_s and not each.pinned:
+        if each.name in leaving and not each.pinned:
+            orders.append(Halt(each.name, "its replica was drained by hand"))
+        elif now_s - idle[each.name] >= linger_s and not each.pinned:
             orders.append(Halt(each.name, f"is not wanted since {now_s - idle[each.name]:.0f} s"))
     return Step(tuple(orders), replace(memory, idle_since_s=idle), tuple(waiting))
 

@@ -13,7 +13,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
@@ -93,7 +93,9 @@ class _Shooting(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop's is none, but does the same
+        self._transport = transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's is none, but does the same
         shot = self._shot
         body = shot.body()
         base = self._to.path.rstrip("/").removesuffix("/v1")
@@ -196,7 +198,7 @@ class Range:
             async with asyncio.timeout(self._within_s):
                 transport, _ = await loop.create_connection(
                     lambda: _Shooting(shot, self._to, self.start_s, self._keep, done),
-                    self._to.hostname,
+                    self._to.hostname or "",
                     self._to.port or (443 if self._tls else 80),
                     ssl=self._tls,
                 )
@@ -234,24 +236,23 @@ async def fire(url: str, shots: Sequence[Shot], *, keep_text: bool = False, with
 
 
 async def take_turns(
-    url: str, shots: Sequence[Shot], at_once: int, *, seconds: float | None = None, within_s: float = 600.0
-) -> int:
-    """Closed loop: so many at once, nothing new after `seconds`; how many were sent, the first ones of them.
+    url: str, shots: Iterable[Shot], at_once: int, *, seconds: float | None = None, within_s: float = 600.0
+) -> list[Shot]:
+    """Closed loop: so many at once, nothing new after `seconds`; those that were sent.
 
     A request's time begins when it is sent, as there is no other.
     """
     to = Range(url, False, within_s)
     left = iter(shots)
-    sent = 0
+    sent: list[Shot] = []
 
     async def one_after_another() -> None:
-        nonlocal sent
         await to.wait(0.0)
         while seconds is None or to.now_s < seconds:
             shot = next(left, None)
             if shot is None:
                 return
-            sent += 1
+            sent.append(shot)
             shot.at_s = to.now_s
             await to.shoot(shot)
 
@@ -268,8 +269,8 @@ def shoot(url: str, shots: Sequence[Shot], *, keep_text: bool = False, within_s:
 
 
 def shoot_in_turns(
-    url: str, shots: Sequence[Shot], at_once: int, *, seconds: float | None = None, within_s: float = 600.0
-) -> int:
+    url: str, shots: Iterable[Shot], at_once: int, *, seconds: float | None = None, within_s: float = 600.0
+) -> list[Shot]:
     """Closed loop, from plain code."""
     import uvloop
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Literal
 
@@ -13,12 +13,20 @@ Style = Literal["ids", "text", "chat"]
 """Token numbers, of exact length; text; or text as a chat."""
 LOWEST, HIGHEST = 20, 400
 """Token numbers that any vocabulary has, and that mean nothing special in those we know."""
-# fmt: off
 WORDS = (
-    "the river ran past an old mill where nobody had worked for years and still its wheel turned when rain came "
-    "so children told each other that somebody must live inside"
-).split()
-# fmt: on
+    "river",
+    "mill",
+    "wheel",
+    "rain",
+    "child",
+    "story",
+    "stone",
+    "bread",
+    "light",
+    "road",
+    "song",
+    "cloud",
+)
 
 
 def prompt_of(numbers: Random, tokens: int, style: Style) -> Prompt:
@@ -50,18 +58,18 @@ def shots(
     style: Style = "ids",
     key: str = "",
     until_eos: bool = False,
-) -> list[Shot]:
+) -> Iterator[Shot]:
     """Requests from (when, which model, tokens of the prompt, tokens of the answer)."""
     numbers = Random(seed)
     extra: dict[str, object] = {"stream_options": {"include_usage": True}}
     if until_eos:
         extra["ignore_eos"] = None
-    return [
-        Shot(at_s, model, prompt_of(numbers, prompt, style), output, key, extra, chat=style == "chat")
-        for at_s, model, prompt, output in rows
-    ]
+    for at_s, model, prompt, output in rows:
+        yield Shot(at_s, model, prompt_of(numbers, prompt, style), output, key, extra, chat=style == "chat")
 
 
-def same(times: Sequence[float], model: str, prompt: int, output: int) -> list[tuple[float, str, int, int]]:
+def same(
+    times: Iterable[float], model: str, prompt: int, output: int
+) -> Iterator[tuple[float, str, int, int]]:
     """Rows of one length at these times."""
-    return [(at_s, model, prompt, output) for at_s in times]
+    return ((at_s, model, prompt, output) for at_s in times)

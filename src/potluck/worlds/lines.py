@@ -41,6 +41,7 @@ EVENTS: dict[str, type[Any]] = {
         events.ReplicaLost,
         events.Drained,
         events.Planned,
+        events.Ordered,
         events.Tick,
     )
 }

@@ -1,7 +1,7 @@
 """The state file: plans, engines that were started, what happened and why, rates of the past.
 
-One process writes (`lease.py`), any may read. Every change is one transaction, so that a controller that is killed
-at any instant leaves either the state before it or the one after.
+One process acts (`lease.py`), any may read; commands of operators add notes and plan versions. Every change is one
+transaction, so that a controller that is killed at any instant leaves either the state before it or the one after.
 """
 
 from __future__ import annotations

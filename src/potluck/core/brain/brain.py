@@ -17,6 +17,7 @@ look at the fleet).
     ReplicaReady       Run for those that were held
     ReplicaLost        counted out; its requests come as Failed, or are asked about
     Planned, Drained   the next steps towards the plan's fleet
+    Ordered            Drain or Flip, as a person asked, and what follows
     Tick               refusals of those that waited too long; Inquire after those that went silent; scaling
 
 Every accepted request ends once: in Finished, in a Refuse or in Cancelled. Events that name an unknown request,
@@ -91,6 +92,7 @@ class Brain:
             told.ReplicaLost: self._lost,
             told.Drained: self._drained,
             told.Planned: self._planned,
+            told.Ordered: self._ordered,
             told.Tick: self._tick,
         }
 
@@ -143,6 +145,15 @@ class Brain:
         self.router.adopt()
         actions = self._carry_out(at_s, self.steward.adopt(at_s, event.plan))
         return actions + self._flights.planned(at_s)
+
+    def _ordered(self, at_s: float, event: told.Ordered) -> list[Action]:
+        view = self.fleet.views.get(event.replica)
+        if view is None or view.state != "ready":
+            return []
+        if event.what == "drain":
+            actions = self._carry_out(at_s, (Drain(event.replica),))
+            return actions + self._carry_out(at_s, self.steward.step(at_s))
+        return self._carry_out(at_s, self.steward.ordered(view, event.what))
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._flights.tick(at_s) + self._recovery.tick(at_s)

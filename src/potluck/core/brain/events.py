@@ -147,6 +147,13 @@ class Planned(NamedTuple):
     plan: Plan
 
 
+class Ordered(NamedTuple):
+    """A person wants something of a replica: that it is emptied and replaced, or that it has another role."""
+
+    replica: str
+    what: Literal["drain", "prefill", "decode"]
+
+
 class Tick(NamedTuple):
     """Some time has passed: look at the windows."""
 
@@ -166,5 +173,6 @@ Event = (
     | ReplicaLost
     | Drained
     | Planned
+    | Ordered
     | Tick
 )

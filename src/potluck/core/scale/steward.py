@@ -12,7 +12,7 @@ from math import inf
 
 from potluck.core.brain.actions import Action, Flip, Replan, Start
 from potluck.core.brain.facts import Facts
-from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.scale import AskReplan, FlipRole, Resize, SetThreshold, scaler_of
@@ -22,6 +22,7 @@ from potluck.core.scale.reconcile import Progress, reconcile, restored, wanted_c
 from potluck.core.scale.window import Window
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
+from potluck.core.values.types import Role
 
 
 class Steward:
@@ -43,6 +44,8 @@ class Steward:
         self._due_s = inf
         self._version = -1
         """The fleet's when it was last looked at."""
+        self.by_hand: dict[str, Role] = {}
+        """Roles that a person gave: they stay, whatever plans and scaling say."""
         self.notes: tuple[str, ...] = ()
         """What cannot be done at present, and why."""
 
@@ -54,7 +57,17 @@ class Steward:
             for model in sorted({each.model for each in plan.templates}):
                 known = self._facts.models.get(model)
                 self.window.watch(at_s, model, known.slo if known is not None else None)
-        return (*restored(self._fleet), *self.step(at_s))
+        undone = (flip for flip in restored(self._fleet) if flip.replica not in self.by_hand)
+        return (*undone, *self.step(at_s))
+
+    def ordered(self, view: View, role: Role) -> tuple[Action, ...]:
+        """A person gives a replica a role; with the planned one it is the rules' again."""
+        self.by_hand = {name: each for name, each in self.by_hand.items() if name in self._fleet.views}
+        if role == view.member.role:
+            self.by_hand.pop(view.member.id, None)
+        else:
+            self.by_hand[view.member.id] = role
+        return () if role == view.role else (Flip(view.member.id, role),)
 
     def drained(self, at_s: float, replica: str) -> tuple[Action, ...]:
         self._progress = self._progress.drained(replica)
@@ -77,7 +90,7 @@ class Steward:
                         resized |= self._wanted.get((template, region)) != count
                         self._wanted[template, region] = count
                     case FlipRole(replica, role):
-                        if replica in self._fleet.views:
+                        if replica in self._fleet.views and replica not in self.by_hand:
                             actions.append(Flip(replica, role))
                     case AskReplan(rates_per_s, reason):
                         actions.append(Replan(rates_per_s, reason))

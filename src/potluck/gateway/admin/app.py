@@ -93,6 +93,8 @@ def build_admin(office: Office) -> web.Application:
     app.router.add_get("/fleet", fleet)
     app.router.add_put("/fleet", _put(office.overseer.set_fleet))
     app.router.add_put("/plan", _put(office.overseer.set_plan))
+    app.router.add_post("/drain", _put(office.overseer.drain))
+    app.router.add_post("/flip", _put(office.overseer.flip))
     app.router.add_get("/wanted", wanted)
     return app
 

@@ -53,6 +53,12 @@ class Overseer(Protocol):
     def set_plan(self, body: Json) -> Json:
         """Another plan from now on; says what changes."""
 
+    def drain(self, body: Json) -> Json:
+        """Empty a replica, by hand; says which others go with it."""
+
+    def flip(self, body: Json) -> Json:
+        """Give a replica another role, by hand."""
+
     def wanted(self) -> Json:
         """What the Brain wants of the fleet, for whoever starts and stops engines."""
 
@@ -79,6 +85,12 @@ class Unseen:
         return {}
 
     def set_plan(self, body: Json) -> Json:
+        return {}
+
+    def drain(self, body: Json) -> Json:
+        return {}
+
+    def flip(self, body: Json) -> Json:
         return {}
 
     def wanted(self) -> Json:

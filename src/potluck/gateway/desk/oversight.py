@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from potluck.core.brain.actions import Action, Drain, Flip, Move, Recount, Replan, Start, Stop
-from potluck.core.brain.events import Drained, Event, Planned, ReplicaLost, ReplicaReady
+from potluck.core.brain.events import Drained, Event, Ordered, Planned, ReplicaLost, ReplicaReady
+from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import RUNNING
 from potluck.core.codec import encode
 from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.scale.roles import FLIPPABLE
 from potluck.core.values.plan import plan_from_json
 from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen
 from potluck.gateway.desk.center import Center
@@ -65,6 +67,8 @@ class Oversight:
                 "cost_usd_per_h": center.plan.cost_usd_per_h,
                 "deployments": [encode(each) for each in center.plan.deployments],
             },
+            "scaling": center.policy.scaling,
+            "copies": self._copies(),
             "models": {
                 name: {
                     "ready": not center.lacking(name),
@@ -81,8 +85,25 @@ class Oversight:
             **self.fleet(),
             "wanted": self.wanted(),
             "open_requests": center.desk.open_requests,
+            "notes": list(center.brain.steward.notes),
             "problems": [problem for problem in self._problems() if problem],
         }
+
+    def _copies(self) -> list[Json]:
+        """What a copy of each template of the plan costs in each region that has nodes for it."""
+        scene = self._center.kits.scene
+        return [
+            {
+                "template": template.name,
+                "region": region.name,
+                "usd_per_h": sum(
+                    each.count * scene.price_usd_per_h(region.name, each.node) for each in template.nodes
+                ),
+            }
+            for template in self._center.plan.templates
+            for region in scene.regions
+            if all(region.offer(each.node) is not None for each in template.nodes)
+        ]
 
     def _problems(self) -> Iterable[str]:
         center = self._center
@@ -103,6 +124,7 @@ class Oversight:
             "region": view.member.region,
             "role": view.role,
             "state": view.state,
+            "by_hand": name in self._center.brain.steward.by_hand,
             "doubted": view.doubted,
             "pace": view.pace,
             "open_requests": view.open_requests,
@@ -151,6 +173,46 @@ class Oversight:
             "wanted": self.wanted(),
         }
 
+    def drain(self, body: Json) -> Json:
+        view = self._ready(body)
+        unit = self._center.brain.fleet.units[view.member.unit]
+        others = sorted(each.member.id for each in unit.views if each is not view)
+        self._center.desk.tell(Ordered(view.member.id, "drain"))
+        return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
+
+    def flip(self, body: Json) -> Json:
+        view, role = self._ready(body), body.get("role")
+        if role not in ("prefill", "decode"):
+            raise InputError("role", f"must be prefill or decode, is {role!r}")
+        member = view.member
+        if member.kind not in FLIPPABLE or view.role == "mixed":
+            raise InputError(
+                "replica", f"{member.id} ({member.kind}, {view.role}) does both and keeps its role"
+            )
+        peers = self._center.brain.fleet.views.values()
+        others = [
+            each.role
+            for each in peers
+            if each.member.model == member.model and each.serves and each is not view
+        ]
+        for needed, says in (("decode", "prefill"), ("prefill", "decode")):
+            if role == says and all(each == says for each in others):
+                raise InputError("role", f"{says} would leave nobody to {needed} for {member.model}")
+        before = view.role
+        self._center.desk.tell(Ordered(member.id, "prefill" if role == "prefill" else "decode"))
+        return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}
+
+    def _ready(self, body: Json) -> View:
+        """The replica that an order names."""
+        views, name = self._center.brain.fleet.views, body.get("replica")
+        if not isinstance(name, str):
+            raise InputError("replica", "must be the name of one")
+        if name not in views:
+            raise UnknownNameError("replica", name, views)
+        if views[name].state != "ready":
+            raise InputError("replica", f"{name} is {views[name].state}; only one that is ready takes orders")
+        return views[name]
+
     def wanted(self) -> Json:
         found = self._center.keeper.wanted()
         return {
@@ -188,6 +250,8 @@ class Herald:
                 self._decided(f"{replica} is lost", reason)
             case Drained(replica):
                 self._decided(f"{replica} is empty", "it was asked to drain")
+            case Ordered(replica, what):
+                self._decided(f"{replica}: {what}", "by hand")
             case Planned(plan):
                 self._decided(f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
         for action in actions:

@@ -15,6 +15,10 @@ from potluck.sim.results.series import Series, series
 PARTS = ("mean", "p50", "p90", "p99")
 
 
+THEME = '<button id="theme" type="button" aria-label="Switch between light and dark">◐</button>'
+"""What the page's script listens to."""
+
+
 def html(summary: Summary, result: SimResult, title: str = "Potluck simulation") -> str:
     """The report of a run as one self-contained page."""
     return page(summary, series(result), title)
@@ -22,13 +26,20 @@ def html(summary: Summary, result: SimResult, title: str = "Potluck simulation")
 
 def page(summary: Summary, over_time: Series, title: str = "Potluck simulation") -> str:
     """The same from plain data, wherever it came from."""
+    return sheet(
+        title,
+        f"{_header(summary, title)}\n<main>\n{_tiles(summary)}\n{_models(summary)}\n"
+        f"{_plots(over_time)}\n{_hardware(summary)}\n{_events(over_time)}\n</main>\n",
+    )
+
+
+def sheet(title: str, body: str) -> str:
+    """A page around what is shown, with all that it needs."""
     style, script = (_data(name) for name in ("style.css", "page.js"))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f"{_header(summary, title)}\n<main>\n{_tiles(summary)}\n{_models(summary)}\n"
-        f"{_plots(over_time)}\n{_hardware(summary)}\n{_events(over_time)}\n</main>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{body}"
         f'<div id="tip" role="status" hidden></div>\n<script>\n{script}</script>\n</body>\n</html>\n'
     )
 
@@ -47,8 +58,7 @@ def _header(summary: Summary, title: str) -> str:
     ]
     if summary.start_s > 0:
         facts.append(f"the first {duration(summary.start_s)} left out of figures")
-    theme = '<button id="theme" type="button" aria-label="Switch between light and dark">◐</button>'
-    return f"<header><h1>{escape(title)}</h1><p>{' · '.join(facts)}</p>{theme}</header>"
+    return f"<header><h1>{escape(title)}</h1><p>{' · '.join(facts)}</p>{THEME}</header>"
 
 
 def _tiles(summary: Summary) -> str:

@@ -1,0 +1,55 @@
+"""What a person changes while the service runs, and how the controller keeps to it.
+
+Copies that were set by hand are a plan version of their own, whose reason begins with `by hand`. While that is the
+newest one the planner's plans are only advice: `potluck scale --auto` hands the fleet back. A replica that is drained
+by hand gets a fresh engine: its old one is *leaving*, is used for nothing else, and is stopped once it is nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from potluck.control.store.store import PlanVersion, Store
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.values.plan import Deployment, Plan
+
+BY_HAND = "by hand"
+LEAVING = "leaving"
+"""The setting that lists engines whose replica is drained by hand."""
+
+
+def is_by_hand(version: PlanVersion | None) -> bool:
+    return version is not None and version.reason.startswith(BY_HAND)
+
+
+def scaled(plan: Plan, template: str, region: str, count: int, usd_per_h: Mapping[str, float]) -> Plan:
+    """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it."""
+    names = [each.name for each in plan.templates]
+    if template not in names:
+        raise UnknownNameError("template", template, names)
+    if region not in usd_per_h:
+        raise UnknownNameError("region", region, usd_per_h)
+    if count < 0:
+        raise InputError("count", f"must not be negative, is {count}")
+    rest = tuple(each for each in plan.deployments if (each.template, each.region) != (template, region))
+    before = sum(each.count for each in plan.deployments) - sum(each.count for each in rest)
+    deployments = (*rest, Deployment(template, region, count)) if count else rest
+    cost = max(0.0, plan.cost_usd_per_h + (count - before) * usd_per_h[region])
+    return replace(plan, deployments=deployments, cost_usd_per_h=cost)
+
+
+def leave(store: Store, names: Iterable[str]) -> None:
+    """These engines are not to be used again."""
+    there = {each.name for each in store.instances()}
+    before = [name for name in store.get(LEAVING) or [] if name in there]
+    store.set(LEAVING, sorted({*before, *names}))
+
+
+def stay(store: Store, names: Iterable[str]) -> None:
+    """They may be used after all."""
+    store.set(LEAVING, sorted(leaving(store) - frozenset(names)))
+
+
+def leaving(store: Store) -> frozenset[str]:
+    return frozenset(store.get(LEAVING) or ())

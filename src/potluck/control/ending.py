@@ -1,0 +1,65 @@
+"""The end of a service on this machine, whoever brings it about: its controller, or an operator without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from potluck.control.launch.local import NAME_MARK, OWNER_MARK
+from potluck.control.launch.process import Pid, alive, end, marked
+from potluck.control.store.store import Store
+
+DRAIN_S = 45.0
+"""In which a gateway lets what is open end."""
+ENGINES_S = 15.0
+INSIST_S = 5.0
+
+
+def pid_of(place: Mapping[str, object] | None) -> Pid | None:
+    """A process that was written down."""
+    number, started = (place or {}).get("pid"), (place or {}).get("started")
+    return Pid(number, started) if isinstance(number, int) and isinstance(started, int) else None
+
+
+def living(place: Mapping[str, object] | None) -> bool:
+    pid = pid_of(place)
+    return pid is not None and alive(pid)
+
+
+def wait(pids: Iterable[Pid], within_s: float) -> list[Pid]:
+    """Those that have not ended by then."""
+    until_s = time.monotonic() + within_s
+    while left := [pid for pid in pids if alive(pid)]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.05)
+    return left
+
+
+def owner_of(store: Store) -> str:
+    """The mark that engines of this state carry."""
+    return str(store.path.resolve())
+
+
+def stop_all(store: Store, why: str, within_s: float = DRAIN_S) -> int:
+    """The gateway drains and ends, then the engines; how many processes had to be made to end."""
+    gateway = pid_of(store.get("gateway"))
+    if gateway is not None:
+        end(gateway)
+        wait([gateway], within_s)
+    places = store.places()
+    found = [pid_of(place) for place in places.values()]
+    # Those that were started and never written down carry the mark all the same.
+    found += [pid for pid, marks in marked(OWNER_MARK, owner_of(store)) if NAME_MARK in marks]
+    pids = list({pid for pid in [gateway, *found] if pid is not None})
+    for pid in pids:
+        end(pid)
+    left = wait(pids, ENGINES_S)
+    for pid in left:
+        end(pid, insist=True)
+    wait(left, INSIST_S)
+    for name in places:
+        store.remove(name)
+    store.set("gateway", None)
+    store.note(time.time(), "down", "all was stopped", why)
+    return len(left)

@@ -1,0 +1,169 @@
+"""A service as its operators see it: the state file beside what the gateway says, put together as plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from potluck.control.ending import living
+from potluck.control.gateway import GatewayClient
+from potluck.control.store.store import Happening, Store
+from potluck.control.values import Instance
+from potluck.core.codec import encode
+from potluck.core.errors import PotluckError
+
+Json = dict[str, Any]
+NOTES = 8
+LOOK_BACK = 200
+"""Happenings in which the reason for something that is missing is looked for."""
+
+
+class Service:
+    """A state folder and the gateway that it names. Reads only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(folder / "state.db")
+        place = self.store.get("gateway") or {}
+        key = folder / "admin.key"
+        self.url = str(place.get("url", ""))
+        self.gateway_lives = living(place)
+        self.controller_lives = living(self.store.get("controller"))
+        self.client = GatewayClient(
+            str(place.get("admin", "")), key.read_text("utf-8").strip() if key.is_file() else None
+        )
+
+    @property
+    def runs(self) -> bool:
+        return self.gateway_lives or self.controller_lives
+
+    def snapshot(self) -> tuple[Json, str]:
+        """What the gateway says, or why it does not."""
+        if not self.gateway_lives:
+            return {}, "no gateway runs"
+        try:
+            return self.client.snapshot(), ""
+        except PotluckError as error:
+            return {}, str(error)
+
+    def status(self, now_s: float) -> Json:
+        """Everything there is to say."""
+        snapshot, problem = self.snapshot()
+        version = self.store.plan()
+        instances = self.store.instances()
+        happenings = self.store.happenings(most=LOOK_BACK)
+        wanted = snapshot.get("wanted") or self.store.get("wanted") or {}
+        return {
+            "state": str(self.folder),
+            "url": self.url,
+            "controller": self.controller_lives,
+            "gateway": self.gateway_lives and not problem,
+            "plan": None
+            if version is None
+            else {
+                "version": version.version,
+                "since_s": version.at_s,
+                "reason": version.reason,
+                "strategy": version.plan.strategy,
+                "cost_usd_per_h": version.plan.cost_usd_per_h,
+                "deployments": [encode(each) for each in version.plan.deployments],
+            },
+            "scaling": snapshot.get("scaling"),
+            "models": snapshot.get("models", {}),
+            "replicas": replicas_of(snapshot, wanted, instances),
+            "lacking": lacking_of(snapshot, wanted, instances, happenings, now_s),
+            "open_requests": snapshot.get("open_requests"),
+            "engines": [
+                {
+                    "name": each.name,
+                    "state": each.state,
+                    "since_s": each.since_s,
+                    "url": each.url,
+                    "replica": each.replica,
+                }
+                for each in instances
+            ],
+            "problems": [each for each in (problem, *snapshot.get("problems", ())) if each],
+            "notes": [
+                {"id": each.id, "at_s": each.at_s, "kind": each.kind, "what": each.what, "why": each.why}
+                for each in happenings[-NOTES:]
+            ],
+        }
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[Instance]) -> list[Json]:
+    """Each replica that is wanted or there, with its engine."""
+    engines = {each.replica: each for each in instances if each.replica}
+    seen = {each["replica"]: each for each in snapshot.get("replicas", ())}
+    names = {each["id"]: each for each in wanted.get("replicas", ())}
+    found = []
+    for name in sorted({*seen, *names}):
+        view, want = seen.get(name, {}), names.get(name, {})
+        status = view.get("status") or {}
+        total = status.get("total_blocks") or 0
+        engine = engines.get(name)
+        found.append(
+            {
+                "replica": name,
+                "model": view.get("model", want.get("model")),
+                "region": view.get("region", want.get("region")),
+                "role": view.get("role", want.get("role")),
+                "by_hand": bool(view.get("by_hand")),
+                "state": view.get("state", "unknown"),
+                "doubted": bool(view.get("doubted")),
+                "engine": None if engine is None else engine.name,
+                "pace": view.get("pace"),
+                "open_requests": view.get("open_requests", 0),
+                "running": status.get("running", 0),
+                "waiting": status.get("queued", 0),
+                "kv_used": 1.0 - status["free_blocks"] / total if total else 0.0,
+            }
+        )
+    return found
+
+
+def lacking_of(
+    snapshot: Json,
+    wanted: Json,
+    instances: Sequence[Instance],
+    happenings: Sequence[Happening],
+    now_s: float,
+) -> list[Json]:
+    """What is wanted and not there, each with the reason."""
+    ready = {each["replica"] for each in snapshot.get("replicas", ()) if each.get("state") == "ready"}
+    engines = {each.replica: each for each in instances if each.replica}
+    notes = {each["url"]: each["note"] for each in snapshot.get("engines", ()) if each.get("note")}
+    found = []
+    for want in wanted.get("replicas", ()):
+        name = want["id"]
+        if name in ready or want.get("draining"):
+            continue
+        engine = engines.get(name)
+        found.append({"what": name, "why": _why(name, engine, notes, happenings, now_s)})
+    for line in snapshot.get("notes", ()):
+        what, _, why = str(line).partition(": ")
+        found.append({"what": what, "why": why})
+    return found
+
+
+def _why(
+    name: str,
+    engine: Instance | None,
+    notes: Mapping[str, str],
+    happenings: Sequence[Happening],
+    now_s: float,
+) -> str:
+    if engine is None:
+        for each in reversed(happenings):
+            if name in f"{each.what} {each.why}" and each.kind in ("waits", "failed", "clear", "dead"):
+                return f"no engine: {each.why}"
+        return "no engine is there for it"
+    if engine.state == "starting":
+        return f"{engine.name} is starting, since {max(0.0, now_s - engine.since_s):.0f} s"
+    if engine.state == "dead":
+        return f"{engine.name} ended: {engine.problem or 'without a word'}"
+    return f"{engine.name}: {notes.get(engine.url) or 'is up, but does not serve yet'}"
