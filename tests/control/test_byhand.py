@@ -1,0 +1,89 @@
+"""What a person changed holds, or is said to be gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_controller import PLAN, TEMPLATE, World
+
+from potluck.control.byhand import is_by_hand, leave, leaving, scaled, stay
+from potluck.control.step import Memory, step
+from potluck.control.store.store import PlanVersion, Store
+from potluck.control.values import Halt, Instance, Launch, Make, Want
+from potluck.core.errors import InputError
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Deployment
+
+MAKE = Make("m", single("1xA10", 1, 2), "east")
+
+
+def test_a_count_by_hand_changes_copies_and_cost() -> None:
+    more = scaled(PLAN, "t", "east", 2, {"east": 0.75})
+    assert more.deployments == (Deployment("t", "east", 2),)
+    assert more.cost_usd_per_h == pytest.approx(1.5 + 2 * 0.75)
+    less = scaled(more, "t", "east", 0, {"east": 0.75})
+    assert less.deployments == ()
+    assert less.cost_usd_per_h == pytest.approx(1.5)
+    for wrong in (("x", "east", 1), ("t", "west", 1), ("t", "east", -1)):
+        with pytest.raises(InputError):
+            scaled(PLAN, *wrong, {"east": 0.75})
+
+
+def test_an_engine_that_leaves_is_used_for_nothing_else_and_goes_at_once() -> None:
+    engine = Instance("i", MAKE, "up", 0.0, "http://i", "old")
+    kept = step([Want("old", MAKE, "mixed", True)], [engine], Memory(), 0.0, leaving={"i"})
+    assert kept.orders == (), "it is still being emptied"
+    found = step([Want("new", MAKE, "mixed")], [engine], Memory(), 0.0, leaving={"i"})
+    assert [order.want.replica for order in found.orders if isinstance(order, Launch)] == ["new"]
+    assert Halt("i", "its replica was drained by hand") in found.orders
+
+
+def test_who_leaves_is_remembered_as_long_as_it_is_there(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state.db")
+    for name in ("a", "b", "c"):
+        store.put(Instance(name, MAKE, "up", 0.0))
+    leave(store, ["a"])
+    leave(store, ["b", "c"])
+    stay(store, ["c"])
+    assert leaving(store) == {"a", "b"}
+    store.remove("a")
+    leave(store, [])
+    assert leaving(store) == {"b"}
+
+
+def test_a_drained_replica_gets_a_fresh_engine(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.gateway.replicas = ["a"]
+    controller = world.controller()
+    world.turns(controller, 4)
+    (old,) = world.machine.running
+    leave(Store(world.path), [old])
+    world.gateway.replicas = ["b"]
+    world.turns(controller, 5)
+    assert old not in world.machine.running
+    assert [each.replica for each in world.gateway.fleet] == ["b"]
+    assert world.machine.started == 2
+
+
+def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    store = Store(world.path)
+    store.add_plan(PLAN, 0.0, "by hand: t@east=2")
+    assert is_by_hand(store.plan())
+    assert not is_by_hand(PlanVersion(1, 0.0, "potluck up", PLAN))
+    controller = world.controller(lambda rates: scaled(PLAN, TEMPLATE.name, "east", 5, {"east": 1.0}))
+    world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
+    world.turns(controller, 1)
+    assert controller._planning is not None
+    controller._planning.result(10)
+    world.turns(controller, 2)
+    assert world.gateway.plans == []
+    (advice,) = [each for each in store.happenings() if each.kind == "advice"]
+    assert "by hand and holds" in advice.why
+    store.add_plan(PLAN, 1.0, "handed back (was by hand)")
+    world.gateway.replan = {"rates_per_s": {"m": 4.0}, "reason": "even more"}
+    world.turns(controller, 1)
+    controller._planning.result(10)
+    world.turns(controller, 2)
+    assert len(world.gateway.plans) == 1

@@ -1,0 +1,86 @@
+"""What a person orders: it is done, what follows is done, and rules do not undo it."""
+
+from __future__ import annotations
+
+import brain_builders as build
+
+from potluck.core.brain.actions import Drain, Flip, Start, Stop
+from potluck.core.brain.events import Ordered, Tick
+from potluck.core.scale import FlipRole
+
+ONE = build.template("one", closed=(1.0,))
+PAIR = build.template("two", ("prefill", "decode"), "combo", closed=(1.0,))
+P, D = build.template("p", ("prefill",), prefill=(2.0,)), build.template("d", ("decode",), decode=(2.0,))
+FLOW = build.plan(
+    (P, D),
+    {("p", "near"): 2, ("d", "near"): 1},
+    {("p", "near", "prefill"): (1.0,), ("d", "near", "decode"): (1.0,)},
+    {("m", "near", "near"): (1.0,)},
+    longest=(100_000,),
+)
+
+
+def _closed(template: build.Template, count: int) -> build.Plan:
+    name = template.name
+    return build.plan(
+        (template,), {(name, "near"): count}, {(name, "near", "closed"): (1.0,)}, longest=(9_000,)
+    )
+
+
+def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> None:
+    world = build.world(_closed(ONE, 2))
+    (run,) = world.arrive(build.request("a"))
+    replica = run.route.decoder
+    actions = world.tell(Ordered(replica, "drain"))
+    assert Drain(replica) in actions
+    (start,) = [each for each in actions if isinstance(each, Start)]
+    assert start.member.id != replica
+    assert "a" in world.jobs, "what is open goes on"
+    for number in range(4):
+        (other,) = world.arrive(build.request(f"b{number}"))
+        assert other.route.decoder != replica
+    world.drain_out(replica)
+    assert replica not in world.members
+    assert world.ended["a"] == "answered"
+    assert world.tell(Ordered(replica, "drain")) == [], "it is gone"
+
+
+def test_a_copys_replicas_go_together() -> None:
+    world = build.world(_closed(PAIR, 1))
+    first, second = sorted(world.members)
+    assert {each.replica for each in world.tell(Ordered(first, "drain")) if isinstance(each, Drain)} == {
+        first,
+        second,
+    }
+    for replica in (first, second):
+        world.drain_out(replica)
+    assert len(world.members) == 2
+    assert not {first, second} & world.members.keys()
+
+
+def test_a_replica_that_is_not_ready_takes_no_orders() -> None:
+    world = build.world(_closed(ONE, 1), ready=False)
+    (replica,) = world.members
+    assert world.tell(Ordered(replica, "drain")) == []
+    assert world.tell(Ordered("nobody", "decode")) == []
+
+
+def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> None:
+    world = build.world(FLOW)
+    replica = next(name for name in world.members if name.startswith("p@"))
+    assert world.tell(Ordered(replica, "decode")) == [Flip(replica, "decode")]
+    steward = world.brain.steward
+    steward.watches = True
+
+    class Flips:
+        def on_tick(self, *_: object) -> tuple[FlipRole, ...]:
+            return (FlipRole(replica, "prefill", "a shift"),)
+
+    steward._scaler = Flips()  # type: ignore[assignment]
+    assert not [each for each in world.tell(Tick()) if isinstance(each, Flip)]
+    assert not [each for each in world.plan(FLOW) if isinstance(each, Flip | Stop)]
+    assert world.brain.fleet.views[replica].role == "decode"
+    assert world.tell(Ordered(replica, "prefill")) == [Flip(replica, "prefill")]
+    assert steward.by_hand == {}
+    world.brain.fleet.flip(replica, "decode")
+    assert Flip(replica, "prefill") in world.tell(Tick()), "the rules decide again"
