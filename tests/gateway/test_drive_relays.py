@@ -13,6 +13,7 @@ from potluck.core.brain.actions import Run
 from potluck.core.brain.events import Cancelled, Failed, FailureKind, Finished, FirstToken
 from potluck.core.values.route import aggregated
 from potluck.gateway.drive import rewrite
+from potluck.gateway.drive.rides import Rides
 from potluck.gateway.parts import Asked
 
 CHAT, COMPLETIONS = b"/v1/chat/completions", b"/v1/completions"
@@ -315,3 +316,52 @@ def test_an_engine_that_is_said_to_be_gone_has_failed() -> None:
     stage.rides.gone("x")
     stage.rides.gone("nobody")
     assert stage.news == [Failed("r", 0, "replica", "x", 0)]
+
+
+class Noted:
+    """A meter that writes down what it hears of attempts."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[object, ...]] = []
+
+    def routed(self, asked: Asked, run: Run) -> None:
+        self.heard.append(("routed", run.attempt))
+
+    def segment(
+        self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
+    ) -> None:
+        self.heard.append((replica, ended_s - began_s, tokens, problem))
+
+    def failed(self, asked: Asked, where: str, kind: FailureKind, why: str) -> None:
+        self.heard.append(("failed", where, kind))
+
+
+@pytest.mark.parametrize("kind", ["openai", "face"])
+def test_what_became_of_every_attempt_is_counted_once(kind: str) -> None:
+    stage, meter = Stage(), Noted()
+    for each in ("x", "y"):
+        stage.fleet.add(each, kind=kind)
+    stage.rides = Rides(
+        stage.line, stage.fleet, stage.fleet, stage.clock.now_s, stage.clock.later, meter=meter
+    )  # type: ignore[arg-type]
+    what = wanted() if kind == "openai" else asked("r", 5, 3, ends=())
+    begin(stage, what)
+    stage.clock.pass_s(0.5)
+    stage.call("x").lose("is gone")
+    stage.again(what, aggregated("y"), 1, 0)
+    stage.clock.pass_s(0.5)
+    if kind == "openai":
+        stage.call("y").listener.head(200, SSE)
+        stage.call("y").write_raw(chunk(0, True) + chunk(1) + b"data: [DONE]\n\n")
+        stage.call("y").end()
+    else:
+        stage.to_end()
+    first, second, failed, *_ = meter.heard
+    assert first == ("routed", 0)
+    assert second[0] == "x"
+    assert second[1] == 0.5
+    assert second[3] == "is gone"
+    assert failed == ("failed", "x", "replica")
+    tokens = 1 if kind == "openai" else 8
+    assert meter.heard[3:] == [("routed", 1), ("y", 0.5, tokens, "")]
+    stage.at_rest()

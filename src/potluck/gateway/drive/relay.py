@@ -57,6 +57,7 @@ class Relay(Debtor):
         self._call: Call | None = None
         self._endpoint: Endpoint | None = None
         self._over = False
+        self._began_s = 0.0
         self._status = 0
         self._kind = b""
         self._streams = False
@@ -98,6 +99,7 @@ class Relay(Debtor):
                 salt = b'"cache_salt":' + json.dumps(asked.salt).encode()
                 extra = extra + b"," + salt if extra else salt
             body = rewrite.forwarded(asked.body, asked.model, served, extra)
+        self._began_s = self._means.now_s()
         self._means.watch.join(self, endpoint.replica)
         if asked.stream:
             self.expect(self._means.now_s())
@@ -281,6 +283,7 @@ class Relay(Debtor):
             tokens = int(digits) if digits.isdigit() else 0
         if not tokens:
             tokens = len(self._ride.output) or max(stream.events - (asked.path == CHAT), 1)
+        self._count(tokens)
         self._leave()
         self._ride.relayed(min(tokens, asked.max_output_tokens))
 
@@ -288,6 +291,12 @@ class Relay(Debtor):
         self._ride.relay_begin(self._status, self._kind)
         if not self._over:
             self._ride.relay(body)
+
+    def _count(self, tokens: int, problem: str = "") -> None:
+        meter, endpoint = self._means.meter, self._endpoint
+        if meter is not None and endpoint is not None and self.pulse is not None:
+            now_s = self._means.now_s()
+            meter.segment(self._ride.asked, endpoint.replica, self._began_s, now_s, tokens, problem)
 
     def _leave(self) -> None:
         self._over = True
@@ -297,6 +306,7 @@ class Relay(Debtor):
         self._fail("replica", f"lied: {why}")
 
     def _fail(self, kind: FailureKind, why: str) -> None:
+        self._count(len(self._ride.output), why)
         self.stop()
         endpoint, stream = self._endpoint, self._stream
         assert endpoint is not None
