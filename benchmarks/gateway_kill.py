@@ -166,7 +166,6 @@ def trial(
             spec,
             gateway=("--files", f"{MODEL}={WORDS}"),
             engine=engine,
-            models={MODEL: "llama-3.1-8b"},
         ) as fleet:
             whole = str(fleet.engines[0].said["url"])
             with ThreadPoolExecutor(16) as pool:
