@@ -152,7 +152,7 @@ class FrontDoor:
         self.open += 1
         answering = Answering(exchange, name, key, self._driver, self._meter, self._clock, self._left)
         exchange.on_gone = answering.gone
-        if allowance.quota.any:
+        if allowance.quota.any and allowance.quota.tokens_per_min is None:  # else when tokens are charged
             answering.limits = allowance.headers(now_s)
         return answering
 

@@ -12,6 +12,9 @@ LINE_BYTES = 1024
 """Of a chunk's size with its extensions, and of a trailer."""
 TRAILERS = 32
 
+_sizes: dict[bytes, int] = {}
+"""Short ones that were read; there are not many."""
+
 _SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
 """What is awaited where no bytes of a chunk are left: its size, its line end, a line after the last one."""
 
@@ -92,10 +95,16 @@ class Chunks:
         return stop + 2
 
     def _size(self, line: bytes) -> int:
+        known = _sizes.get(line)
+        if known is not None:
+            return known
         match = _SIZE.fullmatch(line)
         if match is None:
             raise Refused(400, "a chunk's size cannot be read")
-        return int(match[1], 16)
+        size = int(match[1], 16)
+        if len(line) <= 3:
+            _sizes[line] = size
+        return size
 
     def _hold(self, data: bytes, at: int) -> None:
         """A line that is not whole. What can never become one is refused at once."""
