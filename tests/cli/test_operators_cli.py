@@ -1,0 +1,329 @@
+"""What operators read and order, over a state folder made by hand and an operators' port that only pretends."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.cli.main import run
+from potluck.control.byhand import leaving
+from potluck.control.ending import owner_of
+from potluck.control.launch.local import NAME_MARK, OWNER_MARK
+from potluck.control.launch.process import Pid, alive, end, spawn, started_at
+from potluck.control.store.store import Store
+from potluck.control.values import Instance, Make
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template, plan_from_json
+
+LAYOUT = single("1xA10", 1, 2)
+TEMPLATE = Template(
+    "t", "homogeneous", "words", (NodeCount("1xA10", 1),), (Replica("mixed", LAYOUT),), (), "measured"
+)
+PLAN = Plan("auto", (TEMPLATE,), (Deployment("t", "east", 2),), (), (), (), (), 1.5, 0.0)
+METRICS = """# TYPE vllm:request_success_total counter
+vllm:request_success_total{{model_name="words"}} {n}
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{model_name="words"}} {tokens}
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{le="0.1",model_name="words"}} 0
+vllm:time_to_first_token_seconds_bucket{{le="0.3",model_name="words"}} {n}
+vllm:time_to_first_token_seconds_bucket{{le="+Inf",model_name="words"}} {n}
+# TYPE potluck_usd_per_hour gauge
+potluck_usd_per_hour{{model="words"}} 1.5
+# TYPE potluck_usd_per_million_tokens gauge
+potluck_usd_per_million_tokens{{model="words"}} 0.25
+# TYPE potluck_kv_bytes_total counter
+potluck_kv_bytes_total{{source="a",target="b",codec="raw"}} {tokens}
+"""
+
+
+def _replica(name: str, state: str) -> dict[str, Any]:
+    status = {"queued": 1, "running": 2, "free_blocks": 75, "total_blocks": 100, "step_s": 0.02}
+    return {
+        "replica": name,
+        "model": "words",
+        "region": "east",
+        "role": "mixed",
+        "state": state,
+        "by_hand": False,
+        "doubted": False,
+        "pace": 1.25,
+        "open_requests": 3,
+        "status": status if state == "ready" else None,
+    }
+
+
+class Port:
+    """Answers as the gateway would; `asked` is what it was sent."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.scraped = 0
+        port = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                assert self.headers["Authorization"] == "Bearer secret"
+                if self.path == "/metrics":
+                    port.scraped += 1
+                    text = METRICS.format(n=10 * port.scraped, tokens=1000 * port.scraped)
+                    self.say(200, text.encode())
+                elif self.path == "/events":
+                    self.say(
+                        200, b': listening\n\nid: 1\nevent: fleet\ndata: {"n":1,"what":"t is ready"}\n\n'
+                    )
+                else:
+                    self.say(200, json.dumps(SNAPSHOT).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                port.asked.append((f"{self.command} {self.path}", body))
+                if body.get("replica", "t@east#0/0") != "t@east#0/0":
+                    line = {"error": {"message": "replica: unknown 'x'"}}
+                    self.say(404, json.dumps(line).encode())
+                    return
+                said = {"replica": "t@east#0/0", "with_it": [], "open_requests": 3, "role": body.get("role")}
+                self.say(200, json.dumps({**said, "before": "prefill", "planned": "prefill"}).encode())
+
+            do_PUT = do_POST
+
+            def say(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Tests are quiet."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+SNAPSHOT = {
+    "plan": {"version": 1, "strategy": "auto"},
+    "scaling": "cauchy",
+    "copies": [{"template": "t", "region": "east", "usd_per_h": 0.75}],
+    "models": {"words": {"ready": True, "why": "", "slo": {"ttft_s": 1.5, "tpot_s": 0.06}, "usd_per_h": 1.5}},
+    "replicas": [_replica("t@east#0/0", "ready"), _replica("t@east#1/0", "starting")],
+    "engines": [],
+    "wanted": {"replicas": [{"id": f"t@east#{n}/0", "model": "words", "draining": False} for n in range(2)]},
+    "open_requests": 3,
+    "notes": ["t@west: 1 wanted, but there are no nodes"],
+    "problems": [],
+}
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    made = Port()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, port: Port) -> Path:
+    """A service whose gateway and controller are this very process."""
+    store = Store(tmp_path / "state.db")
+    store.add_plan(PLAN, time.time() - 60, "potluck up")
+    me = {"pid": os.getpid(), "started": started_at(os.getpid())}
+    store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": port.url})
+    store.set("controller", me)
+    make = Make("words", LAYOUT, "east")
+    store.put(Instance("words-1", make, "up", time.time(), "http://e1", "t@east#0/0"))
+    store.put(Instance("words-2", make, "starting", time.time() - 9, "", "t@east#1/0"))
+    store.note(time.time(), "start", "words-2 for t@east#1/0", "the plan wants it")
+    store.close()
+    (tmp_path / "admin.key").write_text("secret")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "words-1.log.1").write_text("long ago\n")
+    (tmp_path / "logs" / "words-1.log").write_text("first\nsecond\n")
+    return tmp_path
+
+
+def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, rc: int = 0) -> str:
+    assert run([str(each) for each in arguments]) == rc, capsys.readouterr().err
+    found = capsys.readouterr()
+    if rc:
+        assert found.err.count("\n") == 1, found.err
+    return found.err if rc else found.out
+
+
+def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _said(capsys, "status", "--state", folder)
+    for part in ("plan 1 (auto), $1.50/h", "2 x t in east", "model words: ready; TTFT <= 1.50 s", "words-1"):
+        assert part in text
+    assert "missing: t@east#1/0: words-2 is starting, since 9 s" in text
+    assert "missing: t@west: 1 wanted, but there are no nodes" in text
+    found = json.loads(_said(capsys, "status", "--state", folder, "--json"))
+    assert found["plan"]["version"] == 1
+    first = found["replicas"][0]
+    assert (first["engine"], first["pace"], first["kv_used"], first["waiting"]) == ("words-1", 1.25, 0.25, 1)
+    assert [each["kind"] for each in found["notes"]] == ["start"]
+
+
+@pytest.mark.parametrize("command", ["status", "top --once", "drain x", "scale t@east=1", "down"])
+def test_where_nothing_runs_there_is_one_line_and_one(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
+    Store(tmp_path / "state.db").close()
+    assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
+
+
+def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(folder / "state.db")
+    store.set("gateway", {**store.get("gateway"), "started": 1})
+    store.set("wanted", {"replicas": [{"id": "t@east#2/0", "model": "words"}]})
+    store.close()
+    text = _said(capsys, "status", "--state", folder)
+    assert "gateway is gone, controller runs" in text
+    assert "missing: t@east#2/0: no engine is there for it" in text
+    assert "no gateway runs" in _said(capsys, "top", "--once", "--state", folder, rc=1)
+    assert port.asked == []
+
+
+def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _said(capsys, "top", "--once", "--every", "0.2", "--state", folder)
+    assert max(map(len, text.splitlines())) <= 80
+    row = next(line for line in text.splitlines() if line.startswith("words"))
+    assert float(row.split()[1]) > 1.0, "ten more answers than at the reading before"
+    assert "200ms" in row, "half way between the bounds"
+    assert "$0.25" in row
+    assert "$1.50/h" in text
+    replica = next(line for line in text.splitlines() if line.startswith("t@east#0/0"))
+    assert replica.split()[1:] == ["mixed", "ready", "3", "1", "25%", "1.25", "20.0ms"]
+    assert "a > b" in text
+
+
+def test_logs_by_engine_replica_and_role(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "words-1" in _said(capsys, "logs", "--state", folder)
+    assert _said(capsys, "logs", "words-1", "--state", folder) == "long ago\nfirst\nsecond\n"
+    assert _said(capsys, "logs", "t@east#0/0", "--lines", "1", "--state", folder) == "second\n"
+    assert "words-2 for t@east#1/0" in _said(capsys, "logs", "controller", "--state", folder)
+    assert "did you mean 'words-1'" in _said(capsys, "logs", "words-9", "--state", folder, rc=2)
+
+
+def test_events_of_the_past_and_of_now(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _said(capsys, "events", "--live", "--state", folder)
+    assert "start    words-2 for t@east#1/0  (the plan wants it)" in text
+    assert "fleet    what=t is ready" in text
+    (line,) = _said(capsys, "events", "--json", "--state", folder).splitlines()
+    assert json.loads(line)["why"] == "the plan wants it"
+
+
+def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "replica: unknown 'x'" in _said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
+    store = Store(folder / "state.db")
+    assert leaving(store) == frozenset()
+    assert "3 requests are open" in _said(capsys, "drain", "t@east#0/0", "--state", folder)
+    assert port.asked[-1] == ("POST /drain", {"replica": "t@east#0/0"})
+    assert leaving(store) == {"words-1"}
+    last = store.happenings()[-1]
+    assert (last.kind, last.what, last.why) == ("drain", "t@east#0/0", "by hand")
+
+
+def test_a_flip_says_until_when_it_holds(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _said(capsys, "flip", "t@east#0/0", "decode", "--state", folder)
+    assert "is decode until you flip it back to prefill" in text
+    assert port.asked == [("POST /flip", {"replica": "t@east#0/0", "role": "decode"})]
+    assert "by hand" in _said(capsys, "events", "--state", folder)
+    assert "mixed" in _said(capsys, "flip", "t@east#0/0", "mixed", "--state", folder, rc=2)
+
+
+def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _said(capsys, "scale", "t@east=3", "--state", folder)
+    assert "plan 2: t@east=3, $2.25/h (was $1.50/h)" in text
+    assert "scaling (cauchy) goes on from there" in text
+    what, body = port.asked[-1]
+    assert what == "PUT /plan"
+    assert plan_from_json(json.dumps(body)).deployments == (Deployment("t", "east", 3),)
+    store = Store(folder / "state.db")
+    newest = store.plan()
+    assert newest is not None
+    assert (newest.version, newest.reason) == (2, "by hand: t@east=3")
+    assert "nothing changed" in _said(capsys, "scale", "t@east=3", "--state", folder)
+    assert "plan 3 is the same" in _said(capsys, "scale", "--auto", "--state", folder)
+    assert "nothing changed" in _said(capsys, "scale", "--auto", "--state", folder)
+    for wrong, line in (
+        ("t@east", "not of that form"),
+        ("u@east=1", "unknown 'u'"),
+        ("t@north=1", "unknown"),
+    ):
+        assert line in _said(capsys, "scale", wrong, "--state", folder, rc=2)
+    assert "and not both" in _said(capsys, "scale", "--state", folder, rc=2)
+
+
+def _sleeper(folder: Path, name: str, **marks: str) -> Pid:
+    return spawn(["sleep", "60"], marks, folder / f"{name}.log")
+
+
+def test_down_asks_the_controller_that_lives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "state.db")
+    controller, gateway = _sleeper(tmp_path, "controller"), _sleeper(tmp_path, "gateway")
+    try:
+        store.set("controller", {"pid": controller.number, "started": controller.started})
+        store.set("gateway", {"pid": gateway.number, "started": gateway.started})
+        assert _said(capsys, "down", "--state", tmp_path) == "stopped\n"
+        assert not alive(controller)
+        assert alive(gateway), "that is its controller's to end"
+    finally:
+        end(gateway, insist=True)
+        end(controller, insist=True)
+
+
+def test_down_ends_all_itself_where_no_controller_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store(tmp_path / "state.db")
+    gateway, engine = _sleeper(tmp_path, "gateway"), _sleeper(tmp_path, "engine")
+    unwritten = _sleeper(tmp_path, "unwritten", **{OWNER_MARK: owner_of(store), NAME_MARK: "w"})
+    stranger = _sleeper(tmp_path, "stranger")
+    try:
+        store.set("controller", {"pid": os.getpid(), "started": 1})
+        store.set("gateway", {"pid": gateway.number, "started": gateway.started})
+        place = {"pid": engine.number, "started": engine.started}
+        store.put(Instance("w-1", Make("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
+        assert store.claim("one that was killed", time.time(), 0.5) is not None
+        assert _said(capsys, "down", "--state", tmp_path) == "stopped\n"
+        assert not any(map(alive, (gateway, engine, unwritten)))
+        assert alive(stranger)
+        assert store.instances() == ()
+        assert store.claim("a successor", time.time(), 1.0) is not None, "the lease is free again"
+    finally:
+        for pid in (gateway, engine, unwritten, stranger):
+            end(pid, insist=True)
+
+
+def test_the_only_service_that_runs_need_not_be_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "all"
+    home.mkdir()
+    monkeypatch.setattr("potluck.cli.service.STATE", home)
+    assert "nothing runs here" in _said(capsys, "status", rc=1)
+    (home / "one").symlink_to(folder)
+    Store(home / "two" / "state.db").close()
+    assert "plan 1 (auto)" in _said(capsys, "status")
+    (home / "three").symlink_to(folder)
+    assert "there are several" in _said(capsys, "status", rc=2)

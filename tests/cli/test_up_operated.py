@@ -1,0 +1,93 @@
+"""A whole service on this machine, from `potluck up` to `potluck down`, with all that an operator does between."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_plans import write_plans
+
+from potluck.cli.main import run
+from potluck.control.ending import living, owner_of, stop_all
+from potluck.control.launch.local import OWNER_MARK
+from potluck.control.launch.process import marked
+from potluck.control.store.store import Store
+
+WITHIN_S = 120.0
+"""For machines that have much else to do."""
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A state folder and the address of what runs there."""
+    plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
+    command += ["--state", str(state), "--engine", "pretended", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    watchdog = threading.Timer(WITHIN_S, process.kill)
+    watchdog.start()
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield state, json.loads(line)["url"]
+        assert process.wait(WITHIN_S) == 0
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+        store = Store(state / "state.db")
+        stop_all(store, "the test is over", 5.0)
+        store.close()
+
+
+def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert run([str(each) for each in arguments]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_service_is_watched_loaded_drained_and_brought_down(
+    up: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, url = up
+    found = json.loads(_said(capsys, "status", "--json", "--state", state))
+    assert found["models"]["live"]["ready"]
+    assert [each["state"] for each in found["replicas"]] == ["ready", "ready"]
+    assert found["lacking"] == []
+    load = ("--requests", "8", "--input", "20", "--output", "4", "--ttft", "30", "--tpot", "5")
+    bench = json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))
+    assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
+    assert bench["output_tokens"] == 32
+    assert "closed loop, 2 at once" in _said(capsys, "bench", url, "--concurrency", "2", *load)
+    assert "unit0@near#0/0" in _said(capsys, "top", "--once", "--every", "0.2", "--state", state)
+    store = Store(state / "state.db")
+    engines = {each.replica: each.name for each in store.instances()}
+    _said(capsys, "drain", "unit0@near#0/0", "--state", state)
+    until_s = time.monotonic() + WITHIN_S
+    while True:  # until a fresh engine has taken its place
+        found = json.loads(_said(capsys, "status", "--json", "--state", state))
+        ready = {each["replica"]: each["engine"] for each in found["replicas"] if each["state"] == "ready"}
+        if len(ready) == 2 and "unit0@near#0/0" not in ready:
+            break
+        assert time.monotonic() < until_s, found
+        time.sleep(0.2)
+    assert engines["unit0@near#0/0"] not in ready.values(), "the engine that was drained is used no more"
+    assert ready["unit1@near#1/0"] == engines["unit1@near#1/0"], "the other was left alone"
+    assert "unit0@near#0/0  (by hand)" in _said(capsys, "events", "--state", state)
+    gateway = store.get("gateway")
+    assert _said(capsys, "down", "--state", state) == "stopped\n"
+    assert not living(gateway)
+    assert list(marked(OWNER_MARK, owner_of(store))) == [], "no engine is left"
+    assert store.instances() == ()
+    assert run(["status", "--state", str(state)]) == 1
+    store.close()

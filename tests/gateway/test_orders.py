@@ -1,0 +1,140 @@
+"""The operators' port carries orders to the Brain, and says in one line why one cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from aiohttp.test_utils import TestServer
+
+from potluck.core.brain.actions import Action, Drain, Flip
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import Event, Ordered, Planned, ReplicaReady
+from potluck.core.brain.facts import Facts, ModelFacts
+from potluck.core.brain.policy import Policy
+from potluck.core.errors import InputError
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.values.types import Role
+from potluck.gateway.admin.app import Office, build_admin
+from potluck.gateway.admin.feed import Feed
+from potluck.gateway.admin.meter import FullMeter
+from potluck.gateway.admin.metrics import Metrics
+from potluck.gateway.desk.desk import Desk
+from potluck.gateway.desk.oversight import Herald, Oversight
+
+
+class Fleet:
+    """A Brain at its desk, with replicas of these roles, and an oversight of it."""
+
+    def __init__(self, *roles: Role, kind: Any = "homogeneous", ready: bool = True) -> None:
+        templates = tuple(
+            Template(
+                f"t{place}",
+                kind,
+                "m",
+                (NodeCount("1xA10", 1),),
+                (Replica(role, single("1xA10", 1, 2)),),
+                (),
+                "measured",
+            )
+            for place, role in enumerate(roles)
+        )
+        plan = Plan(
+            "auto",
+            templates,
+            tuple(Deployment(each.name, "east", 1) for each in templates),
+            (),
+            (),
+            (),
+            (),
+            1.0,
+            0.0,
+        )
+        self.brain = Brain(Facts({"m": ModelFacts(1e5)}, {}, {}, {}), Policy())
+        self.desk = Desk(self.brain, self.brain.flights)
+        self.done: list[Action] = []
+        self.told: list[tuple[str, str]] = []
+        self.desk.manage = self.done.extend
+        self.desk.watchers.append(Herald(lambda what, why: self.told.append((what, why))))
+        self.desk.tell(Planned(plan))
+        self.names = list(self.brain.fleet.views)
+        if ready:
+            for name in self.names:
+                self.desk.tell(ReplicaReady(name))
+        self.done.clear()
+        self.oversight = Oversight(SimpleNamespace(brain=self.brain, desk=self.desk))  # type: ignore[arg-type]
+
+
+def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
+    fleet = Fleet("mixed", "mixed")
+    first = fleet.names[0]
+    said = fleet.oversight.drain({"replica": first})
+    assert said == {"replica": first, "with_it": [], "open_requests": 0}
+    assert Drain(first) in fleet.done
+    assert (f"{first}: drain", "by hand") in fleet.told
+
+
+def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
+    fleet = Fleet("prefill", "prefill", "decode")
+    first, second, third = fleet.names
+    said = fleet.oversight.flip({"replica": first, "role": "decode"})
+    assert (said["role"], said["before"], said["planned"]) == ("decode", "prefill", "prefill")
+    assert fleet.done == [Flip(first, "decode")]
+    with pytest.raises(InputError, match="nobody to prefill for m"):
+        fleet.oversight.flip({"replica": second, "role": "decode"})
+    assert fleet.oversight.flip({"replica": third, "role": "prefill"})["role"] == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ({}, "replica: must be the name of one"),
+        ({"replica": "t0@east#9/0"}, "replica: unknown 't0@east#9/0'; did you mean 't0@east#0/0'?"),
+        ({"replica": "t0@east#0/0", "role": "both"}, "role: must be prefill or decode, is 'both'"),
+        ({"replica": "t0@east#0/0", "role": "decode"}, "does both and keeps its role"),
+    ],
+)
+def test_orders_that_cannot_be_are_refused_in_one_line(body: dict[str, object], line: str) -> None:
+    fleet = Fleet("mixed", "mixed")
+    with pytest.raises(InputError) as caught:
+        fleet.oversight.flip(body)
+    assert line in str(caught.value)
+    assert fleet.done == []
+
+
+def test_who_is_not_ready_takes_no_orders() -> None:
+    fleet = Fleet("mixed", ready=False)
+    with pytest.raises(InputError, match="is starting; only one that is ready"):
+        fleet.oversight.drain({"replica": fleet.names[0]})
+
+
+def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
+    fleet = Fleet("prefill", "prefill", "decode")
+    heard: list[Event] = []
+    fleet.desk.watchers.append(lambda at_s, event, actions: heard.append(event))
+    office = Office(
+        Metrics(FullMeter(lambda told: None, None, lambda name: "")), fleet.oversight, Feed(), key="k"
+    )
+
+    async def run() -> list[tuple[int, Any]]:
+        found = []
+        async with TestServer(build_admin(office)) as server, ClientSession() as client:
+            for path, body, key in (
+                ("/drain", {"replica": fleet.names[0]}, ""),
+                ("/drain", {"replica": fleet.names[0]}, "k"),
+                ("/flip", {"replica": fleet.names[1], "role": "decode"}, "k"),
+                ("/drain", {"replica": "nobody"}, "k"),
+            ):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                async with client.post(server.make_url(path), json=body, headers=headers) as answer:
+                    found.append((answer.status, await answer.json()))
+        return found
+
+    statuses, bodies = zip(*asyncio.run(run()), strict=True)
+    assert statuses == (401, 200, 400, 404)
+    assert "nobody to prefill" in bodies[2]["error"]["message"], "the other one is being drained"
+    assert [event for event in heard if isinstance(event, Ordered)] == [Ordered(fleet.names[0], "drain")]
