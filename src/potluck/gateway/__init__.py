@@ -8,6 +8,7 @@ Its rooms, in the order in which a request goes through them:
     desk/     the one Brain with its clock and its log; workers ask it
     fleet/    which engines there are, how they fare, what is wanted of them
     admin/    metrics, the fleet, what happens right now: for operators
+    workers/  several processes for clients
     parts.py  what these see of each other
     serve.py  all of it put together
 """

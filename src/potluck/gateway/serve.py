@@ -19,6 +19,7 @@ from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.metrics import Metrics
 from potluck.gateway.admin.spans import Spans
 from potluck.gateway.admin.usage import UsageFile
+from potluck.gateway.collector import calm
 from potluck.gateway.desk.center import Center
 from potluck.gateway.desk.oversight import Herald, Oversight
 from potluck.gateway.door.keys import KeyRing
@@ -173,6 +174,7 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) 
     try:
         url, admin = await workers.start(), await operators.listen()
         center.start()
+        calm()
         ready(url, admin)
         await stop.wait()
     finally:

@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 
+from potluck.gateway.collector import calm
 from potluck.gateway.door.slates import Slate
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
@@ -102,6 +103,7 @@ async def work(path: str, place: int) -> None:
     flushing = loop.create_task(_flush(meter))
     try:
         mail.send(remote.READY, await worker.listen(settings, shared=True))
+        calm()
         in_order = await hand.ending
     finally:
         flushing.cancel()
