@@ -40,8 +40,6 @@ vllm:time_to_first_token_seconds_bucket{{le="+Inf",model_name="words"}} {n}
 potluck_usd_per_hour{{model="words"}} 1.5
 # TYPE potluck_usd_per_million_tokens gauge
 potluck_usd_per_million_tokens{{model="words"}} 0.25
-# TYPE potluck_kv_bytes_total counter
-potluck_kv_bytes_total{{source="a",target="b",codec="raw"}} {tokens}
 """
 
 
@@ -116,6 +114,7 @@ SNAPSHOT = {
     "replicas": [_replica("t@east#0/0", "ready"), _replica("t@east#1/0", "starting")],
     "engines": [],
     "wanted": {"replicas": [{"id": f"t@east#{n}/0", "model": "words", "draining": False} for n in range(2)]},
+    "links": [{"source": "east", "target": "west", "utilisation": 0.37, "queued_bytes": 2e9, "gbps": 10.0}],
     "open_requests": 3,
     "notes": ["t@west: 1 wanted, but there are no nodes"],
     "problems": [],
@@ -207,7 +206,8 @@ def test_top_shows_one_frame_of_eighty_columns(folder: Path, capsys: pytest.Capt
     assert "$1.50/h" in text
     replica = next(line for line in text.splitlines() if line.startswith("t@east#0/0"))
     assert replica.split()[1:] == ["mixed", "ready", "3", "1", "25%", "1.25", "20.0ms"]
-    assert "a > b" in text
+    link = next(line for line in text.splitlines() if line.startswith("east > west"))
+    assert link.split()[3:] == ["37%", "10", "2.00", "GB"]
 
 
 def test_logs_by_engine_replica_and_role(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from potluck.core.brain.events import (
     Finished,
     FirstToken,
     LinkReported,
+    Ordered,
     ReplicaLost,
     ReplicaReady,
     Reported,
@@ -27,6 +28,7 @@ from potluck.core.brain.events import (
 )
 from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import MOST_ATTEMPTS
+from potluck.core.scale.roles import FLIPPABLE
 
 TEMPLATES = (
     build.template("plain", ("mixed", "mixed"), closed=(4.0, 1.0)),
@@ -163,6 +165,15 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data())
     def drained(self, data: st.DataObject) -> None:
         self.world.drain_out(self.any_of(data, self.world.draining))
+
+    @precondition(lambda self: self.world.members)
+    @rule(data=st.data(), what=st.sampled_from(["drain", "prefill", "decode"]))
+    def order(self, data: st.DataObject, what: str) -> None:
+        """A person empties a replica, or gives another role to one that does one thing alone."""
+        replica = self.any_of(data, self.world.members)
+        view = self.world.brain.fleet.views[replica]
+        if what == "drain" or (view.role != "mixed" and view.member.kind in FLIPPABLE):
+            self.world.tell(Ordered(replica, what))  # type: ignore[arg-type]
 
     @rule(passed_s=st.sampled_from([0.1, 1.0, 4.0]))
     def tick(self, passed_s: float) -> None:

@@ -76,6 +76,7 @@ def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     assert said == {"replica": first, "with_it": [], "open_requests": 0}
     assert Drain(first) in fleet.done
     assert (f"{first}: drain", "by hand") in fleet.told
+    assert (f"{first} drains", "by hand") in fleet.told
 
 
 def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_REQUESTS = 100
+MOST_REQUESTS = 1_000_000
 KEY_VARIABLE = "OPENAI_API_KEY"
 ASK_S = 10.0
 LATE_S = 0.05
@@ -45,7 +46,9 @@ Row = tuple[float, str, int, int]
     "--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once (1 unless told)."
 )
 @click.option(
-    "--requests", type=click.IntRange(1, 1_000_000), help=f"How many ({DEFAULT_REQUESTS} unless told)."
+    "--requests",
+    type=click.IntRange(1, MOST_REQUESTS),
+    help=f"How many ({DEFAULT_REQUESTS} unless told; a trace whole).",
 )
 @click.option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
 @click.option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
@@ -114,7 +117,7 @@ def bench(
     open_loop = rate_per_s is not None or workload is not None
     rows: Iterable[Row]
     if workload is not None:
-        rows = _traced(workload, model, rate_per_s, count, seconds, seed)
+        rows = _traced(workload, model, rate_per_s, requests, seconds, seed)
     elif rate_per_s is not None:
         rows = prompts.same(prompts.poisson(Random(seed), rate_per_s, count, seconds), model, prompt, output)
     else:
@@ -166,8 +169,11 @@ def _model(url: str, model: str | None, key: str) -> str:
 def _traced(
     what: str, model: str, rate_per_s: float | None, count: int | None, seconds: float | None, seed: int
 ) -> list[Row]:
-    from potluck.cli.workloads import Asked, load
+    """A trace is sent whole unless told otherwise; what is drawn by chance has no end of its own."""
+    from potluck.cli.workloads import Asked, is_file, load
 
+    if count is None and not is_file(what):
+        count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
     made = load(what, model, Asked(rate_per_s, count, seed))
     columns = (made.arrival_s.tolist(), made.prompt_tokens.tolist(), made.output_tokens.tolist())
     rows = [(at_s, model, prompt, output) for at_s, prompt, output in zip(*columns, strict=True)]

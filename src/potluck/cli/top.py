@@ -76,7 +76,7 @@ def _frame(service: Service, snapshot: dict[str, Any], recent: Recent) -> Group:
     if not service.controller_lives:
         head += "  no controller"
     parts: list[Text | Table] = [Text(head, style="bold"), _models(snapshot, recent), _replicas(snapshot)]
-    links = _links(snapshot, recent)
+    links = _links(snapshot)
     return Group(*parts, *([links] if links is not None else []))
 
 
@@ -133,19 +133,19 @@ def _replicas(snapshot: dict[str, Any]) -> Table:
     return grid
 
 
-def _links(snapshot: dict[str, Any], recent: Recent) -> Table | None:
-    """KV that crosses between replicas; None while none does."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for labels, value in recent.now.of("potluck_kv_bytes_total"):
-        key = (labels.get("source", ""), labels.get("target", ""))
-        grown = recent.grown("potluck_kv_bytes_total", source=key[0], target=key[1])
-        found[key] = (grown, found.get(key, (0.0, 0.0))[1] + value)
-    if not found:
+def _links(snapshot: dict[str, Any]) -> Table | None:
+    """Between regions; None where there is but one."""
+    links = snapshot.get("links") or ()
+    if not links:
         return None
-    grid = _grid("link", "Gbit/s", "in all")
-    for (source, target), (grown, whole) in sorted(found.items(), key=lambda each: -each[1][0])[:MOST_ROWS]:
-        per_s = grown * 8 / 1e9 / recent.span_s if recent.span_s > 0 else 0.0
-        grid.add_row(f"{_short(source, 26)} > {_short(target, 26)}", f"{per_s:.3f}", render.bytes_(whole))
+    grid = _grid("link", "used", "Gbit/s", "KV that waits")
+    for each in sorted(links, key=lambda each: -each["utilisation"])[:MOST_ROWS]:
+        grid.add_row(
+            f"{_short(each['source'], 26)} > {_short(each['target'], 26)}",
+            f"{each['utilisation']:.0%}",
+            f"{each['gbps']:.3g}",
+            render.bytes_(each["queued_bytes"]),
+        )
     return grid
 
 

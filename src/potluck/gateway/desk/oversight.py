@@ -81,6 +81,7 @@ class Oversight:
                 for name in center.kits.scene.models
             },
             "replicas": [self._replica(name) for name in center.brain.fleet.views],
+            "links": [each._asdict() for each in center.watch.links],
             "queues": [each._asdict() for each in self.queues()],
             **self.fleet(),
             "wanted": self.wanted(),
@@ -255,18 +256,18 @@ class Herald:
             case Planned(plan):
                 self._decided(f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
         for action in actions:
-            self._act(action)
+            self._act(action, "by hand" if isinstance(event, Ordered) else "")
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, why: str) -> None:
         match action:
             case Start(member):
                 self._decided(f"{member.id} is wanted", f"{member.template} in {member.region}")
             case Drain(replica):
-                self._decided(f"{replica} drains", "the plan or scaling needs it no more")
+                self._decided(f"{replica} drains", why or "the plan or scaling needs it no more")
             case Stop(replica):
                 self._decided(f"{replica} stops", "it is empty or its grace is over")
             case Flip(replica, role):
-                self._decided(f"{replica} becomes {role}", "the workload shifted")
+                self._decided(f"{replica} becomes {role}", why or "the workload shifted")
             case Replan(_, reason):
                 self._decided("another plan is asked for", reason)
             case Move(blocks, source, target):

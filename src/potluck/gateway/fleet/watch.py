@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from potluck.core.brain.events import Reported
+from potluck.core.brain.events import LinkReported, Reported
 from potluck.core.errors import PotluckError
 from potluck.gateway.fleet.engine import Engine
 from potluck.gateway.fleet.keeper import Keeper, Tell
@@ -34,6 +34,8 @@ class Watch:
         self._caches = caches
         self._planned_gbps = planned_gbps
         self._looked_s = time.monotonic()
+        self.links: tuple[LinkReported, ...] = ()
+        """As last told."""
 
     def look(self) -> None:
         """At every tick: watch those that are new, and report links."""
@@ -44,7 +46,8 @@ class Watch:
         now_s = time.monotonic()
         period_s, self._looked_s = now_s - self._looked_s, now_s
         if self._planned_gbps and period_s > 0:
-            for report in link_reports(self._passed(), self._planned_gbps, period_s):
+            self.links = tuple(link_reports(self._passed(), self._planned_gbps, period_s))
+            for report in self.links:
                 self._tell(report)
 
     async def _watch(self, engine: Engine) -> None:

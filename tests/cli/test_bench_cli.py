@@ -1,0 +1,133 @@
+"""`potluck bench` against a small server: what is asked, shown, drawn and refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.cli.main import run
+
+
+class Server:
+    """An OpenAI server of one model; every third request is too much for it."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.keys.add(self.headers["Authorization"])
+                self.say(200, json.dumps({"data": [{"id": "words"}]}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    server.asked.append(body)
+                    refused = len(server.asked) % 3 == 0
+                if refused:
+                    self.say(429, b'{"error": {"message": "too much"}}')
+                else:
+                    piece = b'data: {"choices":[{"text":"a"}]}\n\n'
+                    self.say(200, piece * body["max_tokens"] + b"data: [DONE]\n\n")
+
+            def say(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Tests are quiet."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    made = Server()
+    thread = threading.Thread(target=made.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+    thread.join()
+
+
+def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, rc: int = 0) -> str:
+    assert run([str(each) for each in ("bench", *arguments)]) == rc, capsys.readouterr().err
+    found = capsys.readouterr()
+    if rc:
+        assert found.err.count("\n") == 1, found.err
+    return found.err if rc else found.out
+
+
+def test_a_trace_is_sent_at_its_times_with_its_lengths(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "\n".join(f"2024-01-01 00:00:{place:02d},{10 + place},{2 + place}" for place in range(4))
+    trace, plot = tmp_path / "trace.csv", tmp_path / "bench.html"
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}\n")
+    limits = ("--ttft", "20", "--rate", "40", "--plot", plot)
+    found = json.loads(_said(capsys, server.url, "--workload", trace, *limits, "--json"))
+    assert (found["loop"], found["requests"], found["answered"]) == ("open", 4, 3)
+    assert found["errors"] == {"HTTP 429": 1}
+    assert found["attainment"] == 0.75
+    lengths = sorted((len(each["prompt"]), each["max_tokens"]) for each in server.asked)
+    assert lengths == [(10 + place, 2 + place) for place in range(4)]
+    assert server.keys == {"Bearer sesame"}
+    drawn = plot.read_text()
+    assert drawn.count("<svg") == 3
+    assert "3 of 4 requests answered" in drawn
+    assert "sesame" not in drawn
+
+
+def test_a_closed_loop_says_what_it_hides_and_errors_have_kinds(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _said(
+        capsys, server.url, "--concurrency", "2", "--requests", "6", "--output", "2", "--prompts", "text"
+    )
+    assert "4 of 6 requests answered" in text
+    assert "2 x HTTP 429" in text
+    assert "closed loop, 2 at once: a slow server was asked less" in text
+    assert all(isinstance(each["prompt"], str) for each in server.asked)
+
+
+def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(_said(capsys, server.url, "--seconds", "0.2", "--output", "1", "--json"))
+    assert found["requests"] == len(server.asked) > 0
+    assert found["concurrency"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--model", "wards"), "--model: unknown 'wards'; did you mean 'words'?"),
+        (("--rate", "0"), "--rate: must be above 0"),
+        (("--rate", "1", "--concurrency", "2"), "give either"),
+        (("--plot", "x.png"), "must end in .html"),
+        (("--ttft", "-1"), "slo: ttft_s"),
+        (("--workload", "nowhere.csv"), "nowhere.csv"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_one_line(
+    server: Server, arguments: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert line in _said(capsys, server.url, *arguments, rc=2)
+    assert server.asked == []
+
+
+def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no OpenAI server answers at http://127.0.0.1:9" in _said(capsys, "http://127.0.0.1:9", rc=2)
+    assert "write it as http://HOST:PORT" in _said(capsys, "localhost:8000", rc=2)
