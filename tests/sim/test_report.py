@@ -238,6 +238,7 @@ def test_ticks_are_round_and_inside(low: float, span: float, about: int) -> None
 @given(st.floats(1e-5, 1e3), st.floats(1.5, 1e5))
 def test_logarithmic_ticks_are_inside(low: float, factor: float) -> None:
     ticks = log_ticks(low, low * factor)
+    assert ticks
     assert ticks == sorted(ticks)
     assert all(low * 0.99 <= tick <= low * factor * 1.01 for tick in ticks)
 

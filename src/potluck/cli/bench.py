@@ -48,7 +48,7 @@ Row = tuple[float, str, int, int]
 @click.option(
     "--requests",
     type=click.IntRange(1, MOST_REQUESTS),
-    help=f"How many ({DEFAULT_REQUESTS} unless told; a trace whole).",
+    help=f"How many ({DEFAULT_REQUESTS}; of a trace all).",
 )
 @click.option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
 @click.option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
@@ -242,7 +242,11 @@ def _page(url: str, shots: Sequence[Shot], found: Findings, slo: Slo | None) -> 
     answered = [shot for shot in shots if whole(shot)]
     columns = (
         ("TTFT", [shot.ttft_s for shot in answered], slo.ttft_s if slo else None),
-        ("TPOT", [tpot for shot in answered if (tpot := tpot_of(shot))], slo.tpot_s if slo else None),
+        (
+            "TPOT",
+            [tpot for shot in answered if (tpot := tpot_of(shot)) is not None],
+            slo.tpot_s if slo else None,
+        ),
         ("End to end", [shot.last_s - shot.at_s for shot in answered], None),
     )
     drawn = "".join(

@@ -61,10 +61,11 @@ def nice_ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within a range; only the powers when there are many."""
+    """1, 2 and 5 times powers of ten within a range; only the powers when there are many, its ends when none."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 4 else (1,)
-    return [f * 10.0**p for p in powers for f in factors if low * 0.999 <= f * 10.0**p <= high * 1.001]
+    found = [f * 10.0**p for p in powers for f in factors if low * 0.999 <= f * 10.0**p <= high * 1.001]
+    return found or [low, high]
 
 
 def time_ticks(end_s: float, about: int = 10) -> list[Tick]:
