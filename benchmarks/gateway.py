@@ -9,7 +9,8 @@ policy), the gateway decides with its Brain, with keys and limits on.
 ..._added_p50_ms       200 requests a second: the median, less that of asking the server itself
 gateway_...            the whole gateway;  gateway_tokenising_...: it also turns each prompt into tokens, which no
                        other does;  relay_...: its http room alone, with nobody who decides
-streams_...            2,000 streams at once, a part each 250 ms: the 99th percentile of gaps, less the server's own
+streams_...            2,000 streams at once, a part each 250 ms: the 99th percentile of gaps
+                       while all are open, less the server's own
 workers_ratio          CPU per request with two workers, by that with one
 
 Routers come from PyPI and nginx from the system; who is not there is left out.
@@ -171,7 +172,7 @@ def measure(quick: bool) -> dict[str, float]:
         for name in ("relay", "nginx", *ROUTERS, "gateway", "gateway_tokenising"):
             if name in stand.all:
                 found[f"{name}_added_p50_ms"] = 1e3 * (p50_s(stand.all[name][1], seconds) - direct_s)
-        found |= many_streams(stand, 12 if quick else 40)
+        found |= many_streams(stand, 20 if quick else 60)
     for other in ("sglang_router", "vllm_router", "nginx"):
         if f"{other}_us_per_request" in found:
             for ours in ("gateway", "gateway_tokenising", "relay"):

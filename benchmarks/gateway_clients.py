@@ -44,6 +44,9 @@ class Result:
     wrong: list[str] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
+    """Of streams, as soon as all of them have begun."""
+    awaited: int = 0
+    """Streams that have not begun."""
 
 
 class Client(asyncio.Protocol):
@@ -72,11 +75,14 @@ class Client(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._stream:
             now_s = time.perf_counter()
-            if self._timed and self._tokens:
+            if self._timed and self._tokens and not self._result.awaited:
                 self._result.gaps_s.append(now_s - self._heard_s)
             self._heard_s = now_s
             held = self._held + data
+            before = self._tokens
             self._tokens += held.count(b"data: ") - self._held.count(b"data: ")
+            if self._tokens and not before:
+                self._result.awaited -= 1
             if held.endswith(b"0\r\n\r\n") and b"[DONE]" in held:
                 self._result.tokens += self._tokens
                 self._end("")
@@ -149,7 +155,7 @@ async def at_rate(port: int, rate: float, seconds: float, clients: int = 32) -> 
 
 async def streams(port: int, clients: int, tokens: int, each: int = 1, timed: bool = False) -> Result:
     """So many at once, each some times."""
-    result = Result()
+    result = Result(awaited=clients)
 
     async def work(number: int) -> None:
         client = await join(port, result, True, timed)
