@@ -11,6 +11,7 @@ from test_admission import alike, asks, made
 from potluck.core.admission.apart import AWAY, CALM_S, Load, away, busiest, fewest, spare
 from potluck.core.brain.actions import Run
 from potluck.core.brain.events import FirstToken, SegmentDone
+from potluck.core.brain.policy import Policy
 
 LOADS = st.builds(
     lambda count, steps, prompts: Load(count, steps * count, prompts * count, count - 1),
@@ -45,6 +46,16 @@ def test_a_light_load_of_long_prompts_needs_no_replica_of_its_own() -> None:
     assert fewest(load, 0.5, 0.08) == 1
     assert fewest(load, 3.0, 0.08) == 2  # with three the last one could not make all answers
     assert fewest(Load(4, 0.5, 1.1, 1), 3.0, 0.08) == 1
+
+
+def test_nothing_is_handed_over_where_engines_cannot() -> None:
+    there = made(alike(4), Policy(set_apart=False))
+    for number in range(80):
+        there.now_s = 0.05 * number
+        there.arrive(asks(f"flood{number}", there.now_s, "flooder", prompt=9000, output=20))
+        there.arrive(asks(f"other{number}", there.now_s, "other", prompt=300, output=20))
+    assert not there.brain.admission.room.between.apart.views("m")
+    assert all(len(job.run.route.segments) == 1 for job in there.jobs.values())
 
 
 def test_a_flooder_gets_replicas_and_others_only_compute_prompts_there() -> None:

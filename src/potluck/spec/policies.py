@@ -55,6 +55,7 @@ class PolicyIn(Written):
     admission: bool | None = None
     queue_requests: int | None = None
     disturbance: float | None = None
+    set_apart: bool | None = None
     tenants: list[TenantIn] = Field(default_factory=list)
     classes: list[ClassIn] = Field(default_factory=list)
     tick_s: float | None = None

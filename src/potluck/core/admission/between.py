@@ -40,7 +40,7 @@ class Between:
         self._table = table
         self._share = policy.disturbance / (1.0 + policy.disturbance)
         """Of the replicas' time, for one tenant's long prompts beside others."""
-        self.apart = Apart(policy.disturbance)
+        self.apart = Apart(policy.disturbance if policy.set_apart else 0.0)
         self._token_s: dict[str, float] = {}
         """Seconds that a token of a prompt takes, by model."""
         self._next_s: dict[tuple[str, str], float] = {}
