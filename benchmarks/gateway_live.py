@@ -80,7 +80,7 @@ class Live:
 
     def capacity_per_s(self) -> float:
         said = potluck("goodput", str(self.plan), str(self.spec), "--requests", "2000", "--json")
-        return float(json.loads(said)["rate_per_s"])
+        return float(json.loads(said)["goodput_per_s"])
 
 
 def potluck(*arguments: str) -> str:
