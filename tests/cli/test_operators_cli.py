@@ -182,6 +182,11 @@ def test_where_nothing_runs_there_is_one_line_and_one(
     assert "nothing runs in" in _said(capsys, *command.split(), "--state", tmp_path, rc=1)
 
 
+def test_a_damaged_state_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state.db").write_bytes(b"rubbish" * 1000)
+    assert "state.db is damaged" in _said(capsys, "status", "--state", tmp_path, rc=2)
+
+
 def test_a_gateway_that_is_gone_is_told_and_its_last_wishes_shown(
     folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -325,5 +330,6 @@ def test_the_only_service_that_runs_need_not_be_named(
     (home / "one").symlink_to(folder)
     Store(home / "two" / "state.db").close()
     assert "plan 1 (auto)" in _said(capsys, "status")
+    assert "answers at http://127.0.0.1:1 " in _said(capsys, "bench", rc=2)
     (home / "three").symlink_to(folder)
     assert "there are several" in _said(capsys, "status", rc=2)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli import render
+from potluck.cli.service import running_url
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
 
@@ -36,7 +37,7 @@ Row = tuple[float, str, int, int]
 
 
 @click.command()
-@click.argument("url", default=DEFAULT_URL, metavar="[URL]")
+@click.argument("url", required=False)
 @click.option("--model", help="Which one; else the server's first.")
 @click.option("--rate", "rate_per_s", type=float, help="Open loop: requests/s, with times of chance.")
 @click.option(
@@ -72,7 +73,7 @@ Row = tuple[float, str, int, int]
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="FILE.html with distributions.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def bench(
-    url: str,
+    url: str | None,
     model: str | None,
     rate_per_s: float | None,
     workload: str | None,
@@ -93,6 +94,8 @@ def bench(
 ) -> None:
     """Send requests to the OpenAI server at URL and measure TTFT, TPOT and the whole time of each.
 
+    Without a URL it is the service that runs here, or port 8000.
+
     In an open loop (--rate, --workload) requests come when they come, and times count from when each should have
     been sent. In a closed loop (--concurrency) a slow server is asked less: latencies then look better than users
     would find them.
@@ -110,6 +113,7 @@ def bench(
     if concurrency is not None and (rate_per_s is not None or workload is not None):
         raise InputError("--concurrency", "is a closed loop, --rate and --workload an open one: give either")
     slo = _slo(ttft_s, tpot_s)
+    url = url or running_url() or DEFAULT_URL
     key = key or os.environ.get(KEY_VARIABLE, "")
     client.server_of(url)
     model = _model(url, model, key)

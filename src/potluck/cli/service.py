@@ -46,12 +46,28 @@ def opened(state: Path | None, *, running: bool = True) -> Iterator[Service]:
         service.close()
 
 
+def running_url() -> str | None:
+    """Where clients ask the only service that runs here; None where there is none, or several."""
+    from potluck.control.view import Service
+
+    found = []
+    for folder in _known():
+        service = Service(folder)
+        found += [service.url] if service.gateway_lives else []
+        service.close()
+    return found[0] if len(found) == 1 else None
+
+
+def _known() -> list[Path]:
+    return sorted(path.parent for path in STATE.glob("*/state.db")) if STATE.is_dir() else []
+
+
 def _folder(state: Path | None) -> Path:
     if state is not None:
         if not (state / "state.db").is_file():
             raise nothing(f"nothing runs in {state}: it has no state.db")
         return state
-    known = sorted(path.parent for path in STATE.glob("*/state.db")) if STATE.is_dir() else []
+    known = _known()
     if not known:
         raise nothing("nothing runs here; start it with `potluck up`, or say where with --state")
     alive = [folder for folder in known if _runs(folder)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,13 @@ def top(state: Path | None, every_s: float, once: bool) -> None:
             Console(width=WIDTH, highlight=False).print(_frame(service, _look(service, recent), recent))
             return
         console = Console(highlight=False)
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with (
+            suppress(KeyboardInterrupt),
+            Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
+        ):
             while True:
-                time.sleep(every_s)
                 live.update(_frame(service, _look(service, recent), recent), refresh=True)
+                time.sleep(every_s)
 
 
 def _look(service: Service, recent: Recent) -> dict[str, Any]:
@@ -60,7 +64,7 @@ def _look(service: Service, recent: Recent) -> dict[str, Any]:
         recent.add(read(service.client.metrics(), time.monotonic()))
         return service.client.snapshot()
     except PotluckError as error:
-        raise nothing(f"the service ended: {error}") from error
+        raise nothing(str(error)) from error
 
 
 def _frame(service: Service, snapshot: dict[str, Any], recent: Recent) -> Group:

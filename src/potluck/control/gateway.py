@@ -74,7 +74,10 @@ class GatewayClient:
             connection.close()
 
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        found = json.loads(self._said(method, path, body))
+        try:
+            found = json.loads(self._said(method, path, body))
+        except ValueError:
+            found = None
         if not isinstance(found, dict):
             raise FormatError(f"gateway {method} {path}", "did not answer with an object")
         return found

@@ -245,7 +245,7 @@ class Controller:
         gist = why.rpartition(" in ")[0] or why
         if self._said.get(key) != gist:
             self._said[key] = gist
-            self._note(kind, key, why)
+            self._note(kind, key.partition(" ")[2] or key, why)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -11,7 +11,7 @@ from potluck.control.gateway import GatewayClient
 from potluck.control.store.store import Happening, Store
 from potluck.control.values import Instance
 from potluck.core.codec import encode
-from potluck.core.errors import PotluckError
+from potluck.core.errors import InputError, PotluckError
 
 Json = dict[str, Any]
 NOTES = 8
@@ -26,13 +26,10 @@ class Service:
         self.folder = folder
         self.store = Store(folder / "state.db")
         place = self.store.get("gateway") or {}
-        key = folder / "admin.key"
         self.url = str(place.get("url", ""))
         self.gateway_lives = living(place)
         self.controller_lives = living(self.store.get("controller"))
-        self.client = GatewayClient(
-            str(place.get("admin", "")), key.read_text("utf-8").strip() if key.is_file() else None
-        )
+        self.client = GatewayClient(str(place.get("admin", "")), _key(folder / "admin.key"))
 
     @property
     def runs(self) -> bool:
@@ -93,6 +90,13 @@ class Service:
 
     def close(self) -> None:
         self.store.close()
+
+
+def _key(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8").strip() if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--state", f"{path} cannot be read, and the gateway asks for it") from error
 
 
 def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[Instance]) -> list[Json]:

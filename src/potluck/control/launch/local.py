@@ -68,8 +68,9 @@ class LocalLauncher:
         if pid is None:
             return Sighting(name, "dead", problem="was never started")
         if not alive(pid):
-            self._ending.pop(name, None)
-            return Sighting(name, "dead", problem=last_words(log) or "ended without a word")
+            asked = self._ending.pop(name, None) is not None
+            problem = "was asked to end" if asked else last_words(log) or "ended without a word"
+            return Sighting(name, "dead", problem=problem)
         rotate(log)
         url = str(place.get("url", ""))
         return Sighting(name, "up", url) if _healthy(url) else Sighting(name, "starting")
