@@ -32,7 +32,7 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with lock:
                     server.asked.append(body)
-                    refused = len(server.asked) % 3 == 0
+                    refused = len(server.asked) % 3 == 0 or body["max_tokens"] == 99
                 if refused:
                     self.say(429, b'{"error": {"message": "too much"}}')
                 else:
@@ -99,9 +99,16 @@ def test_a_closed_loop_says_what_it_hides_and_errors_have_kinds(
         capsys, server.url, "--concurrency", "2", "--requests", "6", "--output", "2", "--prompts", "text"
     )
     assert "4 of 6 requests answered" in text
-    assert "2 x HTTP 429" in text
+    assert "2 x HTTP 429: too much" in text
     assert "closed loop, 2 at once: a slow server was asked less" in text
     assert all(isinstance(each["prompt"], str) for each in server.asked)
+
+
+def test_no_answer_at_all_is_a_no(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", server.url, "--requests", "2", "--output", "99"]) == 1
+    text = capsys.readouterr().out
+    assert "0 of 2 requests answered" in text
+    assert "TTFT" not in text
 
 
 def test_seconds_end_a_closed_loop(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from test_controller import PLAN, TEMPLATE, World
 
 from potluck.control.byhand import is_by_hand, leave, leaving, scaled, stay
+from potluck.control.launch.process import started_at
+from potluck.control.stand import Stand, StandSettings
 from potluck.control.step import Memory, step
 from potluck.control.store.store import PlanVersion, Store
 from potluck.control.values import Halt, Instance, Launch, Make, Want
-from potluck.core.errors import InputError
+from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment
+from potluck.core.values.plan import Deployment, plan_from_json
 
 MAKE = Make("m", single("1xA10", 1, 2), "east")
 
@@ -87,3 +90,33 @@ def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> 
     controller._planning.result(10)
     world.turns(controller, 2)
     assert len(world.gateway.plans) == 1
+
+
+def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = StandSettings(tmp_path, tmp_path / "potluck.yaml")
+    other = scaled(PLAN, "t", "east", 2, {"east": 0.75})
+    Stand(settings, PLAN).close()
+    store = Store(tmp_path / "state.db")
+    me = {"pid": os.getpid(), "started": started_at(os.getpid())}
+    assert store.get("controller") == me, "so that it can be asked to end"
+    store.add_plan(other, 1.0, "by hand: t@east=2")
+    store.set("gateway", me)
+    again = Stand(settings, PLAN)
+    assert again.plan == other
+    assert store.happenings()[-1].what == "version 2 stays"
+
+    def no_more(*_: object) -> None:
+        raise CapacityError("no processes left")
+
+    monkeypatch.setattr("potluck.control.stand.spawn", no_more)
+    store.set("gateway", None)
+    with pytest.raises(CapacityError, match="no processes left"):
+        again.open()
+    assert plan_from_json((tmp_path / "plan.json").read_text()) == other, "a gateway begins with the newest"
+    again.close()
+    anew = Stand(settings, PLAN)
+    assert anew.plan == PLAN
+    assert "version 2, made by hand, goes" in [each.what for each in store.happenings()]
+    anew.close()

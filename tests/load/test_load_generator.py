@@ -88,6 +88,7 @@ def test_answers_are_counted_and_what_goes_wrong_has_a_kind() -> None:
     found = measured(asked, Slo(10.0, 10.0))
     assert (found.requests, found.answered, found.attained) == (5, 2, 2)
     assert dict(found.errors) == {"HTTP 429": 1, "cut off": 1, "error in the stream": 1}
+    assert dict(found.examples) == {"HTTP 429": "full", "cut off": "cut off", "error in the stream": "gone"}
     assert found.attainment == pytest.approx(0.4), "who was refused kept no objective"
     assert found.output_tokens == 6
     assert asked[2].retry_after == "3"

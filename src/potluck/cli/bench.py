@@ -100,6 +100,8 @@ def bench(
     been sent. In a closed loop (--concurrency) a slow server is asked less: latencies then look better than users
     would find them.
 
+    Exits with 1 where no request at all was answered.
+
     \b
     Examples:
       potluck bench --concurrency 8 --requests 200
@@ -114,9 +116,8 @@ def bench(
         raise InputError("--concurrency", "is a closed loop, --rate and --workload an open one: give either")
     slo = _slo(ttft_s, tpot_s)
     url = url or running_url() or DEFAULT_URL
-    key = key or os.environ.get(KEY_VARIABLE, "")
     client.server_of(url)
-    model = _model(url, model, key)
+    model = _model(url, model, key := key or os.environ.get(KEY_VARIABLE, ""))
     count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
     open_loop = rate_per_s is not None or workload is not None
     rows: Iterable[Row]
@@ -128,8 +129,7 @@ def bench(
         rows = prompts.same(repeat(0.0) if count is None else repeat(0.0, count), model, prompt, output)
     made = prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
     if open_loop:
-        shots = list(made)
-        client.shoot(url, shots, within_s=within_s)
+        client.shoot(url, shots := list(made), within_s=within_s)
     else:
         shots = client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
     found = measured.measured(shots, slo)
@@ -139,6 +139,8 @@ def bench(
         render.emit_json(_json(url, model, found, slo, open_loop, concurrency))
     else:
         _show(url, model, found, slo, None if open_loop else concurrency or 1)
+    if not found.answered:
+        raise click.exceptions.Exit(1)
 
 
 def _slo(ttft_s: float | None, tpot_s: float | None) -> Slo | None:
@@ -191,7 +193,8 @@ def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int |
         for name, each in times
         if each is not None
     ]
-    render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
+    if rows:
+        render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
     click.echo(
         f"{found.answered:,} of {found.requests:,} requests answered in {render.seconds(found.span_s)}: "
         f"{render.count(found.requests_per_s)} requests/s, "
@@ -199,8 +202,9 @@ def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int |
     )
     if found.attainment is not None:
         click.echo(f"objective kept by {render.percent(found.attainment)} of all requests ({_said(slo)})")
+    examples = dict(found.examples)
     for kind, count in found.errors:
-        click.echo(f"  {count:,} x {kind}")
+        click.echo(f"  {count:,} x {kind}" + (f": {examples[kind]}" if examples[kind] else ""))
     if at_once is None:
         click.echo("open loop: times count from when each request should have been sent")
         if found.late_s > LATE_S:
@@ -228,6 +232,7 @@ def _json(
         "concurrency": None if open_loop else concurrency or 1,
         **asdict(found),
         "errors": dict(found.errors),
+        "examples": dict(found.examples),
         "attainment": found.attainment,
         "objective": None if slo is None else {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
         "requests_per_s": found.requests_per_s,

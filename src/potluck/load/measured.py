@@ -6,6 +6,7 @@ objective, though it has no times.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from math import ceil
 
 from potluck.core.values.types import Slo
 from potluck.load.client import Shot
+
+MOST_WORDS = 200
+"""Characters of an example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Findings:
     """Whole answers."""
     errors: tuple[tuple[str, int], ...]
     """Kind to how many, most first."""
+    examples: tuple[tuple[str, str], ...]
+    """Kind to what the first of them was told."""
     ttft_s: Percentiles | None
     tpot_s: Percentiles | None
     e2e_s: Percentiles | None
@@ -119,6 +125,7 @@ def measured(shots: Sequence[Shot], slo: Slo | None = None) -> Findings:
         len(shots),
         len(answered),
         tuple(errors.most_common()),
+        tuple((kind, _told(next(shot for shot in shots if kind_of(shot) == kind))) for kind in errors),
         percentiles(shot.ttft_s for shot in answered),
         percentiles(tpot for shot in answered if (tpot := tpot_of(shot)) is not None),
         percentiles(shot.last_s - shot.at_s for shot in answered),
@@ -128,6 +135,16 @@ def measured(shots: Sequence[Shot], slo: Slo | None = None) -> Findings:
         max((shot.sent_s - shot.at_s for shot in shots if shot.sent_s >= 0), default=0.0),
         None if slo is None else sum(kept(shot, slo) for shot in shots),
     )
+
+
+def _told(shot: Shot) -> str:
+    """What a server said that went wrong, in one line."""
+    text = shot.problem[shot.problem.find("{") :] if "{" in shot.problem else ""
+    try:
+        said = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        said = shot.problem
+    return " ".join(str(said).split())[:MOST_WORDS]
 
 
 def _length(shot: Shot) -> int:
