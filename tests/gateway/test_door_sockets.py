@@ -24,7 +24,7 @@ from potluck.core.errors import InputError
 from potluck.gateway.door.front import FrontDoor
 from potluck.gateway.http.port import open_port
 from potluck.gateway.parts import Answer, Asked
-from potluck.gateway.serve import tls_of
+from potluck.gateway.workers.worker import tls_of
 
 ANSWER = "Hello, you there"
 
