@@ -116,7 +116,7 @@ SNAPSHOT = {
     "wanted": {"replicas": [{"id": f"t@east#{n}/0", "model": "words", "draining": False} for n in range(2)]},
     "links": [{"source": "east", "target": "west", "utilisation": 0.37, "queued_bytes": 2e9, "gbps": 10.0}],
     "open_requests": 3,
-    "notes": ["t@west: 1 wanted, but there are no nodes"],
+    "notes": ["words: mixed t@west: 1 wanted, but there are no nodes"],
     "problems": [],
 }
 
@@ -165,9 +165,10 @@ def test_status_shows_what_is_there_and_what_is_not(folder: Path, capsys: pytest
     for part in ("plan 1 (auto), $1.50/h", "2 x t in east", "model words: ready; TTFT <= 1.50 s", "words-1"):
         assert part in text
     assert "missing: t@east#1/0: words-2 is starting, since 9 s" in text
-    assert "missing: t@west: 1 wanted, but there are no nodes" in text
+    assert "missing: words: mixed t@west: 1 wanted, but there are no nodes" in text
     found = json.loads(_said(capsys, "status", "--state", folder, "--json"))
     assert found["plan"]["version"] == 1
+    assert found["lacking"][1]["what"] == "words: mixed t@west"
     first = found["replicas"][0]
     assert (first["engine"], first["pace"], first["kv_used"], first["waiting"]) == ("words-1", 1.25, 0.25, 1)
     assert [each["kind"] for each in found["notes"]] == ["start"]
@@ -237,7 +238,11 @@ def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(
     assert "replica: unknown 'x'" in _said(capsys, "drain", "t@east#1/0", "--state", folder, rc=2)
     store = Store(folder / "state.db")
     assert leaving(store) == frozenset()
-    assert "3 requests are open" in _said(capsys, "drain", "t@east#0/0", "--state", folder)
+    assert "is a part of several" in _said(capsys, "drain", "east", "--state", folder, rc=2)
+    assert "did you mean 't@east#" in _said(capsys, "drain", "t@east#2/0", "--state", folder, rc=2)
+    assert len(port.asked) == 1
+    for name in ("t@east#0/0", "#0/0", "words-1"):
+        assert "t@east#0/0 drains; 3 requests are open" in _said(capsys, "drain", name, "--state", folder)
     assert port.asked[-1] == ("POST /drain", {"replica": "t@east#0/0"})
     assert leaving(store) == {"words-1"}
     last = store.happenings()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from potluck.control.store.store import PlanVersion, Store
 from potluck.control.values import Halt, Instance, Launch, Make, Want
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, plan_from_json
+from potluck.core.values.plan import BucketCapacity, Deployment, Share, plan_from_json
 
 MAKE = Make("m", single("1xA10", 1, 2), "east")
 
@@ -31,6 +32,24 @@ def test_a_count_by_hand_changes_copies_and_cost() -> None:
     for wrong in (("x", "east", 1), ("t", "west", 1), ("t", "east", -1)):
         with pytest.raises(InputError):
             scaled(PLAN, *wrong, {"east": 0.75})
+
+
+def test_copies_by_hand_are_sent_requests_as_the_planned_ones_are() -> None:
+    able = replace(TEMPLATE, capacity=(BucketCapacity(0, 0.0, 0.0, 3.0, 0.1, 0.02),))
+    never = replace(able, name="u")
+    plan = replace(
+        PLAN,
+        templates=(able, never),
+        deployments=(Deployment("t", "east", 2),),
+        shares=(Share("t", "east", 0, "closed", 4.0),),
+    )
+    usd = {"east": 1.0, "west": 1.0}
+    assert scaled(plan, "t", "east", 3, usd).shares == (Share("t", "east", 0, "closed", 6.0),)
+    both = scaled(plan, "t", "west", 2, usd)
+    assert both.shares == (*plan.shares, Share("t", "west", 0, "closed", 4.0))
+    assert scaled(both, "t", "west", 0, usd).shares == plan.shares
+    assert scaled(plan, "u", "west", 2, usd).shares == (*plan.shares, Share("u", "west", 0, "closed", 6.0))
+    assert scaled(PLAN, "t", "east", 2, usd).shares == ()
 
 
 def test_an_engine_that_leaves_is_used_for_nothing_else_and_goes_at_once() -> None:

@@ -144,7 +144,7 @@ def logs(name: str | None, state: Path | None, lines: int, follow: bool) -> None
     \b
     Examples:
       potluck logs gateway --follow
-      potluck logs 'words-a100@east#0/0'
+      potluck logs words-7b9a4ecf
     """
     with opened(state, running=False) as service:
         files = _files(service)

@@ -12,7 +12,7 @@ import click
 
 from potluck.cli import render
 from potluck.cli.service import nothing, opened, state_option
-from potluck.core.errors import InputError, PotluckError
+from potluck.core.errors import InputError, PotluckError, UnknownNameError
 
 if TYPE_CHECKING:
     from potluck.control.view import Service
@@ -25,6 +25,25 @@ def _with_gateway(service: Service) -> Service:
     if not service.gateway_lives:
         raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
     return service
+
+
+def _replica(service: Service, text: str) -> str:
+    """The replica that is meant: its name, a part that only it has (`east#1/0`), or its engine's name."""
+    names = [str(each["replica"]) for each in _with_gateway(service).client.snapshot().get("replicas", ())]
+    engines = {each.name: each.replica for each in service.store.instances() if each.replica}
+    if text in engines:
+        return engines[text]
+    return _meant("REPLICA", text, names)
+
+
+def _meant(field: str, text: str, names: list[str]) -> str:
+    """The only name that has this as a part of it."""
+    found = [text] if text in names else [name for name in names if text in name]
+    if len(found) > 1:
+        raise InputError(field, f"{text!r} is a part of several: {', '.join(found)}")
+    if not found:
+        raise UnknownNameError(field, text, names)
+    return found[0]
 
 
 def _note(service: Service, kind: str, what: str) -> None:
@@ -41,12 +60,14 @@ def drain(replica: str, state: Path | None, as_json: bool) -> None:
     """Let REPLICA finish what it has, stop its engine, and have a fresh one take its place.
 
     Replicas that work with it in one copy (a pair, a combo) go with it. To have fewer for good use `potluck scale`.
+    A part of the name will do where only one replica has it: 'east#1/0'; or the name of its engine.
     """
     from potluck.control.byhand import leave, stay
 
     with opened(state) as service:
+        replica = _replica(service, replica)
         engines = {each.replica: each.name for each in service.store.instances() if each.replica}
-        client, mine = _with_gateway(service).client, [engines[replica]] if replica in engines else []
+        client, mine = service.client, [engines[replica]] if replica in engines else []
         leave(service.store, mine)  # before it is empty, which it may be at once
         try:
             said = client.drain(replica)
@@ -76,7 +97,8 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
     The role stays, whatever plans and scaling say, until it is flipped back to the planned one.
     """
     with opened(state) as service:
-        said = _with_gateway(service).client.flip(replica, role)
+        replica = _replica(service, replica)
+        said = service.client.flip(replica, role)
         _note(service, "flip", f"{replica} from {said.get('before')} to {said.get('role')}")
     if as_json:
         render.emit_json(said)
@@ -94,11 +116,12 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
 def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
     """Have COUNT copies of a plan's TEMPLATE in a REGION: a new version of the plan, made by hand.
 
-    It holds until `potluck scale --auto`: plans that the planner makes meanwhile are only noted as advice.
+    It holds until `potluck scale --auto`: plans that the planner makes meanwhile are only noted as advice. A part of
+    the template's name will do where only one has it.
 
     \b
     Examples:
-      potluck scale 'words-l40s@west=2'
+      potluck scale 'L40S@west=2'
       potluck scale --auto
     """
     if auto == (what is not None):
@@ -128,6 +151,8 @@ def _scaled(service: Service, what: str) -> dict[str, Any]:
     newest = service.store.plan()
     if newest is None:
         raise nothing(f"there is no plan in {service.folder} yet")
+    template = _meant("TEMPLATE", template, [each.name for each in newest.plan.templates])
+    what = f"{template}@{region}={number}"
     snapshot = service.client.snapshot()
     costs = {
         each["region"]: each["usd_per_h"]

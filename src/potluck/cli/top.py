@@ -79,16 +79,15 @@ def _frame(service: Service, snapshot: dict[str, Any], recent: Recent) -> Group:
     )
     if not service.controller_lives:
         head += "  no controller"
-    parts: list[Text | Table] = [Text(head, style="bold"), _models(snapshot, recent), _replicas(snapshot)]
-    links = _links(snapshot)
-    return Group(*parts, *([links] if links is not None else []))
+    grids = (_models(snapshot, recent), _replicas(snapshot), _links(snapshot))
+    parts = [(Text(""), grid) for grid in grids if grid is not None]
+    return Group(Text(head, style="bold"), *(each for part in parts for each in part))
 
 
-def _grid(*columns: str) -> Table:
-    from rich import box
+def _grid(*columns: str, gap: int = 2) -> Table:
     from rich.table import Table
 
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    grid = Table(box=None, show_edge=False, pad_edge=False, padding=(0, gap, 0, 0))
     for place, column in enumerate(columns):
         left = place == 0 or column in ("role", "state")
         grid.add_column(
@@ -119,7 +118,7 @@ def _models(snapshot: dict[str, Any], recent: Recent) -> Table:
 
 
 def _replicas(snapshot: dict[str, Any]) -> Table:
-    grid = _grid("replica", "role", "state", "busy", "wait", "KV", "pace", "step")
+    grid = _grid("replica", "role", "state", "busy", "wait", "KV", "pace", "step", gap=1)
     shown = sorted(snapshot.get("replicas", ()), key=lambda each: -each["open_requests"])[:MOST_ROWS]
     for each in sorted(shown, key=lambda each: str(each["replica"])):
         status = each.get("status") or {}
@@ -157,6 +156,6 @@ def _seconds(value_s: float | None) -> str:
     return "-" if value_s is None else render.seconds(value_s).replace(" ", "")
 
 
-def _short(name: str, most: int = 38) -> str:
+def _short(name: str, most: int = 35) -> str:
     """A replica's name with its end, which tells them apart."""
     return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most - most // 2) :]}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from potluck.control.store.store import PlanVersion, Store
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.plan import Deployment, Plan, Share
 
 BY_HAND = "by hand"
 LEAVING = "leaving"
@@ -36,7 +36,37 @@ def scaled(plan: Plan, template: str, region: str, count: int, usd_per_h: Mappin
     before = sum(each.count for each in plan.deployments) - sum(each.count for each in rest)
     deployments = (*rest, Deployment(template, region, count)) if count else rest
     cost = max(0.0, plan.cost_usd_per_h + (count - before) * usd_per_h[region])
-    return replace(plan, deployments=deployments, cost_usd_per_h=cost)
+    kept = tuple(each for each in plan.shares if (each.template, each.region) != (template, region))
+    new = tuple(
+        replace(each, rate_per_s=each.rate_per_s * count) for each in _copy_shares(plan, template, region)
+    )
+    return replace(plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost)
+
+
+def _copy_shares(plan: Plan, template: str, region: str) -> tuple[Share, ...]:
+    """What one copy is sent there: as the plan has it, or as for copies elsewhere, or as much as one can do.
+
+    A plan without any shares sends each copy what it can do anyhow.
+    """
+    if not plan.shares:
+        return ()
+    counts = {(each.template, each.region): each.count for each in plan.deployments if each.count}
+    others = [each for name, each in counts if name == template and each != region]
+    for place in (region, *others):
+        found = [each for each in plan.shares if (each.template, each.region) == (template, place)]
+        if found and (template, place) in counts:
+            count = counts[template, place]
+            return tuple(replace(each, region=region, rate_per_s=each.rate_per_s / count) for each in found)
+    return tuple(
+        Share(template, region, each.bucket, phase, rate)
+        for each in plan.template(template).capacity
+        for phase, rate in (
+            ("prefill", each.prefill_per_s),
+            ("decode", each.decode_per_s),
+            ("closed", each.closed_per_s),
+        )
+        if rate > 0
+    )
 
 
 def leave(store: Store, names: Iterable[str]) -> None:

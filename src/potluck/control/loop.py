@@ -100,7 +100,7 @@ class Controller:
         self._memory = found.memory
         done = tuple(order for order in found.orders if self._lease.held and self._do(order))
         for line in found.waiting:
-            self._note_once(f"wait {line.partition(':')[0]}", "waits", line)
+            self._note_once(f"wait {line.rpartition(': ')[0]}", "waits", line)
         there = self._store.instances()
         if not problem:
             problem = self._tell(there)

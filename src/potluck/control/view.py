@@ -149,8 +149,8 @@ def lacking_of(
         engine = engines.get(name)
         found.append({"what": name, "why": _why(name, engine, notes, happenings, now_s)})
     for line in snapshot.get("notes", ()):
-        what, _, why = str(line).partition(": ")
-        found.append({"what": what, "why": why})
+        cut = line.find(": ", line.find("@"))  # a template's name may have a colon of its own
+        found.append({"what": line[:cut], "why": line[cut + 2 :]})
     return found
 
 
