@@ -29,8 +29,8 @@ from live_fleet import LiveFleet
 
 from potluck.cli.simulation import Inputs, read_inputs, scene_of
 from potluck.core.brain.policy import Policy
+from potluck.gateway.door.keys import new_key
 from potluck.load.client import Shot, shoot
-from potluck.gateway.door.keys import new_key  # noqa: E402
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
 from potluck.sim.run import simulate
 
