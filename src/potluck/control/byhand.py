@@ -57,16 +57,13 @@ def _copy_shares(plan: Plan, template: str, region: str) -> tuple[Share, ...]:
         if found and (template, place) in counts:
             count = counts[template, place]
             return tuple(replace(each, region=region, rate_per_s=each.rate_per_s / count) for each in found)
-    return tuple(
-        Share(template, region, each.bucket, phase, rate)
-        for each in plan.template(template).capacity
-        for phase, rate in (
-            ("prefill", each.prefill_per_s),
-            ("decode", each.decode_per_s),
-            ("closed", each.closed_per_s),
-        )
-        if rate > 0
+    able = plan.template(template).capacity
+    shares = (
+        *(Share(template, region, each.bucket, "prefill", each.prefill_per_s) for each in able),
+        *(Share(template, region, each.bucket, "decode", each.decode_per_s) for each in able),
+        *(Share(template, region, each.bucket, "closed", each.closed_per_s) for each in able),
     )
+    return tuple(each for each in shares if each.rate_per_s > 0)
 
 
 def leave(store: Store, names: Iterable[str]) -> None:
