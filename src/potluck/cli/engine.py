@@ -54,12 +54,20 @@ def engine() -> None:
     type=click.IntRange(1),
     help="Threads on a CPU; else 1 for a small model, else torch's choice.",
 )
-@click.option("--max-running", default=32, show_default=True, type=click.IntRange(1), help="At once.")
+@click.option(
+    "--max-running",
+    type=click.IntRange(1),
+    help="At once; else 32, or with --pretend what is planned with, 1024.",
+)
 @click.option("--max-tokens", type=click.IntRange(2), help="Longest request; else the model's context.")
 @click.option(
     "--kv-blocks", type=click.IntRange(1), help="KV blocks of 16 tokens; else a quarter context each."
 )
-@click.option("--token-budget", default=1024, show_default=True, type=click.IntRange(1), help="Of one step.")
+@click.option(
+    "--token-budget",
+    type=click.IntRange(1),
+    help="Of one step; else 1024, or with --pretend as planned, 2048.",
+)
 @click.option("--chunk-tokens", type=click.IntRange(1), help="Of one prompt in one step; else the budget.")
 @click.option(
     "--prefix-cache-mb",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MB = 1_000_000
 PREFIX_CACHE_MB = 64
+MAX_RUNNING, TOKEN_BUDGET = 32, 1024
+"""Of engines that compute, where nothing is said."""
 MOST_PRETENDED = 256
 COMPUTED_ONLY = ("random_weights", "stages", "secret_file", "prefix_cache_dir", "threads")
 
@@ -55,7 +57,7 @@ def computing(common: Common, options: dict[str, Any]) -> Service:
     return assemble(
         directory,
         described(directory),
-        _settings(options),
+        _settings(options, MAX_RUNNING, TOKEN_BUDGET),
         name=common.name,
         random_seed=options["random_weights"],
         limits=common.limits,
@@ -69,6 +71,8 @@ def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     """Those that pretend, in one process."""
     from potluck.api.tokens import Text
     from potluck.engine.pretend.engine import Pretence, pretend
+    from potluck.perf.phases import CHUNK_TOKENS
+    from potluck.perf.throughput import MAX_BATCH
 
     if options["emulate"] is None:
         raise InputError("--pretend", "needs --emulate, such as A100:llama-3.1-8b: what to pretend to be")
@@ -82,7 +86,8 @@ def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     node, tp = like.one_node()
     what = Pretence(like.model, node, tp, like.speed_up, options["mean_output"])
     given_mb = options["prefix_cache_mb"]
-    settings, text = _settings(options), Text.read(common.directory)
+    # What the planner and the simulator count with, so that what is pretended is what was planned.
+    settings, text = _settings(options, MAX_BATCH, CHUNK_TOKENS), Text.read(common.directory)
     return [
         pretend(
             common.directory,
@@ -99,12 +104,15 @@ def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     ]
 
 
-def _settings(options: dict[str, Any]) -> Settings:
+def _settings(options: dict[str, Any], max_running: int, token_budget: int) -> Settings:
+    """As the flags say; the two figures hold where they say nothing."""
     from potluck.engine.serve import Settings
 
     given_mb = options["prefix_cache_mb"]
-    names = "max_running max_tokens kv_blocks token_budget chunk_tokens prefix_cache_dir device threads role"
+    names = "max_tokens kv_blocks chunk_tokens prefix_cache_dir device threads role"
     return Settings(
+        max_running=options["max_running"] or max_running,
+        token_budget=options["token_budget"] or token_budget,
         prefix_cache_bytes=(PREFIX_CACHE_MB if given_mb is None else given_mb) * MB,
         prefix_cache_disk_bytes=options["prefix_cache_disk_mb"] * MB,
         **{name: options[name] for name in names.split()},

@@ -37,16 +37,15 @@ class EngineMaker:
             *(sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--json"),
             *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
             *("--name", make.model, "--emulate", emulate_text(make, name)),
-            *("--max-running", str(self.max_running)),
         ]
         folder = dict(self.files).get(make.model)
         if folder is not None:
             command += ["--model", str(folder)]
         if self.style == "pretended":
-            command.append("--pretend")
-        elif len(make.layout.stages) > 1:
+            return [*command, "--pretend"]
+        if len(make.layout.stages) > 1:
             raise InputError("layout", "a pipeline of several nodes can only be pretended on one machine")
-        return command
+        return [*command, "--max-running", str(self.max_running)]
 
 
 def emulate_text(make: Make, model: str) -> str:
