@@ -59,6 +59,7 @@ class Operators:
         )
         self._runner: web.AppRunner | None = None
         center.desk.watchers.append(Herald(self.meter.decided))
+        center.watch.moved = self.meter.moved
         center.desk.at_ticks += [self.metrics.look, self._flush]
 
     def _told(self, told: Told) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from potluck.core.brain.events import LinkReported, Reported
 from potluck.core.errors import PotluckError
@@ -36,6 +36,10 @@ class Watch:
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
         """As last told."""
+        self.moved: Callable[[str, str, str, int, float], None] = lambda source, target, codec, size, took_s: (
+            None
+        )
+        """Hears what crossed from one replica to another since the last look: parts.Meter."""
 
     def look(self) -> None:
         """At every tick: watch those that are new, and report links."""
@@ -45,8 +49,9 @@ class Watch:
                 engine.watching = loop.create_task(self._watch(engine))
         now_s = time.monotonic()
         period_s, self._looked_s = now_s - self._looked_s, now_s
+        passed = self._passed()
         if self._planned_gbps and period_s > 0:
-            self.links = tuple(link_reports(self._passed(), self._planned_gbps, period_s))
+            self.links = tuple(link_reports(passed, self._planned_gbps, period_s))
             for report in self.links:
                 self._tell(report)
 
@@ -92,15 +97,15 @@ class Watch:
     def _passed(self) -> dict[tuple[str, str], Passed]:
         """What crossed each link since the last look, as its receivers say; what waits, as its senders say."""
         keeper = self._keeper
-        region_of = {each.kv: each.region for each in keeper.endpoints if each.kv}
+        senders = {each.kv: each for each in keeper.endpoints if each.kv}
         found: dict[tuple[str, str], Passed] = {}
         for engine in keeper.engines:
             endpoint = keeper.find(engine.replica) if engine.replica else None
             if endpoint is None or engine.said is None:
                 continue
             for link in engine.said.links:
-                source = region_of.get(link.peer)
-                if source is None:  # said by the sender, whose peers have no names
+                sender = senders.get(link.peer)
+                if sender is None:  # said by the sender, whose peers have no names
                     for ends in self._planned_gbps:
                         if ends[0] == endpoint.region:
                             found.setdefault(ends, Passed()).queued_bytes += link.queue_bytes
@@ -109,7 +114,12 @@ class Watch:
                 busy_s = link.moved_bytes / rate if rate > 0 else 0.0
                 moved_before, busy_before = engine.links.get(link.peer, (0.0, 0.0))
                 engine.links[link.peer] = (link.moved_bytes, busy_s)
-                passed = found.setdefault((source, endpoint.region), Passed())
-                passed.moved_bytes += max(0.0, link.moved_bytes - moved_before)
-                passed.busy_s += max(0.0, busy_s - busy_before)
+                moved_bytes, took_s = link.moved_bytes - moved_before, max(0.0, busy_s - busy_before)
+                if moved_bytes <= 0:  # nothing, or it was restarted
+                    continue
+                passed = found.setdefault((sender.region, endpoint.region), Passed())
+                passed.moved_bytes += moved_bytes
+                passed.busy_s += took_s
+                codec = keeper.codec(endpoint.model, sender.region, endpoint.region)
+                self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
         return found

@@ -1,0 +1,57 @@
+"""What crossed the links, put together from what engines say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from potluck.core.brain.events import Status
+from potluck.gateway.fleet.engine import Engine
+from potluck.gateway.fleet.roster import Entry
+from potluck.gateway.fleet.status import LinkSaid, Said
+from potluck.gateway.fleet.watch import Watch
+from potluck.gateway.parts import Address, Endpoint
+
+SAID = Said("m", "f", "mixed", "ready", "", 1.0, 100, 16, Status(0, 0, 0, 0, 1, 1, 0.0), (), "")
+
+
+def _watch() -> tuple[Watch, Engine, list[tuple[Any, ...]]]:
+    ends = {
+        name: Endpoint(name, "m", region, Address("h", port), kv=f"h:{port}")
+        for name, region, port in (("a", "east", 1), ("b", "west", 2))
+    }
+    receiver = Engine(Entry("http://h:2", Address("h", 2)), up=True, replica="b")
+    keeper = SimpleNamespace(
+        endpoints=tuple(ends.values()), engines=(receiver,), find=ends.get, codec=lambda *names: "int4"
+    )
+    watch = Watch(keeper, lambda event: None, caches=False, planned_gbps={("east", "west"): 8.0})  # type: ignore[arg-type]
+    moved: list[tuple[Any, ...]] = []
+    watch.moved = lambda *what: moved.append(what)
+    return watch, receiver, moved
+
+
+def test_what_a_receiver_says_is_counted_once_by_replica_and_link() -> None:
+    watch, receiver, moved = _watch()
+    receiver.said = replace(SAID, links=(LinkSaid("h:1", 1e6, 5e5, 0.0), LinkSaid("elsewhere:9", 0, 0, 70.0)))
+    passed = watch._passed()["east", "west"]
+    assert (passed.moved_bytes, passed.busy_s) == (1e6, 2.0)
+    assert watch._passed() == {}, "nothing more came"
+    receiver.said = replace(SAID, links=(LinkSaid("h:1", 3e6, 5e5, 0.0),))
+    watch._passed()
+    assert moved == [("a", "b", "int4", 1_000_000, 2.0), ("a", "b", "int4", 2_000_000, 4.0)]
+
+
+def test_what_waits_at_a_sender_waits_for_every_link_from_its_region() -> None:
+    watch, engine, _ = _watch()
+    engine.replica = "a"
+    engine.said = replace(SAID, links=(LinkSaid("h:55", 0, 0, 70.0),))
+    assert watch._passed()["east", "west"].queued_bytes == 70.0
+
+
+def test_an_engine_that_was_restarted_counts_from_nothing() -> None:
+    watch, receiver, moved = _watch()
+    for total in (3e6, 1e6, 2e6):
+        receiver.said = replace(SAID, links=(LinkSaid("h:1", total, 1e6, 0.0),))
+        watch._passed()
+    assert [what[3] for what in moved] == [3_000_000, 1_000_000]
