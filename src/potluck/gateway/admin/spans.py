@@ -44,7 +44,7 @@ class Spans:
         self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
     ) -> None:
         offset_s = self._offset_s()
-        attributes = {
+        attributes: dict[str, str | int] = {
             "gen_ai.request.model": asked.model,
             "potluck.request": asked.id,
             "potluck.replica": replica,
