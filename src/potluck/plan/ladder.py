@@ -38,6 +38,7 @@ from potluck.plan.templates.group import machine_counts
 from potluck.plan.verify import retimed
 
 Step = Literal["reroute", "flip", "reallocate"]
+ROUNDING = 1e-9
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 MARK = "#"
 
@@ -71,10 +72,22 @@ def ladder(
     loaded = left_of(problem, running)
     running = surviving(problem, running)
     left = survivors(problem, running)
+    rerouted = _reroute(problem, running, left, settings)
+    flip = _flip(problem, running, left, loaded, settings, costs)
+    if flip.flips and not _gains(flip, rerouted):  # a search that was cut short may change roles for nothing
+        flip = replace(rerouted, step="flip")
     return (
-        _reroute(problem, running, left, settings),
-        _flip(problem, running, left, loaded, settings, costs),
+        rerouted,
+        flip,
         _reallocate(problem, running, left, loaded, planner, settings, costs),
+    )
+
+
+def _gains(answer: Answer, before: Answer) -> bool:
+    """Whether more is served, or the same for less, beyond rounding."""
+    more = answer.served_fraction - before.served_fraction
+    return more > ROUNDING or (
+        more >= -ROUNDING and answer.cost_usd_per_h < before.cost_usd_per_h * (1.0 - ROUNDING)
     )
 
 
