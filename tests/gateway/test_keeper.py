@@ -245,3 +245,22 @@ def test_a_roster_without_an_engine_loses_it_and_keeps_the_others() -> None:
         assert yard.keeper.find("b") is not None
 
     run(body)
+
+
+def test_a_role_that_did_not_reach_its_engine_is_asked_for_again() -> None:
+    async def body(yard: Yard) -> None:
+        yard.keeper.enlist(_entries(1))
+        yard.keeper.act([Start(_member("a"))])
+        await yard.up(1)
+        yard.caller.dead.add("http://h:1")
+        yard.keeper.act([Flip("a", "prefill")])
+        await settle()
+        yard.caller.dead.clear()
+        yard.caller.calls.clear()
+        await yard.up(1, role="decode")
+        assert yard.caller.calls == [("http://h:1", "role", "prefill")]
+        yard.caller.calls.clear()
+        await yard.up(1, role="prefill")
+        assert yard.caller.calls == []
+
+    run(body)

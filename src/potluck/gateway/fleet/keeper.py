@@ -10,10 +10,10 @@ as it is.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from potluck.gateway.fleet.roster import Entry, matched
 from potluck.gateway.parts import Endpoint, Outgoing
 
 Tell = Callable[[Event], None]
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +179,10 @@ class Keeper:
         engine.heard_s = time.monotonic()
         if not engine.replica:
             self.bind()
+            return
+        post = self._posts.get(engine.replica)
+        if post is not None and post.ready and engine.said is not None and engine.said.role != post.role:
+            self._spawn(self._call(self.caller.role(engine, post.role)))  # a call before did not reach it
 
     def lost(self, engine: Engine, why: str) -> None:
         """It does not answer, is not who it was, or is not listed any more."""
@@ -311,9 +316,11 @@ class Keeper:
             call()
 
     async def _call(self, what: Coroutine[Any, Any, None]) -> None:
-        """Something that may fail without harm: the next look shows what became of it."""
-        with suppress(PotluckError, ValueError):
+        """Something that may fail without harm to requests; it is said, and a role is asked for again."""
+        try:
             await what
+        except (PotluckError, ValueError) as error:
+            log.warning("an engine did not do as asked: %s", error)
 
     def _spawn(self, what: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(what)
