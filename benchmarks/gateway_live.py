@@ -27,7 +27,7 @@ from common import ROOT, run
 sys.path.insert(0, str(ROOT / "tools"))
 from live_fleet import LiveFleet
 
-from potluck.cli.simulation import Inputs, read_inputs, scene_of
+from potluck.cli.trying.simulation import Inputs, read_inputs, scene_of
 from potluck.core.brain.policy import Policy
 from potluck.gateway.door.keys import new_key
 from potluck.load.client import Shot, shoot

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from common import COMPILED, compiled_copy, run
-from potluck.cli.simulation import policy_of
+from potluck.cli.trying.simulation import policy_of
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import PotluckError

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import simulate_fleets as fleets
 from potluck.catalog import nodes
 from potluck.catalog import workloads as named
-from potluck.cli.goodput import Step, faster, search, step_of
+from potluck.cli.trying.goodput import Step, faster, search, step_of
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import (
     Bucket,

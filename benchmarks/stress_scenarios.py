@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import stress_fleets as fleet
-from potluck.cli.workloads import Asked, load
+from potluck.cli.common.workloads import Asked, load
 from potluck.core.values.types import Slo
 from potluck.sim.load.workload import first, labelled, merge
 from potluck.sim.results.metrics import ModelSummary, summarise, tpot

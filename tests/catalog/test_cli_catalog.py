@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from potluck.catalog import gpus, models, prices
-from potluck.cli.catalog import catalog
+from potluck.cli.planning.catalog import catalog
 from potluck.core.errors import InputError, UnknownNameError
 
 

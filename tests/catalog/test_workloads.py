@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from potluck.catalog import workloads
-from potluck.cli.catalog import catalog
+from potluck.cli.planning.catalog import catalog
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.lengths import Fixed, LogNormal
 from potluck.core.values.types import Traffic

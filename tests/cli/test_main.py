@@ -11,7 +11,7 @@ import pytest
 
 from potluck import __version__
 from potluck.cli import main as entry
-from potluck.cli import render
+from potluck.cli.common import render
 from potluck.core.errors import CapacityError, InputError
 
 
@@ -53,7 +53,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_imports_no_command_and_no_heavy_library() -> None:
     code = (
         "import sys; from potluck.cli.main import run; run(['--help']);"
-        "heavy = {'numpy', 'pydantic', 'yaml', 'rich', 'highspy', 'torch', 'potluck.cli.check'};"
+        "heavy = {'numpy', 'pydantic', 'yaml', 'rich', 'highspy', 'torch', 'potluck.cli.planning.check'};"
         "bad = heavy & set(sys.modules);"
         "sys.exit(f'imported {bad}' if bad else 0)"
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from potluck.cli.goodput import Step, search
 from potluck.cli.main import run
+from potluck.cli.trying.goodput import Step, search
 from potluck.core.brain.brain import Brain
 from potluck.worlds.replay import replay
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from potluck.cli.common.workloads import Asked, load
 from potluck.cli.main import run
-from potluck.cli.trace import sparkline
-from potluck.cli.workloads import Asked, load
+from potluck.cli.trying.trace import sparkline
 from potluck.core.errors import InputError
 from potluck.spec.traces import load_trace
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import sim_fleets as fleets
 
-from potluck.cli.simulation import read_inputs, scene_of
+from potluck.cli.trying.simulation import read_inputs, scene_of
 from potluck.core.brain.actions import Run, Start
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import Arrived, Failed, Planned, ReplicaLost, ReplicaReady

@@ -18,8 +18,8 @@ from engine_models import KINDS, prompt
 from face_kit import NAME, Client, face, letters, make_service, played, tokens_in
 from loop_kit import desk
 
-from potluck.cli.engine import api_key, serve
 from potluck.cli.main import run
+from potluck.cli.serving.engine import api_key, serve
 from potluck.core.errors import InputError
 from potluck.engine.model.checkpoint import Seeded, save
 from potluck.engine.model.config import write_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from potluck.catalog import gpus
-from potluck.cli.accuracy_report import report
+from potluck.cli.measuring.accuracy_report import report
 from potluck.perf.calibration import bundled, chip_of, curves_for
 from potluck.perf.study.accuracy import OPERATORS, expected_errors, kinds_of
 from potluck.perf.study.calibrate import fit_operator, fit_residuals, keys_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sim_fleets as fleets
 
-from potluck.cli.workloads import Asked, of_trace, to_trace
+from potluck.cli.common.workloads import Asked, of_trace, to_trace
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError

@@ -1,0 +1,1 @@
+"""Commands about how true the performance model is."""

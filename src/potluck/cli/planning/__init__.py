@@ -1,0 +1,1 @@
+"""Commands about specs and plans: what is known, what to rent, what to change."""

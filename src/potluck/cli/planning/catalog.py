@@ -1,0 +1,254 @@
+"""`potluck catalog`: what the catalog knows, with every figure's source, date and doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import emit_json, table
+
+if TYPE_CHECKING:
+    from potluck.catalog.prices import Price
+    from potluck.catalog.sources import Facts
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+
+
+@click.group()
+def catalog() -> None:
+    """Show the GPUs, node types, models, prices and workloads Potluck knows, with their sources."""
+
+
+@catalog.command("gpus")
+@click.argument("name", required=False)
+@_json_option
+def gpus_command(name: str | None, as_json: bool) -> None:
+    """List all GPUs, or show every figure of the GPU NAME with source, date and doubt."""
+    from potluck.catalog import gpus
+
+    if name is not None:
+        _show(gpus.facts(name), as_json)
+        return
+    if as_json:
+        emit_json([_facts_json(gpus.facts(key)) for key in gpus.names()])
+        return
+    rows = []
+    for key in gpus.names():
+        gpu = gpus.gpu(key)
+        fp8 = "-" if gpu.fp8_tflops is None else f"{gpu.fp8_tflops:g}"
+        mark = "!" if gpus.facts(key).doubt else ""
+        figures = (f"{gpu.fp16_tflops:g}", fp8, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_gb_per_s:g}")
+        rows.append((key, gpu.architecture, *figures, f"{gpu.tdp_w:g}" if gpu.tdp_w else "-", mark))
+    head = ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt")
+    table("GPUs (dense rates, per GPU)", head, rows)
+    click.echo("! sources disagree or are incomplete: `potluck catalog gpus NAME` says how.")
+
+
+@catalog.command("nodes")
+@click.argument("name", required=False)
+@click.option("--gpu", help="Only nodes of this GPU, such as L40S.")
+@_json_option
+def nodes_command(name: str | None, gpu: str | None, as_json: bool) -> None:
+    """List all node types with their links, or show one, such as 2xL40S, with sources."""
+    from potluck.catalog import gpus, nodes
+
+    if name is not None:
+        _show(nodes.facts(name), as_json)
+        return
+    wanted = None if gpu is None else gpus.canonical(gpu)
+    chosen = [key for key in nodes.names() if wanted in (None, nodes.parse(key)[1])]
+    if as_json:
+        emit_json([_facts_json(nodes.facts(key)) for key in chosen])
+        return
+    rows = []
+    for key in chosen:
+        node = nodes.node_type(key)
+        link = node.interconnect
+        speed = "-" if link.kind == "none" else f"{link.gb_per_s:.4g}"
+        rows.append((key, link.kind, speed, f"{link.latency_s * 1e6:g}", f"{node.network_gbps:g}"))
+    head = ("node", "link", "GB/s per GPU\none direction", "latency\nus", "network\nGbps")
+    table("Node types", head, rows)
+
+
+@catalog.command("models")
+@click.argument("name", required=False)
+@_json_option
+def models_command(name: str | None, as_json: bool) -> None:
+    """List all models, or show every figure of the model NAME with source, date and doubt."""
+    from potluck.catalog import models
+    from potluck.perf import memory
+
+    if name is not None:
+        _show(models.facts(name), as_json, _totals(name))
+        return
+    if as_json:
+        emit_json([_facts_json(models.facts(key), _totals(key)) for key in models.names()])
+        return
+    rows = []
+    for key in models.names():
+        model = models.model(key)
+        sizes = (memory.parameters(model) / 1e9, memory.active_parameters(model) / 1e9)
+        kv_kib, state_mib = memory.kv_bytes_per_token(model) / 2**10, memory.state_bytes(model) / 2**20
+        mark = "!" if models.facts(key).doubt else ""
+        weights_gb = memory.weight_bytes(model) / 1e9
+        figures = (
+            f"{sizes[0]:.1f}",
+            f"{sizes[1]:.1f}",
+            f"{weights_gb:.1f}",
+            f"{kv_kib:.2f}",
+            f"{state_mib:.1f}",
+        )
+        rows.append((key, str(model.layer_count), *figures, str(model.max_context_tokens), mark))
+    sizes_head = ("params\nB", "active\nB", "weights\nGB", "KV\nKiB/token", "state\nMiB", "context\ntokens")
+    head = ("model", "layers", *sizes_head, "doubt")
+    table("Models", head, rows)
+    click.echo("! assumed or disputed figures: `potluck catalog models NAME` says which.")
+
+
+@catalog.command("workloads")
+@click.argument("name", required=False)
+@_json_option
+def workloads_command(name: str | None, as_json: bool) -> None:
+    """List named workloads to simulate with, or show the workload NAME with sources."""
+    from potluck.catalog import workloads
+
+    if name is not None:
+        _show(workloads.facts(name), as_json)
+        return
+    if as_json:
+        emit_json([_facts_json(workloads.facts(key)) for key in workloads.names()])
+        return
+    rows = []
+    for key in workloads.names():
+        entry = workloads.workload(key)
+        means = (f"{entry.lengths.prompt.mean_tokens:,.0f}", f"{entry.lengths.output.mean_tokens:,.0f}")
+        rate = "-" if entry.rate_per_s is None else f"{entry.rate_per_s:g}"
+        mark = "!" if workloads.facts(key).assumed else ""
+        rows.append((key, *means, rate, f"{entry.gap_cv:g}", entry.about, mark))
+    head = (
+        "workload",
+        "prompt\ntokens",
+        "answer\ntokens",
+        "rate\nper s",
+        "CV of\ngaps",
+        "what it is",
+        "assumed",
+    )
+    table("Workloads (mean lengths)", head, rows)
+    click.echo("! partly assumed: `potluck catalog workloads NAME` says what.")
+
+
+@catalog.command("prices")
+@click.option("--node", help="Only this node type, such as 8xH100 or L4.")
+@click.option("--gpu", help="Only nodes of this GPU, such as L40S.")
+@click.option("--region", help="Only this place: aws/us-east-1, us-east-1 or a cloud such as runpod.")
+@click.option("--listed", is_flag=True, help="Leave out prices that were derived from other machines.")
+@_json_option
+def prices_command(
+    node: str | None, gpu: str | None, region: str | None, listed: bool, as_json: bool
+) -> None:
+    """List prices per node type and region, with the day they were listed."""
+    from potluck.catalog import gpus, nodes, prices
+
+    found: Iterable[Price] = prices.prices() if region is None else prices.in_region(region)
+    if node is not None:
+        wanted = nodes.canonical(node)
+        found = (price for price in found if price.node == wanted)
+    if gpu is not None:
+        name = gpus.canonical(gpu)
+        found = (price for price in found if nodes.parse(price.node)[1] == name)
+    chosen = [price for price in found if price.listed or not listed]
+    if as_json:
+        emit_json([_price_json(price) for price in chosen])
+        return
+    rows = [_price_row(price) for price in chosen]
+    head = ("node", "place", "USD/h", "spot USD/h", "instance", "date", "basis")
+    table("Prices", head, rows)
+    if not rows:
+        click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
+
+
+def _price_row(price: Price) -> tuple[str, ...]:
+    money = (_money(price.price_usd_per_h), _money(price.spot_usd_per_h))
+    return (price.node, price.place, *money, price.instance_type or "-", price.date, price.basis)
+
+
+def _money(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _totals(name: str) -> dict[str, float]:
+    """What follows from a model's architecture."""
+    from potluck.catalog import models
+    from potluck.perf import memory
+
+    model = models.model(name)
+    return {
+        "layers": model.layer_count,
+        "parameters": memory.parameters(model),
+        "active_parameters": memory.active_parameters(model),
+        "weight_bytes": memory.weight_bytes(model),
+        "kv_bytes_per_token": memory.kv_bytes_per_token(model),
+        "state_bytes": memory.state_bytes(model),
+    }
+
+
+def _show(facts: Facts, as_json: bool, totals: dict[str, float] | None = None) -> None:
+    if as_json:
+        emit_json(_facts_json(facts, totals))
+        return
+    rows = []
+    for figure in facts.figures:
+        mark = " (assumed)" if figure.assumed else ""
+        source = figure.source
+        rows.append((figure.field, f"{_plain(figure.value)}{mark}", source.id, source.date, source.kind))
+    for field, value in (totals or {}).items():
+        rows.append((f"= {field}", f"{value:,.0f}", "follows from the above", "", "derived"))
+    table(facts.name, ("figure", "value", "source", "date", "kind"), rows)
+    for source in dict.fromkeys(figure.source for figure in facts.figures):
+        click.echo(f"{source.id}: {source.title}" + (f" ({source.licence})" if source.licence else ""))
+    click.echo(f"Also called: {', '.join(facts.aliases)}" if facts.aliases else "No other names.")
+    if facts.doubt:
+        click.echo(f"Doubt: {facts.doubt}")
+    if facts.assumed:
+        click.echo(f"Assumed: {'; '.join(facts.assumed)}")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+
+
+def _facts_json(facts: Facts, totals: dict[str, float] | None = None) -> dict[str, object]:
+    figures = {
+        figure.field: {
+            "value": figure.value,
+            "source": figure.source.id,
+            "title": figure.source.title,
+            "date": figure.source.date,
+            "kind": figure.source.kind,
+            "assumed": figure.assumed,
+        }
+        for figure in facts.figures
+    }
+    body: dict[str, object] = {"name": facts.name, "aliases": list(facts.aliases), "figures": figures}
+    if totals is not None:
+        body["derived"] = totals
+    return body | {"doubt": facts.doubt, "assumed": list(facts.assumed)}
+
+
+def _price_json(price: Price) -> dict[str, object]:
+    return {
+        "node": price.node,
+        "cloud": price.cloud,
+        "region": price.region,
+        "price_usd_per_h": price.price_usd_per_h,
+        "spot_usd_per_h": price.spot_usd_per_h,
+        "instance_type": price.instance_type or None,
+        "source": price.source,
+        "date": price.date,
+        "basis": price.basis,
+    }

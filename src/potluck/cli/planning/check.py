@@ -1,0 +1,203 @@
+"""`potluck check`: validate a spec and show what it says."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import click
+
+from potluck.cli.common.render import bytes_, count, emit_json, percent, seconds, short, table, usd
+from potluck.core.values.model import Model
+from potluck.spec.load import load_spec
+from potluck.spec.problems import SpecError
+from potluck.spec.values import ModelSpec, Spec
+
+
+@click.command()
+@click.argument("spec", type=click.Path(path_type=Path), default=Path("potluck.yaml"))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, also when the spec is not valid.")
+@click.pass_context
+def check(context: click.Context, spec: Path, as_json: bool) -> None:
+    """Validate SPEC (potluck.yaml when left out) and show models, fleet and links.
+
+    Every problem is one line with file, line and field. Exit code 0 when valid, 2 when not.
+
+    \b
+    Examples:
+      potluck check
+      potluck check examples/two-regions.yaml
+      potluck check prod.yaml --json | jq .errors
+    """
+    try:
+        loaded = load_spec(spec)
+    except SpecError as error:
+        if not as_json:
+            raise
+        found = [
+            {"file": p.file, "line": p.line, "field": p.field, "problem": p.problem} for p in error.problems
+        ]
+        emit_json({"valid": False, "file": str(spec), "errors": found, "warnings": []})
+        context.exit(2)
+    if as_json:
+        emit_json(summary(loaded, str(spec)))
+    else:
+        show(loaded, str(spec))
+
+
+def summary(spec: Spec, file: str) -> dict[str, Any]:
+    """What `--json` prints for a valid spec."""
+    return {
+        "valid": True,
+        "file": file,
+        "errors": [],
+        "warnings": warnings(spec),
+        "notes": list(spec.notes),
+        "models": [_model_row(model) for model in spec.models],
+        "fleet": [
+            {
+                "region": region.name,
+                "node": offer.node,
+                "gpus": spec.node_type(offer.node).gpus,
+                "available": offer.available,
+                "price_usd_per_h": offer.price_usd_per_h,
+                "spot": offer.spot,
+                "price_source": spec.price_source(region.name, offer.node),
+            }
+            for region in spec.regions
+            for offer in region.offers
+        ],
+        "links": [
+            {"source": link.source, "target": link.target, "gbps": link.gbps, "rtt_s": link.rtt_s}
+            for link in spec.links
+        ],
+        "budget_usd_per_h": spec.budget_usd_per_h,
+    }
+
+
+def _model_row(model: ModelSpec) -> dict[str, Any]:
+    traffic = model.traffic
+    return {
+        "name": model.name,
+        "model": model.model.name,
+        "parameters": _parameters(model.model),
+        "weight_bytes": _weight_bytes(model.model),
+        "ttft_s": model.slo.ttft_s,
+        "tpot_s": model.slo.tpot_s,
+        "attainment": model.slo.attainment,
+        "rate_per_s": traffic.rate_per_s,
+        "mean_input_tokens": traffic.mean_input_tokens,
+        "mean_output_tokens": traffic.mean_output_tokens,
+        "prefix_hit_share": traffic.prefix_hit_share,
+        "length_bins": len(traffic.lengths),
+        "lengths_from": model.lengths_from,
+    }
+
+
+def show(spec: Spec, file: str) -> None:
+    """The tables."""
+    models = [_model_row(model) for model in spec.models]
+    table(
+        "Models",
+        ("name", "model", "params", "TTFT", "TPOT", "for", "req/s", "in", "out", "cached", "lengths"),
+        [
+            (
+                m["name"],
+                m["model"],
+                short(m["parameters"]),
+                seconds(m["ttft_s"]),
+                seconds(m["tpot_s"]),
+                percent(m["attainment"]),
+                count(m["rate_per_s"]),
+                count(round(m["mean_input_tokens"])),
+                count(round(m["mean_output_tokens"])),
+                percent(m["prefix_hit_share"]),
+                m["lengths_from"],
+            )
+            for m in models
+        ],
+    )
+    table(
+        "Fleet",
+        ("region", "node", "available", "per hour", "kind", "price from"),
+        [
+            (
+                region.name,
+                offer.node,
+                count(offer.available),
+                usd(offer.price_usd_per_h),
+                "spot" if offer.spot else "on demand",
+                spec.price_source(region.name, offer.node),
+            )
+            for region in spec.regions
+            for offer in region.offers
+        ],
+    )
+    if spec.links:
+        rows = [(k.source, k.target, f"{k.gbps:g} Gbps", seconds(k.rtt_s)) for k in spec.links]
+        table("Links", ("from", "to", "bandwidth", "RTT"), rows)
+    if spec.budget_usd_per_h is not None:
+        click.echo(f"budget: {usd(spec.budget_usd_per_h)} per hour")
+    for note in spec.notes:
+        click.echo(f"note: {note}")
+    for warning in warnings(spec):
+        click.echo(f"warning: {warning}")
+    click.echo(f"{file} is valid.")
+
+
+def warnings(spec: Spec) -> list[str]:
+    """What is allowed but probably not meant."""
+    found = [text for model in spec.models for text in _model_warnings(model, spec)]
+    for a, b in combinations([region.name for region in spec.regions], 2):
+        if spec.link(a, b) is None and spec.link(b, a) is None:
+            found.append(f"no link between {a} and {b}: no KV cache will cross between them")
+    offers = [offer for region in spec.regions for offer in region.offers if offer.available]
+    cheapest = min(offer.price_usd_per_h for offer in offers)
+    if spec.budget_usd_per_h is not None and spec.budget_usd_per_h < cheapest:
+        found.append(f"the budget is below {usd(cheapest)} per hour, the price of the cheapest node")
+    return found
+
+
+def _model_warnings(model: ModelSpec, spec: Spec) -> list[str]:
+    found = []
+    weights = _weight_bytes(model.model)
+    per_region = [
+        [(_memory_bytes(spec, offer.node), offer.available) for offer in region.offers if offer.available]
+        for region in spec.regions
+    ]
+    largest_node = max(memory for region in per_region for memory, _ in region)
+    largest_region = max(sum(memory * number for memory, number in region) for region in per_region)
+    if weights > largest_region:
+        problem = (
+            f"no region holds its {bytes_(weights)} of weights, the largest has {bytes_(largest_region)}"
+        )
+        found.append(f"{model.name}: {problem}")
+    elif weights > largest_node:
+        problem = f"no single node holds its {bytes_(weights)} of weights, it needs a pipeline over several"
+        found.append(f"{model.name}: {problem}")
+    longest = max(bin_.input_tokens + bin_.output_tokens for bin_ in model.traffic.lengths)
+    limit = model.model.max_context_tokens
+    if longest > limit:
+        problem = f"some requests have {count(round(longest))} tokens, its context ends at {count(limit)}"
+        found.append(f"{model.name}: {problem}")
+    if model.traffic.rate_per_s == 0:
+        found.append(f"{model.name}: rate_per_s is 0, nothing will be rented for it")
+    return found
+
+
+def _memory_bytes(spec: Spec, node: str) -> float:
+    kind = spec.node_type(node)
+    return kind.gpus * kind.gpu.memory_bytes
+
+
+def _parameters(model: Model) -> int:
+    from potluck.perf.memory import parameters
+
+    return parameters(model)
+
+
+def _weight_bytes(model: Model) -> float:
+    from potluck.perf.memory import weight_bytes
+
+    return weight_bytes(model)

@@ -1,0 +1,191 @@
+"""`potluck estimate`: one node, one model, one kind of request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import bytes_, count, emit_json, percent, seconds, table, usd
+from potluck.core.errors import InputError
+from potluck.core.values.types import NodeType, Role, Slo
+
+if TYPE_CHECKING:
+    from potluck.core.values.model import Model
+    from potluck.perf.estimate import Estimate
+    from potluck.perf.profile import Profile
+
+
+profile_option = click.option(
+    "--profile",
+    "profile_paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Step times that `potluck profile` measured; may be repeated.",
+)
+
+
+@click.command()
+@click.option("--model", "model_name", required=True, help="Catalog name, or a Hugging Face directory.")
+@click.option("--node", "node_name", required=True, help="Such as 2xL40S, H100 or L40S:2.")
+@click.option("--tp", "--tensor-parallel-size", type=int, help="GPUs per replica; the best one by default.")
+@click.option("--input", "--isl", "input_tokens", type=int, required=True, help="Prompt tokens.")
+@click.option("--output", "--osl", "output_tokens", type=int, required=True, help="Output tokens.")
+@click.option("--ttft-ms", type=float, help="Time to first token that must hold.")
+@click.option("--tpot-ms", type=float, help="Time per output token that must hold.")
+@click.option("--role", type=click.Choice(["mixed", "prefill", "decode"]), default="mixed", show_default=True)
+@click.option("--price", "price_usd_per_h", type=float, help="USD per hour of the node; else the catalog's.")
+@click.option("--region", help="Take the catalog's price of this region, such as aws/us-east-1.")
+@profile_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def estimate(
+    model_name: str,
+    node_name: str,
+    tp: int | None,
+    input_tokens: int,
+    output_tokens: int,
+    ttft_ms: float | None,
+    tpot_ms: float | None,
+    role: Role,
+    price_usd_per_h: float | None,
+    region: str | None,
+    profile_paths: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """How fast a node serves a model, how much fits, and what a million tokens cost.
+
+    \b
+    Examples:
+      potluck estimate --model Llama-3.1-8B --node 2xL40S --input 1024 --output 256
+      potluck estimate --model Qwen3-32B --node 4xL40S --tp 4 --input 2000 --output 300 \\
+                       --ttft-ms 2000 --tpot-ms 80
+      potluck estimate --model ./my-model --node H100 --input 512 --output 512 --role decode --json
+    """
+    from potluck.catalog import nodes
+    from potluck.perf.estimate import estimate as estimate_node
+
+    node, model = nodes.node_type(node_name), find_model(model_name)
+    price, price_from = _price(node.name, price_usd_per_h, region)
+    found = estimate_node(
+        model,
+        node,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        tp=tp,
+        slo=_slo(ttft_ms, tpot_ms),
+        price_usd_per_h=price,
+        role=role,
+        profiles=read_profiles(profile_paths, [model], [node]),
+    )
+    if as_json:
+        emit_json(_as_json(found, input_tokens, output_tokens, price_from))
+    else:
+        _show(found, input_tokens, output_tokens, price_from)
+
+
+def read_profiles(
+    paths: Sequence[Path], models: Sequence[Model], nodes: Sequence[NodeType]
+) -> tuple[Profile, ...]:
+    """The profiles in some files; one that is of no model or GPU in question is an error, not ignored."""
+    from potluck.perf.profile import profile_for, profile_from_json
+
+    found = []
+    for path in paths:
+        try:
+            profile = profile_from_json(path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("--profile", f"{path} cannot be read") from error
+        if not any(profile_for([profile], model, node, profile.tp) for model in models for node in nodes):
+            raise InputError(
+                "--profile", f"{path} is of {profile.model} on {profile.gpu}, which is not asked about"
+            )
+        found.append(profile)
+    return tuple(found)
+
+
+def find_model(name: str) -> Model:
+    """A catalog model, or the one that a directory or a config.json describes."""
+    from potluck.catalog import huggingface, models
+
+    path = Path(name)
+    if path.exists() or name.endswith(".json") or name.startswith((".", "/")):
+        return huggingface.read_model(path)
+    return models.model(name)
+
+
+def _slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo | None:
+    for name, value in (("ttft-ms", ttft_ms), ("tpot-ms", tpot_ms)):
+        if value is not None and not value > 0:
+            raise InputError(name, f"must be positive, is {value:g}")
+    if ttft_ms is None and tpot_ms is None:
+        return None
+    return Slo((ttft_ms or 1e9) / 1e3, (tpot_ms or 1e9) / 1e3)
+
+
+def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tuple[float | None, str]:
+    from potluck.catalog import prices
+
+    if given_usd_per_h is not None:
+        if not 0 <= given_usd_per_h < float("inf"):
+            raise InputError("price", f"must not be negative, is {given_usd_per_h:g}")
+        return given_usd_per_h, "given"
+    try:
+        found = prices.price_usd_per_h(node, region)
+    except InputError:
+        if region is not None:
+            raise
+        return None, "none known; give one with --price"
+    return found.price_usd_per_h, f"{found.cloud}/{found.region}, {found.date}, {found.basis}"
+
+
+def _as_json(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> object:
+    from potluck.core.codec import encode
+
+    body = encode(found)
+    assert isinstance(body, dict)
+    body.pop("type")
+    return {"input_tokens": input_tokens, "output_tokens": output_tokens, "price_from": price_from, **body}
+
+
+def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
+    at = found.operating
+    gpus = f"tensor parallelism {found.tp}, {found.replicas} replica(s)"
+    title = f"{found.model} on {found.node} ({gpus}), {input_tokens} in / {output_tokens} out, {found.role}"
+    rows: list[tuple[str, str, str]] = [
+        ("prefill of one prompt", seconds(found.prefill_s), f"{found.prefill_bound}-bound"),
+        ("decode step, alone", seconds(found.decode_step_s), f"{1 / found.decode_step_s:.0f} tokens/s"),
+        ("weights", bytes_(found.weight_bytes), "per replica"),
+        ("KV memory", bytes_(found.kv_bytes), f"{count(found.max_batch)} such requests per replica"),
+    ]
+    if at is not None:
+        chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if found.role == "mixed" else ""
+        rows += [
+            ("batch per replica", count(at.batch), chunk),
+            ("TTFT, without queueing", seconds(at.ttft_s), ""),
+            ("TPOT", seconds(at.tpot_s), f"{found.decode_bound}-bound") if at.tpot_s else ("TPOT", "-", ""),
+            ("requests per second", f"{found.requests_per_s:.3g}", "whole node"),
+            ("tokens per second", count(round(found.total_tokens_per_s)), "input and output"),
+        ]
+        if found.output_tokens_per_s:
+            rows.append(("output tokens per second", count(round(found.output_tokens_per_s)), ""))
+    rows.append(("what binds", found.binds, ""))
+    if found.price_usd_per_h is not None:
+        rows.append(("price per hour", usd(found.price_usd_per_h), price_from))
+        if found.usd_per_million_tokens is not None:
+            rows.append(("cost per million tokens", usd(found.usd_per_million_tokens), "input and output"))
+        if found.usd_per_million_output_tokens is not None:
+            rows.append(("cost per million output tokens", usd(found.usd_per_million_output_tokens), ""))
+    else:
+        rows.append(("price per hour", "unknown", price_from))
+    rows.append(("confidence", found.confidence, confidence_words(found)))
+    table(title, ("", "estimate", ""), rows)
+
+
+def confidence_words(found: Estimate) -> str:
+    """What the confidence means for this estimate."""
+    error = found.expected_error
+    if error is None:
+        return f"{found.basis}; error unknown"
+    return f"{found.basis}; operators off by {percent(error.median)} (median), {percent(error.p90)} (9 in 10)"

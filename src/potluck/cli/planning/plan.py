@@ -1,0 +1,264 @@
+"""`potluck plan` and `potluck compare`: from a spec to a plan, or to a table of strategies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.progress import progress
+from potluck.cli.common.render import emit_json
+from potluck.cli.planning.estimate import profile_option, read_profiles
+from potluck.cli.planning.plan_show import Compared, show_compared, show_plan, show_reasons
+from potluck.cli.planning.rehearse import rehearsal_json, rehearsal_options, rehearsed, show_rehearsal
+from potluck.cli.planning.search_trace import require_kind, show_search, write_trace
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.core.values.plan import Deployment
+    from potluck.plan.explain import Explanation
+    from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Outcome, Settings, Workshop
+
+Command = TypeVar("Command", bound=Callable[..., object])
+_PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
+
+
+def _options(command: Command) -> Command:
+    """The options that `plan` and `compare` share."""
+    for option in (
+        click.option(
+            "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="Seconds."
+        ),
+        click.option(
+            "--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be."
+        ),
+        click.option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
+        click.option(
+            "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
+        ),
+        click.option(
+            "--seed",
+            type=click.IntRange(min=0),
+            default=0,
+            show_default=True,
+            help="Of the search on a pool.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan (JSON) here.")
+@click.option(
+    "--running", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The plan in force."
+)
+@click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
+@click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
+@click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
+@profile_option
+@rehearsal_options
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw how a search went (.html, .svg or .json).",
+)
+@_options
+def plan(
+    spec_path: Path | None,
+    strategy: str,
+    out: Path | None,
+    running: Path | None,
+    pinned: tuple[str, ...],
+    init_penalty: float,
+    explained: bool,
+    profile_paths: tuple[Path, ...],
+    trace_path: Path | None,
+    seed: int,
+    time_limit_s: float,
+    headroom: float,
+    budget_usd_per_h: float | None,
+    what_if: tuple[str, ...],
+    as_json: bool,
+    **rehearsing: object,
+) -> None:
+    """What to rent and how to lay the models out, proven cheapest. Without SPEC, the bundled example.
+
+    \b
+    Examples:
+      potluck plan potluck.yaml --out plan.json
+      potluck plan potluck.yaml --rehearse --cv 3
+      potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
+      potluck plan potluck.yaml --running plan.json --init-penalty 0.2
+      potluck plan pool.yaml --strategy thunderserve --trace search.html
+    """
+    from potluck.core.values.plan import plan_from_json, plan_to_json
+    from potluck.plan.explain import explain
+    from potluck.plan.strategies import Settings, Workshop
+    from potluck.plan.verify import verify
+
+    planner = _strategy(strategy)
+    if trace_path is not None:
+        require_kind(trace_path)
+    spec = read_spec(spec_path)
+    problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
+    problem = _measured(problem, profile_paths)
+    before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
+    limit_s = _positive("time-limit", time_limit_s)
+    settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
+    with progress(4 * len(problem.asks) + 2) as said:
+        workshop = Workshop(problem, said=said)
+        outcome = planner(workshop, settings)
+        _require_service(problem, outcome, limit_s)
+        tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
+        if tried is not None:
+            workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
+        said("checking")
+        violations = verify(workshop.problem, outcome.plan)
+        if violations:
+            raise CapacityError(f"the plan failed its own check: {violations[0]}")
+        if tried is not None:
+            outcome = replace(outcome, plan=tried.best.plan)
+        if out is not None:
+            out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
+        searched = dict(workshop.searched)
+        if trace_path is not None:
+            write_trace(trace_path, searched)
+        said("asking what else there was")
+        reasons = explain(workshop, outcome, planner, settings) if explained else None
+    if as_json:
+        emit_json(_as_json(outcome, reasons) | rehearsal_json(tried))
+        return
+    show_rehearsal(tried)
+    show_plan(problem, outcome)
+    show_search(searched)
+    if reasons is not None:
+        show_reasons(reasons)
+
+
+@click.command()
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@_options
+def compare(
+    spec_path: Path | None,
+    seed: int,
+    time_limit_s: float,
+    headroom: float,
+    budget_usd_per_h: float | None,
+    what_if: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """All strategies on one spec, in one table. Without SPEC, the bundled example."""
+    import time
+
+    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+    from potluck.plan.verify import verify
+
+    problem = load_problem(read_spec(spec_path), headroom, budget_usd_per_h, what_if, 0.0)
+    rows = []
+    with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
+        workshop = Workshop(problem, said=said)
+        outcomes, left_out = {}, []
+        for name, strategy in STRATEGIES.items():
+            start = time.process_time()
+            said(name)
+            limit_s = _positive("time-limit", time_limit_s)
+            try:
+                outcome = strategy(workshop, Settings(time_limit_s=limit_s, seed=seed))
+            except InputError as error:
+                # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
+                if error.field != "strategy":
+                    raise
+                left_out.append(error.problem)
+                continue
+            outcomes[name] = (outcome, time.process_time() - start)
+    for name, (outcome, cpu_s) in outcomes.items():
+        found = outcome.plan
+        tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
+        rows.append(
+            Compared(
+                strategy=name,
+                cost_usd_per_h=found.cost_usd_per_h,
+                usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
+                served_fraction=found.fraction,
+                goodput_per_s=max(0.0, sum(ask.rate_per_s for ask in problem.asks) * found.fraction),
+                nodes=sum(found.nodes.values()),
+                gap=found.gap,
+                cpu_s=cpu_s,
+                violations=verify(problem, found),
+            )
+        )
+    if as_json:
+        from potluck.core.codec import encode
+
+        emit_json([encode(row) for row in rows])
+    else:
+        show_compared(rows)
+    for problem_text in left_out:
+        click.echo(f"left out: {problem_text}", err=as_json)
+
+
+def _require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
+    """A plan that serves nothing is no plan: say why instead."""
+    from potluck.plan.explain import why_not
+
+    if outcome.allocation.status == "unknown":
+        raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
+    if outcome.plan.fraction > 0 or not any(ask.rate_per_s > 0 for ask in problem.asks):
+        return
+    shortfall = outcome.allocation.shortfall
+    unserved = () if shortfall is None else shortfall.unserved
+    models = [ask.name for ask in problem.asks if any(name.startswith(f"{ask.name}/") for name in unserved)]
+    if models:
+        raise CapacityError("; ".join(why_not(problem, model) for model in models))
+    raise CapacityError(f"no plan serves any of the demand: {shortfall}")
+
+
+def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:
+    from potluck.plan.strategies import STRATEGIES
+
+    if name not in STRATEGIES:
+        raise UnknownNameError("strategy", name, STRATEGIES)
+    return STRATEGIES[name]
+
+
+def _measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
+    """With the step times in profiles, where they apply."""
+    found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
+    return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
+
+
+def _pin(text: str) -> Deployment:
+    from potluck.core.values.plan import Deployment
+
+    match = _PIN.match(text)
+    if match is None:
+        raise InputError("pin", f"{text!r} is not TEMPLATE@REGION=COUNT; `plan --json` names the templates")
+    return Deployment(match["template"], match["region"], int(match["count"]))
+
+
+def _positive(field: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise InputError(field, f"must be positive, is {value:g}")
+    return value
+
+
+def _as_json(outcome: Outcome, reasons: Explanation | None) -> dict[str, object]:
+    from potluck.core.codec import encode
+
+    body: dict[str, object] = {"plan": encode(outcome.plan)}
+    if outcome.allocation.shortfall is not None:
+        body["shortfall"] = str(outcome.allocation.shortfall)
+    if reasons is not None:
+        body["explanation"] = encode(reasons)
+    return body

@@ -1,0 +1,165 @@
+"""How plans, their reasons and comparisons are printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import percent, seconds, table, usd
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from potluck.core.values.plan import Plan
+    from potluck.plan.explain import Explanation
+    from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One strategy's row."""
+
+    strategy: str
+    cost_usd_per_h: float
+    usd_per_million_tokens: float | None
+    served_fraction: float
+    goodput_per_s: float
+    nodes: int
+    gap: float
+    cpu_s: float
+    violations: tuple[str, ...]
+
+
+def show_compared(rows: Sequence[Compared]) -> None:
+    """The table of `potluck compare`."""
+    cells = [
+        (
+            row.strategy,
+            usd(row.cost_usd_per_h),
+            "-" if row.usd_per_million_tokens is None else usd(row.usd_per_million_tokens),
+            f"{row.goodput_per_s:.3g}",
+            percent(row.served_fraction),
+            row.nodes,
+            percent(row.gap),
+            f"{row.cpu_s:.2f}",
+            "sound" if not row.violations else row.violations[0],
+        )
+        for row in rows
+    ]
+    columns = ("strategy", "USD/h", "$/M tokens", "goodput/s", "served", "nodes", "gap", "CPU s", "check")
+    table("Strategies on the same templates", columns, cells)
+
+
+def show_plan(problem: Problem, outcome: Outcome) -> None:
+    """What is deployed where, and what to expect of it."""
+    if outcome.allocation.shortfall is not None:
+        click.echo(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
+    _show_deployments(problem, outcome)
+    show_groups(outcome.plan)
+    _show_predictions(problem, outcome)
+
+
+def show_groups(plan: Plan) -> None:
+    """Which machines do what, where a plan names them: a row per replica, its stages as GPUs:layers."""
+    rows = []
+    for template in plan.templates:
+        if template.kind != "group":
+            continue
+        group = template.name.split(": group ", 1)[-1].split(" ", 1)[0]
+        for replica in template.replicas:
+            machines = ", ".join(f"{gpus} of {name}" for name, gpus in replica.layout.machines.items())
+            stages = " ".join(f"{stage.nodes[0].tp}:{stage.layers}" for stage in replica.layout.stages)
+            rows.append((template.model, group, replica.role, machines, stages))
+    if rows:
+        table("Groups of machines", ("model", "group", "role", "GPUs", "stages (GPUs:layers)"), rows)
+
+
+def _show_deployments(problem: Problem, outcome: Outcome) -> None:
+    found = outcome.plan
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    rows = []
+    for deployment in found.deployments:
+        template = found.template(deployment.template)
+        rate = sum(
+            s.rate_per_s
+            for s in found.shares
+            if (s.template, s.region) == (deployment.template, deployment.region)
+        )
+        cost = sum(prices[deployment.region, n.node] * n.count for n in template.nodes) * deployment.count
+        rows.append(
+            (
+                template.model,
+                deployment.region,
+                deployment.count,
+                template.name.split(": ", 1)[-1],
+                f"{rate:.3g}",
+                usd(cost),
+                template.confidence,
+            )
+        )
+    proof = "proven cheapest" if found.gap < 1e-6 else f"at most {percent(found.gap)} above the cheapest"
+    if found.strategy == "thunderserve" and found.gap < 1e-6:
+        proof = "the cheapest use of the groups found"  # a search proves nothing about others
+    if found.fraction < 1:
+        proof = f"for {percent(found.fraction)} of the demand"
+    title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h, {proof}"
+    table(title, ("model", "region", "copies", "template", "req/s", "USD/h", "confidence"), rows)
+
+
+def _show_predictions(problem: Problem, outcome: Outcome) -> None:
+    from potluck.plan.explain import usd_per_million_tokens
+
+    found = outcome.plan
+    rows = [
+        (
+            p.model,
+            f"{p.demand_per_s:.3g}",
+            f"{p.capacity_per_s:.3g}",
+            seconds(p.ttft_s),
+            seconds(p.tpot_s),
+            usd(usd_per_million_tokens(problem, found, p.model)),
+            p.confidence,
+        )
+        for p in found.predictions
+    ]
+    table(
+        "What to expect",
+        ("model", "demand/s", "could do/s", "TTFT", "TPOT", "$/M tokens", "confidence"),
+        rows,
+    )
+
+
+def show_reasons(reasons: Explanation) -> None:
+    """Why these GPUs, and what a node is worth."""
+    rows = []
+    for each in reasons.models:
+        if not each.served_by:
+            extra = "nothing is asked of it"
+        elif each.next_best_usd_per_h is None:
+            extra = "demand could not be met"
+        else:
+            extra = f"+{usd(max(0.0, each.next_best_usd_per_h))}/h: {'; '.join(each.next_best)}"
+        rows.append((each.model, "; ".join(each.served_by), ", ".join(each.without), extra))
+    table("Why these GPUs", ("model", "served by", "without", "the next best"), rows)
+    values = [
+        (
+            n.region,
+            n.node,
+            f"{n.rented} of {n.available}",
+            usd(n.price_usd_per_h),
+            usd(n.shadow_usd_per_h),
+            "-"
+            if not n.rented
+            else ("not enough" if n.one_fewer_usd_per_h is None else _signed(n.one_fewer_usd_per_h)),
+        )
+        for n in reasons.nodes
+    ]
+    columns = ("region", "node", "rented", "price", "one more saves up to", "one fewer costs")
+    table("What a node is worth, per hour", columns, values)
+
+
+def _signed(value_usd: float) -> str:
+    return f"+{usd(value_usd)}" if value_usd >= 0 else f"-{usd(-value_usd)}"

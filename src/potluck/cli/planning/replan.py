@@ -1,0 +1,129 @@
+"""`potluck replan`: something happened; what are the answers, from cheap to dear?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.progress import progress
+from potluck.cli.common.render import emit_json, percent, seconds, table, usd
+from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
+from potluck.cli.planning.plan_show import show_groups
+from potluck.core.errors import CapacityError, InputError
+
+if TYPE_CHECKING:
+    from potluck.plan.ladder import Answer
+
+
+@click.command()
+@click.argument("plan_path", metavar="PLAN", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("spec_path", metavar="SPEC", type=click.Path(path_type=Path))
+@click.option(
+    "--lose",
+    multiple=True,
+    help="REGION:NODE=COUNT: so many of these nodes are gone; or NAME,NAME: these machines of a pool.",
+)
+@click.option("--rate", multiple=True, help="MODEL=REQUESTS_PER_S, or MODEL=1.5x for so many times as many.")
+@click.option(
+    "--workload",
+    multiple=True,
+    help="[MODEL=]LENGTHS: requests are now as long as 2048/28, a trace file or a workload of the catalog.",
+)
+@click.option(
+    "--link",
+    multiple=True,
+    help="FROM:TO=GBPS: a link's bandwidth is now this; between regions or machines, one direction.",
+)
+@click.option("--price", multiple=True, help="REGION:NODE=USD_PER_H: a node's price is now this.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the best answer's plan here."
+)
+@click.option(
+    "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="Seconds a solve."
+)
+@click.option("--init-penalty", type=float, default=0.1, show_default=True, help="CORAL's K, against churn.")
+@click.option("--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a search.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def replan(
+    plan_path: Path,
+    spec_path: Path,
+    lose: tuple[str, ...],
+    rate: tuple[str, ...],
+    workload: tuple[str, ...],
+    link: tuple[str, ...],
+    price: tuple[str, ...],
+    out: Path | None,
+    time_limit_s: float,
+    init_penalty: float,
+    headroom: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Answers to trouble for a running PLAN: new routing, role flips, a new allocation.
+
+    \b
+    Examples:
+      potluck replan plan.json potluck.yaml --lose us-east-1:4xL40S=1
+      potluck replan plan.json potluck.yaml --rate chat=2x --link us-east-1:lab=1gbps
+      potluck replan plan.json pool.yaml --lose node3,node7 --workload coding
+    """
+    from potluck.core.values.plan import plan_from_json, plan_to_json
+    from potluck.plan.ladder import best_answer, ladder
+    from potluck.plan.strategies import STRATEGIES, Settings
+    from potluck.plan.verify import verify
+
+    running = plan_from_json(plan_path.read_text(encoding="utf-8"))
+    changes = Changes(lose, rate, workload, link, price)
+    problem = load_problem(changed_spec(read_spec(spec_path), changes), headroom, None, (), init_penalty)
+    problem = changed_problem(problem, running, changes)
+    if not 0 < time_limit_s < float("inf"):
+        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
+    with progress(3) as said:
+        said("rerouting, flipping, reallocating")
+        settings = Settings(time_limit_s=time_limit_s, seed=seed)
+        answers = ladder(problem, running, STRATEGIES["auto"], settings)
+        for answer in answers:
+            violations = verify(problem, answer.plan)
+            if violations:
+                raise CapacityError(f"the answer {answer.step!r} failed its own check: {violations[0]}")
+    best = best_answer(answers)
+    if best.served_fraction <= 0 and any(ask.rate_per_s > 0 for ask in problem.asks):
+        raise CapacityError(
+            "nothing that is left can serve the demand within its objective; add nodes or relax it"
+        )
+    if out is not None:
+        out.write_text(plan_to_json(best.plan), encoding="utf-8")
+    if as_json:
+        from potluck.core.codec import encode
+
+        emit_json({"best": best.step, "answers": [encode(answer) for answer in answers]})
+    else:
+        _show(answers, best)
+
+
+def _show(answers: tuple[Answer, ...], best: Answer) -> None:
+    rows = [
+        (
+            f"{answer.step} (best)" if answer is best else answer.step,
+            percent(answer.served_fraction),
+            usd(answer.cost_usd_per_h),
+            seconds(answer.time_s) if answer.time_s else "at once",
+            usd(answer.start_cost_usd),
+            answer.flips,
+            answer.starts,
+            answer.stops,
+        )
+        for answer in answers
+    ]
+    columns = ("answer", "served", "USD/h", "in force after", "start-up USD", "flips", "starts", "stops")
+    table("Answers, from cheap to dear", columns, rows)
+    table(
+        f"With {best.step}",
+        ("region", "copies", "template"),
+        [(each.region, each.count, each.template) for each in best.plan.deployments],
+    )
+    show_groups(best.plan)

@@ -1,0 +1,281 @@
+"""`potluck bench`: load for any server that speaks OpenAI's API, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import repeat
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli.common import render
+from potluck.cli.serving.service import running_url
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.values.types import Slo
+
+if TYPE_CHECKING:
+    from potluck.load.client import Shot
+    from potluck.load.measured import Findings
+    from potluck.load.prompts import Style
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_REQUESTS = 100
+MOST_REQUESTS = 1_000_000
+KEY_VARIABLE = "OPENAI_API_KEY"
+ASK_S = 10.0
+LATE_S = 0.05
+"""A client that was later than this is said to have been."""
+Row = tuple[float, str, int, int]
+
+
+@click.command()
+@click.argument("url", required=False)
+@click.option("--model", help="Which one; else the server's first.")
+@click.option("--rate", "rate_per_s", type=float, help="Open loop: requests/s, with times of chance.")
+@click.option(
+    "--workload", metavar="NAME|FILE", help="Open loop: a trace or workload as `potluck simulate` reads it."
+)
+@click.option(
+    "--concurrency", type=click.IntRange(1, 10_000), help="Closed loop: so many at once (1 unless told)."
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1, MOST_REQUESTS),
+    help=f"How many ({DEFAULT_REQUESTS}; of a trace all).",
+)
+@click.option("--seconds", type=click.FloatRange(0.1, 86_400), help="Send nothing new after this.")
+@click.option("--input", "prompt", type=click.IntRange(1, 1_000_000), default=256, show_default=True)
+@click.option("--output", type=click.IntRange(1, 1_000_000), default=64, show_default=True)
+@click.option(
+    "--prompts",
+    "style",
+    type=click.Choice(["ids", "text", "chat"]),
+    default="ids",
+    show_default=True,
+    help="Token numbers (exact lengths), text, or text as a chat.",
+)
+@click.option(
+    "--until-eos", is_flag=True, help="Let answers end by themselves; not all servers know ignore_eos."
+)
+@click.option("--ttft", "ttft_s", type=float, help="Objective, in s; counts how many requests keep it.")
+@click.option("--tpot", "tpot_s", type=float, help="Objective, in s per token after the first.")
+@click.option("--timeout", "within_s", type=click.FloatRange(0.1), default=600.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--key", help=f"API key; else ${KEY_VARIABLE}.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="FILE.html with distributions.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def bench(
+    url: str | None,
+    model: str | None,
+    rate_per_s: float | None,
+    workload: str | None,
+    concurrency: int | None,
+    requests: int | None,
+    seconds: float | None,
+    prompt: int,
+    output: int,
+    style: Style,
+    until_eos: bool,
+    ttft_s: float | None,
+    tpot_s: float | None,
+    within_s: float,
+    seed: int,
+    key: str | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Send requests to the OpenAI server at URL and measure TTFT, TPOT and the whole time of each.
+
+    Without a URL it is the service that runs here, or port 8000.
+
+    In an open loop (--rate, --workload) requests come when they come, and times count from when each should have
+    been sent. In a closed loop (--concurrency) a slow server is asked less: latencies then look better than users
+    would find them.
+
+    Exits with 1 where no request at all was answered.
+
+    \b
+    Examples:
+      potluck bench --concurrency 8 --requests 200
+      potluck bench http://host:8000 --rate 20 --seconds 60 --input 512 --output 64 --ttft 1 --tpot 0.05
+      potluck bench --workload trace.jsonl --rate 5 --requests 500 --plot bench.html
+    """
+    from potluck.load import client, measured, prompts
+
+    if plot is not None and plot.suffix != ".html":
+        raise InputError("--plot", f"{plot.name} must end in .html")
+    if concurrency is not None and (rate_per_s is not None or workload is not None):
+        raise InputError("--concurrency", "is a closed loop, --rate and --workload an open one: give either")
+    slo = _slo(ttft_s, tpot_s)
+    url = url or running_url() or DEFAULT_URL
+    client.server_of(url)
+    model = _model(url, model, key := key or os.environ.get(KEY_VARIABLE, ""))
+    count = requests or (None if seconds is not None else DEFAULT_REQUESTS)
+    open_loop = rate_per_s is not None or workload is not None
+    rows: Iterable[Row]
+    if workload is not None:
+        rows = _traced(workload, model, rate_per_s, requests, seconds, seed)
+    elif rate_per_s is not None:
+        rows = prompts.same(prompts.poisson(Random(seed), rate_per_s, count, seconds), model, prompt, output)
+    else:
+        rows = prompts.same(repeat(0.0) if count is None else repeat(0.0, count), model, prompt, output)
+    made = prompts.shots(rows, seed=seed, style=style, key=key, until_eos=until_eos)
+    if open_loop:
+        client.shoot(url, shots := list(made), within_s=within_s)
+    else:
+        shots = client.shoot_in_turns(url, made, concurrency or 1, seconds=seconds, within_s=within_s)
+    found = measured.measured(shots, slo)
+    if plot is not None:
+        _write(plot, _page(url, shots, found, slo))
+    if as_json:
+        render.emit_json(_json(url, model, found, slo, open_loop, concurrency))
+    else:
+        _show(url, model, found, slo, None if open_loop else concurrency or 1)
+    if not found.answered:
+        raise click.exceptions.Exit(1)
+
+
+def _slo(ttft_s: float | None, tpot_s: float | None) -> Slo | None:
+    if ttft_s is None and tpot_s is None:
+        return None
+    return Slo(1e9 if ttft_s is None else ttft_s, 1e9 if tpot_s is None else tpot_s)
+
+
+def _model(url: str, model: str | None, key: str) -> str:
+    """The model to ask for, known to the server."""
+    base = url.rstrip("/").removesuffix("/v1")
+    asked = urllib.request.Request(f"{base}/v1/models")
+    if key:
+        asked.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
+            names = [str(each["id"]) for each in json.load(answer)["data"]]
+    except urllib.error.HTTPError as error:
+        if model is not None and error.code in (404, 405):
+            return model
+        raise InputError("URL", f"{base}/v1/models was answered with {error.code} {error.reason}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(getattr(error, "reason", error)).split())[:200]
+        raise InputError("URL", f"no OpenAI server answers at {base} ({why})") from error
+    if not names:
+        raise InputError("--model", f"{base} serves none at present")
+    if model is not None and model not in names:
+        raise UnknownNameError("--model", model, names)
+    return model or names[0]
+
+
+def _traced(
+    what: str, model: str, rate_per_s: float | None, count: int | None, seconds: float | None, seed: int
+) -> list[Row]:
+    """A trace is sent whole unless told otherwise; what is drawn by chance has no end of its own."""
+    from potluck.cli.common.workloads import Asked, is_file, load
+
+    if count is None and not is_file(what):
+        count = DEFAULT_REQUESTS if seconds is None else MOST_REQUESTS
+    made = load(what, model, Asked(rate_per_s, count, seed))
+    columns = (made.arrival_s.tolist(), made.prompt_tokens.tolist(), made.output_tokens.tolist())
+    rows = [(at_s, model, prompt, output) for at_s, prompt, output in zip(*columns, strict=True)]
+    return [row for row in rows if seconds is None or row[0] <= seconds]
+
+
+def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int | None) -> None:
+    times = (("TTFT", found.ttft_s), ("TPOT", found.tpot_s), ("E2E", found.e2e_s))
+    rows = [
+        (name, *(render.seconds(value) for value in asdict(each).values()))
+        for name, each in times
+        if each is not None
+    ]
+    if rows:
+        render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
+    click.echo(
+        f"{found.answered:,} of {found.requests:,} requests answered in {render.seconds(found.span_s)}: "
+        f"{render.count(found.requests_per_s)} requests/s, "
+        f"{render.count(found.output_tokens_per_s)} output tokens/s"
+    )
+    if found.attainment is not None:
+        click.echo(f"objective kept by {render.percent(found.attainment)} of all requests ({_said(slo)})")
+    examples = dict(found.examples)
+    for kind, count in found.errors:
+        click.echo(f"  {count:,} x {kind}" + (f": {examples[kind]}" if examples[kind] else ""))
+    if at_once is None:
+        click.echo("open loop: times count from when each request should have been sent")
+        if found.late_s > LATE_S:
+            click.echo(
+                f"note: this client was late by up to {render.seconds(found.late_s)}; that is counted in"
+            )
+    else:
+        line = "a slow server was asked less, so users would wait longer than this says"
+        click.echo(f"closed loop, {at_once} at once: {line}")
+
+
+def _said(slo: Slo | None) -> str:
+    parts = [] if slo is None else [("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s)]
+    return ", ".join(f"{name} <= {render.seconds(value)}" for name, value in parts if value < 1e9)
+
+
+def _json(
+    url: str, model: str, found: Findings, slo: Slo | None, open_loop: bool, concurrency: int | None
+) -> dict[str, Any]:
+    return {
+        "url": url,
+        "model": model,
+        "loop": "open" if open_loop else "closed",
+        "times_count_from": "when it should have been sent" if open_loop else "when it was sent",
+        "concurrency": None if open_loop else concurrency or 1,
+        **asdict(found),
+        "errors": dict(found.errors),
+        "examples": dict(found.examples),
+        "attainment": found.attainment,
+        "objective": None if slo is None else {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s},
+        "requests_per_s": found.requests_per_s,
+        "output_tokens_per_s": found.output_tokens_per_s,
+    }
+
+
+def _page(url: str, shots: Sequence[Shot], found: Findings, slo: Slo | None) -> str:
+    """Distributions as one page that needs nothing else."""
+    import numpy as np
+
+    from potluck.load.measured import tpot_of, whole
+    from potluck.sim.results.report import THEME, charts, sheet
+    from potluck.sim.results.series import Curve, curve
+
+    answered = [shot for shot in shots if whole(shot)]
+    columns = (
+        ("TTFT", [shot.ttft_s for shot in answered], slo.ttft_s if slo else None),
+        (
+            "TPOT",
+            [tpot for shot in answered if (tpot := tpot_of(shot)) is not None],
+            slo.tpot_s if slo else None,
+        ),
+        ("End to end", [shot.last_s - shot.at_s for shot in answered], None),
+    )
+    drawn = "".join(
+        charts.distribution(
+            (Curve(name, curve(np.asarray(values)), limit_s if limit_s and limit_s < 1e9 else None),),
+            f"{name}: share of requests",
+        )
+        for name, values, limit_s in columns
+        if values
+    )
+    words = f"{found.answered:,} of {found.requests:,} requests answered in {render.seconds(found.span_s)}"
+    return sheet(
+        f"Potluck bench of {url}",
+        f"<header><h1>{escape(url)}</h1><p>{words}</p>{THEME}</header>\n"
+        f'<main><section><div class="trio">{drawn}</div></section></main>\n',
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise InputError("--plot", f"{path} cannot be written ({error.strerror})") from error

@@ -1,0 +1,163 @@
+"""`potluck serve`: the gateway, one OpenAI endpoint over a plan's fleet."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from secrets import token_bytes
+
+import click
+
+from potluck.cli.serving.engine import LOOPBACK
+from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
+from potluck.core.errors import InputError, UnknownNameError
+from potluck.spec.values import SHIPPED, Spec
+
+ADMIN_VARIABLE = "POTLUCK_ADMIN_KEY"
+_file = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("plan", type=_file)
+@click.argument("spec", type=_file)
+@click.option(
+    "--engines", type=_file, help="Engines that were started already: a roster; see docs/gateway.md."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option("--admin-host", default="127.0.0.1", show_default=True, help="Where operators ask.")
+@click.option("--admin-port", default=8001, show_default=True, type=click.IntRange(0, 65535))
+@click.option("--admin-key-file", type=_file, help=f"Operators' key; else ${ADMIN_VARIABLE}.")
+@click.option(
+    "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes for clients."
+)
+@click.option(
+    "--keys", type=_file, help="Clients' keys; see `potluck keys`. Without it only loopback is served."
+)
+@click.option(
+    "--secret-file",
+    type=_file,
+    help="Tenants' salts are made from it; else made up at each start, and cached prefixes are forgotten.",
+)
+@click.option("--usage", type=_file, help="Write a line per request here, to bill from.")
+@click.option(
+    "--log", type=_file, help="Write what the Brain hears and asks here; `potluck replay` reads it."
+)
+@click.option(
+    "--files",
+    multiple=True,
+    metavar="MODEL=DIR",
+    help="Where a model's tokenizer lies, over the spec's `files`; without one only tokens are taken.",
+)
+@click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
+@click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
+@click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
+@click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
+def serve(
+    plan: Path,
+    spec: Path,
+    engines: Path | None,
+    host: str,
+    port: int,
+    admin_host: str,
+    admin_port: int,
+    admin_key_file: Path | None,
+    workers: int,
+    keys: Path | None,
+    secret_file: Path | None,
+    usage: Path | None,
+    log: Path | None,
+    files: tuple[str, ...],
+    tls: tuple[Path, Path] | None,
+    otlp: str | None,
+    policy: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Serve a PLAN's models at one OpenAI address, over engines that were started for it.
+
+    \b
+    Examples:
+      potluck serve plan.json potluck.yaml --engines engines.yaml
+      curl localhost:8000/v1/models
+    """
+    from potluck.gateway.serve import serve_forever
+    from potluck.gateway.settings import Places, Settings
+
+    if host not in LOOPBACK and keys is None:
+        raise InputError("--host", f"{host} is open to others; give --keys, or listen on 127.0.0.1")
+    inputs, rules = read_inputs((plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy))
+    settings = Settings(
+        Places(host, port, admin_host, admin_port, workers),
+        engines=engines,
+        keys=keys,
+        usage=usage,
+        log=log,
+        tls=tls,
+        otlp=otlp,
+        admin_key=_admin_key(admin_key_file, admin_host),
+        files=_files(inputs.spec, files),
+        secret=token_bytes(32) if secret_file is None else _secret(secret_file),
+    )
+    serve_forever(scene_of(inputs), rules, settings, _said(as_json))
+
+
+def _nothing(line: str) -> None:
+    """Nothing is planned here."""
+
+
+def _said(as_json: bool) -> Callable[[str, str], None]:
+    def ready(url: str, admin: str) -> None:
+        if as_json:
+            click.echo(json.dumps({"url": url, "admin": admin}))
+        else:
+            click.echo(f"Serving at {url}  (try {url}/v1/models; operators: {admin}; Ctrl-C ends)")
+
+    return ready
+
+
+def _files(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
+    """Where each model's tokenizer lies: as the spec says, or stronger, as the command line does."""
+    from potluck.engine.shipped import shipped_model
+
+    found = {}
+    for model in spec.models:
+        if model.files is not None:
+            folder = shipped_model() if model.files == SHIPPED else Path(model.files)
+            if not folder.is_dir():
+                raise InputError(f"models: {model.name}: files", f"{folder} is not a directory that is there")
+            found[model.name] = folder
+    for pair in pairs:
+        name, sign, given = pair.partition("=")
+        if not sign or not Path(given).is_dir():
+            raise InputError("--files", f"{pair!r} is not MODEL=DIR with a directory that is there")
+        if name not in {model.name for model in spec.models}:
+            raise UnknownNameError("--files", name, [model.name for model in spec.models])
+        found[name] = Path(given)
+    return found
+
+
+def _secret(file: Path) -> bytes:
+    try:
+        found = file.read_bytes().strip()
+    except OSError as error:
+        raise InputError("--secret-file", f"{file} cannot be read") from error
+    if len(found) < 16:
+        raise InputError("--secret-file", f"{file} must have at least 16 bytes that nobody can guess")
+    return found
+
+
+def _admin_key(file: Path | None, host: str) -> str | None:
+    if file is None:
+        key = os.environ.get(ADMIN_VARIABLE) or None
+    else:
+        try:
+            key = file.read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError("--admin-key-file", f"{file} cannot be read") from error
+        if not key:
+            raise InputError("--admin-key-file", f"{file} is empty")
+    if host not in LOOPBACK and key is None:
+        raise InputError("--admin-host", f"{host} is open to others; give --admin-key-file")
+    return key

@@ -1,0 +1,87 @@
+"""Which running service a command is about: `--state DIR`, or the only one there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from potluck.cli.serving.up import STATE
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.control.view import Service
+
+Command = Callable[..., Any]
+
+
+def state_option(command: Command) -> Command:
+    return click.option(
+        "--state",
+        type=click.Path(path_type=Path),
+        help="The service's folder, as of `potluck up`; else the one that runs.",
+    )(command)
+
+
+def nothing(line: str) -> click.exceptions.Exit:
+    """One line and exit code 1: the question was sound, the answer is no."""
+    click.echo(f"potluck: {line}", err=True)
+    return click.exceptions.Exit(1)
+
+
+@contextmanager
+def opened(state: Path | None, *, running: bool = True) -> Iterator[Service]:
+    """The service; with `running` there must be something alive."""
+    from potluck.control.view import Service
+
+    service = Service(_folder(state))
+    try:
+        if running and not service.runs:
+            raise nothing(f"nothing runs in {service.folder}; start it with `potluck up`")
+        yield service
+    finally:
+        service.close()
+
+
+def running_url() -> str | None:
+    """Where clients ask the only service that runs here; None where there is none, or several."""
+    from potluck.control.view import Service
+
+    found = []
+    for folder in _known():
+        service = Service(folder)
+        found += [service.url] if service.gateway_lives else []
+        service.close()
+    return found[0] if len(found) == 1 else None
+
+
+def _known() -> list[Path]:
+    return sorted(path.parent for path in STATE.glob("*/state.db")) if STATE.is_dir() else []
+
+
+def _folder(state: Path | None) -> Path:
+    if state is not None:
+        if not (state / "state.db").is_file():
+            raise nothing(f"nothing runs in {state}: it has no state.db")
+        return state
+    known = _known()
+    if not known:
+        raise nothing("nothing runs here; start it with `potluck up`, or say where with --state")
+    alive = [folder for folder in known if _runs(folder)]
+    found = alive or known
+    if len(found) > 1:
+        raise InputError("--state", f"is needed, there are several: {', '.join(map(str, found))}")
+    return found[0]
+
+
+def _runs(folder: Path) -> bool:
+    from potluck.control.view import Service
+
+    service = Service(folder)
+    try:
+        return service.runs
+    finally:
+        service.close()

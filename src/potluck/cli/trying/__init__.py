@@ -1,0 +1,1 @@
+"""Commands that run a plan in simulation, or a log again."""

@@ -1,0 +1,179 @@
+"""`potluck simulate`: serve a workload with a plan's fleet, in simulation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from potluck.cli.common.progress import progress
+from potluck.cli.common.render import emit_json
+from potluck.cli.trying.simulation import planner_of, policy_of, read_faults, read_inputs, requests, scene_of
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.sim.results.metrics import Summary
+    from potluck.sim.results.records import SimResult
+    from potluck.sim.world.faults import Faults
+
+Command = TypeVar("Command", bound=Callable[..., object])
+SAMPLES = 200
+_out = click.Path(dir_okay=False, path_type=Path)
+
+
+def options(command: Command) -> Command:
+    """The options that every command which simulates has."""
+    for option in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option("--bulk", is_flag=True, help="Send KV in one piece, not layer by layer."),
+        click.option(
+            "--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."
+        ),
+        click.option(
+            "--policy", multiple=True, help="NAME=VALUE of a run-time rule, such as balance=least-work."
+        ),
+        click.option(
+            "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="To plan, in s."
+        ),
+        click.option(
+            "--cv", type=float, help="Variation of made-up arrivals' gaps: 1 is Poisson, above it bursts."
+        ),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of all chance."
+        ),
+        click.option("--requests", "count", type=click.IntRange(min=1), help="How many."),
+        click.option(
+            "--from-log",
+            "logs",
+            multiple=True,
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Serve the requests of this LOG again, live or simulated; again for further files, in order.",
+        ),
+        click.option(
+            "--workload",
+            multiple=True,
+            help="NAME of the catalog or a trace FILE; MODEL=NAME where there are several.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=click.Path(path_type=Path))
+@options
+@click.option("--rate", "rate_per_s", type=float, help="Requests a second, all models together.")
+@click.option(
+    "--faults", "faults_path", type=_out, help="What goes wrong when (YAML); see docs/simulation.md."
+)
+@click.option(
+    "--warm-up", "warm_up_s", type=float, default=0.0, help="Leave out who arrives in the first seconds."
+)
+@click.option("--cold", is_flag=True, help="Replicas start at time 0 instead of being up.")
+@click.option(
+    "--paced", is_flag=True, help="Engines take steps that fit the objective; else 2048 tokens at most."
+)
+@click.option("--report", type=_out, help="Write an HTML report here.")
+@click.option("--records", type=_out, help="Write one row per request here (.jsonl or .parquet).")
+@click.option("--log", type=_out, help="Write every event and action here (JSON lines); it replays.")
+def simulate(
+    paths: tuple[Path, ...],
+    workload: tuple[str, ...],
+    logs: tuple[Path, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    seed: int,
+    cv: float | None,
+    faults_path: Path | None,
+    warm_up_s: float,
+    cold: bool,
+    paced: bool,
+    policy: tuple[str, ...],
+    stepwise: bool,
+    bulk: bool,
+    time_limit_s: float,
+    report: Path | None,
+    records: Path | None,
+    log: Path | None,
+    as_json: bool,
+) -> None:
+    """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
+
+    The requests are the spec's own traffic unless --workload or --from-log says otherwise.
+
+    \b
+    Examples:
+      potluck simulate potluck.yaml --report run.html
+      potluck simulate plan.json potluck.yaml --workload azure-conv --rate 20 --requests 100000 --seed 1
+      potluck simulate plan.json potluck.yaml --faults faults.yaml --policy scaling=replan
+      potluck simulate plan.json potluck.yaml --from-log gateway.log
+    """
+    from potluck.cli.common.record_files import require_kind
+    from potluck.sim.results.metrics import summarise
+    from potluck.sim.run import simulate as run
+    from potluck.sim.settings import Settings
+
+    require_positive("rate", rate_per_s)
+    if records is not None:
+        require_kind(records)
+    rules = policy_of(policy)
+    faults: Faults | None = read_faults(faults_path)
+    with progress(100) as said, ExitStack() as stack:
+        asked = workload, rate_per_s, count, seed, cv, logs, said
+        inputs, load = read_inputs(paths, time_limit_s, said, lambda spec: requests(spec, *asked))
+        rules = policy_of(policy, inputs.spec.policy)
+        settings = Settings(
+            fast_forward=not stepwise,
+            overlap=not bulk,
+            warm=not cold,
+            tick_s=rules.tick_s,
+            samples=SAMPLES if report is not None else 0,
+        )
+        result = run(
+            replace(scene_of(inputs), paced=paced),
+            load,
+            rules,
+            seed=seed,
+            settings=settings,
+            faults=faults,
+            planner=planner_of(inputs.problem, rules, time_limit_s),
+            log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
+            progress=(lambda done, total: said(f"{done:,} of {total:,} requests"))
+            if sys.stderr.isatty()
+            else None,
+        )
+        said("summing up")
+        summary = summarise(result, warm_up_s)
+        _write(summary, result, report, records)
+    _show(summary, result, as_json)
+
+
+def _write(summary: Summary, result: SimResult, report: Path | None, records: Path | None) -> None:
+    if records is not None:
+        from potluck.cli.common.record_files import write_records
+
+        write_records(records, result)
+    if report is not None:
+        from potluck.sim.results.report import html
+
+        report.write_text(html(summary, result), encoding="utf-8")
+
+
+def _show(summary: Summary, result: SimResult, as_json: bool) -> None:
+    if as_json:
+        emit_json(json.loads(summary.to_json())["value"])
+        return
+    from potluck.cli.trying.simulate_show import show_summary
+
+    show_summary(summary, result)
+
+
+def require_positive(field: str, value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise InputError(f"--{field}", f"must be positive, is {value:g}")

@@ -1,0 +1,246 @@
+"""Wiring for commands that simulate: files and options become a problem, requests, a policy and a planner."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.workloads import DEFAULT_REQUESTS, Asked, load
+from potluck.core.brain.policy import Policy
+from potluck.core.codec import decode
+from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
+from potluck.core.values.plan import Plan, plan_from_json
+
+if TYPE_CHECKING:
+    from potluck.plan.problem import Problem
+    from potluck.sim.load.workload import Workload
+    from potluck.sim.world.faults import Faults
+    from potluck.sim.world.world import Planner
+    from potluck.spec.values import Spec
+    from potluck.worlds.scene import Scene
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the files say."""
+
+    spec: Spec
+    problem: Problem
+    plan: Plan
+
+
+Made = TypeVar("Made")
+
+
+def read_inputs(
+    paths: tuple[Path, ...], time_limit_s: float, said: Callable[[str], None], make: Callable[[Spec], Made]
+) -> tuple[Inputs, Made]:
+    """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
+
+    `make` is called with the spec before anything long is done, so that what is wrong is said at once.
+    """
+    if len(paths) > 2:
+        raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
+    if len(paths) == 2:
+        plan = plan_from_json(_text(paths[0]))
+        spec = read_spec(paths[1])
+        return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), make(spec)
+    if paths and _text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
+        raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
+    spec = read_spec(paths[0] if paths else None)
+    made = make(spec)
+    problem = load_problem(spec, 0.8, None, (), 0.0)
+    said("planning")
+    return Inputs(spec, problem, planned(problem, time_limit_s)), made
+
+
+def planned(problem: Problem, time_limit_s: float) -> Plan:
+    """The plan of `auto`."""
+    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+
+    outcome = STRATEGIES["auto"](Workshop(problem), Settings(time_limit_s=time_limit_s))
+    if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
+        raise CapacityError("no plan was found to simulate; see `potluck plan`")
+    return outcome.plan
+
+
+def scene_of(inputs: Inputs) -> Scene:
+    """The plan with all that its names mean."""
+    from potluck.worlds.scene import Scene
+
+    spec, pool = inputs.spec, inputs.spec.pool
+    machines = {}
+    if pool is not None:
+        for a, first in enumerate(pool.nodes):
+            for b, second in enumerate(pool.nodes):
+                if a != b:
+                    machines[first.name, second.name] = (pool.gbps[a][b], pool.rtt_s[a][b])
+    for template in inputs.plan.templates:
+        if template.model not in {model.name for model in spec.models}:
+            raise UnknownNameError("plan: model", template.model, [model.name for model in spec.models])
+    return Scene(
+        inputs.plan,
+        {model.name: model.model for model in spec.models},
+        inputs.problem.by_name,
+        spec.regions,
+        spec.links,
+        {model.name: model.slo for model in spec.models},
+        {m.name: (m.traffic.mean_input_tokens, m.traffic.mean_output_tokens) for m in spec.models},
+        machines,
+        {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
+    )
+
+
+def requests(
+    spec: Spec,
+    workloads: tuple[str, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    seed: int,
+    cv: float | None,
+    logs: tuple[Path, ...] = (),
+    said: Callable[[str], None] | None = None,
+) -> Workload:
+    """The spec's own traffic, or for each model what `--workload` names, `NAME` or `MODEL=NAME`, or a log's."""
+    from potluck.sim.load.workload import merge, of_traffic
+
+    if logs:
+        if workloads or cv is not None:
+            raise InputError("--from-log", "has its own requests and times; leave --workload and --cv out")
+        return _logged(spec, logs, rate_per_s, count, said)
+    if not workloads:
+        traffic = [model.traffic for model in spec.models]
+        total = sum(each.rate_per_s for each in traffic)
+        if rate_per_s is not None and total > 0:
+            traffic = [replace(each, rate_per_s=each.rate_per_s * rate_per_s / total) for each in traffic]
+        return of_traffic(traffic, count or DEFAULT_REQUESTS, seed, 1.0 if cv is None else cv)
+    names = [model.name for model in spec.models]
+    parts = []
+    for place, text in enumerate(workloads):
+        model, what = _named(text, names)
+        asked = Asked(_rate(spec, model, len(workloads), rate_per_s), count, seed + place, cv)
+        parts.append(load(what, model, asked))
+    return parts[0] if len(parts) == 1 else merge(parts)
+
+
+def _logged(
+    spec: Spec,
+    logs: tuple[Path, ...],
+    rate_per_s: float | None,
+    count: int | None,
+    said: Callable[[str], None] | None,
+) -> Workload:
+    from potluck.sim.load.logged import from_log
+    from potluck.sim.load.workload import at_rate, first
+    from potluck.worlds.replay import log_lines
+
+    with log_lines(logs) as lines:
+        found = from_log(lines, None if said is None else lambda seen: said(f"{seen:,} requests of the log"))
+    for number in found.cuts:
+        click.echo(f"potluck: note: line {number} of the log is cut off and was passed over", err=True)
+    made = found.workload
+    for name in made.models:
+        if name not in {model.name for model in spec.models}:
+            raise UnknownNameError("log: model", name, [model.name for model in spec.models])
+    if rate_per_s is not None:
+        made = at_rate(made, rate_per_s)
+    return made if count is None else first(made, count)
+
+
+def _named(text: str, names: list[str]) -> tuple[str, str]:
+    model, _, what = text.partition("=")
+    if what and model in names:
+        return model, what
+    if len(names) > 1:
+        known = ", ".join(names)
+        raise InputError(
+            "--workload", f"{text!r} must say for which model, as MODEL=NAME; models are {known}"
+        )
+    return names[0], text
+
+
+def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float | None:
+    """One workload takes the rate whole; several share it as the spec's traffic does."""
+    if rate_per_s is None or parts == 1:
+        return rate_per_s
+    total = sum(each.traffic.rate_per_s for each in spec.models)
+    return rate_per_s * spec.model(model).traffic.rate_per_s / total if total > 0 else rate_per_s / parts
+
+
+def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
+    """`--policy balance=least-work --policy opportunistic=false`, over the spec's rules."""
+    known = [each.name for each in fields(Policy) if each.name not in ("tenants", "classes")]
+    values: dict[str, object] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not sign:
+            raise InputError("--policy", f"{pair!r} is not NAME=VALUE; names are {', '.join(known)}")
+        if name not in known:
+            raise UnknownNameError("--policy", name, known)
+        values[name] = _plain(text)
+    try:
+        said = decode(Policy, values, "--policy")
+    except FormatError as error:
+        raise InputError(error.field, error.problem) from error
+    return replace(base or Policy(), **{name: getattr(said, name) for name in values})
+
+
+def planner_of(problem: Problem, policy: Policy, time_limit_s: float) -> Planner | None:
+    """Answers a Replan with `auto` at the observed rates; None for policies that never ask."""
+    if policy.scaling == "none":
+        return None
+
+    def plan(rates: tuple[tuple[str, float], ...], at_s: float) -> Plan | None:
+        wanted = dict(rates)
+        asks = []
+        for ask in problem.asks:
+            factor = wanted[ask.name] / ask.rate_per_s if ask.name in wanted and ask.rate_per_s > 0 else 1.0
+            demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
+            asks.append(replace(ask, demands=demands))
+        try:
+            return planned(replace(problem, asks=tuple(asks)), time_limit_s)
+        except CapacityError:
+            return None
+
+    return plan
+
+
+def read_faults(path: Path | None) -> Faults | None:
+    from potluck.sim.world.faults import parse_faults
+
+    return None if path is None else parse_faults(_text(path), path.name)
+
+
+def _plain(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "is not text"
+        raise InputError(str(path), problem or "cannot be read") from error
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        data = json.loads(_text(path))
+    except ValueError:
+        return False
+    return isinstance(data, dict) and data.get("format") == "potluck.plan"
