@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
@@ -87,6 +88,13 @@ class Process:
             self.popen.stdout.close()
 
 
+def listening(process: Process) -> str:
+    """Where an engine listens; whoever is started again in its place listens there too."""
+    url = str(process.hear()["url"])
+    process.arguments[process.arguments.index("--port") + 1] = url.rsplit(":", 1)[1]
+    return url
+
+
 class LiveFleet:
     """Engines and a gateway; `engines` are in the order of the plan's deployments, copies and replicas."""
 
@@ -98,13 +106,18 @@ class LiveFleet:
         gateway: tuple[str, ...] = (),
         engine: tuple[str, ...] = ("--pretend",),
         env: dict[str, str] | None = None,
+        over: Sequence[Process] = (),
+        program: tuple[str, ...] = ("-m", "potluck.cli.main"),
     ) -> None:
+        """`over` are engines that somebody else started and ends, in the order of the plan; `program` is what the
+        gateway is started with."""
         self.folder = Path(tempfile.mkdtemp(prefix="potluck-live-"))
         self._plan_path, self._spec_path = plan, spec
         self.plan: Plan = plan_from_json(plan.read_text("utf-8"))
         self._gateway, self._engine = gateway, engine
         self._models = {model.name: model.model.name for model in read_spec(spec).models}
         self._env = env or {}
+        self._over, self._program = list(over), program
         self.engines: list[Process] = []
         self.roster: list[dict[str, object]] = []
         self.gateway: Process | None = None
@@ -127,18 +140,16 @@ class LiveFleet:
             template = self.plan.template(deployment.template)
             for copy in range(deployment.count):
                 for index, replica in enumerate(template.replicas):
-                    like = emulated(replica.layout, self._models[template.model])
-                    process = self._engine_process(like, template.model, f"{template.name}-{copy}-{index}")
-                    process.start()
-                    self.engines.append(process)
+                    if not self._over:
+                        like = emulated(replica.layout, self._models[template.model])
+                        name = f"{template.name}-{copy}-{index}"
+                        self.engines.append(self._engine_process(like, template.model, name))
+                        self.engines[-1].start()
                     self.roster.append(
                         {"template": template.name, "index": index, "region": deployment.region}
                     )
-        for process, entry in zip(self.engines, self.roster, strict=True):
-            entry["url"] = process.hear()["url"]
-            # Whoever is started again in its place listens where it did.
-            port = str(entry["url"]).rsplit(":", 1)[1]
-            process.arguments[process.arguments.index("--port") + 1] = port
+        for process, entry in zip(self._over or self.engines, self.roster, strict=True):
+            entry["url"] = process.said["url"] if self._over else listening(process)
 
     def _engine_process(self, like: str, model: str, name: str) -> Process:
         arguments = [
@@ -161,7 +172,7 @@ class LiveFleet:
         roster = self.folder / "engines.yaml"
         roster.write_text(json.dumps({"engines": self.roster}))
         arguments = [
-            *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_path), str(self._spec_path)),
+            *(sys.executable, *self._program, "serve", str(self._plan_path), str(self._spec_path)),
             *("--engines", str(roster), "--port", "0", "--admin-port", "0", "--json", *self._gateway),
         ]
         self.gateway = Process(arguments, self.folder / "gateway.log", self._env)

@@ -1,0 +1,364 @@
+"""Whatever way a request takes, its answer is that of one engine asked directly: `python benchmarks/gateway_same.py`.
+
+A gateway in a process of its own stands before engines that compute the shipped models, each in a process as well.
+64 clients ask at once, and each answer is compared with that of a lone engine, asked one thing at a time:
+
+    in place    one engine does all
+    P/D         the prompt on one engine, the answer on another
+    split       a prompt's two parts on two engines, cut at random (tools/random_cuts.py)
+    remote      the prompt in another region
+    recovered   two of four engines (or one of two) are killed with SIGKILL while answers are under way
+
+Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not, with stop
+strings, log probabilities, several choices. Compared are text, reason to end, log probabilities to the last bit, and
+the usage. Caches go raw. Which way each answer took is read from the gateway's log: `taken` counts those that ended on
+a route of that kind, `cuts` the different places at which prompts were cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from common import ROOT, run
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from live_fleet import LiveFleet, Process, listening
+from live_plans import COMBO, MODEL, PAIR, REMOTE, WHOLE, Unit, write_plans
+
+import potluck.engine
+from potluck.core.brain.actions import Run, Start
+from potluck.core.brain.events import Finished
+from potluck.worlds.lines import read_line
+
+DATA = Path(potluck.engine.__file__).parent / "data"
+MODELS = ("words", "words-hybrid")
+STREAMS = 64
+WITHIN_S = 300.0
+WORDS = "the a of king river stone and ship night under every small bright was came went said old with long".split()
+Heard = Callable[[int], None]
+"""Hears of every piece of a stream."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A kind of route, and a plan over four engines (or two) that leads to it."""
+
+    units: tuple[Unit, ...]
+    flows: tuple[tuple[str, str], ...] = ()
+    policy: tuple[str, ...] = ()
+    program: tuple[str, ...] = ("-m", "potluck.cli.main")
+    kill: tuple[int, ...] = ()
+    """Engines that are killed, one after another."""
+
+
+WAYS = {
+    "in place": Way(tuple(WHOLE)),
+    "P/D": Way(tuple(COMBO), policy=("opportunistic=false",)),
+    "split": Way(
+        tuple(PAIR),
+        policy=("split_overflow=false", "low_decodes=false"),
+        program=(str(ROOT / "tools" / "random_cuts.py"),),
+    ),
+    "remote": Way(tuple(REMOTE), flows=(("far", "near"),)),
+    "recovered": Way((*WHOLE, *COMBO, *WHOLE), kill=(0, 2)),
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, as a client sends it."""
+
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    ended: str | None = None
+    logs: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Said:
+    """An answer put together, however it came."""
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: tuple[int, int] | None = None
+    problem: str = ""
+
+    def add(self, data: dict[str, Any]) -> None:
+        if "error" in data:
+            self.problem = str(data["error"])[:200]
+        for each in data.get("choices", ()):
+            choice = self.choices.setdefault(each["index"], Choice())
+            part = each.get("delta") or each.get("message") or each
+            choice.text += part.get("content") or part.get("text") or ""
+            choice.ended = each.get("finish_reason") or choice.ended
+            logs = each.get("logprobs")
+            if logs:
+                choice.logs += logs["content"] if "content" in logs else _rows(logs)
+        if data.get("usage"):
+            self.usage = data["usage"]["prompt_tokens"], data["usage"]["completion_tokens"]
+
+
+def _rows(logs: dict[str, Any]) -> list[Any]:
+    """Token by token, so that it does not matter how they were cut into pieces."""
+    return list(zip(logs["tokens"], logs["token_logprobs"], logs["top_logprobs"], strict=True))
+
+
+def asks_of(count: int, output: int, seed: int) -> list[Ask]:
+    """All manners of asking, spread so that each meets each."""
+    chance = random.Random(seed)
+    made = []
+    for place in range(count):
+        words = " ".join(chance.choices(WORDS, k=chance.randrange(20, 220)))
+        body: dict[str, Any] = {"model": MODEL, "max_tokens": chance.randrange(output // 2, output + 1)}
+        if place % 2:
+            body |= {"temperature": 0.9, "seed": place, "top_p": 0.95, "top_k": 200 if place % 3 else -1}
+        else:
+            body |= {"temperature": 0}
+        if place % 4 < 2:
+            body["ignore_eos"] = True
+        if place % 5 == 1:
+            body["stop"] = ["e ", "qu"]
+            body["min_tokens"] = 4
+        if place % 8 != 6:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if place % 11 == 3:
+            body["n"] = 2
+        chat = place % 4 == 2
+        if chat:
+            body["messages"] = [{"role": "user", "content": words}]
+        elif place % 4 == 1:
+            body["prompt"] = [chance.randrange(5, 4000) for _ in range(chance.randrange(30, 400))]
+        else:
+            body["prompt"] = words
+        if place % 3 == 0:
+            body |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+        made.append(Ask("/v1/chat/completions" if chat else "/v1/completions", body))
+    return made
+
+
+async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Heard) -> Said:
+    said = Said()
+    try:
+        async with session.post(url + ask.path, json=ask.body) as answer:
+            if answer.content_type == "text/event-stream":
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        said.add(json.loads(line[6:]))
+                        heard(1)
+            else:
+                said.add(await answer.json())
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        said.problem = f"{type(error).__name__} {error}"
+    return said
+
+
+async def all_said(
+    url: str, asks: Sequence[Ask], at_once: int, heard: Heard = lambda pieces: None
+) -> list[Said]:
+    turns = asyncio.Semaphore(at_once)
+    timeout = aiohttp.ClientTimeout(total=WITHIN_S)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+
+        async def one(ask: Ask) -> Said:
+            async with turns:
+                return await said_of(session, url, ask, heard)
+
+        return list(await asyncio.gather(*map(one, asks)))
+
+
+class Killing:
+    """Kills engines when so many pieces of answers came: in the middle of most of them."""
+
+    def __init__(self, engines: Sequence[Process], expected: int) -> None:
+        self._left, self._pieces = list(engines), 0
+        self._after = [round(expected * (0.1 + 0.2 * place)) for place in range(len(engines))]
+
+    def heard(self, pieces: int) -> None:
+        self._pieces += pieces
+        while self._left and self._pieces >= self._after[0]:
+            self._after.pop(0)
+            self._left.pop(0).send(signal.SIGKILL)
+
+
+def pieces_of(asks: Sequence[Ask]) -> int:
+    """How many come about, where nothing ends early."""
+    return sum(ask.body["max_tokens"] * ask.body.get("n", 1) for ask in asks if ask.body.get("stream"))
+
+
+def start_engines(count: int, model: str, folder: Path, most: int) -> list[Process]:
+    """That compute, as fast as they can."""
+    made = []
+    for place in range(count):
+        arguments = [sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--json", "--port", "0"]
+        arguments += ["--model", str(DATA / model), "--name", MODEL, "--max-running", str(most)]
+        made.append(Process(arguments, folder / f"{model}-{place}.log"))
+        made[-1].start()
+    for process in made:
+        listening(process)
+    return made
+
+
+def taken_of(log: Path) -> tuple[Counter[str], set[int]]:
+    """On which kind of route each answer ended, and where prompts were cut."""
+    regions: dict[str, str] = {}
+    runs: dict[tuple[str, int], Run] = {}
+    taken: Counter[str] = Counter()
+    cuts: set[int] = set()
+    for number, text in enumerate(log.read_text().splitlines()):
+        if not text.startswith("["):
+            continue
+        _, event, actions = read_line(text, f"log:{number}")
+        for action in actions:
+            if isinstance(action, Start):
+                regions[action.member.id] = action.member.region
+            elif isinstance(action, Run):
+                runs[action.request, action.attempt] = action
+        if isinstance(event, Finished):
+            run = runs[event.request, event.attempt]
+            taken[kind_of(run, regions)] += 1
+            cuts |= {each.stop for each in run.route.segments if each.stop not in (None, run.prompt_tokens)}
+            if run.attempt:
+                taken["recovered"] += 1
+                taken["recovered within its answer"] += run.streamed_tokens > 0
+    return taken, cuts
+
+
+def kind_of(run: Run, regions: dict[str, str]) -> str:
+    segments = run.route.segments
+    if len(segments) == 1:
+        return "in place"
+    if len({regions[each.replica] for each in segments}) > 1:
+        return "remote"
+    return "P/D" if segments[-2].stop == run.prompt_tokens else "split"
+
+
+def wait_for_all(fleet: LiveFleet) -> None:
+    """Until every replica is ready, so that the first request finds all of them."""
+    until_s = time.monotonic() + 60.0
+    while time.monotonic() < until_s:
+        with urllib.request.urlopen(f"{fleet.admin}/snapshot", timeout=10) as answer:
+            states = [each["state"] for each in json.load(answer)["replicas"]]
+        if states == ["ready"] * len(fleet.roster):
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"not all replicas got ready: {states}")
+
+
+def trial(
+    kind: str, engines: Sequence[Process], model: str, asks: Sequence[Ask], expected: Sequence[Said]
+) -> dict[str, float]:
+    """All of it at once over one kind of route; what was cached for another kind is under another salt."""
+    way = WAYS[kind]
+    units = _fitting(way.units * len(engines), len(engines))
+    salted = [Ask(ask.path, {**ask.body, "cache_salt": kind}) for ask in asks]
+    killing = Killing([engines[place] for place in way.kill if place < len(engines)], pieces_of(asks))
+    with tempfile.TemporaryDirectory() as folder:
+        plan, spec = write_plans(Path(folder), units, way.flows)
+        log = Path(folder) / "log"
+        rules = [part for each in way.policy for part in ("--policy", each)]
+        settings = ("--files", f"{MODEL}={DATA / model}", "--log", str(log), *rules)
+        with LiveFleet(plan, spec, gateway=settings, over=engines, program=way.program) as fleet:
+            wait_for_all(fleet)
+            began_s = time.monotonic()
+            found = asyncio.run(all_said(fleet.url, salted, len(asks), killing.heard))
+            took_s = time.monotonic() - began_s
+        taken, cuts = taken_of(log)
+    wrong = [place for place, said in enumerate(found) if said != expected[place]]
+    for place in wrong[:3]:
+        print(f"{kind}: {asks[place].body}: {found[place]} is not {expected[place]}", file=sys.stderr)
+    figures = {
+        "requests": float(len(asks)),
+        "answers": float(sum(len(said.choices) for said in expected)),
+        "taken": float(taken[kind]),
+        "mismatches": float(len(wrong)),
+        "seconds": took_s,
+    }
+    if kind == "split":
+        figures |= {"cuts": len(cuts), "cuts_within_blocks": sum(cut % 16 != 0 for cut in cuts)}
+    if kind == "recovered":
+        figures["within_answers"] = taken["recovered within its answer"]
+    return {f"{kind}: {name}": value for name, value in figures.items()}
+
+
+def _fitting(units: tuple[Unit, ...], engines: int) -> tuple[Unit, ...]:
+    """Those of them, in order, that there are engines for."""
+    kept: list[Unit] = []
+    for unit in units:
+        if sum(len(roles) for _, roles, _ in kept) + len(unit[1]) <= engines:
+            kept.append(unit)
+    return tuple(kept)
+
+
+def compared(
+    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int
+) -> dict[str, float]:
+    """One model over all kinds of routes. The engines are the same for all: only the gateway is another."""
+    asks = asks_of(count, output, seed)
+    figures: dict[str, float] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        started = start_engines(engines, model, folder, count)
+        for process in started:
+            stack.callback(process.end)
+        expected = asyncio.run(all_said(str(started[0].said["url"]), asks, 1))
+        problems = [said.problem for said in expected if said.problem]
+        if problems:
+            raise RuntimeError(f"the lone engine says {problems[0]}")
+        for kind in kinds:
+            found = trial(kind, started, model, asks, expected)
+            for name, value in found.items():
+                print(f"{model}, {name}: {value:g}", file=sys.stderr)
+                figures[f"{model}, {name}"] = value
+    return figures
+
+
+def measure(quick: bool, kinds: Sequence[str], seed: int) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for model in MODELS[:1] if quick else MODELS:
+        figures |= compared(model, kinds, STREAMS, 16 if quick else 64, 2 if quick else 4, seed)
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", choices=tuple(WAYS), help="one kind of route")
+    parser.add_argument("--seed", type=int, default=1)
+    options, rest = parser.parse_known_args()
+    kinds = [options.only] if options.only else list(WAYS)
+    targets: dict[str, tuple[str, float]] = {}
+    for model in MODELS:
+        for kind in kinds:
+            targets |= {f"{model}, {kind}: mismatches": ("<=", 0), f"{model}, {kind}: taken": (">=", 1)}
+    return run(
+        "gateway_same",
+        lambda quick: measure(quick, kinds, options.seed),
+        targets,
+        seeds=(options.seed,),
+        arguments=rest,
+        quick_without="the second model, two engines, and three quarters of the answers' length",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
