@@ -11,8 +11,8 @@ A gateway in a process of its own stands before engines that compute the shipped
 
 Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not, with stop
 strings, log probabilities, several choices. Compared are text, reason to end, log probabilities to the last bit, and
-the usage. Caches go raw. Which way each answer took is read from the gateway's log: `taken` counts those that ended on
-a route of that kind, `cuts` the different places at which prompts were cut.
+the usage. Caches go raw. Which way each answer took is read from the gateway's log: `taken` counts those that ended
+on a route of that kind, `cuts` the different places at which prompts were cut.
 """
 
 from __future__ import annotations
@@ -51,7 +51,22 @@ DATA = Path(potluck.engine.__file__).parent / "data"
 MODELS = ("words", "words-hybrid")
 STREAMS = 64
 WITHIN_S = 300.0
-WORDS = "the a of king river stone and ship night under every small bright was came went said old with long".split()
+WORDS = (
+    "the",
+    "a",
+    "of",
+    "king",
+    "river",
+    "stone",
+    "and",
+    "ship",
+    "night",
+    "under",
+    "every",
+    "was",
+    "came",
+    "said",
+)
 Heard = Callable[[int], None]
 """Hears of every piece of a stream."""
 

@@ -1,4 +1,4 @@
-"""`potluck serve` as it is, but that prompts which two engines share are cut at random: for tests, which want any cut.
+"""`potluck serve` as it is, but that prompts which two engines share are cut at random: tests want any cut.
 
     python tools/random_cuts.py serve plan.json potluck.yaml ...
 

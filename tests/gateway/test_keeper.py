@@ -222,13 +222,14 @@ def test_flips_recounts_moves_and_plans_asked_for() -> None:
 
 def test_plain_servers_get_whole_requests_under_their_own_name() -> None:
     async def body(yard: Yard) -> None:
-        yard.keeper.enlist(_entries(1, kind="openai", model="m"))
+        yard.keeper.enlist(_entries(1, kind="openai", model="m", cache_salt=True))
         yard.keeper.act([Start(_member("a"))])
         yard.keeper.heard(yard.engine(1))
         await settle()
         found = yard.keeper.find("a")
         assert found is not None
         assert (found.kind, found.served_model, found.kv) == ("openai", "their-name", "")
+        assert (found.token_ids, found.cache_salt) == (False, True)
         assert yard.told == [ReplicaReady("a")]
 
     run(body)

@@ -233,6 +233,9 @@ class Endpoint:
     token_ids: bool = False
     """Whether, over plain OpenAI, it tells tokens when asked (`return_token_ids`) and takes them as a prompt: then
     an answer that breaks off goes on elsewhere."""
+    cache_salt: bool = False
+    """Whether, over plain OpenAI, it keeps prefixes apart by a `cache_salt` in the body, as vLLM does. Others may
+    refuse what they do not know."""
 
 
 class Directory(Protocol):

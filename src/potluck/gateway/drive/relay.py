@@ -8,7 +8,6 @@ What is not streamed is passed on when all of it is there, so it can be sent aga
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -77,6 +76,7 @@ class Relay(Debtor):
         endpoint = self._endpoint = endpoints[-1]
         asked, stream = self._ride.asked, self._stream
         served = endpoint.served_model or endpoint.model
+        salt = asked.salt if endpoint.cache_salt else ""
         path, body = asked.path, b""
         if stream.begun:
             made = None
@@ -84,7 +84,7 @@ class Relay(Debtor):
                 tokens = [*stream.prompt_ids, *self._ride.output]
                 most, streamed = asked.max_output_tokens, len(self._ride.output)
                 made = rewrite.continuation(
-                    asked.body, asked.path == CHAT, served, tokens, most, streamed, asked.salt
+                    asked.body, asked.path == CHAT, served, tokens, most, streamed, salt
                 )
             if made is None:
                 self._ride.broken("replica", endpoint.replica, "cannot go on with what another began")
@@ -95,10 +95,7 @@ class Relay(Debtor):
             theirs = b"return_token_ids" in asked.body  # The client's own: then it sees them too.
             self._asks_ids = endpoint.token_ids and asked.stream and not theirs
             extra = IDS_WANTED if self._asks_ids else b""
-            if endpoint.token_ids and asked.salt:
-                salt = b'"cache_salt":' + json.dumps(asked.salt).encode()
-                extra = extra + b"," + salt if extra else salt
-            body = rewrite.forwarded(asked.body, asked.model, served, extra)
+            body = rewrite.forwarded(asked.body, asked.model, served, extra, salt)
         self._began_s = self._means.now_s()
         self._means.watch.join(self, endpoint.replica)
         if asked.stream:

@@ -38,8 +38,17 @@ STRANGE = (
 """What depends on how the answer began, or holds text back, so that it cannot go on from its tokens."""
 
 
-def forwarded(body: bytes, model: str, served: str, extra: bytes = b"") -> bytes:
-    """A client's body for a server that calls the model otherwise; `extra` fields are added at its end."""
+def forwarded(body: bytes, model: str, served: str, extra: bytes = b"", salt: str = "") -> bytes:
+    """A client's body for a server that calls the model otherwise; `extra` fields are added at its end.
+
+    A `salt` takes the place of the client's own, of which it was made: no name stands there twice.
+    """
+    if salt:
+        if b"cache_salt" in body:
+            asked = {name: value for name, value in json.loads(body).items() if name != "cache_salt"}
+            body = json.dumps(asked, separators=(",", ":")).encode()
+        said = b'"cache_salt":' + json.dumps(salt).encode()
+        extra = extra + b"," + said if extra else said
     if served and served != model:
         found = MODEL_NAME.search(body)
         if found is None or len(MODEL.findall(body)) > 1:

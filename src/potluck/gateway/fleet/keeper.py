@@ -289,6 +289,7 @@ class Keeper:
             served or (said.model if said else ""),
             key=engine.entry.key,
             token_ids=engine.entry.token_ids,
+            cache_salt=engine.entry.cache_salt,
         )
         post.ready = True
         self._version += 1

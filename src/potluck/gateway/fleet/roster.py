@@ -3,7 +3,7 @@
     engines:
       - {url: "http://10.0.0.5:8100", template: combo-a, index: 0, region: east}
       - {url: "http://10.0.0.6:8100", template: combo-a, index: 1, region: east, key_file: east.key}
-      - {url: "http://10.0.0.9:8000", kind: openai, model: llama}
+      - {url: "http://10.0.0.9:8000", kind: openai, model: llama, cache_salt: true}
 
 An entry may say for which replica of which template it was started. One that does not takes any place of its model
 that nobody else fills. `kind: openai` is any server of plain OpenAI; it gets whole requests.
@@ -44,6 +44,8 @@ class Entry:
     """What it calls the model, where that differs."""
     token_ids: bool = False
     """Whether it can be asked for token ids with its text (vLLM's `return_token_ids`)."""
+    cache_salt: bool = False
+    """Whether it takes vLLM's `cache_salt`; where nothing is said, those with `token_ids` do."""
     key: str = field(default="", repr=False)
 
     def suits(self, member: Member) -> bool:
@@ -100,9 +102,8 @@ def _entry(data: object, where: str, folder: Path | None) -> Entry:
     index = values.pop("index", None)
     if index is not None and (type(index) is not int or index < 0):
         raise FormatError(f"{where}.index", "must be a whole number from 0")
-    ids = values.pop("token_ids", False)
-    if type(ids) is not bool:
-        raise FormatError(f"{where}.token_ids", "must be true or false")
+    ids = _flag(values, "token_ids", False, where)
+    salt = _flag(values, "cache_salt", ids, where)
     for name, value in values.items():
         if not isinstance(value, str) or len(value) > 500:
             raise FormatError(f"{where}.{name}", "must be text")
@@ -113,8 +114,22 @@ def _entry(data: object, where: str, folder: Path | None) -> Entry:
     key = _key(values.pop("key_file", None), where, folder)
     address = address_of(url, f"{where}.url")
     return Entry(
-        url.rstrip("/"), address, cast(EngineKind, kind), index=index, token_ids=ids, key=key, **values
+        url.rstrip("/"),
+        address,
+        cast(EngineKind, kind),
+        index=index,
+        token_ids=ids,
+        cache_salt=salt,
+        key=key,
+        **values,
     )
+
+
+def _flag(values: dict[str, object], name: str, default: bool, where: str) -> bool:
+    found = values.pop(name, default)
+    if type(found) is not bool:
+        raise FormatError(f"{where}.{name}", "must be true or false")
+    return found
 
 
 def _key(file: str | None, where: str, folder: Path | None) -> str:
