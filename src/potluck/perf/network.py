@@ -32,6 +32,23 @@ def all_reduce_s(
     return np.asarray(fixed_s + per_peer_s + wire_s, np.float64)
 
 
+Hop = tuple[float, float]
+"""(seconds, seconds per byte) of activations from one pipeline stage to the next."""
+
+
+def hop_between(gbps: float, rtt_s: float) -> Hop:
+    """From one machine to another."""
+    return HANDOVER_FIXED_S + rtt_s / 2, 8.0 / (gbps * 1e9 * HANDOVER_SHARE)
+
+
+def hop_inside(node: NodeType) -> Hop:
+    """From GPU to GPU of one machine; nothing to cross where it has one alone."""
+    inside = node.interconnect
+    if inside.kind == "none":
+        return 0.0, 0.0
+    return inside.latency_s, 1.0 / (inside.gb_per_s * 1e9 * HANDOVER_SHARE)
+
+
 def handover_s(size_bytes: ArrayLike, source: NodeType, target: NodeType) -> Floats:
     """Activations from one pipeline stage to the next, over the slower of the two network cards."""
     gbps = min(source.network_gbps, target.network_gbps) * HANDOVER_SHARE

@@ -13,7 +13,7 @@ from itertools import pairwise
 from potluck.core.values.layout import Layout
 from potluck.core.values.pool import RTT_S, Pool, PoolNode
 from potluck.core.values.types import NodeType
-from potluck.perf.network import HANDOVER_FIXED_S, HANDOVER_SHARE
+from potluck.perf.network import HANDOVER_SHARE, Hop, hop_between, hop_inside
 from potluck.perf.pipeline import pipeline
 from potluck.perf.step import StepTimer
 from potluck.perf.transfer import AlphaBeta, alpha_beta
@@ -123,13 +123,13 @@ def kv_path(problem: Problem, first: str, second: str) -> AlphaBeta | None:
     return AlphaBeta(inside.latency_s, inside.gb_per_s * 1e9 * HANDOVER_SHARE)
 
 
-def hop(problem: Problem, first: str, second: str) -> tuple[float, float]:
+def hop(problem: Problem, first: str, second: str) -> Hop:
     """(seconds, seconds per byte) of activations from one machine to another, or inside one."""
     if first != second:
-        gbps, rtt_s = _link(problem, first, second)
-        return HANDOVER_FIXED_S + rtt_s / 2, 8.0 / (gbps * 1e9 * HANDOVER_SHARE)
-    path = kv_path(problem, first, second)
-    return (0.0, 0.0) if path is None else (path.alpha_s, 1.0 / path.beta_bytes_per_s)
+        return hop_between(*_link(problem, first, second))
+    machine = machine_of(problem, first)
+    assert machine is not None, first
+    return hop_inside(machine.type)
 
 
 def timer_of(problem: Problem, ask: Ask, layout: Layout) -> StepTimer:

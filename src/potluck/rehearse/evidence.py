@@ -12,13 +12,15 @@ everything would prove anything. A promise holds when `lower` reaches it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import sqrt
 
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import summarise
+from potluck.sim.results.planned import compared, described, disagreements
+from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
 from potluck.worlds.scene import Scene
@@ -42,6 +44,8 @@ class Evidence:
     """Share in each run."""
     requests: int
     """Judged, over all runs."""
+    disagreed: tuple[str, ...] = field(default=(), compare=False)
+    """What was not as planned in the first run, in words (`sim.results.planned`), the objective apart."""
 
     @property
     def mean(self) -> float:
@@ -107,10 +111,13 @@ def evidence_of(
     attained: dict[str, list[float]] = {}
     requests: dict[str, int] = {}
     world = replace(trial.world, plan=plan)
+    disagreed: dict[str, list[str]] = {}
     for place, run in enumerate(runs):
         said(f"run {place + 1} of {len(runs)}")
         load = trial.source(run)
         result = simulate(world, load, trial.policy, seed=run, settings=trial.settings)
+        if not place:
+            disagreed = _disagreed(world, result, trial.policy)
         warm_up_s = float(load.arrival_s[0]) + trial.warm_up_share * load.span_s
         for model in summarise(result, warm_up_s).models:
             if model.attainment is None or model.slo is None:
@@ -120,6 +127,19 @@ def evidence_of(
             requests[model.model] = requests.get(model.model, 0) + judged
     promised: Mapping[str, float] = {name: slo.attainment for name, slo in trial.world.slos.items()}
     return tuple(
-        Evidence(name, promised[name], tuple(shares), requests[name])
+        Evidence(name, promised[name], tuple(shares), requests[name], tuple(disagreed.get(name, ())))
         for name, shares in sorted(attained.items())
     )
+
+
+def _disagreed(world: Scene, result: SimResult, policy: Policy) -> dict[str, list[str]]:
+    """By model; what two models share is told of both."""
+    found: dict[str, list[str]] = {}
+    for each in disagreements(compared(world, result, policy.balance)):
+        if each.what == "attainment":
+            continue
+        said, ran = described(each)
+        names = [name for name in world.slos if each.name.startswith(name)] or list(world.slos)
+        for name in names:
+            found.setdefault(name, []).append(f"{each.what} of {each.name}: {said} planned, {ran} ran")
+    return found

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import floor
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
-from potluck.core.values.layout import Layout
+from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Replica, Template
+from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.budget import paced_budget
 from potluck.perf.capacity import require_fit, stage_memory
@@ -23,6 +25,7 @@ from potluck.perf.memory import (
     weight_bytes,
     window_bytes_per_token,
 )
+from potluck.perf.network import Hop, hop_between, hop_inside
 from potluck.perf.phases import decode_step_s
 from potluck.perf.pipeline import pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
@@ -75,6 +78,8 @@ class Kit:
     inside_bytes_per_s: float
     """Between two replicas on one node."""
     engine: Engine = DEFAULT_ENGINE
+    codec: Codec = "fp16"
+    """In which its KV goes to others of its copy."""
 
 
 @dataclass(slots=True)
@@ -133,7 +138,8 @@ class Kits:
         for index, replica in enumerate(template.replicas):
             engine = scene.engines.get((template.name, index)) or self._engine(template, replica, mean)
             if (replica.layout, engine) not in made:
-                timer = timer_of(model, replica.layout, scene.nodes, engine.host_s)
+                hops = hops_of(scene, replica.layout)
+                timer = timer_of(model, replica.layout, scene.nodes, engine.host_s, hops)
                 room = total_blocks(model, replica.layout, scene.nodes, sum(mean))
                 made[replica.layout, engine] = (timer, room)
             timer, blocks = made[replica.layout, engine]
@@ -150,6 +156,7 @@ class Kits:
                 sum(kind.network_gbps for kind in kinds),
                 min(max(kind.interconnect.gb_per_s, 1.0) for kind in kinds) * 1e9,
                 engine,
+                template.codec,
             )
             self._replicas[template.name, index] = _replica_facts(
                 timer, model, blocks, mean, scene.slos.get(template.model), engine.slots
@@ -159,6 +166,16 @@ class Kits:
         if split is not None:
             self._splits[template.name] = split
         self.templates[template.name] = template
+
+    def crossing(self, template: str, first: int, second: int) -> dict[tuple[str, str], float]:
+        """Which shares of a request's KV go from which named machine to which, from one replica to another of a copy.
+
+        Empty where the machines have no names.
+        """
+        replicas = self.templates[template].replicas
+        layers = layers_between(replicas[first].layout, replicas[second].layout)
+        whole = sum(layers.values())
+        return {ends: count / whole for ends, count in layers.items() if ends[0] and ends[1]}
 
     def _engine(self, template: Template, replica: Replica, mean: tuple[float, float]) -> Engine:
         """One that nothing is said of."""
@@ -173,13 +190,33 @@ class Kits:
 
 
 def timer_of(
-    model: Model, layout: Layout, nodes: Mapping[str, NodeType], host_s: float = HOST_S
+    model: Model,
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    host_s: float = HOST_S,
+    hops: tuple[Hop, ...] = (),
 ) -> StepTimer:
     """The plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
         return roofline(model, nodes[stage.nodes[0].node], stage.nodes[0].tp, host_s=host_s)
-    return pipeline(model, layout, nodes, host_s=host_s)
+    return pipeline(model, layout, nodes, host_s=host_s, hops=hops)
+
+
+def hops_of(scene: Scene, layout: Layout) -> tuple[Hop, ...]:
+    """From each stage to the next and back to the first, over the links between machines that the layout names."""
+    ends = [stage.nodes[0] for stage in layout.stages if len(stage.nodes) == 1 and stage.nodes[0].machine]
+    if len(ends) < len(layout.stages) or len(ends) == 1:
+        return ()
+    hops = []
+    for first, second in (*pairwise(ends), (ends[-1], ends[0])):
+        here, there = scene.node(first.node), scene.node(second.node)
+        if first.machine == second.machine:
+            hops.append(hop_inside(here))
+            continue
+        cards = (min(here.network_gbps, there.network_gbps), RTT_S)
+        hops.append(hop_between(*scene.machine_gbps.get((first.machine, second.machine), cards)))
+    return tuple(hops)
 
 
 def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
+MOST_LINES = 6
 SEED_STRIDE = 10_000_000
 """Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
 
@@ -116,6 +117,9 @@ def show_rehearsal(found: Rehearsal | None) -> None:
     heads = [head for model in models for head in (f"{model}: headroom", "attained", "at least")]
     table("Rehearsal", ("round", "runs", "USD/h", *heads, "objective"), rows)
     best, first = found.best, found.first
+    wrong = dict.fromkeys(line for each in best.evidence for line in each.disagreed)
+    for line in list(wrong)[:MOST_LINES]:
+        click.echo(f"Not as planned: {line}.")
     if found.chosen is None:
         click.echo(f"No plan held in simulation: {found.reason}. This is the one that came closest.\n")
         return
@@ -164,6 +168,7 @@ def rehearsal_json(found: Rehearsal | None) -> dict[str, object]:
                     "runs_kept": each.runs_kept,
                     "requests": each.requests,
                     "holds": each.holds,
+                    "disagreed": list(each.disagreed),
                 }
                 for each in step.evidence
             ],

@@ -15,10 +15,12 @@ import click
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.trying.simulation import planner_of, policy_of, read_faults, read_inputs, requests, scene_of
+from potluck.core.codec import encode
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.sim.results.metrics import Summary
+    from potluck.sim.results.planned import Comparison
     from potluck.sim.results.records import SimResult
     from potluck.sim.world.faults import Faults
 
@@ -116,6 +118,7 @@ def simulate(
     """
     from potluck.cli.common.record_files import require_kind
     from potluck.sim.results.metrics import summarise
+    from potluck.sim.results.planned import compared
     from potluck.sim.run import simulate as run
     from potluck.sim.settings import Settings
 
@@ -135,8 +138,9 @@ def simulate(
             tick_s=rules.tick_s,
             samples=SAMPLES if report is not None else 0,
         )
+        scene = replace(scene_of(inputs), paced=paced)
         result = run(
-            replace(scene_of(inputs), paced=paced),
+            scene,
             load,
             rules,
             seed=seed,
@@ -150,8 +154,17 @@ def simulate(
         )
         said("summing up")
         summary = summarise(result, warm_up_s)
+        found = compared(scene, result, rules.balance)
         _write(summary, result, report, records)
-    _show(summary, result, as_json)
+    _show(summary, result, found, as_json)
+    idle = [each for each in found if each.verdict == "broken"]
+    if idle:
+        click.echo(
+            f"potluck: error: the plan counts on {idle[0].name}, which got no request"
+            + (f" (nor did {len(idle) - 1} more)" if len(idle) > 1 else ""),
+            err=True,
+        )
+        sys.exit(1)
 
 
 def _write(summary: Summary, result: SimResult, report: Path | None, records: Path | None) -> None:
@@ -165,13 +178,14 @@ def _write(summary: Summary, result: SimResult, report: Path | None, records: Pa
         report.write_text(html(summary, result), encoding="utf-8")
 
 
-def _show(summary: Summary, result: SimResult, as_json: bool) -> None:
+def _show(summary: Summary, result: SimResult, found: tuple[Comparison, ...], as_json: bool) -> None:
     if as_json:
-        emit_json(json.loads(summary.to_json())["value"])
+        emit_json({**json.loads(summary.to_json())["value"], "planned": encode(found)})
         return
-    from potluck.cli.trying.simulate_show import show_summary
+    from potluck.cli.trying.simulate_show import show_planned, show_summary
 
     show_summary(summary, result)
+    show_planned(found)
 
 
 def require_positive(field: str, value: float | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from potluck.cli.common.render import bytes_, count, percent, seconds, short, table, usd
 
 if TYPE_CHECKING:
     from potluck.sim.results.metrics import ModelSummary, Spread, Summary
+    from potluck.sim.results.planned import Comparison
     from potluck.sim.results.records import SimResult
 
 MOST_ROWS = 12
@@ -33,6 +35,18 @@ def show_summary(summary: Summary, result: SimResult) -> None:
     notes = [(what, count(number)) for what, number in result.counts.items() if number]
     if notes:
         table("Also", ("what", "how often"), notes)
+
+
+def show_planned(found: Sequence[Comparison]) -> None:
+    """Where the plan and the run disagree; nothing where they do not."""
+    from potluck.sim.results.planned import described, disagreements
+
+    wrong = disagreements(found)
+    rows = [(str(each.what), each.name, *described(each)) for each in wrong[:MOST_ROWS]]
+    if len(wrong) > MOST_ROWS:
+        rows.append(("", f"and {len(wrong) - MOST_ROWS} more (--json has all)", "", ""))
+    if rows:
+        table("Not as planned", ("what", "of", "planned", "ran"), rows)
 
 
 def _latencies(models: list[ModelSummary]) -> None:

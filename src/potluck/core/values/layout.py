@@ -77,6 +77,19 @@ class Layout:
                     gpus[node.machine] = gpus.get(node.machine, 0) + node.tp
         return gpus
 
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The machine of every layer, by name; of nodes that share a stage the first."""
+        return tuple(stage.nodes[0].machine for stage in self.stages for _ in range(stage.layers))
+
+
+def layers_between(first: Layout, second: Layout) -> dict[tuple[str, str], int]:
+    """How many layers' KV goes from which machine to which when one replica hands over to another."""
+    layers: dict[tuple[str, str], int] = {}
+    for ends in zip(first.owners, second.owners, strict=True):
+        layers[ends] = layers.get(ends, 0) + 1
+    return layers
+
 
 def single(node: str, tp: int, layers: int) -> Layout:
     """The plainest layout: one node holds the whole model."""

@@ -56,6 +56,23 @@ class NodeCount:
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateFlow:
+    """How one copy shares a bucket among its replicas: THUNDERSERVE's X_i Y_ij, which add up to 1 in a bucket."""
+
+    bucket: int
+    prefill: int
+    """Which of the template's replicas computes the prompt ..."""
+    decode: int
+    """... and which makes the answer; the same one may do both."""
+    share: float
+    """Of the requests of the bucket that the copy takes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1 + 1e-9:
+            raise InputError("template: flows", f"shares must be above 0 and at most 1, one is {self.share}")
+
+
+@dataclass(frozen=True, slots=True)
 class Template:
     """A group of replicas that is deployed together: one column of the planner's program."""
 
@@ -69,6 +86,13 @@ class Template:
     confidence: Confidence
     codec: Codec = "fp16"
     """In which KV crosses between its own replicas."""
+    flows: tuple[TemplateFlow, ...] = ()
+    """Who hands to whom inside a copy, where that was planned (groups); else the Brain's rules decide."""
+
+    def __post_init__(self) -> None:
+        count = len(self.replicas)
+        if any(not (0 <= flow.prefill < count and 0 <= flow.decode < count) for flow in self.flows):
+            raise InputError(f"template {self.name}: flows", f"name a replica beyond the {count} there are")
 
     @property
     def node_counts(self) -> dict[str, int]:

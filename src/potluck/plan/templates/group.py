@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.layout import Layout, layers_between
+from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template, TemplateFlow
 from potluck.core.values.types import Codec
 from potluck.perf.pipeline import ORDER
 from potluck.perf.transfer import codec_ratio
@@ -87,7 +87,8 @@ def group_template(problem: Problem, ask: Ask, replicas: Sequence[Replica], code
     Its name holds a digest of the replicas: what bears the same name is laid out the same, on the same machines.
     """
     members = tuple(sorted(replicas, key=repr))
-    capacity = group_capacity(problem, ask, members, codec)
+    routed = route(problem, ask, members, codec)
+    capacity = tuple(each.capacity for each in routed)
     if not useful(capacity):
         return None
     counts = machine_counts(members)
@@ -107,7 +108,19 @@ def group_template(problem: Problem, ask: Ask, replicas: Sequence[Replica], code
         capacity=capacity,
         confidence=max((timer_of(problem, ask, each).confidence for each in layouts), key=ORDER.index),
         codec=codec,
+        flows=flows_of(routed),
     )
+
+
+def flows_of(routed: Iterable[Routed]) -> tuple[TemplateFlow, ...]:
+    """X and Y of every bucket; what is less than a millionth of it is rounding."""
+    found = []
+    for each in routed:
+        total = sum(rate for *_, rate in each.flows)
+        kept = [flow for flow in each.flows if flow[2] > 1e-6 * total]
+        whole = sum(rate for *_, rate in kept)
+        found += [TemplateFlow(each.capacity.bucket, i, j, rate / whole) for i, j, rate in kept]
+    return tuple(found)
 
 
 def machine_counts(replicas: Iterable[Replica]) -> dict[str, int]:
@@ -180,15 +193,12 @@ def _pairs(
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     ratio = codec_ratio(codec, stored_bits=ask.model.kv_bits)
     layer_bytes = demand.kv_bytes * ratio / ask.model.layer_count
-    owners = [_owners(replica.layout) for replica in replicas]
-    known: dict[
-        tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[tuple[str, str, float], ...], float]
-    ] = {}
+    known: dict[tuple[Layout, Layout], tuple[tuple[tuple[str, str, float], ...], float]] = {}
     found = []
     for i, first in enumerate(rates):
         for j, second in enumerate(rates):
             if first.prefill_per_s > 0 and second.decode_per_s > 0:
-                ends = (owners[i], owners[j])
+                ends = (replicas[i].layout, replicas[j].layout)
                 if ends not in known:
                     known[ends] = _crossing(problem, *ends, layer_bytes)
                 busy_s, handover_s = known[ends]
@@ -197,20 +207,12 @@ def _pairs(
     return found
 
 
-def _owners(layout: Layout) -> tuple[str, ...]:
-    """The machine of every layer."""
-    return tuple(stage.nodes[0].machine for stage in layout.stages for _ in range(stage.layers))
-
-
 def _crossing(
-    problem: Problem, first: tuple[str, ...], second: tuple[str, ...], layer_bytes: float
+    problem: Problem, first: Layout, second: Layout, layer_bytes: float
 ) -> tuple[tuple[tuple[str, str, float], ...], float]:
     """(seconds of every link between machines, seconds until all is there) for one request's KV."""
-    layers: dict[tuple[str, str], int] = {}
-    for ends in zip(first, second, strict=True):
-        layers[ends] = layers.get(ends, 0) + 1
     busy, slowest = [], 0.0
-    for (a, b), count in sorted(layers.items()):
+    for (a, b), count in sorted(layers_between(first, second).items()):
         path = kv_path(problem, a, b)
         if path is None:
             continue
