@@ -107,7 +107,7 @@ def simulate(
 ) -> None:
     """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
 
-    The requests are the spec's own traffic unless --workload or --from-log says otherwise.
+    The requests are the spec's own unless --workload or --from-log says otherwise.
 
     \b
     Examples:
@@ -131,13 +131,8 @@ def simulate(
         asked = workload, rate_per_s, count, seed, cv, logs, said
         inputs, load = read_inputs(paths, time_limit_s, said, lambda spec: requests(spec, *asked))
         rules = policy_of(policy, inputs.spec.policy)
-        settings = Settings(
-            fast_forward=not stepwise,
-            overlap=not bulk,
-            warm=not cold,
-            tick_s=rules.tick_s,
-            samples=SAMPLES if report is not None else 0,
-        )
+        samples = SAMPLES if report is not None else 0
+        settings = Settings(not stepwise, not bulk, warm=not cold, tick_s=rules.tick_s, samples=samples)
         scene = replace(scene_of(inputs), paced=paced)
         result = run(
             scene,
@@ -148,23 +143,14 @@ def simulate(
             faults=faults,
             planner=planner_of(inputs.problem, rules, time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
-            progress=(lambda done, total: said(f"{done:,} of {total:,} requests"))
-            if sys.stderr.isatty()
-            else None,
+            progress=_counting(said),
         )
         said("summing up")
         summary = summarise(result, warm_up_s)
         found = compared(scene, result, rules.balance)
         _write(summary, result, report, records)
     _show(summary, result, found, as_json)
-    idle = [each for each in found if each.verdict == "broken"]
-    if idle:
-        click.echo(
-            f"potluck: error: the plan counts on {idle[0].name}, which got no request"
-            + (f" (nor did {len(idle) - 1} more)" if len(idle) > 1 else ""),
-            err=True,
-        )
-        sys.exit(1)
+    _complain(found)
 
 
 def _write(summary: Summary, result: SimResult, report: Path | None, records: Path | None) -> None:
@@ -176,6 +162,20 @@ def _write(summary: Summary, result: SimResult, report: Path | None, records: Pa
         from potluck.sim.results.report import html
 
         report.write_text(html(summary, result), encoding="utf-8")
+
+
+def _counting(said: Callable[[str], None]) -> Callable[[int, int], None] | None:
+    """Say how far it is, where somebody looks."""
+    return (lambda done, total: said(f"{done:,} of {total:,} requests")) if sys.stderr.isatty() else None
+
+
+def _complain(found: tuple[Comparison, ...]) -> None:
+    """Replicas that the plan counts on and that got nothing are an error."""
+    idle = [each.name for each in found if each.verdict == "broken"]
+    if idle:
+        others = f" (nor did {len(idle) - 1} more)" if len(idle) > 1 else ""
+        click.echo(f"potluck: error: the plan counts on {idle[0]}, which got no request{others}", err=True)
+        sys.exit(1)
 
 
 def _show(summary: Summary, result: SimResult, found: tuple[Comparison, ...], as_json: bool) -> None:
