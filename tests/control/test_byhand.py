@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_controller import PLAN, TEMPLATE, World
+from test_controller import PLAN, TEMPLATE, Fixed, World, planned
 
 from potluck.control.byhand import is_by_hand, leave, leaving, scaled, stay
 from potluck.control.launch.process import started_at
@@ -94,20 +94,17 @@ def test_the_planner_only_advises_while_a_plan_by_hand_holds(tmp_path: Path) -> 
     store.add_plan(PLAN, 0.0, "by hand: t@east=2")
     assert is_by_hand(store.plan())
     assert not is_by_hand(PlanVersion(1, 0.0, "potluck up", PLAN))
-    controller = world.controller(lambda rates: scaled(PLAN, TEMPLATE.name, "east", 5, {"east": 1.0}))
+    controller = world.controller(Fixed(scaled(PLAN, TEMPLATE.name, "east", 5, {"east": 1.0})))
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
     world.turns(controller, 1)
-    assert controller._planning is not None
-    controller._planning.result(10)
-    world.turns(controller, 2)
+    planned(world, controller)
     assert world.gateway.plans == []
     (advice,) = [each for each in store.happenings() if each.kind == "advice"]
     assert "by hand and holds" in advice.why
     store.add_plan(PLAN, 1.0, "handed back (was by hand)")
     world.gateway.replan = {"rates_per_s": {"m": 4.0}, "reason": "even more"}
     world.turns(controller, 1)
-    controller._planning.result(10)
-    world.turns(controller, 2)
+    planned(world, controller)
     assert len(world.gateway.plans) == 1
 
 

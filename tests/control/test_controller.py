@@ -11,7 +11,9 @@ import pytest
 
 from potluck.control.gateway import GatewayAway
 from potluck.control.launch.base import Place, Sighting
-from potluck.control.loop import Controller, Planner
+from potluck.control.loop import Controller
+from potluck.control.planning import Planner
+from potluck.control.replanner import Asked, Reply
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
 from potluck.control.values import Instance, Make
@@ -76,6 +78,8 @@ class Gateway:
     fleet: tuple[Instance, ...] = ()
     plans: list[Plan] = field(default_factory=list)
     away: bool = False
+    urls: bool = False
+    """Whether it says where replicas are reached."""
 
     def wanted(self) -> dict[str, Any]:
         if self.away:
@@ -87,6 +91,8 @@ class Gateway:
             "region": "east",
             "role": "mixed",
             "draining": False,
+            "unit": "t@east#0",
+            "url": "http://somewhere" if self.urls else "",
         }
         return {"replicas": [{**each, "id": name} for name in self.replicas], "replan": self.replan}
 
@@ -98,6 +104,34 @@ class Gateway:
     def set_plan(self, plan: Plan) -> None:
         self.plans.append(plan)
         self.replan = None
+
+    def decisions(self, after: int) -> dict[str, Any]:
+        return {"epoch": "e", "decisions": [], "thinks": "", "ended": {}}
+
+
+@dataclass
+class Fixed:
+    """A planner that has one answer."""
+
+    plan: Plan | None
+    asked: list[Asked] = field(default_factory=list)
+    left: Plan | None = None
+    """What to do at once."""
+
+    def first(self, asked: Asked) -> Reply:
+        return Reply(self.left, "what is left")
+
+    def full(self, asked: Asked) -> Reply:
+        self.asked.append(asked)
+        return Reply(self.plan, "better")
+
+
+def planned(world: World, controller: Controller) -> None:
+    """Turns until no plan is being made."""
+    while controller.planning.under_way is not None:
+        controller.planning.under_way.result(10)
+        world.turns(controller, 1)
+    world.turns(controller, 2)
 
 
 class World:
@@ -186,32 +220,24 @@ def test_two_never_act_at_once(world: World) -> None:
 
 
 def test_a_plan_that_is_asked_for_is_made_once_and_handed_over(world: World) -> None:
-    asked: list[dict[str, float]] = []
+    asked: list[Asked] = []
 
-    def planner(rates: dict[str, float]) -> Plan:
-        asked.append(rates)
-        return PLAN
-
-    controller = world.controller(planner)
+    controller = world.controller(Fixed(PLAN, asked))
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more is asked for"}
     world.turns(controller, 1)
-    assert controller._planning is not None
-    controller._planning.result(10)
-    world.turns(controller, 3)
-    assert asked == [{"m": 3.0}]
+    planned(world, controller)
+    assert [each.rates_per_s for each in asked] == [{"m": 3.0}]
     assert world.gateway.plans == [PLAN]
     newest = Store(world.path).plan()
     assert newest is not None
-    assert (newest.version, newest.reason) == (2, "more is asked for")
+    assert (newest.version, newest.reason) == (2, "more is asked for; better")
 
 
 def test_advice_changes_nothing(world: World) -> None:
-    controller = world.controller(lambda rates: PLAN, advise=True)
+    controller = world.controller(Fixed(PLAN), advise=True)
     world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more"}
     world.turns(controller, 1)
-    assert controller._planning is not None
-    controller._planning.result(10)
-    world.turns(controller, 3)
+    planned(world, controller)
     assert world.gateway.plans == []
     assert [each.kind for each in Store(world.path).happenings() if each.kind == "advice"] == ["advice"]
 

@@ -42,7 +42,8 @@ def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
     assert oldest is not None
     assert oldest.plan == PLAN
     assert [each.what for each in again.happenings()] == ["i1"]
-    assert again.rates("m", 101, 3) == (0.0, 2.5, 0.0)
+    assert again.rates("m", 101, 3) == (None, 2.5, None)
+    assert again.rated_models() == ("m",)
     assert again.get("gateway") == {"url": "http://g"}
     assert again.get("nothing") is None
     again.remove("i1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import brain_builders as build
 import pytest
@@ -11,6 +12,8 @@ from potluck.core.brain.actions import Abandon, Action, Drain, Refuse, Run, Star
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import Arrived, Cancelled, Failed, Finished, Planned, Tick
 from potluck.core.brain.policy import Policy
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Replica
 from potluck.core.values.route import aggregated
 
 ONE = build.template("one", closed=(1.0, 1.0))
@@ -184,6 +187,7 @@ def test_a_repeated_arrival_is_one_request() -> None:
 
 def test_while_plans_change_the_old_copies_serve_until_the_new_are_ready() -> None:
     other = build.template("other", closed=(1.0, 1.0))
+    other = replace(other, replicas=(Replica("mixed", single("another", 1, 8)),))
     new = build.plan((other,), {("other", "near"): 1}, {("other", "near", "closed"): (0.5, 0.5)})
     world = build.world(PLAIN, known=build.facts((ONE, other)))
     actions = world.plan(new, ready=False)

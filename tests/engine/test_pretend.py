@@ -326,3 +326,16 @@ def test_log_probabilities_are_made_up_but_sound() -> None:
     assert len({token for token, _ in choice.top}) == 5
     assert sorted(choice.top, key=lambda pair: -pair[1]) == list(choice.top)
     assert WORDS.draw(7, Sampling(logprobs=0), 3).top == ()
+
+
+def test_a_changed_pace_counts_from_the_next_step() -> None:
+    one = executor(Size(4, 64, 512), clock=lambda: 0.0)
+    row = one.open()
+    one.grow(row, 64)
+    lengths = []
+    for start, pace in ((0, 1.0), (16, 3.0), (32, 1.0)):
+        one.change_pace(pace)
+        one.begin([Work(row, tuple(range(3, 19)), start, "none")], [])
+        lengths.append(one._pacer._length_s / one._lasts([Work(row, tuple(range(3, 19)), start, "none")]))
+        one._under_way = False
+    assert lengths == pytest.approx([1.0, 3.0, 1.0])

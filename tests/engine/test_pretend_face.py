@@ -245,3 +245,17 @@ def test_nothing_heavy_is_loaded_to_serve_and_to_hand_over() -> None:
 def test_flags_that_do_not_go_together(flags: list[str], says: str) -> None:
     found = CliRunner().invoke(cli, ["engine", "serve", *flags])
     assert says in (found.output + str(found.exception))
+
+
+def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
+    async def scene() -> None:
+        async with face(pretend_service()) as one, face(make_service()) as real:
+            status, said = await one.post("/pace", {"pace": 3})
+            assert (status, said) == (200, {"pace": 3})
+            for wrong in ({"pace": 0}, {"pace": "fast"}, {}, {"pace": 2, "more": 1}):
+                status, said = await one.post("/pace", wrong)
+                assert (status, "pace" in said["error"]["message"]) == (400, True)
+            status, said = await real.post("/pace", {"pace": 3})
+            assert (status, "only an engine that pretends" in said["error"]["message"]) == (400, True)
+
+    played(scene)

@@ -24,7 +24,8 @@ from potluck.gateway.admin.feed import Feed
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.metrics import Metrics
 from potluck.gateway.desk.desk import Desk
-from potluck.gateway.desk.oversight import Herald, Oversight
+from potluck.gateway.desk.herald import Herald
+from potluck.gateway.desk.oversight import Oversight
 
 
 class Fleet:
@@ -59,7 +60,9 @@ class Fleet:
         self.done: list[Action] = []
         self.told: list[tuple[str, str]] = []
         self.desk.manage = self.done.extend
-        self.desk.watchers.append(Herald(lambda what, why: self.told.append((what, why))))
+        herald = Herald(lambda: "")
+        herald.decided = lambda what, why: self.told.append((what, why))
+        self.desk.watchers.append(herald)
         self.desk.tell(Planned(plan))
         self.names = list(self.brain.fleet.views)
         if ready:

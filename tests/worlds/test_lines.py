@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim_fleets import closed_plan, combo, flow_plan, mixed, prefill_only
 
-from potluck.core.brain.actions import Action, Run
+from potluck.core.brain.actions import Action, Run, SeenLengths
 from potluck.core.brain.events import Arrived, Event, Status, Tick
 from potluck.core.errors import FormatError
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment, aggregated
-from potluck.core.values.types import Request
+from potluck.core.values.types import Offer, Region, Request
 from potluck.worlds.lines import ACTIONS, EVENTS, kind_of, line, read_line
 
 text = st.text(max_size=8) | st.sampled_from(['"', "\\", "\n", "\ud800", "é", "東", '["Tick"]', ""])
@@ -37,6 +37,10 @@ requests = st.builds(Request, text, text, floats, counts, counts, whole, deadlin
 members = st.builds(
     Member, text, text, text, st.integers(0, 9), st.just("combo"), text, st.just("mixed"), text
 )
+seen = st.builds(SeenLengths, text, floats, st.lists(st.tuples(floats, floats), max_size=2).map(tuple))
+prices = st.floats(0, 1e6)
+offers = st.builds(Offer, text, prices, st.integers(0, 99), st.booleans())
+regions = st.builds(Region, text, st.lists(offers, max_size=2).map(tuple))
 plans = st.sampled_from(
     [closed_plan((combo(1, 2), "east", 1)), flow_plan((prefill_only(), "west", 1), (mixed(), "east", 2))]
 )
@@ -52,10 +56,12 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         tuple[int, ...]: names,
         tuple[str, ...]: st.lists(text, max_size=3).map(tuple),
         tuple[tuple[str, float], ...]: st.lists(st.tuples(text, floats), max_size=3).map(tuple),
+        tuple[SeenLengths, ...]: st.lists(seen, max_size=2).map(tuple),
         Request: requests,
         Route: routes(),
         Plan: plans,
         Member: members,
+        tuple[Region, ...]: st.lists(regions, max_size=2).map(tuple),
     }
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))

@@ -9,8 +9,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from potluck.control.values import Instance, Make, Want
+from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError, PotluckError
 from potluck.core.values.plan import Plan, Template, plan_to_json
+from potluck.core.values.types import Region
 
 ASK_S = 5.0
 QUIET_S = 60.0
@@ -42,6 +44,12 @@ class GatewayClient:
 
     def set_plan(self, plan: Plan) -> None:
         self._ask("PUT", "/plan", json.loads(plan_to_json(plan)))
+
+    def set_market(self, regions: Iterable[Region]) -> None:
+        self._ask("PUT", "/market", {"regions": [encode(each) for each in regions]})
+
+    def decisions(self, after: int) -> dict[str, Any]:
+        return self._ask("GET", f"/decisions?after={after}")
 
     def snapshot(self) -> dict[str, Any]:
         return self._ask("GET", "/snapshot")

@@ -1,7 +1,9 @@
 """The controller: read what is wanted and what is there, do one step, write down what was done and why.
 
-    turn   wanted (the gateway, or what it wanted last) + seen (the launcher) ─▶ step ─▶ orders, each done and noted
-           ─▶ the roster told to the gateway ─▶ a plan, where one was asked for
+    turn   prices and notices (the market) ─▶ the gateway
+           wanted (the gateway, or what it wanted last) + seen (the launcher) ─▶ step ─▶ orders, each done and noted
+           ─▶ the roster told to the gateway ─▶ a plan, where one was asked for (planning.py)
+           what the gateway decided meanwhile, and rates ─▶ the store (chronicle.py)
 
 A turn does not wait for anything to become ready. Everything that must be known after a crash is in the store before
 the next thing is begun; an engine is written down before it is started.
@@ -12,22 +14,25 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from potluck.control.byhand import is_by_hand, leaving
+from potluck.control.byhand import leave, leaving
+from potluck.control.chronicle import Chronicle, gist
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
 from potluck.control.launch.base import Launcher
+from potluck.control.market import MarketFile
+from potluck.control.planning import Planner, Planning
 from potluck.control.step import LINGER_S, START_S, Memory, step
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
 from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Order, Want
+from potluck.core.codec import encode
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan, Template
 
-Planner = Callable[[dict[str, float]], Plan | None]
-"""Rates per model to a plan; None where there is none better. May take long, and is called in a thread."""
+ELSEWHERE_S = 10.0
+"""A plan of the gateway's that no version is, for so long, was put there by somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +63,20 @@ class Controller:
         gateway: GatewayClient,
         planner: Planner | None = None,
         *,
+        market: MarketFile | None = None,
         advise: bool = False,
         clock: Callable[[], float] = time.time,
         linger_s: float = LINGER_S,
         start_s: float = START_S,
     ) -> None:
         self._store, self._lease, self._launcher = store, lease, launcher
-        self._gateway, self._planner, self._advise, self._clock = gateway, planner, advise, clock
+        self._gateway, self._market, self._clock = gateway, market, clock
         self._linger_s, self._start_s = linger_s, start_s
         self._memory = Memory()
         self._templates: dict[str, Template] = {}
-        self._planning: Future[Plan | None] | None = None
-        self._answered: Any = None
-        """The request for a plan that is being answered, or was."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-plan")
+        self.planning = Planning(store, planner, self.change_plan, self._note, advise=advise)
+        self._chronicle = Chronicle(store, gateway, self._note_once, clock)
+        self._elsewhere_s: float | None = None
         self._said: dict[str, str] = {}
         newest = store.plan()
         if newest is not None:
@@ -86,7 +91,11 @@ class Controller:
             self._note_once("lease", "waits", "another controller acts on this state")
             return Turn(False)
         wanted, problem = self._wanted()
+        if not problem:
+            wanted = self._tell_market(wanted)
+            self._tell_plan(wanted)
         instances = self._seen()
+        self._heed_notices(instances, wanted)
         wants = wants_of(wanted, self._templates)
         found = step(
             wants,
@@ -104,7 +113,9 @@ class Controller:
         there = self._store.instances()
         if not problem:
             problem = self._tell(there)
-            self._plan(wanted.get("replan"))
+        if not problem:
+            self.planning.turn(wanted, None if self._market is None else self._market.regions)
+            self._chronicle.turn()
         up = {each.replica for each in there if each.state == "up"}
         return Turn(
             True,
@@ -189,43 +200,72 @@ class Controller:
             return str(error)
         return ""
 
+    # Prices, and machines that will vanish.
+
+    def _tell_market(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """The gateway knows the prices and nodes of now; what it wants then."""
+        if self._market is None:
+            return wanted
+        self._market.look()
+        if self._market.problem:
+            self._note_once("market", "market", f"{self._market.problem}; what was read last holds")
+        regions = self._market.regions
+        told = [encode(each) for each in regions]
+        if wanted.get("market") == told or (wanted.get("market") is None and not self._market.market.quotes):
+            return wanted
+        try:
+            self._gateway.set_market(regions)
+            self._note("market", "prices or nodes are others", self._market.changes())
+            return self._wanted()[0]
+        except PotluckError as error:
+            self._note_once("market", "market", str(error))
+            return wanted
+
+    def _heed_notices(self, instances: tuple[Instance, ...], wanted: dict[str, Any]) -> None:
+        """Replicas on machines that will vanish are emptied before, and their engines not used again."""
+        if self._market is None or not self._market.market.notices:
+            return
+        living = [each for each in instances if each.state != "dead"]
+        going = self._market.market.leaving(living)
+        new = going.keys() - leaving(self._store)
+        if not new:
+            return
+        leave(self._store, new)
+        ready = {
+            each["id"] for each in wanted.get("replicas", ()) if each.get("url") and not each["draining"]
+        }
+        for each in living:
+            if each.name not in new:
+                continue
+            left_s = going[each.name].at_s - self._clock()
+            self._note("notice", each.name, f"its machine goes in {left_s:.0f} s; it is emptied before")
+            if each.replica in ready:
+                try:
+                    self._gateway.drain(each.replica)
+                except PotluckError as error:
+                    self._note("notice", f"{each.replica} could not be drained", str(error))
+
     # Plans.
 
-    def _plan(self, asked: dict[str, Any] | None) -> None:
-        """Have a plan made where the Brain asks for one, and hand it over when it is there."""
-        if self._planning is not None:
-            if not self._planning.done():
-                return
-            finished, self._planning = self._planning, None
-            self._adopt(finished, str((self._answered or {}).get("reason", "")))
-            return
-        if asked is None:
-            self._answered = None
-        elif self._planner is not None and asked != self._answered:
-            self._answered = asked
-            self._note("plan", "begins", str(asked.get("reason", "")))
-            self._planning = self._pool.submit(self._planner, dict(asked.get("rates_per_s", {})))
-
-    def _adopt(self, finished: Future[Plan | None], reason: str) -> None:
-        try:
-            plan = finished.result()
-        except PotluckError as error:
-            self._note("plan", "failed", str(error))
-            return
-        if plan is None:
-            self._note("plan", "stays", "there is none better")
+    def _tell_plan(self, wanted: dict[str, Any]) -> None:
+        """A controller that died between writing a plan down and telling it is made good for."""
+        mark = wanted.get("plan_mark")
+        marks = self._store.plan_marks()
+        if mark is None or not marks or mark == marks[0]:
+            self._elsewhere_s = None
             return
         newest = self._store.plan()
-        if newest is not None and is_by_hand(newest):
-            held = (
-                f"version {newest.version} was made by hand and holds; `potluck scale --auto` lets go of it"
+        assert newest is not None
+        if mark in marks:
+            self.learn(newest.plan)
+            self._gateway.set_plan(newest.plan)
+            self._note("plan", f"version {newest.version} is told again", "the gateway had an older one")
+            return
+        self._elsewhere_s = self._elsewhere_s or self._clock()
+        if self._clock() - self._elsewhere_s > ELSEWHERE_S:
+            self._note_once(
+                "elsewhere", "plan", f"the gateway serves another plan than version {newest.version}"
             )
-            self._note("advice", f"a plan for ${plan.cost_usd_per_h:.2f}/h", f"{reason}; {held}")
-            return
-        if self._advise:
-            self._note("advice", f"a plan for ${plan.cost_usd_per_h:.2f}/h", reason)
-            return
-        self.change_plan(plan, reason)
 
     def change_plan(self, plan: Plan, reason: str) -> int:
         """From now on this one; its version."""
@@ -241,12 +281,11 @@ class Controller:
         self._store.note(self._clock(), kind, what, why)
 
     def _note_once(self, key: str, kind: str, why: str) -> None:
-        """What stays the same is not said again."""
-        gist = why.rpartition(" in ")[0] or why
-        if self._said.get(key) != gist:
-            self._said[key] = gist
+        """What stays the same but for its figures is not said again."""
+        if self._said.get(key) != gist(why):
+            self._said[key] = gist(why)
             self._note(kind, key.partition(" ")[2] or key, why)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.planning.close()
         self._lease.release()

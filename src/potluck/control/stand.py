@@ -7,6 +7,7 @@ started again over the same state finds them serving, and carries on.
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import secrets
 import socket
@@ -17,12 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.control.byhand import is_by_hand
+from potluck.control.chronicle import history_of
 from potluck.control.ending import DRAIN_S, living, owner_of, stop_all
 from potluck.control.gateway import GatewayClient
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher
 from potluck.control.launch.process import alive, end, last_words, rotate, spawn, started_at
-from potluck.control.loop import Controller, Planner, Turn
+from potluck.control.loop import Controller, Turn
+from potluck.control.market import MarketFile
+from potluck.control.planning import Planner
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
 from potluck.core.errors import CapacityError, InputError
@@ -45,6 +49,8 @@ class StandSettings:
     gateway: tuple[str, ...] = ()
     """Further words for `potluck serve`."""
     advise: bool = False
+    market: MarketFile | None = None
+    """Prices and nodes, where a file says."""
 
 
 class Stand:
@@ -69,7 +75,13 @@ class Stand:
             self._key_file.write_text(secrets.token_urlsafe(32))
         self.client = GatewayClient("", self._key_file.read_text("utf-8"))
         self.controller = Controller(
-            self.store, self._lease, self.launcher, self.client, planner, advise=settings.advise
+            self.store,
+            self._lease,
+            self.launcher,
+            self.client,
+            planner,
+            market=settings.market,
+            advise=settings.advise,
         )
         self.url = ""
 
@@ -106,6 +118,7 @@ class Stand:
             *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
             *("--port", str(port), "--admin-port", str(admin), "--json"),
             *("--admin-key-file", str(self._key_file), "--log", str(self._folder / "brain.log")),
+            *("--history", str(self._history())),
             *settings.gateway,
         ]
         log = self._folder / "logs" / "gateway.log"
@@ -128,6 +141,12 @@ class Stand:
             time.sleep(0.05)
         self.store.note(time.time(), "gateway", f"listens at {place['url']}", "it was not there")
         return place
+
+    def _history(self) -> Path:
+        """The rates of the past, for the new gateway's forecasts."""
+        path = self._folder / "history.json"
+        path.write_text(json.dumps(history_of(self.store, time.time())), "utf-8")
+        return path
 
     def turn(self) -> Turn:
         """One look at everything."""

@@ -21,7 +21,7 @@ from potluck.gateway.admin.spans import Spans
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.collector import calm
 from potluck.gateway.desk.center import Center
-from potluck.gateway.desk.oversight import Herald, Oversight
+from potluck.gateway.desk.oversight import Oversight
 from potluck.gateway.door.keys import KeyRing
 from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
@@ -58,7 +58,7 @@ class Operators:
             served=Served(keyed=settings.admin_key is not None),
         )
         self._runner: web.AppRunner | None = None
-        center.desk.watchers.append(Herald(self.meter.decided))
+        center.herald.decided = self.meter.decided
         center.watch.moved = self.meter.moved
         center.desk.at_ticks += [self.metrics.look, self._flush]
 

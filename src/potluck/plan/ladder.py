@@ -72,15 +72,35 @@ def ladder(
     loaded = left_of(problem, running)
     running = surviving(problem, running)
     left = survivors(problem, running)
+    return (
+        *_at_once(problem, running, left, loaded, settings, costs),
+        _reallocate(problem, running, left, loaded, planner, settings, costs),
+    )
+
+
+def at_once(
+    problem: Problem, running: Plan, settings: Settings, costs: StartupCosts = DEFAULT_COSTS
+) -> tuple[Answer, Answer]:
+    """The answers that load no weights, with the copies that are left: new routing, and new roles."""
+    problem = settled(problem, running)
+    loaded = left_of(problem, running)
+    running = surviving(problem, running)
+    return _at_once(problem, running, survivors(problem, running), loaded, settings, costs)
+
+
+def _at_once(
+    problem: Problem,
+    running: Plan,
+    left: tuple[Deployment, ...],
+    loaded: Left,
+    settings: Settings,
+    costs: StartupCosts,
+) -> tuple[Answer, Answer]:
     rerouted = _reroute(problem, running, left, settings)
     flip = _flip(problem, running, left, loaded, settings, costs)
     if flip.flips and not _gains(flip, rerouted):  # a search that was cut short may change roles for nothing
         flip = replace(rerouted, step="flip")
-    return (
-        rerouted,
-        flip,
-        _reallocate(problem, running, left, loaded, planner, settings, costs),
-    )
+    return rerouted, flip
 
 
 def _gains(answer: Answer, before: Answer) -> bool:

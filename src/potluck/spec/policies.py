@@ -69,6 +69,7 @@ class PolicyIn(Written):
     busiest: float | None = None
     headroom: float | None = None
     dip: float | None = None
+    advise: bool | None = None
 
 
 def resolve_policy(written: PolicyIn | None, problems: Problems) -> Policy:

@@ -20,7 +20,7 @@ from potluck.core.errors import FormatError
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment
-from potluck.core.values.types import Request
+from potluck.core.values.types import Region, Request
 
 dumps: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -42,6 +42,7 @@ EVENTS: dict[str, type[Any]] = {
         events.Drained,
         events.Planned,
         events.Ordered,
+        events.Quoted,
         events.Tick,
     )
 }
@@ -56,9 +57,11 @@ ACTIONS: dict[str, type[Any]] = {
         actions.Drain,
         actions.Stop,
         actions.Flip,
+        actions.Recast,
         actions.Replan,
         actions.Recount,
         actions.Move,
+        actions.Remark,
     )
 }
 
@@ -143,8 +146,12 @@ def _move(action: actions.Move) -> str:
     return f'["Move","{names(action.blocks)}",{text_of(action.source)},{text_of(action.target)}]'
 
 
-def _nested(value: events.Planned | actions.Start) -> str:
+def _nested(value: events.Planned | actions.Start | actions.Recast) -> str:
     return dumps([type(value).__name__, encode(value[0])])
+
+
+def _quoted(event: events.Quoted) -> str:
+    return dumps(["Quoted", [encode(region) for region in event.regions]])
 
 
 def _other(value: Any) -> str:
@@ -159,9 +166,11 @@ _WRITERS: dict[type[Any], Callable[[Any], str]] = {
     events.Reported: _reported,
     events.Cached: _cached,
     events.Planned: _nested,
+    events.Quoted: _quoted,
     actions.Run: _run,
     actions.Move: _move,
     actions.Start: _nested,
+    actions.Recast: _nested,
 }
 
 
@@ -217,13 +226,23 @@ def _read_run(fields: list[Any], place: str) -> actions.Run:
     return actions.Run(request, Route(tuple(Segment(*each) for each in route)), *rest)
 
 
+def _read_replan(rates: list[Any], reason: str, lengths: Sequence[Any] = ()) -> actions.Replan:
+    seen = [
+        actions.SeenLengths(model, out, tuple([(a, b) for a, b in prompts]))
+        for model, out, prompts in lengths
+    ]
+    return actions.Replan(tuple([(model, rate) for model, rate in rates]), reason, tuple(seen))
+
+
 _READERS: dict[str, Callable[[list[Any], str], Any]] = {
     "Arrived": _read_arrived,
     "Cached": _read_cached,
     "Run": _read_run,
     "Reported": lambda fields, _: events.Reported(fields[0], events.Status(*fields[1:])),
     "Planned": lambda fields, place: events.Planned(decode(Plan, fields[0], place)),
+    "Quoted": lambda fields, place: events.Quoted(tuple(decode(Region, each, place) for each in fields[0])),
+    "Recast": lambda fields, place: actions.Recast(decode(Member, fields[0], place)),
     "Start": lambda fields, place: actions.Start(decode(Member, fields[0], place)),
     "Move": lambda fields, _: actions.Move(blocks_of(fields[0]), *fields[1:]),
-    "Replan": lambda fields, _: actions.Replan(tuple([(m, rate) for m, rate in fields[0]]), fields[1]),
+    "Replan": lambda fields, _: _read_replan(*fields),
 }

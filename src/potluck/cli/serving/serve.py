@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_bytes
 
@@ -54,6 +55,9 @@ _file = click.Path(dir_okay=False, path_type=Path)
 @click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 @click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
 @click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
+@click.option(
+    "--history", type=_file, help="Rates of the past for forecasts: a JSON object, model to rates of 10 min."
+)
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
     plan: Path,
@@ -73,6 +77,7 @@ def serve(
     tls: tuple[Path, Path] | None,
     otlp: str | None,
     policy: tuple[str, ...],
+    history: Path | None,
     as_json: bool,
 ) -> None:
     """Serve a PLAN's models at one OpenAI address, over engines that were started for it.
@@ -100,7 +105,8 @@ def serve(
         files=_files(inputs.spec, files),
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
     )
-    serve_forever(scene_of(inputs), rules, settings, _said(as_json))
+    scene = replace(scene_of(inputs), history=_history(history, inputs.spec))
+    serve_forever(scene, rules, settings, _said(as_json))
 
 
 def _nothing(line: str) -> None:
@@ -136,6 +142,23 @@ def _files(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
             raise UnknownNameError("--files", name, [model.name for model in spec.models])
         found[name] = Path(given)
     return found
+
+
+def _history(file: Path | None, spec: Spec) -> dict[str, tuple[float, ...]]:
+    if file is None:
+        return {}
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError("--history", f"{file} cannot be read as JSON") from error
+    try:
+        rates = {str(name): tuple(float(each) for each in listed) for name, listed in found.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError("--history", f"{file} must be an object of lists of rates") from error
+    if not all(0 <= each < 1e9 for listed in rates.values() for each in listed):
+        raise InputError("--history", f"{file}: rates must not be negative")
+    known = {model.name for model in spec.models}
+    return {name: listed for name, listed in rates.items() if name in known}
 
 
 def _secret(file: Path) -> bytes:

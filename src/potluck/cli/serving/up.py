@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.trying.simulation import Inputs, planner_of, policy_of, read_inputs
+from potluck.cli.trying.simulation import Inputs, policy_of, read_inputs
 
 if TYPE_CHECKING:
-    from potluck.control.loop import Planner, Turn
+    from potluck.control.loop import Turn
+    from potluck.control.planning import Planner
     from potluck.core.brain.policy import Policy
     from potluck.core.values.plan import Plan
 
@@ -42,6 +43,11 @@ def demo() -> Path:
     help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace.",
 )
 @click.option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
+@click.option(
+    "--market",
+    type=_file,
+    help="Prices, availability and notices in a file that is watched; see docs/operating.md.",
+)
 @click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @click.option(
     "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="To plan, in s."
@@ -53,6 +59,7 @@ def up(
     state: Path | None,
     style: str,
     advise: bool,
+    market: Path | None,
     policy: tuple[str, ...],
     time_limit_s: float,
     as_json: bool,
@@ -65,6 +72,7 @@ def up(
       potluck up potluck.yaml        your own
     """
     from potluck.control.launch.command import EngineMaker
+    from potluck.control.market import MarketFile
     from potluck.control.stand import Stand, StandSettings
     from potluck.engine.shipped import shipped_model
 
@@ -79,23 +87,21 @@ def up(
         spec_path.resolve(),
         port,
         EngineMaker(style, files, names),
-        (*(f"--files={name}={path}" for name, path in files), *(f"--policy={each}" for each in policy)),
+        (
+            *(f"--files={name}={path}" for name, path in files),
+            *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
+        ),
         advise,
+        None if market is None else MarketFile(market, inputs.spec.regions),
     )
     stand = Stand(settings, inputs.plan, _planner(inputs, rules, time_limit_s))
     _run(stand, stand.plan, [name for name, _ in names], as_json)
 
 
 def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | None:
-    made = planner_of(inputs.problem, rules, time_limit_s)
-    if made is None:
-        return None
+    from potluck.control.replanner import Replanner
 
-    def plan(rates: dict[str, float]) -> Plan | None:
-        assert made is not None
-        return made(tuple(rates.items()), 0.0)
-
-    return plan
+    return None if rules.scaling == "none" else Replanner(inputs.problem, time_limit_s)
 
 
 def _run(stand: object, plan: Plan, models: list[str], as_json: bool) -> None:

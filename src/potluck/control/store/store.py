@@ -18,7 +18,7 @@ from potluck.control.store.schema import migrate
 from potluck.control.values import Instance, InstanceState, Make
 from potluck.core.codec import decode, encode
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
+from potluck.core.values.plan import Plan, mark_of, plan_from_json, plan_to_json
 
 BUSY_S = 5.0
 MOST_EVENTS = 100_000
@@ -54,6 +54,8 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._marks: dict[int, str] = {}
+        """Plan version to its mark: versions never change."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._db = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
@@ -126,6 +128,15 @@ class Store:
         number, at_s, reason, text = rows[0]
         return PlanVersion(number, at_s, reason, plan_from_json(text))
 
+    def plan_marks(self, last: int = 8) -> tuple[str, ...]:
+        """Of the newest versions, the newest first: what a gateway calls the plan that it serves."""
+        rows = self._rows("SELECT version FROM plans ORDER BY version DESC LIMIT ?", last)
+        for (version,) in rows:
+            if version not in self._marks:
+                ((text,),) = self._rows("SELECT plan FROM plans WHERE version = ?", version)
+                self._marks[version] = mark_of(text)
+        return tuple(self._marks[version] for (version,) in rows)
+
     # Engines.
 
     def instances(self) -> tuple[Instance, ...]:
@@ -194,8 +205,8 @@ class Store:
                 [(model, bin_number, rate) for model, rate in rates_per_s],
             )
 
-    def rates(self, model: str, last_bin: int, bins: int) -> tuple[float, ...]:
-        """Of so many bins up to and with the last one; what was not seen counts as nothing."""
+    def rates(self, model: str, last_bin: int, bins: int) -> tuple[float | None, ...]:
+        """Of so many bins up to and with the last one; None where nobody looked."""
         rows = dict(
             self._rows(
                 "SELECT bin, rate_per_s FROM rates WHERE model = ? AND bin > ? AND bin <= ?",
@@ -204,7 +215,11 @@ class Store:
                 last_bin,
             )
         )
-        return tuple(float(rows.get(each, 0.0)) for each in range(last_bin - bins + 1, last_bin + 1))
+        return tuple(rows.get(each) for each in range(last_bin - bins + 1, last_bin + 1))
+
+    def rated_models(self) -> tuple[str, ...]:
+        """Models of which rates were kept."""
+        return tuple(model for (model,) in self._rows("SELECT DISTINCT model FROM rates ORDER BY model"))
 
     # Few plain settings: addresses, wishes by hand.
 

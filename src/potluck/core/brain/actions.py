@@ -75,11 +75,29 @@ class Flip(NamedTuple):
     role: Role
 
 
+class Recast(NamedTuple):
+    """A replica is another template's from now on, in that one's role: `member` has the id that it had."""
+
+    member: Member
+
+
+class SeenLengths(NamedTuple):
+    """How long a model's requests were lately."""
+
+    model: str
+    output_tokens: float
+    """Of a mean answer."""
+    prompts: tuple[tuple[float, float], ...]
+    """(tokens, how many), without what caches saved; shortest first."""
+
+
 class Replan(NamedTuple):
-    """Ask the planner, which the core cannot: for which rates, and why. `Planned` answers."""
+    """Ask the planner, which the core cannot: for which rates and lengths, and why. `Planned` answers."""
 
     rates_per_s: tuple[tuple[str, float], ...]
     reason: str
+    lengths: tuple[SeenLengths, ...] = ()
+    """Of models of which enough was seen."""
 
 
 class Recount(NamedTuple):
@@ -96,4 +114,13 @@ class Move(NamedTuple):
     target: str
 
 
-Action = Run | Refuse | Abandon | Inquire | Start | Drain | Stop | Flip | Replan | Recount | Move
+class Remark(NamedTuple):
+    """Something that operators should know, and that nobody does anything about."""
+
+    what: str
+    why: str
+
+
+Action = (
+    Run | Refuse | Abandon | Inquire | Start | Drain | Stop | Flip | Recast | Replan | Recount | Move | Remark
+)

@@ -18,6 +18,7 @@ look at the fleet).
     ReplicaLost        counted out; its requests come as Failed, or are asked about
     Planned, Drained   the next steps towards the plan's fleet
     Ordered            Drain or Flip, as a person asked, and what follows
+    Quoted             the next steps, as other nodes can be had; scaling may ask for another plan
     Tick               refusals of those that waited too long; Inquire after those that went silent; scaling
 
 Every accepted request ends once: in Finished, in a Refuse or in Cancelled. Events that name an unknown request,
@@ -34,7 +35,7 @@ from typing import Any
 
 from potluck.core.admission.admission import Admission
 from potluck.core.brain import events as told
-from potluck.core.brain.actions import Action, Drain, Flip, Start, Stop
+from potluck.core.brain.actions import Action, Drain, Flip, Recast, Start, Stop
 from potluck.core.brain.caches import Caches
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
@@ -42,6 +43,7 @@ from potluck.core.brain.flight import Flight
 from potluck.core.brain.flights import Flights
 from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import Recovery
+from potluck.core.brain.remarks import Remarks
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.router import Router
 from potluck.core.routing.speeds import Speeds
@@ -74,6 +76,7 @@ class Brain:
             self.speeds,
             self.admission,
         )
+        self._remarks = Remarks()
         self._recovery = Recovery(policy, self.fleet, flights, self.router)
         self.flights: dict[str, Flight] = flights.open
         """Requests that were accepted and have not ended, by id."""
@@ -93,6 +96,7 @@ class Brain:
             told.Drained: self._drained,
             told.Planned: self._planned,
             told.Ordered: self._ordered,
+            told.Quoted: self._quoted,
             told.Tick: self._tick,
         }
 
@@ -144,7 +148,12 @@ class Brain:
         self.table.adopt(event.plan)
         self.router.adopt()
         actions = self._carry_out(at_s, self.steward.adopt(at_s, event.plan))
+        actions += self._carry_out(at_s, self.steward.step(at_s))
         return actions + self._flights.planned(at_s)
+
+    def _quoted(self, at_s: float, event: told.Quoted) -> list[Action]:
+        actions = self._carry_out(at_s, self.steward.quoted(at_s, event.regions))
+        return actions + self._scale(at_s)
 
     def _ordered(self, at_s: float, event: told.Ordered) -> list[Action]:
         view = self.fleet.views.get(event.replica)
@@ -157,11 +166,15 @@ class Brain:
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._flights.tick(at_s) + self._recovery.tick(at_s)
+        self.table.timed(self.speeds.faded(at_s))
+        actions += self._scale(at_s) + self.caches.tick(at_s)
+        return actions + self._remarks.paces(self.fleet)
+
+    def _scale(self, at_s: float) -> list[Action]:
         steps, thresholds = self.steward.tick(at_s, self._flights.held.counts())
         for decision in thresholds:
             self.router.rebase(decision.model, decision.tokens)
-        self.table.timed(self.speeds.faded(at_s))
-        return actions + self._carry_out(at_s, steps) + self.caches.tick(at_s)
+        return self._carry_out(at_s, steps)
 
     def _carry_out(self, at_s: float, actions: Iterable[Action]) -> list[Action]:
         """Do to our own picture of the fleet what is being asked of the real one."""
@@ -183,6 +196,9 @@ class Brain:
                 case Flip(replica, role):
                     view = self.fleet.views.get(replica)
                     self.fleet.flip(replica, role)
+                case Recast(member):
+                    view = self.fleet.views[member.id]
+                    self.fleet.recast(member)
             if view is not None:
                 done += self._flights.changed(at_s, view)
         self.steward.settled()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Request
+from potluck.core.values.types import Region, Request
 
 FailureKind = Literal["replica", "link", "transfer", "timeout", "memory"]
 
@@ -154,6 +154,12 @@ class Ordered(NamedTuple):
     what: Literal["drain", "prefill", "decode"]
 
 
+class Quoted(NamedTuple):
+    """What nodes cost and how many can be had from now on: regions as in the facts, in their place."""
+
+    regions: tuple[Region, ...]
+
+
 class Tick(NamedTuple):
     """Some time has passed: look at the windows."""
 
@@ -174,5 +180,6 @@ Event = (
     | Drained
     | Planned
     | Ordered
+    | Quoted
     | Tick
 )

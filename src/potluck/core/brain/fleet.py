@@ -132,6 +132,15 @@ class Fleet:
         self.views[replica].role = role
         self.version += 1
 
+    def recast(self, member: Member) -> None:
+        """A replica is another template's from now on."""
+        view = self.views[member.id]
+        view.member, view.role = member, member.role
+        view.facts = self.facts.get((member.template, member.index))
+        unit = self.units[member.unit]
+        unit.template, unit.kind = member.template, member.kind
+        self._changed(unit)
+
     def remove(self, replica: str) -> View | None:
         """Forget a replica that stopped or was lost."""
         view = self.views.pop(replica, None)

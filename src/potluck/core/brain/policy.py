@@ -82,6 +82,9 @@ class Policy:
     dip: float = 0.0
     """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
 
+    advise: bool = False
+    """Scaling only says what it would do."""
+
     def __post_init__(self) -> None:
         for name in ("affinity", "max_wait_s", "grace_s", "disturbance"):
             if not getattr(self, name) >= 0:

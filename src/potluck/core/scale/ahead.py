@@ -25,10 +25,18 @@ from math import sqrt
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import AskReplan, Notes, ScaleDecision, missing_copies, queued_requests
+from potluck.core.scale.base import (
+    QUOTED,
+    AskReplan,
+    Notes,
+    ScaleDecision,
+    missing_copies,
+    queued_requests,
+)
 from potluck.core.scale.forecast import Forecaster
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region
 
 LOOK_S = 30.0
 SOON_S = 300.0
@@ -51,17 +59,21 @@ class ReplanAhead:
         self._asked: dict[str, float] = {}
         self._asked_s: float | None = None
         self._looked_s: float | None = None
+        self._quoted = False
         self._notes = Notes()
 
     def why(self) -> str:
         return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        self._quoted = True
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         for seen in observed.models:
             self._forecaster(seen.model).count(at_s, seen.arrivals_ever)
         if self._asked_s is None:
             self._asked_s = at_s
-        if self._looked_s is not None and at_s - self._looked_s < LOOK_S:
+        if self._looked_s is not None and at_s - self._looked_s < LOOK_S and not self._quoted:
             self._notes.wait("ahead", f"looks again in {LOOK_S - (at_s - self._looked_s):.0f} s")
             return ()
         self._looked_s = at_s
@@ -71,12 +83,14 @@ class ReplanAhead:
         missing = missing_copies(fleet, plan) if since_s >= self._policy.replan_s else 0
         if missing:
             moved.append(f"{missing} copies of the plan are not there")
+        if self._quoted:
+            moved.append(QUOTED)
         if not moved and since_s >= self._policy.global_window_s:
             moved.append("prices and nodes may have changed")
         if not moved or not needs:
             self._notes.say("ahead", "what is needed is what was asked for")
             return ()
-        self._asked_s = at_s
+        self._asked_s, self._quoted = at_s, False
         self._asked.update(needs)
         reason = ", ".join(moved)
         self._notes.say("ahead", f"asks for a plan: {reason}")

@@ -19,6 +19,7 @@ from potluck.core.scale.window import Observed
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Region, Role
 
+QUOTED = "prices or nodes changed"
 Nodes = dict[tuple[str, str], int]
 """(region, node type) to how many."""
 
@@ -65,6 +66,10 @@ class Scaler(Protocol):
         self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan
     ) -> tuple[ScaleDecision, ...]: ...
 
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Prices or nodes are others from now on."""
+        ...
+
     def why(self) -> str:
         """What was decided at the last tick and why, model by model; never empty after a tick."""
         ...
@@ -75,6 +80,9 @@ class NoScaling:
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         return ()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        pass
 
     def why(self) -> str:
         return "scaling is off"

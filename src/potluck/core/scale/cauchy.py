@@ -29,6 +29,7 @@ from math import sqrt
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import (
+    QUOTED,
     AskReplan,
     Notes,
     Resize,
@@ -77,10 +78,15 @@ class Cauchy:
         self._last_s: dict[str, float] = {}
         self._plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
+        self._quoted = False
+        """Prices or nodes changed, which calls for a refinement."""
         self._notes = Notes()
 
     def why(self) -> str:
         return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        self._regions, self._quoted = regions, True
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         if plan is not self._plan:
@@ -88,6 +94,10 @@ class Cauchy:
             self._wanted = {(d.template, d.region): d.count for d in plan.deployments}
         templates = {each.name: each for each in plan.templates}
         decisions: list[ScaleDecision] = []
+        if self._quoted and observed.models:
+            self._quoted = False
+            rates = tuple((seen.model, asked_per_s(seen, False)) for seen in observed.models)
+            decisions.append(AskReplan(rates, QUOTED))
         stable = []
         for model in sorted({each.model for each in plan.templates}):
             seen = observed.of(model)

@@ -28,7 +28,7 @@ from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetThreshold
 from potluck.core.scale.roles import Flippable, flippable, prefill_per_s
 from potluck.core.scale.window import LengthCount, ModelObserved, Observed
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Codec, Role
+from potluck.core.values.types import Codec, Region, Role
 
 NEVER_TOKENS = 10**9
 """A threshold above all prompts: everything stays local."""
@@ -146,6 +146,9 @@ class PrfaasSplit:
 
     def why(self) -> str:
         return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Roles do not depend on prices."""
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         if plan is not self._plan:

@@ -3,17 +3,25 @@
 Every `replan_s` all models' rates are asked for, each with a margin for the noise of its window and for requests
 that queue. If no rate moved by more than `LEAST_MOVE` (or its noise) since the last plan and every copy is there,
 the planner is spared; but after the global window it is asked all the same, since prices and availability, which it
-knows and the core does not, move too. The answer comes as `Planned`; reconciling starts new copies before old ones
-leave.
+knows and the core does not, move too. Where such a change is told (`Quoted`), it is asked at once. The answer comes
+as `Planned`; reconciling starts new copies before old ones leave.
 """
 
 from __future__ import annotations
 
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import AskReplan, Notes, ScaleDecision, missing_copies, queued_requests
+from potluck.core.scale.base import (
+    QUOTED,
+    AskReplan,
+    Notes,
+    ScaleDecision,
+    missing_copies,
+    queued_requests,
+)
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region
 
 LEAST_MOVE = 0.05
 MARGIN = 0.05
@@ -28,10 +36,15 @@ class PeriodicReplan:
         self._asked_s: float | None = None
         self._looked_s: float | None = None
         self._rates: dict[str, float] = {}
+        self._quoted = False
+        """Prices or nodes changed since the planner was asked."""
         self._notes = Notes()
 
     def why(self) -> str:
         return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        self._quoted = True
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         if self._looked_s is None:
@@ -39,7 +52,7 @@ class PeriodicReplan:
             self._rates = {each.model: each.demand_per_s for each in plan.predictions}
         assert self._asked_s is not None
         left_s = self._policy.replan_s - (at_s - self._looked_s)
-        if left_s > 0:
+        if left_s > 0 and not self._quoted:
             self._notes.wait("replan", f"looks again in {left_s:.0f} s")
             return ()
         self._looked_s = at_s
@@ -47,12 +60,14 @@ class PeriodicReplan:
         missing = missing_copies(fleet, plan)
         if missing:
             moved.append(f"{missing} copies of the plan are not there")
+        if self._quoted:
+            moved.append(QUOTED)
         if not moved and at_s - self._asked_s >= self._policy.global_window_s:
             moved.append("prices and nodes may have changed")
         if not moved or not observed.models:
             self._notes.say("replan", f"no rate moved by {LEAST_MOVE:.0%} or more than its noise")
             return ()
-        self._asked_s = at_s
+        self._asked_s, self._quoted = at_s, False
         asked = tuple((seen.model, self._with_margin(seen, fleet)) for seen in observed.models)
         self._rates.update({seen.model: seen.rate_per_s for seen in observed.models})
         reason = ", ".join(moved)

@@ -26,7 +26,7 @@ from potluck.core.scale.base import FlipRole, Notes, ScaleDecision
 from potluck.core.scale.roles import Flippable, flippable, last_of_role
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Role
+from potluck.core.values.types import Region, Role
 
 MAX_FLIPS = 4
 LEAST_GAIN = 0.1
@@ -65,6 +65,9 @@ class ShiftFlips:
 
     def why(self) -> str:
         return self._notes.text()
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        """Roles do not depend on prices."""
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         if plan is not self._plan:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from potluck.core.brain.actions import Action, Flip, Replan, Start
+from potluck.core.brain.actions import Action, Flip, Remark, Replan, SeenLengths, Start
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
@@ -18,11 +18,15 @@ from potluck.core.brain.policy import Policy
 from potluck.core.scale import AskReplan, FlipRole, Resize, SetThreshold, scaler_of
 from potluck.core.scale.base import available_nodes
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
+from potluck.core.scale.recast import recasts
 from potluck.core.scale.reconcile import Progress, reconcile, restored, wanted_counts
-from potluck.core.scale.window import Window
+from potluck.core.scale.window import Observed, Window
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Role
+from potluck.core.values.types import Region, Role
+
+LEAST_SEEN = 50
+"""Answers that must have ended before lengths mean something to the planner."""
 
 
 class Steward:
@@ -46,10 +50,12 @@ class Steward:
         """The fleet's when it was last looked at."""
         self.by_hand: dict[str, Role] = {}
         """Roles that a person gave: they stay, whatever plans and scaling say."""
+        self._advised: tuple[str, ...] = ()
         self.notes: tuple[str, ...] = ()
         """What cannot be done at present, and why."""
 
     def adopt(self, at_s: float, plan: Plan) -> tuple[Action, ...]:
+        """From now on this plan: roles that change in place; what is to be started comes with the next step."""
         self.plan = plan
         self._wanted = wanted_counts(plan, self._wanted)
         self._known.update(blueprints(plan))
@@ -57,8 +63,15 @@ class Steward:
             for model in sorted({each.model for each in plan.templates}):
                 known = self._facts.models.get(model)
                 self.window.watch(at_s, model, known.slo if known is not None else None)
-        undone = (flip for flip in restored(self._fleet) if flip.replica not in self.by_hand)
-        return (*undone, *self.step(at_s))
+        recast = recasts(self._fleet, self._wanted, self._known, self.by_hand)
+        settled = {each.member.id for each in recast} | self.by_hand.keys()
+        return (*recast, *(flip for flip in restored(self._fleet) if flip.replica not in settled))
+
+    def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
+        """Other prices, other nodes."""
+        self._available = available_nodes(regions)
+        self._scaler.quoted(regions)
+        return self.step(at_s)
 
     def ordered(self, view: View, role: Role) -> tuple[Action, ...]:
         """A person gives a replica a role; with the planned one it is the rules' again."""
@@ -85,6 +98,9 @@ class Steward:
         if self.watches:
             observed = self.window.observed(at_s, held)
             for decision in self._scaler.on_tick(at_s, observed, self._fleet, self.plan):
+                if self._policy.advise and not isinstance(decision, AskReplan):
+                    actions += self._advice(decision)
+                    continue
                 match decision:
                     case Resize(template, region, count):
                         resized |= self._wanted.get((template, region)) != count
@@ -93,12 +109,26 @@ class Steward:
                         if replica in self._fleet.views and replica not in self.by_hand:
                             actions.append(Flip(replica, role))
                     case AskReplan(rates_per_s, reason):
-                        actions.append(Replan(rates_per_s, reason))
+                        actions.append(Replan(rates_per_s, reason, _lengths(observed)))
                     case SetThreshold():
                         thresholds.append(decision)
         if resized or self._fleet.version != self._version or at_s >= self._due_s:
             actions += self.step(at_s)
         return tuple(actions), tuple(thresholds)
+
+    def _advice(self, decision: Resize | FlipRole | SetThreshold) -> list[Action]:
+        """What would be done, said once."""
+        match decision:
+            case Resize(template, region, count, reason):
+                what = f"{count} of {template} in {region}"
+            case FlipRole(replica, role, reason):
+                what = f"{replica} as {role}"
+            case SetThreshold(model, tokens, reason):
+                what = f"prompts of {model} beyond {tokens} tokens elsewhere"
+        if what in self._advised:
+            return []
+        self._advised = (*self._advised[-31:], what)
+        return [Remark(f"advice: {what}", reason)]
 
     def finished(self, at_s: float, flight: Flight, output_tokens: int) -> None:
         """Count an answer with its latencies."""
@@ -140,3 +170,16 @@ class Steward:
 
     def why(self) -> str:
         return self._scaler.why()
+
+
+def _lengths(observed: Observed) -> tuple[SeenLengths, ...]:
+    """Of models of which enough was seen to plan by it."""
+    return tuple(
+        SeenLengths(
+            seen.model,
+            seen.mean_output_tokens,
+            tuple((each.mean_tokens, float(each.count)) for each in seen.lengths if each.count),
+        )
+        for seen in observed.models
+        if seen.finished >= LEAST_SEEN and seen.mean_output_tokens > 0
+    )

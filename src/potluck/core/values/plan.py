@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from math import inf
 from typing import Literal
 
@@ -215,6 +216,15 @@ def plan_to_json(plan: Plan) -> str:
 def plan_from_json(text: str) -> Plan:
     """Read a plan file; another version or an unknown key is an error that names it."""
     return loads(Plan, text, format_name="potluck.plan", version=PLAN_VERSION)
+
+
+def mark_of(text: str) -> str:
+    """A short name for a plan file's text: two that differ have two."""
+    return sha256(text.encode()).hexdigest()[:16]
+
+
+def plan_mark(plan: Plan) -> str:
+    return mark_of(plan_to_json(plan))
 
 
 def _not_negative(field: str, value: float) -> None:

@@ -82,6 +82,10 @@ class Pacer:
         """By how much the last step ended too late."""
         self._start_s = self._length_s = 0.0
 
+    def change(self, speed_up: float) -> None:
+        """Steps that begin from now on are so many times faster."""
+        self._speed_up = speed_up
+
     def begin(self, works: Sequence[Work]) -> None:
         """A step starts now."""
         assert self._timer is not None

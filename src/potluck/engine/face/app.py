@@ -67,6 +67,7 @@ def build(service: Service, api_key: str | None = None, served: Served | None = 
     app.router.add_get("/cache", control.cache)
     app.router.add_get("/role", control.show_role)
     app.router.add_post("/role", control.change_role)
+    app.router.add_post("/pace", control.change_pace)
     app.router.add_get("/peers", peers.show_peers)
     app.router.add_put("/peers", peers.change_peers)
     app.router.add_post("/drain", control.drain)

@@ -1,4 +1,4 @@
-"""Control: /status, /cache, /role, /drain, /health, /metrics.
+"""Control: /status, /cache, /role, /pace, /drain, /health, /metrics.
 
 A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
 `stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on. A role
@@ -93,6 +93,19 @@ async def change_role(request: web.Request) -> web.Response:
 def _shown(service: Service) -> dict[str, object]:
     report = service.status()
     return {"role": service.role, "next": service.next_role, "running": report.running, "state": report.state}
+
+
+async def change_pace(request: web.Request) -> web.Response:
+    """`{"pace": 3}`: an engine that pretends takes three times as long from now on, as a sick GPU would."""
+    service = request.app[SERVICE]
+    body = await read_object(request)
+    pace = body.get("pace")
+    if set(body) != {"pace"} or type(pace) not in (int, float) or not 0.01 <= float(str(pace)) <= 100:
+        raise InputError("pace", "is the only key, a number from 0.01 to 100")
+    if service.change_pace is None:
+        raise InputError("pace", "only an engine that pretends can be slower than it is")
+    service.change_pace(float(str(pace)))
+    return web.json_response({"pace": pace})
 
 
 async def drain(request: web.Request) -> web.Response:

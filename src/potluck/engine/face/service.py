@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
@@ -83,6 +83,8 @@ class Service:
         self.role: Role = "mixed"
         self.next_role: Role | None = None
         self.draining = False
+        self.change_pace: Callable[[float], None] | None = None
+        """Makes an engine that pretends slower or faster than what it pretends to be."""
         self.started_s = time.monotonic()
         self.created_s = int(time.time())
         self.metrics = Metrics(name, self)

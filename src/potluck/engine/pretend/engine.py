@@ -118,4 +118,5 @@ def pretend(
     driver = TimedDriver(loop, executor, clock)
     service = Service(name, loop, driver, hub, text, limits, kv, generation, freight)
     service.role = settings.role
+    service.change_pace = executor.change_pace
     return service

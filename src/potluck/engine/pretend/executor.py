@@ -64,6 +64,7 @@ class PretendExecutor:
         """Told when rows have taken more blocks."""
         self.used_blocks = 0
         self._words, self._lasts = words, lasts
+        self._speed_up = speed_up
         self._pacer = Pacer(None, speed_up, clock)
         self._rows: dict[int, _Row] = {}
         self._free = list(range(size.rows))
@@ -73,6 +74,10 @@ class PretendExecutor:
         self._leaving: deque[tuple[float, int, int, int, int]] = deque()
         """(when, row, layer, start, stop) of what goes out while the step is under way."""
         self._deliver: Deliver | None = None
+
+    def change_pace(self, pace: float) -> None:
+        """Steps take so many times as long as those of what is pretended."""
+        self._pacer.change(self._speed_up / pace)
 
     # Rows.
 

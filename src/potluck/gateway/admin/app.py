@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from potluck.api.bodies import parse_object
 from potluck.api.errors import Refused, error_object, refusal
 from potluck.api.ids import HEADER, request_id
 from potluck.api.origin import Served, check_origin
+from potluck.core.errors import InputError
+from potluck.gateway.admin import families
 from potluck.gateway.admin.feed import Feed
 from potluck.gateway.admin.metrics import CONTENT_TYPE, Metrics, figures
 from potluck.gateway.admin.overseer import Json, Overseer
@@ -85,6 +88,16 @@ def build_admin(office: Office) -> web.Application:
     async def wanted(request: web.Request) -> web.StreamResponse:
         return web.json_response(office.overseer.wanted(), dumps=_dumps)
 
+    async def decisions(request: web.Request) -> web.StreamResponse:
+        after = request.query.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) <= 18):
+            raise InputError("after", "must be a whole number")
+        ended: Counter[str] = Counter()
+        for (model, *_), value in office.metrics.tally.counted(families.REQUESTS).items():
+            ended[model] += round(value)
+        shown = {**office.overseer.decisions(int(after)), "ended": ended}
+        return web.json_response(shown, dumps=_dumps)
+
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
@@ -93,6 +106,8 @@ def build_admin(office: Office) -> web.Application:
     app.router.add_get("/fleet", fleet)
     app.router.add_put("/fleet", _put(office.overseer.set_fleet))
     app.router.add_put("/plan", _put(office.overseer.set_plan))
+    app.router.add_put("/market", _put(office.overseer.set_market))
+    app.router.add_get("/decisions", decisions)
     app.router.add_post("/drain", _put(office.overseer.drain))
     app.router.add_post("/flip", _put(office.overseer.flip))
     app.router.add_get("/wanted", wanted)

@@ -53,6 +53,12 @@ class Overseer(Protocol):
     def set_plan(self, body: Json) -> Json:
         """Another plan from now on; says what changes."""
 
+    def set_market(self, body: Json) -> Json:
+        """Other prices, other nodes."""
+
+    def decisions(self, after: int) -> Json:
+        """What was decided since a number, and what scaling thinks now."""
+
     def drain(self, body: Json) -> Json:
         """Empty a replica, by hand; says which others go with it."""
 
@@ -85,6 +91,12 @@ class Unseen:
         return {}
 
     def set_plan(self, body: Json) -> Json:
+        return {}
+
+    def set_market(self, body: Json) -> Json:
+        return {}
+
+    def decisions(self, after: int) -> Json:
         return {}
 
     def drain(self, body: Json) -> Json:

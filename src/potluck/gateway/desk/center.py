@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Planned
+from potluck.core.brain.events import Planned, Quoted
 from potluck.core.brain.policy import Policy
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Plan, plan_mark
+from potluck.core.values.types import Region
 from potluck.gateway.desk.desk import Desk
+from potluck.gateway.desk.herald import Herald
 from potluck.gateway.fleet.keeper import Keeper
 from potluck.gateway.fleet.roster import Entry, RosterFile
 from potluck.gateway.fleet.watch import Watch
@@ -44,6 +46,8 @@ class Center:
         self.plan = scene.plan
         self.plan_version = 1
         """Grows with every plan that is adopted."""
+        self.plan_mark = plan_mark(scene.plan)
+        """By which a controller knows it again."""
         facts = self.kits.facts()
         self.brain = Brain(facts, policy)
         self.logged: Logged | None = None
@@ -58,6 +62,10 @@ class Center:
             self.keeper, self.desk.tell, caches=policy.affinity > 0, planned_gbps=facts.links_gbps
         )
         self.roster = None if roster is None else RosterFile(roster)
+        self.herald = Herald(self.brain.steward.why)
+        self.desk.watchers.append(self.herald)
+        self.market: tuple[Region, ...] | None = None
+        """What nodes cost and how many can be had, where somebody told since the start."""
         self.desk.at_ticks += [self._look, self.keeper.look, self.watch.look]
 
     def start(self) -> None:
@@ -73,8 +81,22 @@ class Center:
         self.kits.learn(plan)
         self.plan = plan
         self.plan_version += 1
+        self.plan_mark = plan_mark(plan)
         self.keeper.planned()
         self.desk.tell(Planned(plan))
+
+    def quote(self, regions: tuple[Region, ...]) -> None:
+        """Other prices, other nodes."""
+        self.market = regions
+        self.desk.tell(Quoted(regions))
+
+    def price_usd_per_h(self, region: str, node: str) -> float:
+        """What a node costs there now."""
+        if self.market is None:
+            return self.kits.scene.price_usd_per_h(region, node)
+        offers = {(each.name, offer.node): offer for each in self.market for offer in each.offers}
+        found = offers.get((region, node))
+        return 0.0 if found is None else found.price_usd_per_h
 
     def enlist(self, entries: tuple[Entry, ...]) -> None:
         """Another roster."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from potluck.core.brain.actions import Action, Drain, Flip, Move, Recount, Replan, Start, Stop
-from potluck.core.brain.events import Drained, Event, Ordered, Planned, ReplicaLost, ReplicaReady
+from potluck.core.brain.events import Ordered
 from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import RUNNING
-from potluck.core.codec import encode
+from potluck.core.codec import decode, encode
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.scale.roles import FLIPPABLE
 from potluck.core.values.plan import plan_from_json
+from potluck.core.values.types import Region
 from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen
 from potluck.gateway.desk.center import Center
 from potluck.gateway.fleet.roster import read_roster
@@ -53,7 +53,7 @@ class Oversight:
             template = kits.templates.get(member.template)
             if template is not None:
                 for each in template.nodes:
-                    price = kits.scene.price_usd_per_h(member.region, each.node)
+                    price = self._center.price_usd_per_h(member.region, each.node)
                     found[member.model] += each.count * price  # type: ignore[assignment]
         return dict(found)
 
@@ -98,7 +98,8 @@ class Oversight:
                 "template": template.name,
                 "region": region.name,
                 "usd_per_h": sum(
-                    each.count * scene.price_usd_per_h(region.name, each.node) for each in template.nodes
+                    each.count * self._center.price_usd_per_h(region.name, each.node)
+                    for each in template.nodes
                 ),
             }
             for template in self._center.plan.templates
@@ -219,6 +220,7 @@ class Oversight:
         return {
             "version": found.version,
             "plan_version": self._center.plan_version,
+            "plan_mark": self._center.plan_mark,
             "replicas": [
                 {**encode_member(member), "role": role, "draining": draining, "url": url}
                 for member, role, draining, url in found.replicas
@@ -226,7 +228,43 @@ class Oversight:
             "idle": list(found.stop),
             "replan": None
             if found.replan is None
-            else {"rates_per_s": dict(found.replan.rates_per_s), "reason": found.replan.reason},
+            else {
+                "rates_per_s": dict(found.replan.rates_per_s),
+                "reason": found.replan.reason,
+                "lengths": [each._asdict() for each in found.replan.lengths],
+            },
+            "market": None if self._center.market is None else [encode(each) for each in self._center.market],
+        }
+
+    def set_market(self, body: Json) -> Json:
+        """What nodes cost and how many can be had, region by region as the spec names them."""
+        listed = body.get("regions")
+        if set(body) != {"regions"} or not isinstance(listed, list):
+            raise InputError("regions", "is the only key: a list of regions with their offers")
+        regions = tuple(decode(Region, each, f"regions[{place}]") for place, each in enumerate(listed))
+        known = {region.name: region for region in self._center.kits.scene.regions}
+        for region in regions:
+            if region.name not in known:
+                raise UnknownNameError("regions: name", region.name, known)
+            nodes = [offer.node for offer in known[region.name].offers]
+            for offer in region.offers:
+                if offer.node not in nodes:
+                    raise UnknownNameError(f"regions: {region.name}: node", offer.node, nodes)
+        told = {region.name: region for region in regions}
+        self._center.quote(tuple(told.get(name, region) for name, region in known.items()))
+        return {"regions": len(regions)}
+
+    def decisions(self, after: int) -> Json:
+        """What was decided since, and what scaling thinks now."""
+        herald = self._center.herald
+        return {
+            "epoch": herald.epoch,
+            "decisions": [
+                {"number": each.number, "at_s": each.at_s, "what": each.what, "why": each.why}
+                for each in herald.kept
+                if each.number > after
+            ],
+            "thinks": self._center.brain.steward.why(),
         }
 
 
@@ -235,44 +273,3 @@ def encode_member(member: object) -> Json:
     found = encode(member)
     assert isinstance(found, dict)
     return {name: value for name, value in found.items() if name != "type"}
-
-
-class Herald:
-    """Tells whoever watches what happens to the fleet, and why: a watcher of the desk."""
-
-    def __init__(self, decided: Callable[[str, str], None]) -> None:
-        self._decided = decided
-
-    def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
-        match event:
-            case ReplicaReady(replica):
-                self._decided(f"{replica} is ready", "its engine answers")
-            case ReplicaLost(replica, reason):
-                self._decided(f"{replica} is lost", reason)
-            case Drained(replica):
-                self._decided(f"{replica} is empty", "it was asked to drain")
-            case Ordered(replica, what):
-                self._decided(f"{replica}: {what}", "by hand")
-            case Planned(plan):
-                self._decided(f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
-        for action in actions:
-            self._act(action, "by hand" if isinstance(event, Ordered) else "")
-
-    def _act(self, action: Action, why: str) -> None:
-        match action:
-            case Start(member):
-                self._decided(f"{member.id} is wanted", f"{member.template} in {member.region}")
-            case Drain(replica):
-                self._decided(f"{replica} drains", why or "the plan or scaling needs it no more")
-            case Stop(replica):
-                self._decided(f"{replica} stops", "it is empty or its grace is over")
-            case Flip(replica, role):
-                self._decided(f"{replica} becomes {role}", why or "the workload shifted")
-            case Replan(_, reason):
-                self._decided("another plan is asked for", reason)
-            case Move(blocks, source, target):
-                self._decided(
-                    f"{len(blocks)} blocks are copied from {source} to {target}", "they are in demand"
-                )
-            case Recount(replica):
-                self._decided(f"{replica} is asked for all it caches", "a report was lost")

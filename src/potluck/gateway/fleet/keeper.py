@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from potluck.core.brain.actions import Action, Drain, Flip, Move, Recount, Replan, Start, Stop
+from potluck.core.brain.actions import Action, Drain, Flip, Move, Recast, Recount, Replan, Start, Stop
 from potluck.core.brain.events import Drained, Event, ReplicaLost, ReplicaReady
 from potluck.core.errors import PotluckError
 from potluck.core.values.member import Member
@@ -144,10 +144,10 @@ class Keeper:
                 if post is not None and post.engine is not None:
                     self._release(post.engine, "was stopped by the plan")
             case Flip(replica, role) if replica in self._posts:
-                post = self._posts[replica]
-                post.role = role
-                if post.engine is not None and post.engine.entry.kind == "face":
-                    self._spawn(self._call(self.caller.role(post.engine, role)))
+                self._change_role(self._posts[replica], role)
+            case Recast(member) if member.id in self._posts:
+                self._posts[member.id].member = member
+                self._change_role(self._posts[member.id], member.role)
             case Replan():
                 self._replan = action
             case Recount(replica) if replica in self._posts:
@@ -156,6 +156,11 @@ class Keeper:
                     engine.cache_epoch = None
             case Move():
                 self._move(action)
+
+    def _change_role(self, post: Post, role: Role) -> None:
+        post.role = role
+        if post.engine is not None and post.engine.entry.kind == "face":
+            self._spawn(self._call(self.caller.role(post.engine, role)))
 
     def planned(self) -> None:
         """Somebody answered the last Replan."""

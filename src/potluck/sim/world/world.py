@@ -27,8 +27,10 @@ from potluck.core.brain.actions import (
     Flip,
     Inquire,
     Move,
+    Recast,
     Recount,
     Refuse,
+    Remark,
     Replan,
     Run,
     Start,
@@ -120,6 +122,8 @@ class World(Ground):
             Drain: self.yard.drain,
             Stop: self.yard.stop,
             Flip: self.yard.flip,
+            Recast: self.yard.recast,
+            Remark: _noted,
             Replan: self._replan,
             Move: self._move,
             Recount: self._recount,
@@ -286,6 +290,10 @@ class World(Ground):
                 self.journeys.touch(when_s, target)
 
         self.handovers.carry(at_s, pipe, size_bytes, there)
+
+
+def _noted(at_s: float, action: Remark) -> None:
+    """Nobody reads along."""
 
 
 def _call(at_s: float, what: Callable[[float], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from potluck.core.brain.actions import Drain, Flip, Start, Stop
+from potluck.core.brain.actions import Drain, Flip, Recast, Start, Stop
 from potluck.core.brain.events import Drained, ReplicaLost, ReplicaReady
 from potluck.core.errors import InputError
 from potluck.core.replica.spare import SpareCache
@@ -86,6 +86,12 @@ class Yard:
         site = self._ground.sites.get(action.replica)
         if site is not None:
             site.role = action.role
+            site.become(at_s, site.state)
+
+    def recast(self, at_s: float, action: Recast) -> None:
+        site = self._ground.sites.get(action.member.id)
+        if site is not None:
+            site.member, site.role = action.member, action.member.role
             site.become(at_s, site.state)
 
     def lose(self, at_s: float, site: Site, reason: str, notice_s: float = 0.0) -> None:

@@ -1,0 +1,65 @@
+"""A service that adapts, on pretended engines of this machine: `python benchmarks/adapt.py`.
+
+    slow      one replica takes three times as long as planned
+    killed    a node dies under load
+
+Each scenario starts its own `potluck up` (gateway, controller, engines: real processes), loads it in an open loop and
+tells attainment before, during and after, how long what took, and how many requests were lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from adapt_scenarios import SCENARIOS
+from common import run
+
+QUICK = ("slow",)
+TARGETS = {
+    "slow_noticed_s": ("<=", 10.0),
+    "killed_lost_noticed_s": ("<=", 2.0),
+    **{f"{name}_lost": ("<=", 0.0) for name in SCENARIOS},
+}
+
+
+def measure(names: Sequence[str], seed: int, loud: bool) -> dict[str, float]:
+    figures: dict[str, float] = {}
+
+    def say(line: str) -> None:
+        if loud:
+            print(line, file=sys.stderr, flush=True)
+
+    for name in names:
+        say(f"{name}: {(SCENARIOS[name].__doc__ or '').splitlines()[0]}")
+        with tempfile.TemporaryDirectory(prefix="adapt-") as folder:
+            found = SCENARIOS[name](Path(folder), seed, say)
+        say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
+        figures |= {f"{name}_{key}": value for key, value in found.items()}
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--only", choices=sorted(SCENARIOS), action="append", help="this one; may be repeated"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--loud", action="store_true", help="say on stderr what happens")
+    options, rest = parser.parse_known_args()
+    names = options.only or list(QUICK if "--quick" in rest else SCENARIOS)
+    return run(
+        "adapt",
+        lambda quick: measure(names, options.seed, options.loud),
+        {key: target for key, target in TARGETS.items() if key.partition("_")[0] in names},
+        seeds=(options.seed,),
+        arguments=rest,
+        quick_without=f"all but {', '.join(QUICK)}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

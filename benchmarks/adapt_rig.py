@@ -1,0 +1,254 @@
+"""A whole service on this machine for `adapt.py`: `potluck up` with pretended engines, its load, and what was seen.
+
+Times of everything are seconds since the load began: requests', the controller's notes', the gateway's events'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from potluck.control.ending import owner_of, stop_all
+from potluck.control.gateway import GatewayClient
+from potluck.control.launch.local import NAME_MARK, OWNER_MARK
+from potluck.control.launch.process import Pid, marked
+from potluck.control.store.store import Happening, Store
+from potluck.core.errors import PotluckError
+from potluck.core.values.types import Slo
+from potluck.load.client import Shot, shoot
+from potluck.load.measured import kept, whole
+
+MODEL = "m"
+UP_S = 300.0
+"""In which a service must be there, on a machine that has much else to do."""
+LOOK_S = 0.25
+TOKENS = range(5, 200)
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """So many requests a second of such lengths, for so long."""
+
+    lasts_s: float
+    rate_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def shots_of(phases: Sequence[Phase], seed: int) -> list[Shot]:
+    """Poisson arrivals; lengths within a quarter of their mean; no two prompts alike."""
+    chance = random.Random(seed)
+    made, begins_s = [], 0.0
+    for phase in phases:
+        at_s = begins_s
+        while phase.rate_per_s > 0:
+            at_s += chance.expovariate(phase.rate_per_s)
+            if at_s >= begins_s + phase.lasts_s:
+                break
+            prompt = chance.choices(TOKENS, k=_about(chance, phase.prompt_tokens))
+            made.append(Shot(at_s, MODEL, prompt, _about(chance, phase.output_tokens)))
+        begins_s += phase.lasts_s
+    return made
+
+
+def _about(chance: random.Random, mean: int) -> int:
+    return max(2, round(mean * chance.uniform(0.75, 1.25)))
+
+
+@dataclass
+class Seen:
+    """One look at the fleet."""
+
+    at_s: float
+    replicas: list[Json]
+    usd_per_h: float
+
+    def ready(self, **wanted: str) -> int:
+        return sum(
+            each["state"] == "ready" and all(each[name] == value for name, value in wanted.items())
+            for each in self.replicas
+        )
+
+
+@dataclass
+class Rig:
+    """One service and its load."""
+
+    folder: Path
+    url: str
+    process: subprocess.Popen[str]
+    command: list[str]
+    client: GatewayClient
+    store: Store
+    shots: list[Shot] = field(default_factory=list)
+    looks: list[Seen] = field(default_factory=list)
+    news: list[tuple[float, str, str]] = field(default_factory=list)
+    """What the gateway said happened: when, what, why."""
+    zero_s: float = 0.0
+    """When the load began, by the time of day."""
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def now_s(self) -> float:
+        return time.time() - self.zero_s
+
+    # Load.
+
+    @contextmanager
+    def loaded(self, phases: Sequence[Phase], seed: int) -> Iterator[None]:
+        """Requests come while the block runs, and all of them are waited for at its end."""
+        self.shots = shots_of(phases, seed)
+        self.zero_s = time.time() + 0.2
+        threads = [
+            threading.Thread(target=shoot, args=(self.url, self.shots), kwargs={"within_s": 180.0}),
+            threading.Thread(target=self._watch, daemon=True),
+            threading.Thread(target=self._listen, daemon=True),
+        ]
+        for each in threads:
+            each.start()
+        try:
+            yield
+            threads[0].join()
+        finally:
+            self._over.set()
+            threads[1].join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                found = self.client.snapshot()
+            except PotluckError:
+                continue
+            usd = sum(each["usd_per_h"] for each in found["models"].values())
+            self.looks.append(Seen(self.now_s, found["replicas"], usd))
+
+    def _listen(self) -> None:
+        try:
+            for kind, event in self.client.events():
+                if kind == "decision" and not self._over.is_set():
+                    self.news.append((self.now_s, str(event.get("what")), str(event.get("why"))))
+        except PotluckError:
+            return
+
+    def sleep_until(self, at_s: float) -> None:
+        time.sleep(max(0.0, at_s - self.now_s))
+
+    def wait_for(self, what: Callable[[Seen], bool], within_s: float) -> float | None:
+        """When a look first shows something; None when none does in time."""
+        begun, until_s = len(self.looks), self.now_s + within_s
+        while self.now_s < until_s:
+            for each in self.looks[begun:]:
+                if what(each):
+                    return each.at_s
+            time.sleep(LOOK_S / 2)
+        return None
+
+    # What was seen.
+
+    def notes(self, *kinds: str) -> list[Happening]:
+        return [each for each in self.store.happenings(most=10_000) if each.kind in kinds]
+
+    def note_s(self, kind: str, after_s: float, part: str = "") -> float | None:
+        """When the controller first noted something after a moment."""
+        times = [each.at_s - self.zero_s for each in self.notes(kind) if part in f"{each.what} {each.why}"]
+        return min((each for each in times if each >= after_s), default=None)
+
+    def news_s(self, part: str, after_s: float) -> float | None:
+        """When the gateway first said something after a moment."""
+        return min((at_s for at_s, what, why in self.news if part in what and at_s >= after_s), default=None)
+
+    def attainment(self, slo: Slo, from_s: float, to_s: float) -> float:
+        mine = [shot for shot in self.shots if from_s <= shot.at_s < to_s]
+        return sum(kept(shot, slo) for shot in mine) / len(mine) if mine else 1.0
+
+    def recovered_s(self, slo: Slo, after_s: float, share: float, window_s: float = 5.0) -> float | None:
+        """How long after a moment requests are kept again, and stay so for a window."""
+        last_s = max((shot.at_s for shot in self.shots), default=0.0)
+        at_s = after_s
+        while at_s + window_s <= last_s:
+            if self.attainment(slo, at_s, at_s + window_s) >= share:
+                return at_s - after_s
+            at_s += 0.5
+        return None
+
+    @property
+    def lost(self) -> int:
+        """Requests that were not answered whole."""
+        return sum(not whole(shot) for shot in self.shots)
+
+    def problems(self) -> list[str]:
+        return sorted({f"{shot.status} {shot.problem[:160]}" for shot in self.shots if not whole(shot)})[:5]
+
+    # Processes.
+
+    def engines(self) -> list[tuple[Pid, str]]:
+        """Those that run and carry this service's mark, each with its name."""
+        return [
+            (pid, marks[NAME_MARK])
+            for pid, marks in marked(OWNER_MARK, owner_of(self.store))
+            if NAME_MARK in marks
+        ]
+
+    def again(self) -> None:
+        """Start the controller again over the same state."""
+        self.process = _spawn(self.command, self.folder)
+
+    def close(self) -> None:
+        self._over.set()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(90)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        stop_all(self.store, "the benchmark is over", 5.0)
+        self.store.close()
+
+
+def _spawn(command: Sequence[str], folder: Path) -> subprocess.Popen[str]:
+    log = (folder / "up.log").open("a")
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ))
+    finally:
+        log.close()
+
+
+@contextmanager
+def service(
+    folder: Path, files: Sequence[Path], policy: Mapping[str, object], flags: Sequence[str] = ()
+) -> Iterator[Rig]:
+    """`potluck up` over a spec, or a plan and its spec, until the block ends."""
+    state = folder / "state"
+    command = [sys.executable, "-m", "potluck.cli.main", "up", *map(str, files), "--state", str(state)]
+    command += ["--engine", "pretended", "--port", "0", "--json", *flags]
+    command += [f"--policy={name}={value}" for name, value in policy.items()]
+    process = _spawn(command, folder)
+    watchdog = threading.Timer(UP_S, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    watchdog.cancel()
+    if not line:
+        raise RuntimeError(f"no service: {(folder / 'up.log').read_text()[-2000:]}")
+    store = Store(state / "state.db")
+    place = store.get("gateway")
+    key = (state / "admin.key").read_text()
+    rig = Rig(state, json.loads(line)["url"], process, command, GatewayClient(place["admin"], key), store)
+    rig.folder = folder
+    try:
+        yield rig
+    finally:
+        rig.close()

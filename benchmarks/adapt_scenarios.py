@@ -1,0 +1,298 @@
+"""What happens to the service in `adapt.py`: one function for each, from a folder to figures.
+
+Every one has a time before, one in which something happens, and one after; attainment is told for each. `lost` counts
+requests that were not answered whole, and must be nothing everywhere. Late answers are wanted here: nothing is
+refused and everything that goes wrong shows in attainment. Windows and waits are short, so that a run takes a minute:
+the figures that follow from them are said where they are set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from adapt_rig import MODEL, Phase, Rig, Seen, service
+from potluck.control.byhand import scaled
+from potluck.control.values import Instance
+from potluck.core.values.plan import Plan, plan_to_json
+from potluck.core.values.types import Slo
+
+SLO = Slo(4.0, 0.25)
+SPEC = """models:
+  - model: Llama-3.1-8B
+    name: {model}
+    slo: {{ttft_ms: 4000, tpot_ms: 250}}
+    traffic: {{rate_per_s: {rate}, input: {{mean: {prompt}, cv: 0.15}}, output: {{mean: {output}, cv: 0.15}}}}
+fleet:
+  regions:
+    - name: east
+      nodes: [{nodes}]
+policy:
+  classes: [{{name: standard, late: true, max_wait_s: 120}}]
+"""
+PROMPT, OUTPUT = 1200, 40
+"""Requests that keep slow GPUs busy at few a second, so that the machine itself is not what is measured."""
+FEW_L4 = "{node: 1xL4, available: 4, price_usd_per_h: 0.6}, {node: 1xA10, available: 4, price_usd_per_h: 1.6}"
+NEVER_S = 1e3
+"""For what did not happen."""
+Figures = dict[str, float]
+Say = Callable[[str], None]
+
+
+def write_spec(folder: Path, rate: float, nodes: str, prompt: int = PROMPT, output: int = OUTPUT) -> Path:
+    path = folder / "potluck.yaml"
+    path.write_text(SPEC.format(model=MODEL, rate=rate, nodes=nodes, prompt=prompt, output=output), "utf-8")
+    return path
+
+
+def plan_as(strategy: str, spec: Path) -> Plan:
+    """A plan of one strategy, where `auto` would not show what is to be shown."""
+    from potluck.cli.common.problems import load_problem, read_spec
+    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+
+    problem = load_problem(read_spec(spec), 0.8, None, (), 0.0)
+    return STRATEGIES[strategy](Workshop(problem), Settings(time_limit_s=20.0)).plan
+
+
+def write_plan(plan: Plan, spec: Path) -> Path:
+    path = spec.with_name("plan.json")
+    path.write_text(plan_to_json(plan), "utf-8")
+    return path
+
+
+def write_market(folder: Path, offers: Mapping[str, tuple[int, float]], notices: str = "") -> Path:
+    """As a feed would: the whole file at once. Node to (how many, for how much)."""
+    lines = [
+        f"  - {{region: east, node: {node}, available: {count}, price_usd_per_h: {price}}}"
+        for node, (count, price) in offers.items()
+    ]
+    text = "\n".join(["offers:", *lines, *(["notices:", notices] if notices else [])])
+    draft = folder / "market.draft"
+    draft.write_text(text, "utf-8")
+    return draft.replace(folder / "market.yaml")
+
+
+def told(rig: Rig, happens_s: float, settled_s: float) -> Figures:
+    """Attainment before, during and after, and what was lost."""
+    end_s = max((shot.at_s for shot in rig.shots), default=0.0) + 1.0
+    return {
+        "requests": len(rig.shots),
+        "lost": rig.lost,
+        "before": rig.attainment(SLO, 0.0, happens_s),
+        "during": rig.attainment(SLO, happens_s, settled_s),
+        "after": rig.attainment(SLO, settled_s, end_s),
+    }
+
+
+def slow(folder: Path, seed: int, say: Say) -> Figures:
+    """One replica takes three times as long as planned: it is noticed, and gets less to do."""
+    spec = write_spec(folder, 6.0, "{node: 1xL4, available: 8}")
+    happens_s, lasts_s = 20.0, 50.0
+    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {}) as rig:
+        with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
+            rig.sleep_until(happens_s)
+            victim = next(each for each in rig.looks[-1].replicas if each["state"] == "ready")
+            _post(f"{victim['url']}/pace", {"pace": 3})
+            happens_s = rig.now_s
+            say(f"{victim['replica']} is slow from {happens_s:.1f} s on")
+        name = victim["replica"]
+
+        def pace(look: Seen) -> float:
+            return next((each["pace"] for each in look.replicas if each["replica"] == name), 1.0)
+
+        figures = told(rig, happens_s, happens_s + 10.0)
+        figures["noticed_s"] = _after(rig.note_s("brain", happens_s, "times as long as planned"), happens_s)
+        figures["pace_seen"] = max((pace(each) for each in rig.looks if each.at_s > happens_s), default=1.0)
+        report(rig, say)
+        return figures
+
+
+def killed(folder: Path, seed: int, say: Say) -> Figures:
+    """A node dies and none like it is left: what is left is routed anew, then a full plan takes another GPU."""
+    spec = write_spec(folder, 6.0, FEW_L4)
+    plan = plan_as("melange", spec)
+    market = folder / "market.yaml"
+    happens_s, lasts_s = 25.0, 65.0
+    rules = {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15}
+    with service(folder, [write_plan(plan, spec), spec], rules, ["--market", str(market)]) as rig:
+        with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
+            rig.sleep_until(happens_s)
+            pid, name = rig.engines()[0]
+            before = rig.looks[-1].ready()
+            write_market(folder, {"1xL4": (before - 1, 0.6)})
+            os.killpg(pid.number, signal.SIGKILL)
+            happens_s = rig.now_s
+            say(f"{name} is killed at {happens_s:.1f} s, {before} were ready")
+            rig.wait_for(lambda look: look.ready() < before, 20.0)
+            back_s = rig.wait_for(lambda look: look.ready() >= before, 40.0)
+        settled_s = back_s or lasts_s
+        figures = told(rig, happens_s, settled_s)
+        figures["noticed_s"] = _after(rig.note_s("brain", happens_s, "is lost"), happens_s)
+        figures["first_answer_s"] = _after(rig.note_s("plan", happens_s, "what is left"), happens_s)
+        figures["full_plan_s"] = _after(rig.note_s("plan", happens_s, "instead of"), happens_s)
+        figures["replaced_s"] = settled_s - happens_s
+        report(rig, say)
+        return figures
+
+
+def surge(folder: Path, seed: int, say: Say) -> Figures:
+    """Three times the load, then a third of it: copies come, and go after their grace. Windows of 15 s."""
+    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 10}")
+    plan = plan_as("melange", spec)
+    base, up_s, down_s, end_s = 2.4, 25.0, 85.0, 140.0
+    rules = {"scaling": "cauchy", "window_s": 15, "grace_s": 10}
+    with service(folder, [write_plan(plan, spec), spec], rules) as rig:
+        phases = [
+            Phase(up_s, base, PROMPT, OUTPUT),
+            Phase(down_s - up_s, 3 * base, PROMPT, OUTPUT),
+            Phase(end_s - down_s, base, PROMPT, OUTPUT),
+        ]
+        with rig.loaded(phases, seed):
+            pass
+        most = max(each.ready() for each in rig.looks)
+        at_first, at_last = rig.looks[0].ready(), rig.looks[-1].ready()
+        out_s = next(
+            (each.at_s for each in rig.looks if each.at_s > up_s and each.ready() > at_first), NEVER_S
+        )
+        in_s = next((each.at_s for each in rig.looks if each.at_s > down_s and each.ready() < most), NEVER_S)
+        recovered = rig.recovered_s(SLO, up_s, 0.9)
+        settled_s = up_s + (NEVER_S if recovered is None else recovered)
+        report(rig, say)
+        return {
+            **told(rig, up_s, min(settled_s, down_s)),
+            "copies_before": at_first,
+            "copies_most": most,
+            "copies_after": at_last,
+            "out_s": out_s - up_s,
+            "recovered_s": settled_s - up_s,
+            "in_s": in_s - down_s,
+        }
+
+
+def shift(folder: Path, seed: int, say: Say) -> Figures:
+    """From conversation to coding: prompts four times as long, answers a tenth. Roles flip. Windows of 15 s."""
+    talk, code = (300, 120), (1200, 12)
+    spec = write_spec(folder, 8.0, "{node: 1xL4, available: 6}", *talk)
+    plan = plan_as("prfaas", spec)
+    for template in plan.templates:
+        count = 2 if template.replicas[0].role == "prefill" else 4
+        plan = scaled(plan, template.name, "east", count, {"east": 0.6})
+    happens_s, lasts_s = 35.0, 100.0
+    rules = {"scaling": "flips", "window_s": 15}
+    with service(folder, [write_plan(plan, spec), spec], rules) as rig:
+        phases = [Phase(happens_s, 6.0, *talk), Phase(lasts_s - happens_s, 6.0, *code)]
+        with rig.loaded(phases, seed):
+            pass
+        flips = [at_s for at_s, what, _ in rig.news if " becomes " in what]
+        roles = [each["role"] for each in rig.looks[-1].replicas]
+        recovered = rig.recovered_s(SLO, happens_s, 0.9)
+        settled_s = happens_s + (NEVER_S if recovered is None else recovered)
+        report(rig, say)
+        return {
+            **told(rig, happens_s, min(settled_s, lasts_s)),
+            "first_flip_s": min((each for each in flips if each > happens_s), default=NEVER_S) - happens_s,
+            "flips": len(flips),
+            "prefill_after": roles.count("prefill"),
+            "recovered_s": settled_s - happens_s,
+        }
+
+
+def cheaper(folder: Path, seed: int, say: Say) -> Figures:
+    """A cheaper GPU can be had: the service moves to it without a failed request."""
+    spec = write_spec(
+        folder,
+        6.0,
+        "{node: 1xL4, available: 6, price_usd_per_h: 0.6}, {node: 1xA10, available: 0, price_usd_per_h: 0.9}",
+    )
+    market = folder / "market.yaml"
+    happens_s, lasts_s = 25.0, 75.0
+    rules = {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15}
+    flags = ["--market", str(market)]
+    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], rules, flags) as rig:
+        with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
+            rig.sleep_until(happens_s)
+            usd_before = rig.looks[-1].usd_per_h
+            write_market(folder, {"1xA10": (6, 0.3)})
+            happens_s = rig.now_s
+
+            def moved(look: Seen) -> bool:
+                return bool(look.replicas) and all("A10" in each["template"] for each in look.replicas)
+
+            moved_s = rig.wait_for(moved, 50.0)
+        settled_s = moved_s or lasts_s
+        report(rig, say)
+        return {
+            **told(rig, happens_s, settled_s),
+            "plan_s": _after(rig.note_s("plan", happens_s, "saves"), happens_s),
+            "moved_s": _after(moved_s, happens_s),
+            "usd_per_h_before": usd_before,
+            "usd_per_h_after": rig.looks[-1].usd_per_h,
+        }
+
+
+def spot(folder: Path, seed: int, say: Say) -> Figures:
+    """A spot machine is said to go in 15 s, and goes: its replica was emptied and replaced before."""
+    spec = write_spec(folder, 6.0, "{node: 1xL4, available: 6}")
+    market = folder / "market.yaml"
+    happens_s, lasts_s, notice_s = 10.0, 45.0, 15.0
+    flags = ["--market", str(market)]
+    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {}, flags) as rig:
+        with rig.loaded([Phase(lasts_s, 4.0, PROMPT, OUTPUT)], seed):
+            rig.sleep_until(happens_s)
+            victim = _instance(rig)
+            line = f"  - {{engine: {victim.name}, at: {time.time() + notice_s:.0f}}}"
+            write_market(folder, {"1xL4": (5, 0.6)}, line)
+            happens_s = rig.now_s
+
+            def left(look: Seen) -> bool:
+                return all(each["replica"] != victim.replica for each in look.replicas)
+
+            emptied_s = rig.wait_for(left, 2 * notice_s)
+            rig.sleep_until(happens_s + notice_s)
+            for pid, name in rig.engines():
+                if name == victim.name:
+                    os.killpg(pid.number, signal.SIGKILL)
+        report(rig, say)
+        return {
+            **told(rig, happens_s, happens_s + notice_s),
+            "emptied_s": _after(emptied_s, happens_s),
+            "left_s": notice_s - _after(emptied_s, happens_s),
+        }
+
+
+def report(rig: Rig, say: Say) -> None:
+    """What was done and said, for whoever reads along."""
+    for each in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
+        if each.at_s - rig.zero_s > -5.0:
+            say(f"  {each.at_s - rig.zero_s:7.2f}  {each.kind:8} {each.what}  ({each.why})")
+    for line in rig.problems():
+        say(f"  lost: {line}")
+
+
+def _after(at_s: float | None, happens_s: float) -> float:
+    return NEVER_S if at_s is None else at_s - happens_s
+
+
+def _instance(rig: Rig) -> Instance:
+    return next(each for each in rig.store.instances() if each.state == "up" and each.replica)
+
+
+def _post(url: str, body: object) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        answer.read()
+
+
+SCENARIOS: dict[str, Callable[[Path, int, Say], Figures]] = {
+    "slow": slow,
+    "killed": killed,
+    "surge": surge,
+    "shift": shift,
+    "cheaper": cheaper,
+    "spot": spot,
+}

@@ -1,0 +1,236 @@
+"""What nodes cost and how many can be had, from a file that changes: written by whoever follows a cloud's prices.
+
+    offers:
+      - {region: east, node: 1xL4, price_usd_per_h: 0.30, available: 4}
+    notices:
+      - {engine: m-12ab34cd, at: 2026-11-16T04:00:00Z}       this engine's machine goes then
+      - {region: east, node: 1xL4, count: 2, at: 1763265600}  two of these go
+
+What the file does not name is as the spec has it. Notices are of machines that will vanish: their replicas are
+emptied before. A file that cannot be read leaves what was read last, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from potluck.control.values import Instance
+from potluck.core.errors import FormatError, InputError, PotluckError, UnknownNameError
+from potluck.core.values.types import Offer, Region
+
+MOST_LINES = 10_000
+_OFFER = {"region", "node", "price_usd_per_h", "available"}
+_NOTICE = {"engine", "region", "node", "count", "at"}
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """One line about a node type in a region; None: as the spec has it."""
+
+    region: str
+    node: str
+    price_usd_per_h: float | None = None
+    available: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Machines that vanish at a time of day: an engine's, or so many of a type."""
+
+    at_s: float
+    engine: str = ""
+    region: str = ""
+    node: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Market:
+    quotes: tuple[Quote, ...] = ()
+    notices: tuple[Notice, ...] = ()
+
+    def regions(self, spec: Sequence[Region]) -> tuple[Region, ...]:
+        """The spec's regions at these prices."""
+        told = {(each.region, each.node): each for each in self.quotes}
+        return tuple(
+            replace(region, offers=tuple(_quoted(o, told.get((region.name, o.node))) for o in region.offers))
+            for region in spec
+        )
+
+    def leaving(self, instances: Iterable[Instance]) -> dict[str, Notice]:
+        """Engines whose machines will vanish. Of a type, those go that were noticed first to be up."""
+        ranked = sorted(instances, key=lambda each: (each.since_s, each.name))
+        found = {
+            each.name: notice
+            for notice in self.notices
+            if notice.engine
+            for each in ranked
+            if each.name == notice.engine
+        }
+        for notice in self.notices:
+            if notice.engine:
+                continue
+            alike = [
+                each
+                for each in ranked
+                if each.make.region == notice.region
+                and each.name not in found
+                and _stands_on(each, notice.node)
+            ]
+            found |= {each.name: notice for each in alike[: notice.count]}
+        return found
+
+
+def _stands_on(instance: Instance, node: str) -> bool:
+    return any(each.node == node for stage in instance.make.layout.stages for each in stage.nodes)
+
+
+def _quoted(offer: Offer, quote: Quote | None) -> Offer:
+    if quote is None:
+        return offer
+    price = offer.price_usd_per_h if quote.price_usd_per_h is None else quote.price_usd_per_h
+    return replace(
+        offer,
+        price_usd_per_h=price,
+        available=offer.available if quote.available is None else quote.available,
+    )
+
+
+def read_market(text: str, where: str, spec: Sequence[Region]) -> Market:
+    """A file's text, checked against the regions and nodes that the spec has."""
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise FormatError(where, f"is not YAML ({' '.join(str(error).split())[:160]})") from error
+    if data is None:
+        return Market()
+    if not isinstance(data, dict) or set(data) - {"offers", "notices"}:
+        raise FormatError(where, "must have offers and notices, and nothing else")
+    quotes = tuple(_quote(each, at, spec) for each, at in _listed(data, "offers", where))
+    notices = tuple(_notice(each, at, spec) for each, at in _listed(data, "notices", where))
+    return Market(quotes, notices)
+
+
+def _listed(data: dict[str, Any], name: str, where: str) -> list[tuple[dict[str, Any], str]]:
+    listed = data.get(name)
+    if listed is None:
+        return []
+    if not isinstance(listed, list) or len(listed) > MOST_LINES:
+        raise FormatError(f"{where}: {name}", f"must be a list of at most {MOST_LINES}")
+    found = []
+    for place, each in enumerate(listed):
+        at = f"{where}: {name}[{place}]"
+        known = _OFFER if name == "offers" else _NOTICE
+        if not isinstance(each, dict) or {str(key) for key in each} - known:
+            raise FormatError(at, f"must be a mapping of {', '.join(sorted(known))}")
+        found.append((each, at))
+    return found
+
+
+def _quote(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Quote:
+    region, node = _place(each, at, spec)
+    price, available = each.get("price_usd_per_h"), each.get("available")
+    if price is not None and not (_number(price) and 0 <= price < 1e6):
+        raise InputError(f"{at}.price_usd_per_h", f"must be a price from 0, is {price!r}")
+    if available is not None and not (type(available) is int and 0 <= available <= 1_000_000):
+        raise InputError(f"{at}.available", f"must be a whole number from 0, is {available!r}")
+    return Quote(region, node, None if price is None else float(price), available)
+
+
+def _notice(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Notice:
+    at_s = _time(each.get("at"), f"{at}.at")
+    engine = each.get("engine")
+    if engine is not None:
+        if not isinstance(engine, str) or {"region", "node", "count"} & each.keys():
+            raise InputError(f"{at}.engine", "is a name, and needs neither region, node nor count")
+        return Notice(at_s, engine)
+    count = each.get("count", 1)
+    if type(count) is not int or count < 1:
+        raise InputError(f"{at}.count", f"must be a whole number from 1, is {count!r}")
+    return Notice(at_s, "", *_place(each, at, spec), count)
+
+
+def _place(each: dict[str, Any], at: str, spec: Sequence[Region]) -> tuple[str, str]:
+    names = {region.name: region for region in spec}
+    region, node = each.get("region"), each.get("node")
+    if not isinstance(region, str) or not isinstance(node, str):
+        raise InputError(at, "needs a region and a node")
+    if region not in names:
+        raise UnknownNameError(f"{at}.region", region, names)
+    nodes = [offer.node for offer in names[region].offers]
+    if node not in nodes:
+        raise UnknownNameError(f"{at}.node", node, nodes)
+    return region, node
+
+
+def _time(value: object, at: str) -> float:
+    """Seconds since 1970, or a date with its time; without a zone it is UTC."""
+    if _number(value):
+        return float(str(value))
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            value = None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    raise InputError(at, "must be a time: 2026-11-16T04:00:00Z, or seconds since 1970")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+class MarketFile:
+    """A market in a file, read again when it has changed. Without the file, the spec's own prices hold."""
+
+    def __init__(self, path: Path, spec: Sequence[Region]) -> None:
+        self._path, self._spec = path, tuple(spec)
+        self._stamp: tuple[int, int, int] | None = (-1, -1, -1)
+        self._shown = self._spec
+        self.market = Market()
+        self.problem = ""
+        """Why the file as it is now is not used."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return self.market.regions(self._spec)
+
+    def changes(self) -> str:
+        """What differs from the last time that somebody asked, or from the spec, in words."""
+        before = {(region.name, offer.node): offer for region in self._shown for offer in region.offers}
+        self._shown = self.regions
+        lines = [
+            f"{offer.available} x {offer.node} in {region.name} at ${offer.price_usd_per_h:.2f}/h"
+            for region in self._shown
+            for offer in region.offers
+            if before.get((region.name, offer.node)) != offer
+        ]
+        return ", ".join(lines) or "as before"
+
+    def look(self) -> None:
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            text = "" if stamp is None else self._path.read_text("utf-8")
+            self.market = read_market(text, self._path.name, self._spec)
+            self.problem = ""
+        except (OSError, UnicodeDecodeError):
+            self.problem = f"{self._path} cannot be read"
+        except PotluckError as error:
+            self.problem = str(error)
+
+    def _stamped(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,146 @@
+"""Having plans made where the Brain asks for them, and handing them over: beside the turns, one at a time.
+
+    asked ─▶ first (what is left, where machines were lost) ─▶ adopted ─▶ full ─▶ adopted
+
+A plan is advice only while `--advise` is given, or while the newest plan version was made by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, Protocol
+
+from potluck.control.byhand import is_by_hand
+from potluck.control.replanner import Asked, Reply
+from potluck.control.store.store import Store
+from potluck.core.brain.actions import SeenLengths
+from potluck.core.errors import PotluckError
+from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.types import Region
+
+FIRST_S = 1.5
+"""A turn waits so long for the first answer."""
+Note = Callable[[str, str, str], None]
+
+
+class Planner(Protocol):
+    """May take long, and is called in a thread."""
+
+    def first(self, asked: Asked) -> Reply:
+        """What to do at once."""
+
+    def full(self, asked: Asked) -> Reply:
+        """A whole plan."""
+
+
+class Planning:
+    """`adopt` makes a plan the one in force; `note` writes down what was done and why."""
+
+    def __init__(
+        self,
+        store: Store,
+        planner: Planner | None,
+        adopt: Callable[[Plan, str], int],
+        note: Note,
+        *,
+        advise: bool = False,
+    ) -> None:
+        self._store, self._planner, self._adopt, self._note = store, planner, adopt, note
+        self._advise = advise
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-plan")
+        self._answered: Any = None
+        """The request for a plan that is being answered, or was."""
+        self._asked: Asked | None = None
+        self.under_way: Future[Reply] | None = None
+        self._first = False
+        """Whether the first answer is what is under way."""
+
+    def turn(self, wanted: dict[str, Any], regions: tuple[Region, ...] | None) -> None:
+        """Go on with a plan that is being made, or begin one."""
+        if self.under_way is not None:
+            if self.under_way.done():
+                finished, self.under_way = self.under_way, None
+                self._finish(finished)
+            return
+        asked = wanted.get("replan")
+        if asked is None:
+            self._answered = None
+        elif self._planner is not None and asked != self._answered:
+            self._answered = asked
+            self._asked = _asked(asked, regions, self._running(wanted))
+            self._note("plan", "begins", self._asked.reason)
+            self._first = True
+            self.under_way = self._pool.submit(self._planner.first, self._asked)
+            # What is left after a loss should not wait for the next turn.
+            done, _ = wait((self.under_way,), FIRST_S)
+            if done:
+                self.turn(wanted, regions)
+
+    def _running(self, wanted: dict[str, Any]) -> Plan | None:
+        """The newest plan with the copies that are wanted now: rules may have changed their number."""
+        newest = self._store.plan()
+        if newest is None:
+            return None
+        known = {template.name for template in newest.plan.templates}
+        units = {
+            each["unit"]: (each["template"], each["region"])
+            for each in wanted.get("replicas", ())
+            if not each.get("draining") and each["template"] in known
+        }
+        counts: dict[tuple[str, str], int] = {}
+        for key in units.values():
+            counts[key] = counts.get(key, 0) + 1
+        there = tuple(Deployment(name, region, count) for (name, region), count in sorted(counts.items()))
+        return replace(newest.plan, deployments=there)
+
+    def _finish(self, finished: Future[Reply]) -> None:
+        asked, planner = self._asked, self._planner
+        assert asked is not None
+        assert planner is not None
+        try:
+            reply = finished.result()
+        except PotluckError as error:
+            reply = Reply(None, str(error))
+        if reply.plan is not None:
+            self._hand_over(reply.plan, f"{asked.reason}; {reply.why}")
+        if self._first:
+            self._first = False
+            if reply.plan is not None and not self._advise:
+                asked = self._asked = replace(asked, running=reply.plan)
+            self.under_way = self._pool.submit(planner.full, asked)
+        elif reply.plan is None:
+            self._note("plan", "stays", reply.why)
+
+    def _hand_over(self, plan: Plan, reason: str) -> None:
+        newest = self._store.plan()
+        line = f"a plan for ${plan.cost_usd_per_h:.2f}/h: {_listed(plan)}"
+        if newest is not None and is_by_hand(newest):
+            held = (
+                f"version {newest.version} was made by hand and holds; `potluck scale --auto` lets go of it"
+            )
+            self._note("advice", line, f"{reason}; {held}")
+        elif self._advise:
+            self._note("advice", line, reason)
+        else:
+            try:
+                self._adopt(plan, reason)
+            except PotluckError as error:
+                self._note("plan", "was not taken", str(error))
+                self._answered = None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _asked(asked: dict[str, Any], regions: tuple[Region, ...] | None, running: Plan | None) -> Asked:
+    lengths = tuple(
+        SeenLengths(each["model"], each["output_tokens"], tuple((a, b) for a, b in each["prompts"]))
+        for each in asked.get("lengths", ())
+    )
+    return Asked(dict(asked.get("rates_per_s", {})), str(asked.get("reason", "")), lengths, regions, running)
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(f"{each.count} x {each.template} in {each.region}" for each in plan.deployments)

@@ -1,0 +1,118 @@
+"""What happens to the fleet and why, for whoever watches: a watcher of the desk that keeps the latest decisions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from potluck.core.brain.actions import (
+    Abandon,
+    Action,
+    Drain,
+    Flip,
+    Move,
+    Recast,
+    Recount,
+    Refuse,
+    Remark,
+    Replan,
+    Run,
+    Start,
+    Stop,
+)
+from potluck.core.brain.events import (
+    Arrived,
+    Drained,
+    Event,
+    Finished,
+    FirstToken,
+    Ordered,
+    Planned,
+    Quoted,
+    ReplicaLost,
+    ReplicaReady,
+    Reported,
+    SegmentDone,
+    Tick,
+)
+
+MOST_KEPT = 1_000
+_OF_REQUESTS = frozenset({Arrived, SegmentDone, FirstToken, Finished, Reported, Run, Refuse, Abandon})
+"""What comes by the thousand a second, and says nothing of the fleet."""
+
+
+class Decision(NamedTuple):
+    number: int
+    at_s: float
+    """The time of day."""
+    what: str
+    why: str
+
+
+class Herald:
+    """`decided` hears everything at once; `kept` has the latest, for a controller that asks every second or so.
+
+    Numbers begin at 1 with each epoch, which is this process's.
+    """
+
+    def __init__(self, thinks: Callable[[], str], clock: Callable[[], float] = time.time) -> None:
+        """`thinks` is what scaling last thought: the reason of what it does at a tick."""
+        self._thinks, self._clock = thinks, clock
+        self.decided: Callable[[str, str], None] = lambda what, why: None
+        self.epoch = secrets.token_hex(8)
+        self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
+        self._number = 0
+
+    def _say(self, what: str, why: str) -> None:
+        self._number += 1
+        self.kept.append(Decision(self._number, self._clock(), what, why))
+        self.decided(what, why)
+
+    def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
+        if type(event) in _OF_REQUESTS and (not actions or type(actions[0]) in _OF_REQUESTS):
+            return
+        match event:
+            case ReplicaReady(replica):
+                self._say(f"{replica} is ready", "its engine answers")
+            case ReplicaLost(replica, reason):
+                self._say(f"{replica} is lost", reason)
+            case Drained(replica):
+                self._say(f"{replica} is empty", "it was asked to drain")
+            case Ordered(replica, what):
+                self._say(f"{replica}: {what}", "by hand")
+            case Planned(plan):
+                self._say(f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
+            case Quoted():
+                self._say("prices or nodes are others", "the market was told")
+        for action in actions:
+            self._act(action, event)
+
+    def _act(self, action: Action, event: Event) -> None:
+        why = ""
+        if isinstance(event, Ordered):
+            why = "by hand"
+        elif isinstance(event, Planned):
+            why = f"the plan of {event.plan.strategy} wants it so"
+        match action:
+            case Start(member):
+                self._say(f"{member.id} is wanted", why or f"{member.template} in {member.region}")
+            case Drain(replica):
+                self._say(f"{replica} drains", why or "the plan or scaling needs it no more")
+            case Stop(replica):
+                self._say(f"{replica} stops", "it is empty or its grace is over")
+            case Flip(replica, role):
+                thought = self._thinks() if isinstance(event, Tick) else "its role is the plan's again"
+                self._say(f"{replica} becomes {role}", why or thought)
+            case Recast(member):
+                self._say(f"{member.id} becomes {member.role} of {member.template}", why)
+            case Replan(_, reason):
+                self._say("another plan is asked for", reason)
+            case Remark(what, reason):
+                self._say(what, reason)
+            case Move(blocks, source, target):
+                self._say(f"{len(blocks)} blocks are copied from {source} to {target}", "they are in demand")
+            case Recount(replica):
+                self._say(f"{replica} is asked for all it caches", "a report was lost")

@@ -1,0 +1,148 @@
+"""Prices, availability and notices from a file that changes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_controller import PLAN, Fixed, World, planned
+
+from potluck.control.byhand import leaving
+from potluck.control.market import MarketFile, Notice, read_market
+from potluck.control.store.store import Store
+from potluck.core.errors import PotluckError
+from potluck.core.values.types import Offer, Region
+
+SPEC = (
+    Region("east", (Offer("1xA10", 0.8, 4), Offer("1xL4", 0.5, 0))),
+    Region("west", (Offer("1xA10", 0.7, 2),)),
+)
+
+
+def test_what_the_file_does_not_name_is_as_the_spec_has_it() -> None:
+    text = "offers: [{region: east, node: 1xL4, available: 3}, {region: west, node: 1xA10, price_usd_per_h: 0.2}]"
+    assert read_market(text, "m", SPEC).regions(SPEC) == (
+        Region("east", (Offer("1xA10", 0.8, 4), Offer("1xL4", 0.5, 3))),
+        Region("west", (Offer("1xA10", 0.2, 2),)),
+    )
+    assert read_market("", "m", SPEC).regions(SPEC) == SPEC
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("offers: [{region: mars, node: 1xL4}]", "offers[0].region: unknown"),
+        ("offers: [{region: east, node: 1xL5}]", "offers[0].node: unknown"),
+        ("offers: [{region: east, node: 1xL4, available: -1}]", "offers[0].available: must be"),
+        ("offers: [{region: east, node: 1xL4, price_usd_per_h: .nan}]", "price_usd_per_h: must be"),
+        ("offers: {a: 1}", "offers: must be a list"),
+        ("notices: [{engine: x}]", "notices[0].at: must be a time"),
+        ("notices: [{engine: x, at: soon}]", "notices[0].at: must be a time"),
+        ("notices: [{engine: x, count: 2, at: 5}]", "notices[0].engine: is a name"),
+        ("prices: []", "must have offers and notices"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(PotluckError) as caught:
+        read_market(text, "m", SPEC)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_times_are_dates_or_seconds() -> None:
+    times = {"a": "1763265600", "b": "2025-11-16T04:00:00Z", "c": "'2025-11-16 04:00'"}
+    text = "notices: [" + ", ".join(f"{{engine: {name}, at: {at}}}" for name, at in times.items()) + "]"
+    assert read_market(text, "m", SPEC).notices == tuple(Notice(1763265600.0, name) for name in "abc")
+
+
+def test_a_broken_file_leaves_what_was_read_last(tmp_path: Path) -> None:
+    path = tmp_path / "market.yaml"
+    market = MarketFile(path, SPEC)
+    market.look()
+    assert (market.regions, market.problem) == (SPEC, "")
+    path.write_text("offers: [{region: east, node: 1xL4, available: 3}]")
+    market.look()
+    assert market.regions[0].offers[1].available == 3
+    assert market.changes() == "3 x 1xL4 in east at $0.50/h"
+    path.write_text("offers: [")
+    os.utime(path, ns=(1, 1))
+    market.look()
+    assert "is not YAML" in market.problem
+    assert market.regions[0].offers[1].available == 3
+
+
+def _market(gateway: Any, told: list[Any]) -> None:
+    """The gateway of test_controller, with a market."""
+    wanted = gateway.wanted
+    gateway.wanted = lambda: {**wanted(), "market": told[-1] if told else None}
+    gateway.set_market = lambda regions: told.append([_plain(each) for each in regions])
+
+
+def _plain(region: Region) -> Any:
+    from potluck.core.codec import encode
+
+    return encode(region)
+
+
+def test_the_gateway_hears_of_changes_once_and_again_when_it_forgot(tmp_path: Path) -> None:
+    world, told = World(tmp_path), []
+    _market(world.gateway, told)
+    path = tmp_path / "market.yaml"
+    controller = world.controller(market=MarketFile(path, SPEC))
+    world.turns(controller, 3)
+    assert told == []
+    path.write_text("offers: [{region: east, node: 1xL4, available: 3}]")
+    world.turns(controller, 3)
+    assert [each[0]["offers"][1]["available"] for each in told] == [3]
+    told.clear()  # it was started again
+    world.turns(controller, 3)
+    assert len(told) == 1
+
+
+def test_plans_are_made_at_the_prices_of_now(tmp_path: Path) -> None:
+    world, told, asked = World(tmp_path), [], []
+    _market(world.gateway, told)
+    path = tmp_path / "market.yaml"
+    path.write_text("offers: [{region: west, node: 1xA10, price_usd_per_h: 0.1}]")
+    controller = world.controller(Fixed(PLAN, asked), market=MarketFile(path, SPEC))
+    world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "prices"}
+    world.turns(controller, 1)
+    planned(world, controller)
+    assert asked[0].regions[1].offers[0].price_usd_per_h == 0.1
+
+
+def test_a_noticed_engine_is_drained_not_used_again_and_replaced(tmp_path: Path) -> None:
+    world, told, drained = World(tmp_path), [], []
+    _market(world.gateway, told)
+    world.gateway.drain = drained.append  # type: ignore[attr-defined]
+    path = tmp_path / "market.yaml"
+    controller = world.controller(market=MarketFile(path, SPEC))
+    world.gateway.replicas = ["a", "b"]
+    world.gateway.urls = True
+    world.turns(controller, 4)
+    victim = next(each for each in world.gateway.fleet if each.replica == "a")
+    path.write_text(f"notices: [{{engine: {victim.name}, at: {world.now_s + 60}}}]")
+    world.turns(controller, 3)
+    assert drained == ["a"]
+    assert leaving(Store(world.path)) == {victim.name}
+    world.gateway.replicas = ["b", "c"]
+    world.turns(controller, 4)
+    assert victim.name not in world.machine.running
+    assert sorted(each.replica for each in world.gateway.fleet) == ["b", "c"]
+    noted = [each for each in Store(world.path).happenings() if each.kind == "notice"]
+    assert [each.what for each in noted] == [victim.name]
+
+
+def test_of_a_type_as_many_go_as_were_named() -> None:
+    from test_controller import LAYOUT
+
+    from potluck.control.values import Instance, Make
+
+    engines = [Instance(name, Make("m", LAYOUT, "east"), "up", float(n)) for n, name in enumerate("abc")]
+    market = read_market(
+        "notices: [{region: east, node: 1xA10, count: 2, at: 5}, {engine: c, at: 9}]", "m", SPEC
+    )
+    assert {name: notice.at_s for name, notice in market.leaving(engines).items()} == {"c": 9, "a": 5, "b": 5}

@@ -1,0 +1,102 @@
+"""Plans for a service that runs: at the rates, lengths and prices of now, from what is there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from potluck.catalog import models, nodes
+from potluck.control.replanner import Asked, Replanner, drifted
+from potluck.core.brain.actions import SeenLengths
+from potluck.core.errors import CapacityError
+from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.problem import Problem, ask
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+
+L4, A10 = nodes.node_type("1xL4"), nodes.node_type("1xA10")
+TRAFFIC = Traffic("m", 6.0, (LengthBin(1200.0, 40.0, 1.0),))
+ASK = ask("m", models.model("Llama-3.1-8B"), Slo(4.0, 0.25), TRAFFIC)
+
+
+def regions(l4: int, a10: int, a10_usd: float = 3.0) -> tuple[Region, ...]:
+    return (Region("east", (Offer("1xL4", 0.6, l4), Offer("1xA10", a10_usd, a10))),)
+
+
+PROBLEM = Problem((ASK,), regions(6, 2), (L4, A10))
+
+
+@pytest.fixture(scope="module")
+def running() -> Plan:
+    return STRATEGIES["melange"](Workshop(PROBLEM), Settings(time_limit_s=20.0)).plan
+
+
+@pytest.fixture(scope="module")
+def planner() -> Replanner:
+    return Replanner(PROBLEM, 10.0)
+
+
+def copies(plan: Plan | None, node: str) -> int:
+    assert plan is not None
+    return sum(each.count for each in plan.deployments if node in each.template)
+
+
+def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: Replanner) -> None:
+    there = copies(running, "L4")
+    asked = Asked({"m": 6.0}, "a node died", regions=regions(there - 1, 2), running=running)
+    first = planner.first(asked)
+    assert copies(first.plan, "L4") == there - 1
+    assert copies(first.plan, "A10") == 0
+    assert first.plan is not None
+    assert first.plan.fraction < 1
+    assert sum(share.rate_per_s for share in first.plan.shares) > 0
+    full = planner.full(replace(asked, running=first.plan))
+    assert full.plan is not None
+    assert full.plan.fraction == pytest.approx(1)
+    assert copies(full.plan, "A10") > 0
+
+
+def test_nothing_is_done_at_once_where_all_machines_are_there(running: Plan, planner: Replanner) -> None:
+    assert planner.first(Asked({"m": 6.0}, "prices", running=running)).plan is None
+    assert planner.full(Asked({"m": 6.0}, "prices", running=running)).plan is None
+
+
+def test_a_cheaper_gpu_is_taken_and_one_that_saves_less_than_a_start_is_not(
+    running: Plan, planner: Replanner
+) -> None:
+    cheap = planner.full(Asked({"m": 6.0}, "prices", regions=regions(6, 4, 0.3), running=running))
+    assert "saves" in cheap.why
+    assert copies(cheap.plan, "A10") > 0
+    per_a10 = running.cost_usd_per_h / 2
+    same = planner.full(Asked({"m": 6.0}, "prices", regions=regions(6, 4, per_a10 * 0.99), running=running))
+    assert same.plan is None
+
+
+def test_rates_and_lengths_that_were_seen_are_planned_for(running: Plan, planner: Replanner) -> None:
+    more = planner.full(Asked({"m": 9.0}, "more", running=running))
+    assert copies(more.plan, "L4") + copies(more.plan, "A10") > copies(running, "L4")
+    seen = SeenLengths("m", 12.0, ((300.0, 60.0),))
+    assert drifted(ASK, seen)
+    assert not drifted(ASK, SeenLengths("m", 42.0, ((1150.0, 60.0),)))
+    short = planner.full(Asked({"m": 6.0}, "shorter", (seen,), running=running))
+    assert short.plan is not None
+    assert short.plan.cost_usd_per_h < running.cost_usd_per_h
+
+
+def test_other_roles_are_no_start(planner: Replanner) -> None:
+    """A plan for long answers, asked for long prompts: what comes back keeps to the layouts that are there."""
+    talk = Traffic("m", 6.0, (LengthBin(300.0, 120.0, 1.0),))
+    problem = replace(PROBLEM, asks=(ask("m", ASK.model, ASK.slo, talk),), regions=regions(5, 0))
+    plan = STRATEGIES["prfaas"](Workshop(problem), Settings(time_limit_s=10.0)).plan
+    counts = {each.template: 1 if "prefill" in each.template else 4 for each in plan.deployments}
+    plan = replace(plan, deployments=tuple(Deployment(name, "east", n) for name, n in counts.items()))
+    seen = SeenLengths("m", 12.0, ((1200.0, 60.0),))
+    reply = Replanner(problem, 10.0).full(Asked({"m": 6.0}, "shift", (seen,), running=plan))
+    assert reply.plan is not None
+    assert sum(each.count for each in reply.plan.deployments) <= 5
+
+
+def test_without_any_node_it_says_so(planner: Replanner) -> None:
+    with pytest.raises(CapacityError, match="no region has any node"):
+        planner.full(Asked({"m": 1.0}, "all gone", regions=regions(0, 0)))
