@@ -22,6 +22,7 @@ from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import (
     Arrived,
     Cancelled,
+    Computed,
     Drained,
     Event,
     Failed,
@@ -249,6 +250,8 @@ class Chaos:
         name = job.request.id
         if job.done < len(run.route.segments) - 1:
             job.done += 1
+            if self.random.random() < 0.3:  # late or not at all, as drivers may be
+                self.tell(Computed(name, job.attempt, job.done - 1))
             self.tell(SegmentDone(name, job.attempt, job.done - 1))
         elif not job.first:
             job.first = True

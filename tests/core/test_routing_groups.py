@@ -9,12 +9,12 @@ import brain_builders as build
 import pytest
 
 from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Cancelled, Reported, SegmentDone, Status
+from potluck.core.brain.events import Cancelled, Computed, Reported, SegmentDone, Status
 from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.brain.fleet import View
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.opportunistic import busier, in_place, step_seconds
-from potluck.core.routing.split import partial_tokens
+from potluck.core.routing.split import partial_tokens, printed_tokens
 from potluck.core.values.member import Member
 from potluck.core.values.route import aggregated, handed_over
 
@@ -207,3 +207,30 @@ def test_a_segment_is_done_once() -> None:
         sent(world, name)
     assert len(world.advance("a")) == 1
     assert world.tell(SegmentDone("a", 0, 0)) == []
+
+
+def test_a_low_end_place_is_free_once_its_prefill_is_computed() -> None:
+    """CRONUS's bound is on prompts in the low-end instance; KV on its way holds nobody up."""
+    world = build.world(PAIRS, CRONUS)
+    for name in "abcd":
+        sent(world, name)
+    assert set(world.jobs) == {"a", "b"}
+    assert len(world.tell(Computed("a", 0, 0))) == 1  # c
+    assert world.tell(Computed("a", 0, 0)) == []
+    assert world.tell(Computed("a", 1, 0)) == []  # of another attempt
+    assert world.advance("a") == []  # handed over: its place was given away already
+    assert len(world.advance("b")) == 1  # d, though nobody said that b was computed
+    for name in "abcd":
+        world.finish(name)
+    build.assert_at_rest(world.brain)
+
+
+def test_the_printed_algorithm_is_a_switch() -> None:
+    parts = []
+    for rule in ("series", "printed"):
+        world = build.world(PAIRS, replace(CRONUS, split_rule=rule))
+        run = sent(world, "a")
+        assert run is not None
+        parts.append(run.route.segments[0].stop)
+    assert parts[0] != parts[1]
+    assert parts[1] == printed_tokens(1000, build.SPLIT, 0, 0.0, 1 << 30, 16)

@@ -15,6 +15,7 @@ from potluck.core.routing.split import (
     keeps_decode,
     partial_prefill_s,
     partial_tokens,
+    printed_tokens,
     sooner_whole,
 )
 
@@ -78,6 +79,18 @@ def printed_split(facts: SplitFacts, prompt: int, decodes: int, context: float) 
         return abs(facts.k_p * part + facts.b_p - ceil(rest / chunk) * iteration)
 
     return min((ceil(i * prompt / 512) for i in range(1, 513)), key=apart)
+
+
+@given(split_facts, st.integers(1, 5000), st.integers(0, 200), st.floats(0, 1e5))
+def test_the_printed_switch_is_algorithm_1(
+    facts: SplitFacts, prompt: int, decodes: int, context: float
+) -> None:
+    decodes = min(decodes, facts.chunk_tokens - 1)
+    assert printed_tokens(prompt, facts, decodes, context, PLENTY, BLOCK) == printed_split(
+        facts, prompt, decodes, context
+    )
+    assert printed_tokens(prompt, facts, facts.chunk_tokens, context, PLENTY, BLOCK) == prompt
+    assert printed_tokens(prompt, facts, decodes, context, ceil(prompt / BLOCK) - 1, BLOCK) == prompt
 
 
 @pytest.mark.parametrize("prompt", [2000, 6000, 20000, 100000])

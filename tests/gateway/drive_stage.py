@@ -5,7 +5,7 @@ from __future__ import annotations
 from drive_kit import VOCAB, Call, Clock, Fleet, Heard, Script, driver
 
 from potluck.core.brain.actions import Run
-from potluck.core.brain.events import Arrived
+from potluck.core.brain.events import Arrived, Computed
 from potluck.core.values.route import Route
 from potluck.gateway.drive.lines import LONGEST_LINE
 from potluck.gateway.parts import Asked
@@ -42,6 +42,11 @@ class Stage:
         """What was told behind the arrival."""
         assert isinstance(self.line.told[0], Arrived)
         return self.line.told[1:]
+
+    @property
+    def turns(self) -> list[object]:
+        """The same without what was computed and is still on its way."""
+        return [each for each in self.news if not isinstance(each, Computed)]
 
     def at_rest(self) -> None:
         assert self.rides.sizes() == {"open": 0, "watched": 0, "news": 0}

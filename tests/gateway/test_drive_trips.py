@@ -11,6 +11,7 @@ from drive_stage import LIES, Stage
 from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
 from potluck.core.brain.events import (
     Cancelled,
+    Computed,
     Failed,
     FailureKind,
     Finished,
@@ -57,7 +58,13 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
     assert a["handle"] != b["handle"]
     stage.to_end()
     heard.is_right()
-    assert stage.news[:3] == [SegmentDone("r", 0, 0), SegmentDone("r", 0, 1), FirstToken("r", 0)]
+    assert stage.news[:5] == [
+        Computed("r", 0, 0),
+        SegmentDone("r", 0, 0),
+        Computed("r", 0, 1),
+        SegmentDone("r", 0, 1),
+        FirstToken("r", 0),
+    ]
     stage.at_rest()
 
 
@@ -175,15 +182,15 @@ def test_who_blames_another_is_believed_only_if_that_one_is_not_found_dead(
         )
     other = "p" if who == "receiver" else "d"
     if dies == "within the grace":
-        assert stage.news == []
+        assert stage.turns == []
         (p if who == "receiver" else d).lose()
     stage.clock.pass_s(GRACE_S)
     if dies != "not at all":
-        assert stage.news == [Failed("r", 0, "replica", other, 0)]
+        assert stage.turns == [Failed("r", 0, "replica", other, 0)]
     elif far:
-        assert stage.news == [Failed("r", 0, "link", "far->near", 0)]
+        assert stage.turns == [Failed("r", 0, "link", "far->near", 0)]
     else:
-        assert stage.news == [Failed("r", 0, "transfer", other, 0)]
+        assert stage.turns == [Failed("r", 0, "transfer", other, 0)]
     assert p.cancelled or p.over
     assert d.cancelled or d.over
 
@@ -200,7 +207,7 @@ def test_a_sender_that_dies_when_its_cache_was_used_is_no_failure() -> None:
     p.lose()
     stage.to_end()
     heard.is_right()
-    assert stage.news == [FirstToken("r", 0), Finished("r", 0, len(heard.tokens_))]
+    assert stage.turns == [FirstToken("r", 0), Finished("r", 0, len(heard.tokens_))]
     stage.at_rest()
 
 

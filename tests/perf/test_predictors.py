@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
 from potluck.perf.cauchy import CauchyModel, CauchyTimer
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, chunked_prefill_s
+from potluck.perf.roofline import roofline
 from potluck.perf.step import steps
 
 LLAMA3_8B = CauchyModel(l=32, h=4096, n=32, s=128, k=8, i=14336, v=128256, d=2.0)
@@ -159,3 +161,37 @@ def test_chunked_iterations_on_a_measured_rtx_4090():
     assert len(some) > 700
     assert predictor.r2 == pytest.approx(0.893, abs=0.005)
     assert predictor.mape == pytest.approx(0.028, abs=0.002)
+
+
+@pytest.mark.parametrize("longest", [600, 2048, 8192, 32768])
+@pytest.mark.parametrize("node", ["1xA10", "1xA100", "1xL4"])
+def test_lines_for_the_lengths_in_use_are_near_the_timer_and_never_below_zero(
+    node: str, longest: int
+) -> None:
+    timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type(node), 1)
+    line = PartialPrefillPredictor.in_use(timer, longest)
+    assert line.b_p >= 0
+    assert line.k_p > 0
+    lengths = np.linspace(longest / 16, longest, 40)
+    off = line.seconds(lengths) / timer.step_s(steps(chunk_new=lengths)) - 1
+    assert np.abs(off).mean() < 0.15  # a line through what is nearly a parabola at 32,768
+    assert np.abs(off).max() < 0.35
+
+
+def test_short_prompts_are_not_free() -> None:
+    """The plain fit puts 128 tokens on an A10 at 0.3 ms, where the timer says 46."""
+    timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xA10"), 1)
+    real_s = float(timer.step_s(steps(chunk_new=128.0))[0])
+    assert float(PartialPrefillPredictor.from_timer(timer).seconds(128)) < 0.1 * real_s
+    assert float(PartialPrefillPredictor.in_use(timer, 8192).seconds(128)) > 0.4 * real_s
+    assert float(PartialPrefillPredictor.in_use(timer, 2048).seconds(128)) > 0.6 * real_s
+
+
+@pytest.mark.parametrize("budget", [2, 40, 512, 2048])
+def test_planes_for_the_lengths_in_use_hold_for_any_budget(budget: int) -> None:
+    timer = roofline(models.model("Llama-3.1-8B"), nodes.node_type("1xA100"), 1)
+    plane = ChunkedIterationPredictor.in_use(timer, budget, 4096)
+    assert min(plane.k_ctxp, plane.k_ctxd, plane.b_c) >= 0
+    chunk, decodes = max(1, budget - 8), min(8, budget - 1)
+    seen = float(timer.step_s(steps(chunk, 1000.0, decodes, decodes * 1000.0))[0])
+    assert float(plane.seconds(1000.0, decodes * 1000.0)) == pytest.approx(seen, rel=0.15)

@@ -5,7 +5,7 @@ Everything is worked out once per template and index and then shared by all its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import floor
@@ -29,6 +29,7 @@ from potluck.perf.network import Hop, hop_between, hop_inside
 from potluck.perf.phases import decode_step_s
 from potluck.perf.pipeline import pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
+from potluck.perf.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.roofline import HOST_S, roofline
 from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
@@ -80,6 +81,8 @@ class Kit:
     engine: Engine = DEFAULT_ENGINE
     codec: Codec = "fp16"
     """In which its KV goes to others of its copy."""
+    in_pair: bool = False
+    """Whether it shares prompts with another one (CRONUS)."""
 
 
 @dataclass(slots=True)
@@ -133,13 +136,14 @@ class Kits:
                 model, self.block_tokens, scene.slos.get(template.model)
             )
         mean = scene.mean_tokens.get(template.model, MEAN_TOKENS)
+        longest = longest_in_use(scene.plan, template.model, model, mean[0])
         placed = places(template, scene.nodes)
         made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
         for index, replica in enumerate(template.replicas):
             engine = scene.engines.get((template.name, index)) or self._engine(template, replica, mean)
             if (replica.layout, engine) not in made:
-                hops = hops_of(scene, replica.layout)
-                timer = timer_of(model, replica.layout, scene.nodes, engine.host_s, hops)
+                hops, profiles = hops_of(scene, replica.layout), scene.profiles.get(template.model, ())
+                timer = timer_of(model, replica.layout, scene.nodes, engine.host_s, hops, profiles)
                 room = total_blocks(model, replica.layout, scene.nodes, sum(mean))
                 made[replica.layout, engine] = (timer, room)
             timer, blocks = made[replica.layout, engine]
@@ -157,12 +161,13 @@ class Kits:
                 min(max(kind.interconnect.gb_per_s, 1.0) for kind in kinds) * 1e9,
                 engine,
                 template.codec,
+                template.kind == "pair",
             )
             self._replicas[template.name, index] = _replica_facts(
-                timer, model, blocks, mean, scene.slos.get(template.model), engine.slots
+                timer, model, blocks, mean, scene.slos.get(template.model), engine.slots, longest
             )
             self._places[template.name, index] = tuple(f"{node}/{place}" for node, place in placed[index])
-        split = _split_facts(template, self.kits)
+        split = _split_facts(template, self.kits, longest)
         if split is not None:
             self._splits[template.name] = split
         self.templates[template.name] = template
@@ -184,7 +189,8 @@ class Kits:
             return DEFAULT_ENGINE
         model, (prompt, answer) = scene.model(template.model), (max(1, round(each)) for each in mean)
         room = total_blocks(model, replica.layout, scene.nodes, sum(mean)) * BLOCK_TOKENS // (prompt + answer)
-        timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host_s)
+        profiles = scene.profiles.get(template.model, ())
+        timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host_s, profiles=profiles)
         budget = paced_budget(timer, prompt, answer, max(1, min(room, DEFAULT_ENGINE.slots)), slo)
         return replace(DEFAULT_ENGINE, token_budget=budget, slots=min(DEFAULT_ENGINE.slots, budget))
 
@@ -195,11 +201,14 @@ def timer_of(
     nodes: Mapping[str, NodeType],
     host_s: float = HOST_S,
     hops: tuple[Hop, ...] = (),
+    profiles: Sequence[Profile] = (),
 ) -> StepTimer:
-    """The plain roofline for one node, the pipeline for more."""
+    """What was measured or the plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
-        return roofline(model, nodes[stage.nodes[0].node], stage.nodes[0].tp, host_s=host_s)
+        node, tp = nodes[stage.nodes[0].node], stage.nodes[0].tp
+        profile = profile_for(profiles, model, node, tp)
+        return roofline(model, node, tp, host_s=host_s) if profile is None else ProfileTimer(profile)
     return pipeline(model, layout, nodes, host_s=host_s, hops=hops)
 
 
@@ -261,6 +270,16 @@ def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tup
     return tuple(found)
 
 
+def longest_in_use(plan: Plan, name: str, model: Model, mean_tokens: float) -> int:
+    """The longest prompts that lines are fitted for: what the plan serves, but no more than eight times the mean.
+
+    Beyond that few prompts are left, and a line that follows them misjudges all others.
+    """
+    asked = [each.longest_tokens for each in plan.buckets if each.model == name and each.rate_per_s > 0]
+    longest = min(max(asked, default=model.max_context_tokens), model.max_context_tokens)
+    return min(longest, max(512, round(8 * mean_tokens)))
+
+
 def kv_of(model: Model) -> Kv:
     windows = tuple(sorted(window_bytes_per_token(model).items()))
     return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
@@ -274,9 +293,15 @@ def _model_facts(model: Model, block_tokens: int, slo: Slo | None) -> ModelFacts
 
 
 def _replica_facts(
-    timer: StepTimer, model: Model, blocks: int, mean: tuple[float, float], slo: Slo | None, slots: int
+    timer: StepTimer,
+    model: Model,
+    blocks: int,
+    mean: tuple[float, float],
+    slo: Slo | None,
+    slots: int,
+    longest_prompt_tokens: int,
 ) -> ReplicaFacts:
-    line = PartialPrefillPredictor.from_timer(timer)
+    line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
     room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
     found = best_operating(timer, prompt, answer, room, slo, "decode")
@@ -284,10 +309,12 @@ def _replica_facts(
     step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
-    return ReplicaFacts(max(line.k_p, 1e-12), max(line.b_p, 0.0), step_s, batch, blocks, longest, first_s)
+    return ReplicaFacts(max(line.k_p, 1e-12), line.b_p, step_s, batch, blocks, longest, first_s)
 
 
-def _split_facts(template: Template, kits: Mapping[tuple[str, int], Kit]) -> SplitFacts | None:
+def _split_facts(
+    template: Template, kits: Mapping[tuple[str, int], Kit], longest_tokens: int
+) -> SplitFacts | None:
     """CRONUS's predictors for a pair: its first prefill replica, and the first one that is not."""
     if template.kind != "pair":
         return None
@@ -296,7 +323,7 @@ def _split_facts(template: Template, kits: Mapping[tuple[str, int], Kit]) -> Spl
     high = next((i for i, role in enumerate(roles) if role != "prefill"), None)
     if low is None or high is None:
         return None
-    first = PartialPrefillPredictor.from_timer(kits[template.name, low].timer)
+    first = PartialPrefillPredictor.in_use(kits[template.name, low].timer, longest_tokens)
     budget = kits[template.name, high].engine.token_budget
-    rest = ChunkedIterationPredictor.from_timer(kits[template.name, high].timer, budget)
+    rest = ChunkedIterationPredictor.in_use(kits[template.name, high].timer, budget, longest_tokens)
     return SplitFacts(first.k_p, first.b_p, rest.k_ctxp, rest.k_ctxd, rest.b_c, budget)

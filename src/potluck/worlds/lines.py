@@ -29,6 +29,7 @@ EVENTS: dict[str, type[Any]] = {
     for each in (
         events.Arrived,
         events.SegmentDone,
+        events.Computed,
         events.FirstToken,
         events.Finished,
         events.Failed,

@@ -10,6 +10,7 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, NodeType, Region, Slo
 from potluck.perf.phases import CHUNK_TOKENS
+from potluck.perf.profile import Profile
 from potluck.perf.roofline import HOST_S
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts
 from potluck.perf.throughput import MAX_BATCH
@@ -56,6 +57,8 @@ class Scene:
     """Whether other engines that compute prompts beside answers take steps that fit the objective (`perf.budget`)."""
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Rates before the run, for forecasts (`core.brain.facts`)."""
+    profiles: Mapping[str, tuple[Profile, ...]] = field(default_factory=dict)
+    """Measured step times of a model, which a plan was made with; they go before the roofline."""
 
     def model(self, name: str) -> Model:
         if name not in self.models:

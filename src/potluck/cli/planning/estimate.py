@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from potluck.core.values.model import Model
     from potluck.perf.estimate import Estimate
     from potluck.perf.profile import Profile
+    from potluck.plan.problem import Problem
 
 
 profile_option = click.option(
@@ -103,6 +105,12 @@ def read_profiles(
             )
         found.append(profile)
     return tuple(found)
+
+
+def measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
+    """With the step times in profiles, where they apply."""
+    found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
+    return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
 
 
 def find_model(name: str) -> Model:

@@ -13,7 +13,7 @@ import click
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
-from potluck.cli.planning.estimate import profile_option, read_profiles
+from potluck.cli.planning.estimate import measured, profile_option
 from potluck.cli.planning.plan_show import Compared, show_compared, show_plan, show_reasons
 from potluck.cli.planning.rehearse import rehearsal_json, rehearsal_options, rehearsed, show_rehearsal
 from potluck.cli.planning.search_trace import require_kind, show_search, write_trace
@@ -112,7 +112,7 @@ def plan(
         require_kind(trace_path)
     spec = read_spec(spec_path)
     problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
-    problem = _measured(problem, profile_paths)
+    problem = measured(problem, profile_paths)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
@@ -230,12 +230,6 @@ def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:
     if name not in STRATEGIES:
         raise UnknownNameError("strategy", name, STRATEGIES)
     return STRATEGIES[name]
-
-
-def _measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
-    """With the step times in profiles, where they apply."""
-    found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
-    return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
 
 
 def _pin(text: str) -> Deployment:

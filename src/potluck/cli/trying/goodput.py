@@ -53,6 +53,7 @@ def goodput(
     cv: float | None,
     tolerance: float,
     policy: tuple[str, ...],
+    profile_paths: tuple[Path, ...],
     stepwise: bool,
     bulk: bool,
     time_limit_s: float,
@@ -82,6 +83,7 @@ def goodput(
             time_limit_s,
             said,
             lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, said),
+            profile_paths,
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
         problem, planner = scene_of(inputs), planner_of(inputs.problem, rules, time_limit_s)

@@ -14,6 +14,7 @@ import click
 
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
+from potluck.cli.planning.estimate import profile_option
 from potluck.cli.trying.simulation import planner_of, policy_of, read_faults, read_inputs, requests, scene_of
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
@@ -33,6 +34,7 @@ def options(command: Command) -> Command:
     """The options that every command which simulates has."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        profile_option,
         click.option("--bulk", is_flag=True, help="Send KV in one piece, not layer by layer."),
         click.option(
             "--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."
@@ -97,6 +99,7 @@ def simulate(
     cold: bool,
     paced: bool,
     policy: tuple[str, ...],
+    profile_paths: tuple[Path, ...],
     stepwise: bool,
     bulk: bool,
     time_limit_s: float,
@@ -129,7 +132,9 @@ def simulate(
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
         asked = workload, rate_per_s, count, seed, cv, logs, said
-        inputs, load = read_inputs(paths, time_limit_s, said, lambda spec: requests(spec, *asked))
+        inputs, load = read_inputs(
+            paths, time_limit_s, said, lambda spec: requests(spec, *asked), profile_paths
+        )
         rules = policy_of(policy, inputs.spec.policy)
         samples = SAMPLES if report is not None else 0
         settings = Settings(not stepwise, not bulk, warm=not cold, tick_s=rules.tick_s, samples=samples)

@@ -12,6 +12,7 @@ import click
 
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, Asked, load
+from potluck.cli.planning.estimate import measured
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
@@ -39,7 +40,11 @@ Made = TypeVar("Made")
 
 
 def read_inputs(
-    paths: tuple[Path, ...], time_limit_s: float, said: Callable[[str], None], make: Callable[[Spec], Made]
+    paths: tuple[Path, ...],
+    time_limit_s: float,
+    said: Callable[[str], None],
+    make: Callable[[Spec], Made],
+    profiles: tuple[Path, ...] = (),
 ) -> tuple[Inputs, Made]:
     """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
 
@@ -50,12 +55,13 @@ def read_inputs(
     if len(paths) == 2:
         plan = plan_from_json(_text(paths[0]))
         spec = read_spec(paths[1])
-        return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), make(spec)
+        problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
+        return Inputs(spec, problem, plan), make(spec)
     if paths and _text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
         raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
     spec = read_spec(paths[0] if paths else None)
     made = make(spec)
-    problem = load_problem(spec, 0.8, None, (), 0.0)
+    problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     said("planning")
     return Inputs(spec, problem, planned(problem, time_limit_s)), made
 
@@ -94,6 +100,7 @@ def scene_of(inputs: Inputs) -> Scene:
         {m.name: (m.traffic.mean_input_tokens, m.traffic.mean_output_tokens) for m in spec.models},
         machines,
         {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
+        profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
     )
 
 

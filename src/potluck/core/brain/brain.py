@@ -8,7 +8,8 @@ What it costs does not grow with the number of replicas or of open requests (but
 look at the fleet).
 
     Arrived            Run, or nothing yet: held until a replica is ready, or waiting for a place on a pair; or Refuse
-    SegmentDone        makes room on a pair's low-end replica: perhaps Run for one that waits there
+    Computed           makes room on a pair's low-end replica: perhaps Run for one that waits there
+    SegmentDone        the next one's turn; makes room as well, should the former not have come
     FirstToken         only counted
     Finished           only counted
     Failed             Run again from what was streamed, elsewhere; or Refuse
@@ -83,6 +84,7 @@ class Brain:
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
             told.Arrived: flights.arrived,
             told.SegmentDone: flights.segment_done,
+            told.Computed: flights.computed,
             told.FirstToken: flights.first_token,
             told.Finished: flights.finished,
             told.Failed: self._recovery.failed,

@@ -46,6 +46,15 @@ class SegmentDone(NamedTuple):
     """Its place in the route; those before it are done as well."""
 
 
+class Computed(NamedTuple):
+    """A segment's tokens are computed; its KV may still be on the way. Told of pairs, whose low-end replica has few
+    places (CRONUS); of others it changes nothing."""
+
+    request: str
+    attempt: int
+    segment: int
+
+
 class FirstToken(NamedTuple):
     request: str
     attempt: int
@@ -167,6 +176,7 @@ class Tick(NamedTuple):
 Event = (
     Arrived
     | SegmentDone
+    | Computed
     | FirstToken
     | Finished
     | Failed

@@ -161,6 +161,15 @@ class Flights:
             actions += self._hand_on(at_s, flight)
         return actions
 
+    def computed(self, at_s: float, event: told.Computed) -> list[Action]:
+        """The low-end replica of a pair is done with a prompt, and has room for the next while KV is on its way."""
+        flight = self.open.get(event.request)
+        if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
+            return []
+        if flight.pair is None or event.segment < len(flight.earlier) - 1:
+            return []
+        return self._leave_pair(at_s, flight)
+
     def _hand_on(self, at_s: float, flight: Flight) -> list[Action]:
         """The next of the earlier segments is done."""
         view, tokens = flight.earlier[flight.done]

@@ -17,6 +17,10 @@ Scaling = Literal["none", "cauchy", "flips", "prfaas", "replan", "ahead"]
 PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same ahead of time, by forecast."""
 
 
+SplitRule = Literal["series", "printed"]
+"""CRONUS's balancer: by the sum over iterations (equation 1), or as its Algorithm 1 is printed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """The rules of one fleet."""
@@ -26,6 +30,8 @@ class Policy:
     """Run a request in place on an idle replica of its unit (CAUCHY 3.4.2)."""
     split: bool = True
     """Let pairs share a prompt's prefill (CRONUS); otherwise the low-end GPU takes it whole."""
+    split_rule: SplitRule = "series"
+    """How a pair's share is worked out; `printed` is for comparison with the paper."""
     adapt_threshold: bool = True
     """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
     affinity: float = 1.0

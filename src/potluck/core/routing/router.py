@@ -37,7 +37,7 @@ from potluck.core.routing.opportunistic import (
 )
 from potluck.core.routing.pairs import high_end, stays_low, waits_s
 from potluck.core.routing.speeds import Speeds
-from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, sooner_whole
+from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, printed_tokens, sooner_whole
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
 from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, prefilled_s, unavoided
 from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
@@ -70,6 +70,7 @@ class Router:
         self.timely = Timely(room, affinity, speeds)
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
+        self._share = printed_tokens if policy.split_rule == "printed" else partial_tokens
         self._by_load = policy.balance in BY_LOAD
         self._learns = policy.balance == "learned"
         self.links = Links(facts)
@@ -331,7 +332,7 @@ class Router:
         part = flight.prompt_tokens
         if splits is not None:
             decodes, context, free = high_end(high)
-            part = partial_tokens(part, splits, decodes, context, free, BLOCK_TOKENS)
+            part = self._share(part, splits, decodes, context, free, BLOCK_TOKENS)
             if target.in_low >= MOST_IN_LOW * len(target.prefills):
                 if self._policy.split_overflow and free * BLOCK_TOKENS >= flight.prompt_tokens:
                     waits = waits_s(splits, target, low, high, part)

@@ -13,7 +13,8 @@ whose first context is L_p and not L_in, as equation 1 of the paper also says: w
 costly as if the chunks came after the whole prompt, and L_p comes out too large. The last context, too, is L_p
 + (N - 1) n_p; the printed L_p + floor((L - L_p) / n_p) n_p is one chunk too far whenever the chunks come out
 even. We use the sum itself. Candidates are all whole L_p, not 512 of them: between two changes of N both times
-are straight lines, so the best is found without trying each.
+are straight lines, so the best is found without trying each. `printed_tokens` is Algorithm 1 to the letter
+(policy `split_rule=printed`).
 
 Beyond the paper, each with a switch in the policy:
 
@@ -28,12 +29,14 @@ Beyond the paper, each with a switch in the policy:
 
 from __future__ import annotations
 
-from math import ceil, floor
+from math import ceil, floor, inf
 
 from potluck.core.brain.facts import ReplicaFacts, SplitFacts
 from potluck.core.routing.opportunistic import step_seconds
 
 MOST_IN_LOW = 2
+CANDIDATES = 512
+"""Of Algorithm 1 as printed."""
 
 
 def partial_tokens(
@@ -58,6 +61,30 @@ def partial_tokens(
         (_nearest(prompt_tokens, facts, chunk, base_s, n) for n in range(most + 1)),
         key=lambda found: (found[1], found[0]),
     )[0]
+
+
+def printed_tokens(
+    prompt_tokens: int,
+    facts: SplitFacts,
+    decodes: int,
+    decode_context_tokens: float,
+    free_blocks: int,
+    block_tokens: int,
+) -> int:
+    """L_p as Algorithm 1 of the paper is printed: 512 candidates, L_in for the first context."""
+    chunk = facts.chunk_tokens - decodes
+    if free_blocks < ceil(prompt_tokens / block_tokens) or chunk < 1:
+        return prompt_tokens
+    best, least_s = prompt_tokens, inf
+    for i in range(1, CANDIDATES + 1):
+        part = ceil(i * prompt_tokens / CANDIDATES)
+        rest = prompt_tokens - part
+        last = part + rest // chunk * chunk
+        each_s = facts.k_ctxp * (prompt_tokens + last) / 2 + facts.k_ctxd * decode_context_tokens + facts.b_c
+        apart_s = abs(partial_prefill_s(facts, part) - ceil(rest / chunk) * each_s)
+        if apart_s < least_s:
+            best, least_s = part, apart_s
+    return best
 
 
 def partial_prefill_s(facts: SplitFacts, tokens: int) -> float:

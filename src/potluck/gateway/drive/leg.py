@@ -122,6 +122,7 @@ class HandingLeg(Leg):
                 self.computed(self.heard_s)
                 self.rest()
                 self.until_s = self.heard_s + HANDOVER_S
+                self.trip.segment_computed(self)
             elif "handle" not in said:
                 self._lied("a line that says nothing")
             if self.over:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from potluck.core.brain.actions import Inquire, Refuse, Run
 from potluck.core.brain.events import (
     Cancelled,
+    Computed,
     Event,
     Failed,
     FailureKind,
@@ -149,6 +150,9 @@ class Ride:
 
     def segment_done(self, place: int) -> None:
         self._tell(SegmentDone(self.asked.id, self._attempt, place))
+
+    def segment_computed(self, place: int) -> None:
+        self._tell(Computed(self.asked.id, self._attempt, place))
 
     def tokens(self, choices: list[Choice]) -> None:
         """More of the answer. What is beyond its end was not asked for, and ends it."""

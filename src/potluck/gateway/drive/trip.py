@@ -144,6 +144,11 @@ class Trip:
                 leg.expect(leg.heard_s)
         self._ride.tokens(choices)
 
+    def segment_computed(self, leg: Leg) -> None:
+        """A segment's cache is ready to go."""
+        if not self._streams:
+            self._ride.segment_computed(leg.stretch.place)
+
     def handed_on(self, leg: Leg, cached_tokens: int) -> None:
         """A segment's cache is where it should be; the next one's engine can begin."""
         self._cached_tokens = max(self._cached_tokens, cached_tokens)

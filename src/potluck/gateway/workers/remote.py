@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as text_of
 from typing import Any
 
 from potluck.core.brain.actions import Action
-from potluck.core.brain.events import Event, FailureKind, Finished, FirstToken, SegmentDone, Tick
+from potluck.core.brain.events import Computed, Event, FailureKind, Finished, FirstToken, SegmentDone, Tick
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.tally import Tally
 from potluck.gateway.parts import Address, Asked, Endpoint, Told
@@ -20,7 +20,7 @@ from potluck.worlds.lines import line, read_line
 Act = Callable[[Sequence[Action]], None]
 Codecs = dict[tuple[str, str, str], str]
 
-PATIENT = (FirstToken, SegmentDone, Finished)
+PATIENT = (FirstToken, Computed, SegmentDone, Finished)
 """What the Brain learns from, and may learn a few milliseconds later."""
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
 SETUP, READY, HELLO, CLOSE, WATCH = "s", "l", "h", "c", "w"

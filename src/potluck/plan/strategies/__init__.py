@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.strategies.cauchy import cauchy_co, cauchy_mc, cauchy_mce
-from potluck.plan.strategies.programs import auto, coral, homo, melange, prfaas, thunderserve
+from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
 
 STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "auto": auto,
@@ -15,6 +15,7 @@ STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "cauchy": cauchy_co,
     "cauchy-mc": cauchy_mc,
     "cauchy-mce": cauchy_mce,
+    "cronus": cronus,
     "prfaas": prfaas,
     "coral": coral,
     "thunderserve": thunderserve,

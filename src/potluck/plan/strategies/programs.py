@@ -3,6 +3,7 @@
 - *homo* (CORAL's first baseline): each model on its most cost-efficient node type, alone or in two phases.
 - *melange*: aggregated replicas of any node types, counts chosen by the integer program.
 - *prfaas*: single nodes that do one phase; long prompts may be prefilled in another region over a link.
+- *cronus*: pairs that share prefills, beside aggregated single nodes.
 - *coral*: single nodes and pipelines of unlike nodes, each doing one phase.
 - *thunderserve*: groups of named machines, found by search on the pool there is.
 - *auto*: every kind of column in one program. It contains all the others' columns, so it can only be cheaper.
@@ -53,7 +54,7 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     if (
         whole.allocation.gap > settings.gap_target
     ):  # else a proof leaves nothing to gain from the same columns
-        rivals += [homo, melange, prfaas, coral, cauchy_mc, *([thunderserve] if inside else [])]
+        rivals += [homo, melange, cronus, prfaas, coral, cauchy_mc, *([thunderserve] if inside else [])]
     short = replace(settings, time_limit_s=settings.time_limit_s / 8)
     tried = [strategy(workshop, short) for strategy in rivals]
     best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.cost_usd_per_h))
@@ -89,6 +90,12 @@ def prfaas(workshop: Workshop, settings: Settings) -> Outcome:
     """Prefill and decode on single nodes, in one region or over a link; which lengths cross falls out."""
     templates = {ask.name: workshop.phased(ask) for ask in workshop.problem.asks}
     return allocated(workshop, settings, "prfaas", templates)
+
+
+def cronus(workshop: Workshop, settings: Settings) -> Outcome:
+    """A low-end and a high-end node that share each prompt's prefill, and aggregated replicas."""
+    templates = {ask.name: [*workshop.mixed(ask), *workshop.pairs(ask)] for ask in workshop.problem.asks}
+    return allocated(workshop, settings, "cronus", templates)
 
 
 def melange(workshop: Workshop, settings: Settings) -> Outcome:

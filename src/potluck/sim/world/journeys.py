@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
 from potluck.core.brain.events import (
     Cancelled,
+    Computed,
     Drained,
     Failed,
     FailureKind,
@@ -294,7 +295,10 @@ class Journeys:
         if blocks and journey.segments[journey.place].stop == journey.prompt_tokens:
             self.keep(at_s, site, blocks)
         if journey.hand is not None:
+            place = journey.place
             self._handovers.computed(at_s, journey)
+            if site.in_pair and journey.place == place:  # else it is handed on already, which was told
+                self._tell(at_s, Computed(journey.request.id, journey.attempt, place))
         else:
             site.replica.release(at_s, journey.key)
             self._next_segment(at_s, journey)

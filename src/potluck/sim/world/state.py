@@ -48,6 +48,7 @@ class Site:
         "changes",
         "computing",
         "due_s",
+        "in_pair",
         "index",
         "journeys",
         "kit",
@@ -81,6 +82,7 @@ class Site:
         self.machines = machines
         self.card = card
         self.role: Role = member.role
+        self.in_pair = kit.in_pair
         self.state: SiteState = "starting"
         self.serves = False
         """Whether it takes requests: it is up, if only for a while."""
