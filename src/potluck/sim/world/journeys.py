@@ -11,18 +11,9 @@ from heapq import heappush
 from math import inf
 from typing import TYPE_CHECKING
 
+from potluck.core.brain import events as told
 from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
-from potluck.core.brain.events import (
-    Cancelled,
-    Computed,
-    Drained,
-    Failed,
-    FailureKind,
-    Finished,
-    FirstToken,
-    SegmentDone,
-    Underway,
-)
+from potluck.core.brain.events import Computed, FailureKind, Finished, FirstToken, SegmentDone
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
 from potluck.core.values.types import Request
@@ -295,10 +286,9 @@ class Journeys:
         if blocks and journey.segments[journey.place].stop == journey.prompt_tokens:
             self.keep(at_s, site, blocks)
         if journey.hand is not None:
-            place = journey.place
+            if site.in_pair:
+                self._tell(at_s, Computed(journey.request.id, journey.attempt, journey.place))
             self._handovers.computed(at_s, journey)
-            if site.in_pair and journey.place == place:  # else it is handed on already, which was told
-                self._tell(at_s, Computed(journey.request.id, journey.attempt, place))
         else:
             site.replica.release(at_s, journey.key)
             self._next_segment(at_s, journey)
@@ -335,7 +325,7 @@ class Journeys:
         """A request has nothing more to do at a replica."""
         site.journeys.pop(key, None)
         if site.state == "draining" and not site.journeys:
-            self._tell(at_s, Drained(site.id))
+            self._tell(at_s, told.Drained(site.id))
 
     def drop(self, at_s: float, key: int) -> int:
         """Take a journey off all its replicas and pipes; how many tokens it had streamed to the user."""
@@ -366,13 +356,13 @@ class Journeys:
     def _failed(
         self, at_s: float, key: int, attempt: int, kind: FailureKind, where: str, streamed: int
     ) -> None:
-        self._tell(at_s, Failed(str(key), attempt, kind, where, streamed))
+        self._tell(at_s, told.Failed(str(key), attempt, kind, where, streamed))
 
     def cancel(self, at_s: float, key: int) -> None:
         """The user goes away; too late or too early is nothing."""
         if key not in self.open:
             return
-        self._tell(at_s, Cancelled(str(key)))
+        self._tell(at_s, told.Cancelled(str(key)))
         self.drop(at_s, key)
         self._end(at_s, key, records.CANCELLED)
 
@@ -387,7 +377,7 @@ class Journeys:
         """Say that an attempt goes on, or was abandoned and where its user is; what ended was told when it did."""
         key, attempt = int(action.request), action.attempt
         if isinstance(there := self.open.get(key), Journey) and there.attempt == attempt:
-            self._tell(at_s, Underway(action.request, attempt))
+            self._tell(at_s, told.Underway(action.request, attempt))
         elif there is not None and not isinstance(there, Journey):
             self._failed(at_s, key, attempt, "timeout", "", self._streamed[key])
 
