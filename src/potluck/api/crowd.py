@@ -46,27 +46,31 @@ class Crowd(Generic[K]):
 
     def waits(self, key: K) -> None:
         """Its request was answered; it goes to the end of those that wait."""
-        peer = self._of(key)
-        if peer is not None and key not in peer.waiting:
-            peer.busy -= 1
-            peer.waiting[key] = None
+        name = self._peer_of.get(key)
+        if name is not None:
+            peer = self._peers[name]
+            if key not in peer.waiting:
+                peer.busy -= 1
+                peer.waiting[key] = None
 
     def works(self, key: K) -> None:
         """Its request is whole."""
-        peer = self._of(key)
-        if peer is not None and key in peer.waiting:
-            del peer.waiting[key]
-            peer.busy += 1
+        name = self._peer_of.get(key)
+        if name is not None:
+            peer = self._peers[name]
+            if key in peer.waiting:
+                del peer.waiting[key]
+                peer.busy += 1
 
     def left(self, key: K) -> None:
-        peer = self._of(key)
-        if peer is None:
+        name = self._peer_of.pop(key, None)
+        if name is None:
             return
+        peer = self._peers[name]
         if key in peer.waiting:
             del peer.waiting[key]
         else:
             peer.busy -= 1
-        name = self._peer_of.pop(key)
         if not peer.waiting and not peer.busy:
             del self._peers[name]
 
@@ -74,7 +78,3 @@ class Crowd(Generic[K]):
         """The one to send away: of the address with the most that wait, the one that waits longest."""
         crowded = max(self._peers.values(), key=lambda peer: len(peer.waiting), default=None)
         return next(iter(crowded.waiting), None) if crowded is not None else None
-
-    def _of(self, key: K) -> _Peer[K] | None:
-        name = self._peer_of.get(key)
-        return None if name is None else self._peers[name]

@@ -76,6 +76,9 @@ class AnswerReader:
         if length == CHUNKED:
             self._chunks = Chunks()
             return self.feed(data) if data else b""
+        if len(data) == length:  # All of it came at once.
+            self.over = True
+            return data
         self._left = length
         return self._take(data)
 

@@ -74,7 +74,6 @@ class Calls:
         call = OpenCall(self, address, data, listener, silence_s, method == b"HEAD")
         kept = self._kept.get(address)
         if kept:
-            self.wheel.watch(call)
             kept.pop().take(call)
         else:
             self._open(call)
@@ -158,7 +157,6 @@ class Calls:
             wire.abort()
             call.lose(why)
             return
-        self.wheel.watch(call)
         wire.take(call)
 
     def _make_room(self) -> bool:

@@ -43,7 +43,9 @@ class Chunks:
                 if stop < 0:
                     self._hold(data, at)
                     break
-                left = self._size(data[at:stop])
+                line = data[at:stop]
+                known = _sizes.get(line)
+                left = self._size(line) if known is None else known
                 at = stop + 2
                 if left == 0:
                     self._left = _TRAILER
@@ -95,9 +97,6 @@ class Chunks:
         return stop + 2
 
     def _size(self, line: bytes) -> int:
-        known = _sizes.get(line)
-        if known is not None:
-            return known
         match = _SIZE.fullmatch(line)
         if match is None:
             raise Refused(400, "a chunk's size cannot be read")

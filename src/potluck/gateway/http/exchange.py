@@ -25,12 +25,12 @@ _NEW, _PIECES, _OVER = 0, 1, 2
 
 def head_of(status: int, fields: Fields, date: bytes) -> bytes:
     """Without the empty line at its end."""
-    first = STATUS_LINES.get(status) or b"HTTP/1.1 %d Other\r\n" % status
-    parts = [first, date]
+    parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d Other\r\n" % status, date]
     for name, value in fields:
-        parts.append(b"%b: %b\r\n" % (name, value))
+        parts += (name, b": ", value, b"\r\n")
     made = b"".join(parts)
-    if made.count(b"\n") != len(parts) or made.count(b"\r") != len(parts):
+    lines = len(parts) + 6 >> 2
+    if made.count(b"\n") != lines or made.count(b"\r") != lines:
         raise ValueError("a header of an answer holds a line end")
     return made
 

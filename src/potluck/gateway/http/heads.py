@@ -19,7 +19,6 @@ _FIELD = re.compile(rb"(" + TOKEN + rb"{1,256}):[ \t]*([\t\x20-\x7e\x80-\xff]*)"
 _REQUEST = re.compile(rb"(" + TOKEN + rb"{1,24}) (/[!-\"$-~]*|\*) HTTP/(1\.[01])")
 _OTHER_VERSION = re.compile(TOKEN + rb"{1,24} [!-~]+ HTTP/\d\.\d")
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [\t\x20-\x7e\x80-\xff]*)?")
-_LENGTH = re.compile(rb"\d{1,15}")
 
 ONCE = frozenset(
     {
@@ -37,15 +36,28 @@ SECRET = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"co
 
 KEPT_LINES = 2048
 KEPT_BYTES = 256
-_fields_read: dict[bytes, tuple[bytes, bytes]] = {}
+
+
+class _Fields(dict[bytes, tuple[bytes, bytes]]):
+    """Field lines that were read."""
+
+    __slots__ = ()
+
+    def __missing__(self, line: bytes) -> tuple[bytes, bytes]:
+        return field(line)
+
+
+_fields_read = _Fields()
 _requests_read: dict[bytes, tuple[bytes, bytes, bytes, bool]] = {}
+_statuses_read: dict[bytes, tuple[int, bool]] = {}
 
 
 def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
     """Method, path, query, and whether it is HTTP/1.1."""
-    found = _requests_read.get(line)
-    if found is not None:
-        return found
+    return _requests_read.get(line) or _request_line(line)
+
+
+def _request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
     match = _REQUEST.fullmatch(line)
     if match is None:
         if _OTHER_VERSION.fullmatch(line) and line[-8:] not in (b"HTTP/1.0", b"HTTP/1.1"):
@@ -65,20 +77,31 @@ def request_line(line: bytes) -> tuple[bytes, bytes, bytes, bool]:
 
 def status_line(line: bytes) -> tuple[int, bool]:
     """The status, and whether it is HTTP/1.1."""
+    found = _statuses_read.get(line)
+    if found is not None:
+        return found
     match = _STATUS.fullmatch(line)
     if match is None:
         raise Refused(400, "the answer's first line cannot be read")
-    return int(match[2]), match[1] == b"1"
+    found = (int(match[2]), match[1] == b"1")
+    if len(line) <= KEPT_BYTES:
+        if len(_statuses_read) >= KEPT_LINES:
+            _statuses_read.clear()
+        _statuses_read[line] = found
+    return found
 
 
 def fields(lines: Sequence[bytes]) -> dict[bytes, bytes]:
     """Header lines, without the first one; names in small letters."""
+    found = dict(map(_fields_read.__getitem__, lines))
+    return found if len(found) == len(lines) else _joined(lines)
+
+
+def _joined(lines: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Where a name comes more than once."""
     found: dict[bytes, bytes] = {}
     for line in lines:
-        pair = _fields_read.get(line)
-        if pair is None:
-            pair = field(line)
-        name, value = pair
+        name, value = _fields_read[line]
         if name in found:
             if name in ONCE:
                 raise Refused(400, f"{name.decode()} comes twice")
@@ -109,7 +132,7 @@ def length_of(headers: dict[bytes, bytes], v11: bool) -> int:
     if coding is None:
         if length is None:
             return NO_LENGTH
-        if _LENGTH.fullmatch(length) is None:
+        if len(length) > 15 or not length.isdigit():
             raise Refused(400, "content-length must be a number of bytes")
         return int(length)
     if length is not None:

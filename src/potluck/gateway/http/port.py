@@ -42,6 +42,8 @@ class Port:
         self.dropped: Counter[str] = Counter()
         """Connections that ended because of what the client did, by the reason."""
         self._crowd: Crowd[Visit] = Crowd(min(limits.connections, open_files() * SHARE_OF_FILES))
+        self.waits = self._crowd.waits
+        """A connection's request was answered."""
         self._held: dict[Visit, int] = {}
         self._held_bytes = 0
         self._servers: list[asyncio.Server] = []
@@ -106,9 +108,6 @@ class Port:
         self._crowd.works(visit)
         if self._held:
             self.released(visit)
-
-    def waits(self, visit: Visit) -> None:
-        self._crowd.waits(visit)
 
     def holds(self, visit: Visit, size: int) -> None:
         """So many bytes of a request that is not whole. Where there are too many, the largest one goes."""

@@ -90,9 +90,10 @@ class RequestReader:
             self._chunks = Chunks()
         else:
             self._room(length)
-            if len(self._buffer) >= at + length:  # As it mostly is: all came at once.
-                request.body = self._buffer[at : at + length]
-                self._go_on(at + length)
+            buffer, end = self._buffer, at + length
+            if len(buffer) >= end:  # As it mostly is: all came at once.
+                request.body = buffer[at:end]
+                self._buffer, self._scanned = buffer[end:], 0
                 return request
             self._left = length
         self._coming = request

@@ -1,8 +1,9 @@
 """Silence, noticed at the cost of one timer for all.
 
 Whoever must not be silent for too long is put into the slot of the moment at which it would be. When that comes,
-those that were heard in between move on to their next slot. So hearing something costs one assignment, and a request
-costs a look every `silence_s`.
+those that were heard in between move on to their next slot. So hearing something costs one assignment. What is
+watched is a connection, which stays in its slot when its next request is to be watched as long: a request costs a
+comparison, and nothing of it is kept.
 
 Time in which the event loop itself stood still does not count: what came meanwhile has not been read yet.
 """
@@ -20,9 +21,11 @@ class Watched(Protocol):
     heard_s: float
     """By the wheel's clock."""
     silence_s: float
+    slot: int
+    """Where it is looked at next, which only the wheel writes; 0: nowhere."""
 
     def awaited(self) -> bool | None:
-        """Whether its silence counts; None when it is over."""
+        """Whether its silence counts; None when nothing is awaited."""
 
     def silent(self) -> None:
         """It was, for too long."""
@@ -38,12 +41,10 @@ class Wheel:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, watched: Watched) -> None:
-        """From now on, until it is over."""
-        if self._timer is None:
-            self._ticked_s = time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        watched.heard_s = self.now_s
-        self._put(watched)
+        """From now on, as long as something is awaited of it."""
+        watched.heard_s = now_s = self.now_s
+        if not 0 < watched.slot <= (now_s + watched.silence_s) / TICK_S:
+            self._put(watched)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -52,8 +53,12 @@ class Wheel:
         self._slots.clear()
 
     def _put(self, watched: Watched) -> None:
-        slot = int((watched.heard_s + watched.silence_s) / TICK_S) + 1
-        self._slots.setdefault(max(slot, self._slot + 1), []).append(watched)
+        if self._timer is None:
+            self._ticked_s = time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        slot = max(int((watched.heard_s + watched.silence_s) / TICK_S) + 1, self._slot + 1)
+        watched.slot = slot
+        self._slots.setdefault(slot, []).append(watched)
 
     def _tick(self) -> None:
         now_s = time.monotonic()
@@ -63,7 +68,9 @@ class Wheel:
         while self._slot < last:
             self._slot += 1
             for watched in self._slots.pop(self._slot, ()):
-                self._look(watched)
+                if watched.slot == self._slot:  # else it was to be looked at sooner, and was
+                    watched.slot = 0
+                    self._look(watched)
         if self._slots:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         else:

@@ -45,7 +45,6 @@ class OpenCall:
         "connecting",
         "data",
         "fresh",
-        "heard_s",
         "listener",
         "over",
         "sent_s",
@@ -67,7 +66,7 @@ class OpenCall:
         self.address, self.data = address, data
         self.listener: Listener = listener
         self.silence_s, self.bodiless = silence_s, bodiless
-        self.heard_s = self.sent_s = 0.0
+        self.sent_s = 0.0
         self.wire: Wire | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.fresh = False
@@ -93,8 +92,8 @@ class OpenCall:
     def resume(self) -> None:
         if not self.over and self._paused:
             self._paused = False
-            self.heard_s = self._calls.wheel.now_s
             if self.wire is not None:
+                self.wire.heard_s = self._calls.wheel.now_s
                 self.wire.resume()
 
     def lose(self, why: str) -> None:
@@ -109,21 +108,32 @@ class OpenCall:
         except Exception:  # A fault of ours must not take the connection's other users along.
             log.exception("a listener failed")
 
-    # For the wheel.
-
-    def awaited(self) -> bool | None:
-        return None if self.over else not self._paused
-
-    def silent(self) -> None:
-        self.lose(f"said nothing for {self.silence_s:g} s")
+    @property
+    def paused(self) -> bool:
+        return self._paused
 
 
 class Wire(asyncio.Protocol):
-    __slots__ = ("_call", "_calls", "_paused", "_reader", "_transport", "address", "kept_s")
+    __slots__ = (
+        "_call",
+        "_calls",
+        "_paused",
+        "_reader",
+        "_transport",
+        "_wheel",
+        "address",
+        "heard_s",
+        "kept_s",
+        "silence_s",
+        "slot",
+    )
 
     def __init__(self, calls: Calls, address: Address) -> None:
         self._calls = calls
+        self._wheel = calls.wheel
         self.address = address
+        self.heard_s = self.silence_s = 0.0
+        self.slot = 0
         self._transport: asyncio.Transport | None = None
         self._call: OpenCall | None = None
         self._reader = AnswerReader(False)
@@ -137,10 +147,21 @@ class Wire(asyncio.Protocol):
         self._call = call
         self._reader = AnswerReader(call.bodiless)
         call.wire = self
-        call.sent_s = self._calls.wheel.now_s
+        call.sent_s = self._wheel.now_s
+        self.silence_s = call.silence_s
+        self._wheel.watch(self)
         self._transport.write(call.data)
-        if call.awaited() is False:
+        if call.paused:
             self.pause()
+
+    # For the wheel.
+
+    def awaited(self) -> bool | None:
+        return None if self._call is None else not self._call.paused
+
+    def silent(self) -> None:
+        if self._call is not None:
+            self._call.lose(f"said nothing for {self.silence_s:g} s")
 
     def pause(self) -> None:
         wire = self._transport
@@ -177,7 +198,7 @@ class Wire(asyncio.Protocol):
         if call is None:  # Nobody asked.
             self.abort()
             return
-        call.heard_s = self._calls.wheel.now_s
+        self.heard_s = self._wheel.now_s
         reader = self._reader
         headless = not reader.status
         try:
@@ -220,6 +241,7 @@ class Wire(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._calls.gone(self)
         self._ended(f"broke the connection off ({plain(exc)})" if exc else "closed the connection")
+        self._transport = None  # The wheel may know this one for a while.
 
     def _ended(self, why: str) -> None:
         call = self._call

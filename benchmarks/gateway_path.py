@@ -1,0 +1,241 @@
+"""What a request costs inside the gateway's own process, with no socket and no system call: counted, not only timed.
+
+The whole gateway (http, door, drive, desk, Brain, keys, limits, metrics) runs over transports that are lists. So the
+number of Python calls is the same at every run, whatever else the machine does, and tells what a change of the code
+gave where timing cannot. Not measured: what uvloop and the kernel spend on reading and writing.
+
+calls_per_request      Python functions called for an answer that is not streamed
+us_per_request         CPU for it, the least of several rounds
+calls_per_token        the same for each part of a stream
+us_per_token
+c_calls_per_request    calls into C: methods of str, bytes, dict, ...
+request_by_hop         us_per_request by what one empty Python call costs here
+
+`--calls` lists the functions that are called for a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+
+import common
+import gateway_clients as clients
+import gateway_proxies as proxies
+import gateway_upstream as upstream
+from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
+from potluck.gateway.collector import calm
+from potluck.gateway.desk.center import Center
+from potluck.gateway.http.calls import Calls
+from potluck.gateway.http.limits import HttpLimits
+from potluck.gateway.http.port import Port
+from potluck.gateway.http.visit import Visit
+from potluck.gateway.http.wire import OpenCall, Wire
+from potluck.gateway.serve import Alone, Operators, notes_of
+from potluck.gateway.settings import Places, Settings
+
+ENGINES = 16
+TOKENS = 64
+
+
+class Sink:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.write = self.written.append
+
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return ("127.0.0.1", 1)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Answering(Sink):
+    """The engine's end of a connection: probes are answered at once, requests wait to be asked for."""
+
+    def __init__(self, wire: Wire, waiting: list[Wire]) -> None:
+        super().__init__()
+        self._wire, self._waiting = wire, waiting
+        self.write = self._asked  # type: ignore[assignment]
+
+    def _asked(self, data: bytes) -> None:
+        if data.startswith(b"POST"):
+            self._waiting.append(self._wire)
+        else:
+            known = upstream.KNOWN if b"/models" in data[:30] else upstream.FINE
+            asyncio.get_running_loop().call_soon(self._wire.data_received, known)
+
+
+class Bench(Calls):
+    """Calls that open no connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Wire] = []
+
+    def _open(self, call: OpenCall) -> None:
+        call.fresh = True
+        wire = Wire(self, call.address)
+        wire.connection_made(cast(asyncio.Transport, Answering(wire, self.waiting)))
+        wire.take(call)
+
+
+class Stage:
+    """One gateway, and one client's connection to it."""
+
+    def __init__(self, home: Path) -> None:
+        inputs, rules = read_inputs(
+            (home / "plan.json", home / "spec.yaml"), 0.0, print, lambda read: policy_of((), read.policy)
+        )
+        scene = scene_of(inputs)
+        settings = Settings(Places(), engines=home / "engines.yaml", keys=home / "keys.jsonl")
+        self.calls = Bench()
+        self.center = Center(scene, rules, self.calls, roster=settings.engines)
+        operators = Operators(self.center, settings)
+        assert self.center.roster is not None
+        notes = notes_of(scene, {}, self.center.roster.entries)
+        alone = Alone(self.center, self.calls, operators.meter, settings, notes)
+        self.port = Port(alone._worker.door, HttpLimits())
+        self.sink = Sink()
+        self.visit = Visit(self.port)
+
+    async def start(self) -> None:
+        self.center.start()
+        until_s = time.monotonic() + 10
+        while self.center.lacking("bench") and time.monotonic() < until_s:
+            await asyncio.sleep(0.05)
+        self.visit.connection_made(cast(asyncio.Transport, self.sink))
+        calm()
+
+    def answered(self, request: bytes) -> None:
+        """One request, from its bytes to the bytes of its answer."""
+        self.visit.data_received(request)
+        self.calls.waiting.pop().data_received(upstream.ANSWER)
+        self._check(b"}}")
+
+    def streamed(self, request: bytes, tokens: int) -> None:
+        self.visit.data_received(request)
+        wire = self.calls.waiting.pop()
+        wire.data_received(upstream.STREAM)
+        for _ in range(tokens):
+            wire.data_received(upstream.ONE)
+        wire.data_received(upstream.END)
+        self._check(b"0\r\n\r\n")
+
+    def _check(self, end: bytes) -> None:
+        written = self.sink.written
+        if not written[0].startswith(b"HTTP/1.1 200") or not written[-1].endswith(end):
+            raise RuntimeError(f"a wrong answer: {b''.join(written)[:300]!r}")
+        written.clear()
+
+
+def counted(do: Callable[[], object]) -> tuple[Counter[str], int]:
+    """Python functions called by something, and how many calls of C there were."""
+    seen: Counter[str] = Counter()
+    in_c = 0
+
+    def look(frame: Any, event: str, argument: object) -> None:
+        nonlocal in_c
+        if event == "call":
+            code = frame.f_code
+            seen[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"] += 1
+        elif event == "c_call":
+            in_c += 1
+
+    sys.setprofile(look)
+    try:
+        do()
+    finally:
+        sys.setprofile(None)
+    return seen, in_c
+
+
+def least_s(do: Callable[[], object], rounds: int) -> float:
+    found = []
+    for _ in range(rounds):
+        began_s = time.process_time()
+        do()
+        found.append(time.process_time() - began_s)
+    return min(found)
+
+
+def hop_s() -> float:
+    """One empty call of Python."""
+
+    def nothing(value: object) -> None: ...
+
+    def many() -> None:
+        for number in range(10_000):
+            nothing(number)
+
+    return least_s(many, 20) / 10_000
+
+
+async def measured(home: Path, quick: bool, shown: bool) -> dict[str, float]:
+    stage = Stage(home)
+    await stage.start()
+    asked = [clients.request(number, TOKENS, False) for number in range(100)]
+    streams = [clients.request(number, TOKENS, True) for number in range(10)]
+
+    def requests() -> None:
+        for each in asked:
+            stage.answered(each)
+
+    def tokens() -> None:
+        for each in streams:
+            stage.streamed(each, TOKENS)
+
+    def begun() -> None:
+        for each in streams:
+            stage.streamed(each, 0)
+
+    for do in (requests, tokens, begun):
+        do()
+    seen, in_c = counted(requests)
+    if shown:
+        for name, count in seen.most_common():
+            print(f"{count / 100:7.2f}  {name}")
+    all_seen, empty_seen = counted(tokens)[0], counted(begun)[0]
+    rounds = 10 if quick else 60
+    found = {
+        "calls_per_request": seen.total() / 100,
+        "c_calls_per_request": in_c / 100,
+        "us_per_request": 1e4 * least_s(requests, rounds),
+        "calls_per_token": (all_seen.total() - empty_seen.total()) / (10 * TOKENS),
+        "us_per_token": 1e5 * (least_s(tokens, rounds) - least_s(begun, rounds)) / TOKENS,
+    }
+    found["request_by_hop"] = found["us_per_request"] / (1e6 * hop_s())
+    await stage.center.close()
+    await stage.calls.close()
+    return found
+
+
+def measure(quick: bool, shown: bool = False) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        proxies.prepare(home, list(range(20_001, 20_001 + ENGINES)), clients.KEY.decode())
+        return uvloop.run(measured(home, quick, shown))
+
+
+if __name__ == "__main__":
+    shown = "--calls" in sys.argv
+    rest = [each for each in sys.argv[1:] if each != "--calls"]
+    sys.exit(common.run("gateway_path", partial(measure, shown=shown), {}, arguments=rest))
