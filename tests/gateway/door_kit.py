@@ -69,14 +69,16 @@ class FakeExchange:
         self.data = b""
         self.over = self.dropped = self.streamed = False
 
-    def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def reply(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
+    ) -> None:
         assert self.status is None, "answered twice"
-        self._head(status, headers)
+        self._head(status, headers, lines)
         self.data, self.over = body, True
 
-    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b"") -> None:
         assert self.status is None, "answered twice"
-        self._head(status, headers)
+        self._head(status, headers, lines)
         self.streamed = True
 
     def write(self, data: bytes) -> None:
@@ -92,9 +94,14 @@ class FakeExchange:
     def drop(self) -> None:
         self.over = self.dropped = True
 
-    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]], lines: bytes) -> None:
         self.status = status
         self.sent = {name.decode(): value.decode() for name, value in headers}
+        assert lines.endswith(b"\r\n") or not lines
+        for line in lines.decode().split("\r\n")[:-1]:
+            name, _, value = line.partition(": ")
+            assert name not in self.sent
+            self.sent[name] = value
 
     @property
     def json(self) -> Any:

@@ -125,6 +125,11 @@ class Heard:
         assert not self.over
         self.relay_ended = True
 
+    def relay_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+        self.relay_begin(status, content_type)
+        self.relay(body)
+        self.relay_end()
+
     def refused(self, refusal: Refuse) -> None:
         assert not self.over, "ended twice"
         self.refusal = refusal

@@ -45,10 +45,15 @@ class Exchange(Protocol):
     on_room: Callable[[bool], None] | None
     """To be set as well: False when the client reads more slowly than is written, True when it has caught up."""
 
-    def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """The whole answer at once; its length is said for you."""
+    def reply(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
+    ) -> None:
+        """The whole answer at once; its length is said for you. `lines` are headers as they are sent, each with its
+        line end, that were made of nothing that a client or a server said."""
 
-    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def begin(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
+    ) -> None:
         """An answer that comes in pieces."""
 
     def write(self, data: bytes) -> None:
@@ -168,6 +173,9 @@ class Answer(Protocol):
     def relay(self, data: bytes) -> None: ...
 
     def relay_end(self) -> None: ...
+
+    def relay_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+        """All three at once."""
 
     def refused(self, refusal: Refuse) -> None:
         """It will not be answered, or not to its end."""

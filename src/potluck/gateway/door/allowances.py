@@ -16,6 +16,11 @@ from potluck.gateway.door.slates import Row, Use
 MINUTE_S = 60.0
 EXPECTED_OUTPUT = 256
 """Tokens charged at first for an answer whose longest length the client does not say."""
+REQUESTS_LEFT, TOKENS_LEFT = (
+    b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%ds\r\n"
+    % (name, name, name)
+    for name in (b"requests", b"tokens")
+)
 Kind = Literal["requests", "tokens", "concurrent"]
 
 
@@ -62,9 +67,24 @@ class Pail:
             self._seen_s = now_s
         return self._level
 
-    def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much can be taken; more than it ever holds is waited for until it is full."""
-        return max(0.0, (min(amount, self.most) - self.level(now_s)) / self.rate_per_s)
+    def draw(self, amount: float, now_s: float) -> float:
+        """Take so much. Where it is not there nothing is taken: until when; more than it ever holds is waited for
+        until it is full."""
+        level, most = self._level, self.most
+        if now_s > self._seen_s:
+            level += (now_s - self._seen_s) * self.rate_per_s
+            self._level = level = level if level < most else most
+            self._seen_s = now_s
+        wanted = amount if amount < most else most
+        if level < wanted:
+            return (wanted - level) / self.rate_per_s
+        self._level = level - amount
+        return 0.0
+
+    def left(self, now_s: float) -> tuple[float, float, int]:
+        """How much it holds at most, how much is there, and in how many seconds it will be full."""
+        level = self.level(now_s)
+        return self.most, level if level > 0.0 else 0.0, ceil((self.most - level) / self.rate_per_s)
 
     def take(self, amount: float) -> None:
         self._level = min(self.most, self._level - amount)
@@ -101,12 +121,12 @@ class Allowance:
         if most is not None and self.open + self._heard.open >= most:
             return Spent("concurrent", 1.0)
         if self._requests is not None:
-            wait_s = self._requests.wait_s(1.0, now_s)
+            wait_s = self._requests.draw(1.0, now_s)
             if wait_s > 0:
                 return Spent("requests", wait_s)
-            self._requests.take(1.0)
         self.open += 1
-        self._told(1.0, 0.0)
+        if self._row is not None:
+            self._row.add(1.0, 0.0, self.open)
         return None
 
     def _hear(self, row: Row, now_s: float) -> None:
@@ -119,19 +139,15 @@ class Allowance:
             self._tokens.level(now_s)
             self._tokens.take(self._heard.tokens - before.tokens)
 
-    def _told(self, requests: float, tokens: float) -> None:
-        if self._row is not None:
-            self._row.add(requests, tokens, self.open)
-
     def charge(self, tokens: int, now_s: float) -> Spent | None:
         """Tokens that the request is expected to use."""
         if self._tokens is None:
             return None
-        wait_s = self._tokens.wait_s(float(tokens), now_s)
+        wait_s = self._tokens.draw(float(tokens), now_s)
         if wait_s > 0:
             return Spent("tokens", wait_s)
-        self._tokens.take(float(tokens))
-        self._told(0.0, float(tokens))
+        if self._row is not None:
+            self._row.add(0.0, float(tokens), self.open)
         return None
 
     def leave(self, charged: int, used: int) -> None:
@@ -139,16 +155,11 @@ class Allowance:
         self.open -= 1
         if self._tokens is not None and used != charged:
             self._tokens.take(float(used - charged))
-        self._told(0.0, float(used - charged))
+        if self._row is not None:
+            self._row.add(0.0, float(used - charged), self.open)
 
-    def headers(self, now_s: float) -> list[tuple[bytes, bytes]]:
-        """OpenAI's headers: what is left, and when all of it will be."""
-        told = []
-        for name, pail in ((b"requests", self._requests), (b"tokens", self._tokens)):
-            if pail is not None:
-                level = pail.level(now_s)
-                full_s = (pail.most - level) / pail.rate_per_s
-                told.append((b"x-ratelimit-limit-" + name, b"%d" % pail.most))
-                told.append((b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(level))))
-                told.append((b"x-ratelimit-reset-" + name, b"%ds" % ceil(full_s)))
-        return told
+    def headers(self, now_s: float) -> bytes:
+        """OpenAI's headers, as lines of a head: what is left, and when all of it will be."""
+        requests, tokens = self._requests, self._tokens
+        told = b"" if requests is None else REQUESTS_LEFT % requests.left(now_s)
+        return told if tokens is None else told + TOKENS_LEFT % tokens.left(now_s)

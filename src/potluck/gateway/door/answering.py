@@ -5,7 +5,7 @@ The status is only said with the first part, so that what fails before has its o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from potluck.api.answers import LAST_EVENT, Head, event, usage
@@ -14,11 +14,9 @@ from potluck.api.errors import Refused
 from potluck.gateway.door.keys import ApiKey
 from potluck.gateway.door.relays import Counts
 from potluck.gateway.door.replies import (
+    AS_IT_COMES,
     EVENTS,
-    FRESH,
     JSON,
-    UNBUFFERED,
-    Pairs,
     compact,
     error_bytes,
     reply_error,
@@ -34,33 +32,22 @@ GONE = 499
 
 
 class Answering:
-    """From the first word of an answer to the last, whoever says it; told to the meter once."""
+    """From the first word of an answer to the last, whoever says it; told to the meter once.
 
-    __slots__ = (
-        "_begun",
-        "_cached",
-        "_charged",
-        "_choices",
-        "_clock",
-        "_driver",
-        "_exchange",
-        "_key",
-        "_leave",
-        "_left",
-        "_meter",
-        "_tag",
-        "estimated",
-        "first_s",
-        "head",
-        "limits",
-        "logprobs",
-        "output",
-        "over",
-        "prompt_tokens",
-        "request",
-        "voices",
-        "wish",
-    )
+    What most answers never change is the class's: making one is then cheap.
+    """
+
+    limits = b""
+    """Lines that say what is left to the key."""
+    wish: Wish | None = None
+    voices: Sequence[Voice] = ()
+    over = _begun = estimated = logprobs = False
+    _choices = 1
+    _left = output = _cached = prompt_tokens = _charged = 0
+    first_s: float | None = None
+    _head: Head | None = None
+    _created_s = 0.0
+    _word = ""
 
     def __init__(
         self,
@@ -76,32 +63,38 @@ class Answering:
         self._clock, self._leave = clock, left
         self.request = request
         self._tag = (b"x-request-id", request.encode())
-        self.limits: Pairs = []
-        self.wish: Wish | None = None
-        self.head: Head | None = None
-        self.voices: list[Voice] = []
-        self.over = self._begun = self.estimated = self.logprobs = False
-        self._choices = 1
-        self._left = self.output = self._cached = self.prompt_tokens = self._charged = 0
-        self.first_s: float | None = None
 
-    def start(self, wish: Wish, head: Head, voices: list[Voice], prompt_tokens: int) -> None:
-        """What is asked is known: from here on voices may speak."""
-        self.wish, self.head, self.voices = wish, head, voices
+    def start(
+        self, wish: Wish, word: str, created_s: float, voices: Sequence[Voice], prompt_tokens: int
+    ) -> None:
+        """What is asked is known: from here on voices may speak. `word` names the answer."""
+        self.wish, self.voices = wish, voices
+        self._word, self._created_s = word, created_s
         self._left = self._choices = len(voices)
         self.prompt_tokens = prompt_tokens
-        self.logprobs = wish.asked is not None and wish.asked.reported is not None
+        if wish.asked is not None:
+            self.logprobs = wish.asked.reported is not None
         self._exchange.on_room = self._room
+
+    @property
+    def head(self) -> Head:
+        """Made when it is needed: a server of plain OpenAI writes its own."""
+        if self._head is None:
+            wish = self.wish
+            assert wish is not None
+            kind = "chatcmpl" if wish.chat else "cmpl"
+            name, created_s = f"{kind}-{self._word}", int(self._created_s)
+            self._head = Head(name, created_s, wish.card.name, wish.chat, wish.usage_said)
+        return self._head
 
     def understand(self) -> Wish:
         """Tokens come where a server's bytes were expected."""
         wish = self.wish
         assert wish is not None
-        assert self.head is not None
         if wish.asked is None:
             wish.asked = understand(wish)
             self.logprobs = wish.asked.reported is not None
-            self.head = self.head._replace(usage_said=wish.usage_said)
+            self._head = self.head._replace(usage_said=wish.usage_said)
         return wish
 
     def charged(self, tokens: int) -> None:
@@ -131,9 +124,11 @@ class Answering:
             self.begin(200, EVENTS)
         self._exchange.write(data)
 
-    def begin(self, status: int, kind: tuple[bytes, bytes]) -> None:
+    def begin(self, status: int, kind: tuple[bytes, bytes]) -> Callable[[bytes], None]:
+        """What parts are said with from now on."""
         self._begun = True
-        self._exchange.begin(status, [kind, FRESH, UNBUFFERED, self._tag, *self.limits])
+        self._exchange.begin(status, (kind, self._tag), AS_IT_COMES + self.limits)
+        return self._exchange.write
 
     def usage_so_far(self) -> str:
         """What a part says of the usage, if it says anything of it."""
@@ -151,16 +146,15 @@ class Answering:
         if self._left or self.over:
             return
         assert self.wish is not None
-        assert self.head is not None
         if self.wish.stream:
             self._end_stream()
         else:
-            self._exchange.reply(200, self._whole(), [JSON, self._tag, *self.limits])
-        self._close(self.voices[0].finish or "stop", 200)
+            self._exchange.reply(200, self._whole(), (JSON, self._tag), self.limits)
+        self.over = True
+        self._tell(self.voices[0].finish or "stop", 200)
 
     def _end_stream(self) -> None:
         assert self.wish is not None
-        assert self.head is not None
         end = LAST_EVENT
         asked = self.wish.asked
         if asked is not None and asked.stream_options.include_usage:
@@ -171,7 +165,6 @@ class Answering:
 
     def _whole(self) -> bytes:
         head, voices = self.head, self.voices
-        assert head is not None
         if len(voices) == 1 and not self.logprobs and voices[0].choice is None:
             counts = usage_text(self.prompt_tokens, self.output, self._cached)
             return whole_reply(head, "".join(voices[0].texts), voices[0].finish or "stop", counts)
@@ -188,10 +181,11 @@ class Answering:
             self.prompt_tokens, self.output, self.estimated = counts.prompt, counts.output, False
         self._cached = counts.cached
         if body is not None:
-            self._exchange.reply(status, body, [(b"content-type", kind), self._tag, *self.limits])
+            self._exchange.reply(status, body, ((b"content-type", kind), self._tag), self.limits)
         else:
             self._exchange.end()
-        self._close("stop" if status < 400 else "upstream", status)
+        self.over = True
+        self._tell("stop" if status < 400 else "upstream", status)
 
     # What goes wrong.
 
@@ -229,14 +223,10 @@ class Answering:
             if not voice.over:
                 self._driver.room(voice.id, there)
 
-    def _close(self, outcome: str, status: int) -> None:
-        self.over = True
-        self._tell(outcome, status)
-
     def _tell(self, outcome: str, status: int) -> None:
         exchange, key, wish = self._exchange, self._key, self.wish
         exchange.on_gone = exchange.on_room = None
-        self.voices = []  # What holds each other is not left to the collector of garbage.
+        self.voices = ()  # What holds each other is not left to the collector of garbage.
         self._leave()
         served = self.prompt_tokens if self.output or status < 400 else 0
         key.allowance.leave(self._charged, served + self.output)

@@ -28,18 +28,14 @@ class Asking:
         """Prompt and answers, before anything is known of the answers."""
         self.estimated = False
         self._seed: int | None = None
-        self._ends = ends_of(wish)
+        self._ends: tuple[int, ...] = ()
 
     def asks(self, word: str, prompts: list[tuple[int, ...]]) -> list[Asked]:
         """`word` becomes their name. A server of plain OpenAI gets the request whole, whatever it asks for."""
         wish, card = self._wish, self._wish.card
         if card.plain:
-            self.estimated = not prompts
-            self.prompt_tokens = sum(map(len, prompts)) or guessed(wish)
-            output = self._room(card, self.prompt_tokens)
-            self._expect(output, 1)
-            tokens = prompts[0] if len(prompts) == 1 else ()
-            return [self._asked(word, tokens, self.prompt_tokens, output, GREEDY, self._body)]
+            return [self._plain(card, word, prompts)]
+        self._ends = tuple(ends_of(wish))
         made: list[Asked] = []
         alone = len(prompts) * wish.n == 1
         for prompt in prompts:
@@ -53,8 +49,18 @@ class Asking:
         self._expect(made[-1].max_output_tokens, len(made))
         return made
 
+    def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> Asked:
+        wish = self._wish
+        self.estimated = not prompts
+        self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or guessed(wish)
+        output = self._room(card, prompt_tokens)
+        self._expect(output, 1)
+        tokens = prompts[0] if len(prompts) == 1 else ()
+        self._ends = tuple(card.ends) if card.ends else ()
+        return self._asked(word, tokens, prompt_tokens, output, GREEDY, self._body)
+
     def _expect(self, output: int, answers: int) -> None:
-        longest = min(EXPECTED_OUTPUT, output) if self._wish.limit is None else output
+        longest = EXPECTED_OUTPUT if self._wish.limit is None and output > EXPECTED_OUTPUT else output
         self.expected_tokens = self.prompt_tokens + longest * answers
 
     def _room(self, card: ModelCard, prompt_tokens: int) -> int:
@@ -104,7 +110,7 @@ class Asking:
             prompt_tokens,
             output,
             way,
-            tuple(self._ends),
+            self._ends,
             asked is not None and asked.ignore_eos,
             0 if asked is None else asked.min_tokens,
             self._tenant,

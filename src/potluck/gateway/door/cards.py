@@ -36,12 +36,12 @@ class ModelCard:
     """0: not known."""
     able: Abilities = ENGINES
     created_s: int = 0
+    most_chars: int = field(default=0, init=False)
+    """A longer prompt cannot fit, whatever its tokens."""
 
-    @property
-    def most_chars(self) -> int:
-        """A longer prompt cannot fit, whatever its tokens."""
+    def __post_init__(self) -> None:
         longest = GUESSED_CHARS * 4 if self.text is None else self.text.longest_token_chars
-        return self.context_tokens * longest
+        object.__setattr__(self, "most_chars", self.context_tokens * longest)
 
     def must_fit(self, chars: int) -> None:
         """Said before anything is tokenised."""

@@ -9,12 +9,12 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from urllib.parse import unquote_to_bytes
 
-from potluck.api.answers import Head, model_entry
+from potluck.api.answers import model_entry
 from potluck.api.bodies import parse_object
 from potluck.api.errors import Refused, refusal
 from potluck.api.ids import random_word, request_id
@@ -91,9 +91,8 @@ class FrontDoor:
         """Why nothing new is taken; empty while it is."""
 
     def __call__(self, exchange: Exchange) -> None:
-        headers = exchange.headers
-        given = headers.get(b"x-request-id")
-        name = request_id(None if given is None else given.decode("latin-1"))
+        given = exchange.headers.get(b"x-request-id")
+        name = f"req-{random_word()}" if given is None else request_id(given.decode("latin-1"))
         answering: Answering | None = None
         try:
             path = exchange.path
@@ -163,13 +162,15 @@ class FrontDoor:
 
     def _generate(self, exchange: Exchange, answering: Answering, key: ApiKey, *, chat: bool) -> None:
         body = parse_object(exchange.body)
-        card = self._card(body.get("model"))
+        model = body.get("model")
+        card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
         wish = wish_of(card, body, chat=chat)
         wish.manner = manner_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.wish = wish
         self._meter.came(card.name, key.tenant)
         chars = wish.chars
-        card.must_fit(chars)
+        if chars > card.most_chars:
+            card.must_fit(chars)
         if card.plain and card.text is None:
             self._begin(exchange, answering, key, wish, [])
             return
@@ -209,10 +210,12 @@ class FrontDoor:
         asks = asking.asks(word, prompts)
         answering.estimated = asking.estimated
         self._charge(answering, key, asking.expected_tokens)
-        kind = "chatcmpl" if wish.chat else "cmpl"
-        head = Head(f"{kind}-{word}", int(self._calendar()), wish.card.name, wish.chat, wish.usage_said)
-        voices = [Voice(answering, asked.id, place, growth_of(wish)) for place, asked in enumerate(asks)]
-        answering.start(wish, head, voices, asking.prompt_tokens)
+        voices: Sequence[Voice]
+        if len(asks) == 1:
+            voices = (Voice(answering, word, 0, None if wish.asked is None else growth_of(wish)),)
+        else:
+            voices = [Voice(answering, asked.id, place, growth_of(wish)) for place, asked in enumerate(asks)]
+        answering.start(wish, word, self._calendar(), voices, asking.prompt_tokens)
         for asked, voice in zip(asks, voices, strict=True):
             if answering.over:  # an earlier one was refused at once
                 break

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import NamedTuple
 
 from potluck.core.errors import FormatError
 
 TAIL_BYTES = 2048
 """Of the end of an answer, where its usage stands."""
+PIECES = 16
+"""That are kept before they are put together and cut: not with each of them."""
 PART = b"data:"
 
 
@@ -18,44 +21,38 @@ class Counts(NamedTuple):
     cached: int
 
 
-class Tail:
-    """The end of what went by, and how many parts of a stream there were."""
+NOTHING_SAID = Counts(None, None, 0)
+NUMBERS = re.compile(rb'"(prompt|completion|cached)_tokens"[ \t\r\n]*:[ \t\r\n]*(\d{1,15})[ \t\r\n]*[,}]')
+"""Counts of a usage, where they are whole numbers; of several the first counts."""
 
-    __slots__ = ("_end", "parts")
+
+class Tail:
+    """The end of what went by."""
+
+    __slots__ = ("_pieces",)
 
     def __init__(self) -> None:
-        self._end = b""
-        self.parts = 0
+        self._pieces: list[bytes] = []
 
-    def add(self, data: bytes) -> None:
-        self.parts += data.count(PART)
-        self._end = data[-TAIL_BYTES:] if len(data) >= TAIL_BYTES else (self._end + data)[-TAIL_BYTES:]
+    def add(self, data: bytes) -> int:
+        """How many parts of a stream begin in it."""
+        pieces = self._pieces
+        pieces.append(data)
+        if len(pieces) > PIECES:
+            self._pieces = [b"".join(pieces)[-TAIL_BYTES:]]
+        return data.count(PART)
 
     def counts(self) -> Counts:
-        return counted(self._end)
+        return counted(b"".join(self._pieces)[-TAIL_BYTES:])
 
 
 def counted(data: bytes) -> Counts:
     """The usage that a server told last in these bytes; None where it told none."""
     start = data.rfind(b'"usage"')
     if start < 0:
-        return Counts(None, None, 0)
-    return Counts(
-        _number(data, b'"prompt_tokens"', start),
-        _number(data, b'"completion_tokens"', start),
-        _number(data, b'"cached_tokens"', start) or 0,
-    )
-
-
-def _number(data: bytes, name: bytes, start: int) -> int | None:
-    """What stands behind a name and a colon, where that is a whole number."""
-    place = data.find(name, start)
-    if place < 0:
-        return None
-    place += len(name)
-    said = data[place : place + 24].replace(b"}", b",").partition(b",")[0].strip()
-    digits = said[1:].lstrip()
-    return int(digits) if said[:1] == b":" and digits.isdigit() else None
+        return NOTHING_SAID
+    found = {name: int(digits) for name, digits in reversed(NUMBERS.findall(data, start))}
+    return Counts(found.get(b"prompt"), found.get(b"completion"), found.get(b"cached", 0))
 
 
 class Parts:

@@ -13,9 +13,8 @@ from potluck.gateway.parts import Exchange
 Pairs = list[tuple[bytes, bytes]]
 JSON = (b"content-type", b"application/json")
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
-FRESH = (b"cache-control", b"no-cache")
-UNBUFFERED = (b"x-accel-buffering", b"no")
-"""Proxies on the way pass parts on as they come."""
+AS_IT_COMES = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Proxies on the way pass parts of a stream on at once."""
 
 REFUSALS: Mapping[RefusalReason, tuple[int, str]] = {
     "overloaded": (429, "overloaded"),
@@ -35,10 +34,10 @@ AGAIN = frozenset({429, 503})
 class Limited(Refused):
     """Too much for now: with when to try again, and what is left."""
 
-    def __init__(self, message: str, code: str, retry_after_s: float, headers: Pairs | None = None) -> None:
+    def __init__(self, message: str, code: str, retry_after_s: float, lines: bytes = b"") -> None:
         super().__init__(429, message, code)
         self.retry_after_s = retry_after_s
-        self.headers = headers or []
+        self.lines = lines
 
 
 def refused_by_brain(refusal: Refuse) -> tuple[Refused, float | None]:
@@ -57,14 +56,14 @@ def error_bytes(error: Refused) -> bytes:
 
 def reply_error(exchange: Exchange, tag: tuple[bytes, bytes], error: Refused, after_s: float | None) -> None:
     headers: Pairs = [JSON, tag]
+    lines = b""
     if isinstance(error, Limited):
-        after_s = error.retry_after_s
-        headers += error.headers
+        after_s, lines = error.retry_after_s, error.lines
     if error.status in AGAIN:
         headers.append((b"retry-after", b"%d" % max(1, ceil(1.0 if after_s is None else after_s))))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    exchange.reply(error.status, error_bytes(error), headers)
+    exchange.reply(error.status, error_bytes(error), headers, lines)
 
 
 def reply_json(exchange: Exchange, tag: tuple[bytes, bytes], body: object, status: int = 200) -> None:

@@ -161,16 +161,20 @@ class Responding:
     def on_room(self, called: Callable[[bool], None] | None) -> None:
         self._exchange.on_room = called
 
-    def reply(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def reply(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
+    ) -> None:
         if status == 200:
             try:
                 body = compact(self._whole(parsed(body)))
             except PotluckError as error:
                 status, body = 502, compact(error_object(502, str(error), code="upstream_failed"))
-        self._exchange.reply(status, body, headers)
+        self._exchange.reply(status, body, headers, lines)
 
-    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        self._exchange.begin(status, headers)
+    def begin(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
+    ) -> None:
+        self._exchange.begin(status, headers, lines)
 
     def write(self, data: bytes) -> None:
         if self._over:

@@ -6,7 +6,7 @@ go on as they come; of several choices the parts are taken apart and said again 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from potluck.api.answers import Json, event, part_choice, usage, whole_choice
@@ -25,43 +25,25 @@ from potluck.gateway.door.replies import refused_by_brain
 class Voice:
     """One choice of an answer, as the driver tells it: parts.Answer."""
 
-    __slots__ = (
-        "_answering",
-        "_chunks",
-        "_events",
-        "_growth",
-        "_index",
-        "_kind",
-        "_offset",
-        "_pieces",
-        "_spoke_s",
-        "_status",
-        "_tail",
-        "begun",
-        "choice",
-        "choices",
-        "finish",
-        "id",
-        "over",
-        "texts",
-    )
+    over = begun = False
+    choice: Json | None = None
+    """As a server said it, of several."""
+    finish: str | None = None
+    _chunks: Chunks | None = None
+    _offset = _status = 0
+    _kind = b""
+    _spoke_s: float | None = None
+    _pieces: list[bytes] | None = None
+    _tail: Tail | None = None
+    _events: Parts | None = None
+    _pass_on: Callable[[bytes], None]
+    """Straight to the client, once an answer in pieces has begun."""
 
     def __init__(self, answering: Answering, id: str, index: int, growth: Growth | None) -> None:
         self.id = id
         self._answering, self._index, self._growth = answering, index, growth
-        self.over = self.begun = False
         self.texts: list[str] = []
         self.choices: list[Choice] = []
-        self.choice: Json | None = None
-        """As a server said it, of several."""
-        self.finish: str | None = None
-        self._chunks: Chunks | None = None
-        self._offset = self._status = 0
-        self._kind = b""
-        self._spoke_s: float | None = None
-        self._pieces: list[bytes] | None = None
-        self._tail: Tail | None = None
-        self._events: Parts | None = None
 
     def tokens(self, choices: Sequence[Choice]) -> bool:
         if self.over:
@@ -106,7 +88,6 @@ class Voice:
         if self.choice is not None:
             return self.choice
         answering = self._answering
-        assert answering.head is not None
         assert answering.wish is not None
         delta = Delta("".join(self.texts), tuple(self.choices), self.finish)
         return whole_choice(
@@ -116,7 +97,6 @@ class Voice:
     def _part(self, text: str) -> None:
         answering = self._answering
         if self._chunks is None:
-            assert answering.head is not None
             self._chunks = Chunks(answering.head, self._index)
             answering.say(self._chunks.first(text, answering.usage_so_far()))
         elif text:
@@ -125,7 +105,6 @@ class Voice:
     def _with_logs(self, choices: tuple[Choice, ...], text: str, finish: str | None = None) -> None:
         answering = self._answering
         assert answering.wish is not None
-        assert answering.head is not None
         if not answering.wish.stream:
             self.texts.append(text)
             self.choices += choices
@@ -176,7 +155,7 @@ class Voice:
         self._tail = Tail() if streams else None
         self._events = Parts() if streams and not answering.verbatim else None
         if streams and answering.verbatim:
-            answering.begin(status, (b"content-type", content_type))
+            self._pass_on = answering.begin(status, (b"content-type", content_type))
 
     def relay(self, data: bytes) -> None:
         if self.over:
@@ -186,11 +165,9 @@ class Voice:
             self._pieces.append(data)
             return
         assert self._tail is not None
-        before = self._tail.parts
-        self._tail.add(data)
-        self._spoke_s = answering.came(self._tail.parts - before, self._spoke_s)
+        self._spoke_s = answering.came(self._tail.add(data), self._spoke_s)
         if self._events is None:
-            answering.say(data)
+            self._pass_on(data)
         else:
             self._merge(self._events, data)
 
@@ -209,10 +186,21 @@ class Voice:
             body = b"".join(self._pieces or [])
             answering.relayed(self._status, self._kind, body, counted(body))
 
+    def relay_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+        if self.over:
+            return
+        answering = self._answering
+        if answering.verbatim and not (answering.wish is not None and answering.wish.stream):
+            self.over = answering.estimated = True
+            answering.relayed(status, content_type, body, counted(body))
+        else:
+            self.relay_begin(status, content_type)
+            self.relay(body)
+            self.relay_end()
+
     def _merge(self, events: Parts, data: bytes) -> None:
         """Parts of one of several choices: said again under the one head."""
         answering = self._answering
-        assert answering.head is not None
         try:
             for part in events.feed(data):
                 choices = part.get("choices")

@@ -139,28 +139,35 @@ def understand(wish: Wish) -> Completion | Chat:
 
 def _plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
     prompts: list[Prompt] = []
-    messages = None
+    messages: list[Message] | None = None
     if chat:
-        messages = _texts(body.get("messages"))
+        given = body.get("messages")
+        alone = given[0] if type(given) is list and len(given) == 1 else None
+        text = alone.get("content") if type(alone) is dict else None
+        if type(text) is str and card.text is None:
+            chars = len(text)  # One message, and nobody here who would tokenise it: most of them.
+        else:
+            messages = _texts(given)
+            chars = _chars(prompts, messages)
     else:
         prompts = _prompts(body.get("prompt"))
+        chars = _chars(prompts, None)
     stream = body.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise FormatError("stream", "must be true or false")
-    limit = _count(body, "max_completion_tokens") or _count(body, "max_tokens")
-    if limit is None and not chat:
-        limit = DEFAULT_TOKENS
-    n = _count(body, "n") or 1
-    if n * max(len(prompts), 1) > card.able.most_choices:
+    limit, n = body.get("max_completion_tokens"), body.get("n")
+    if limit is None:
+        limit = body.get("max_tokens")
+        limit = (None if chat else DEFAULT_TOKENS) if limit is None else _count(limit, "max_tokens")
+    else:
+        limit = _count(limit, "max_completion_tokens")
+    n = 1 if n is None else _count(n, "n")
+    if n * (len(prompts) or 1) > card.able.most_choices:
         raise InputError("n", f"more than {card.able.most_choices} answers to one request")
-    chars = _chars(prompts, messages)
-    return Wish(card, chat, body, None, prompts, messages, None, n, limit, bool(stream), chars)
+    return Wish(card, chat, body, None, prompts, messages, None, n, limit, stream is True, chars)
 
 
-def _count(body: dict[str, object], name: str) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
+def _count(value: object, name: str) -> int:
     if type(value) is not int or value < 1:
         raise InputError(name, "must be a whole number of at least 1")
     return value
@@ -203,8 +210,11 @@ def _texts(value: object) -> list[Message]:
 
 def guessed(wish: Wish) -> int:
     """Prompt tokens, where nobody can tokenise."""
-    known = sum(len(prompt) for prompt in wish.prompts if not isinstance(prompt, str))
-    return max(1, known + wish.chars // GUESSED_CHARS)
+    known = 0
+    for prompt in wish.prompts:
+        if not isinstance(prompt, str):
+            known += len(prompt)
+    return known + wish.chars // GUESSED_CHARS or 1
 
 
 def manner_of(

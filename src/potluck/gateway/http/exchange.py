@@ -70,13 +70,14 @@ class OpenExchange:
         self._stays = request.stays
         self._state = _NEW
 
-    def reply(self, status: int, body: bytes, headers: Fields = ()) -> None:
+    def reply(self, status: int, body: bytes, headers: Fields = (), lines: bytes = b"") -> None:
         visit = self._visit
         if visit is None:
             return
         assert self._state == _NEW, "a second answer to one request"
-        stays = self._stays and not visit.last
-        head = head_of(status, headers, visit.date)
+        port = visit.port
+        stays = self._stays and not port.closing
+        head = head_of(status, headers, port.date)
         end = b"content-length: %d\r\n\r\n" if stays else b"content-length: %d\r\nconnection: close\r\n\r\n"
         if status == 204 or status == 304:
             end, body = (b"\r\n" if stays else b"connection: close\r\n\r\n"), b""
@@ -86,19 +87,20 @@ class OpenExchange:
             body = b""
         self._over()
         if len(body) <= JOINED_BYTES:
-            visit.write(b"%b%b%b" % (head, end, body))
+            visit.write(b"".join((head, lines, end, body)))
         else:
-            visit.write(head + end)
+            visit.write(head + lines + end)
             visit.write(body)
         visit.answered(stays)
 
-    def begin(self, status: int, headers: Fields = ()) -> None:
+    def begin(self, status: int, headers: Fields = (), lines: bytes = b"") -> None:
         visit = self._visit
         if visit is None:
             return
         assert self._state == _NEW, "a second answer to one request"
-        self._stays = self._stays and not visit.last
-        head = head_of(status, headers, visit.date)
+        port = visit.port
+        self._stays = self._stays and not port.closing
+        head = head_of(status, headers, port.date) + lines
         self._state = _PIECES
         if self._chunked:
             head += b"transfer-encoding: chunked\r\n"

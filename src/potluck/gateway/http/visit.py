@@ -34,7 +34,6 @@ class Visit(asyncio.Protocol):
         "_fresh",
         "_full",
         "_leaving",
-        "_port",
         "_pumping",
         "_reader",
         "_since_s",
@@ -43,6 +42,7 @@ class Visit(asyncio.Protocol):
         "_unheard",
         "_unread_bytes",
         "peer",
+        "port",
         "write",
     )
 
@@ -50,7 +50,7 @@ class Visit(asyncio.Protocol):
     """Straight to the connection; uvloop puts what is written in one turn of its loop into one call of the system."""
 
     def __init__(self, port: Port) -> None:
-        self._port = port
+        self.port = port
         self._reader = RequestReader(port.limits)
         self._exchange: OpenExchange | None = None
         self._pumping = False
@@ -71,15 +71,6 @@ class Visit(asyncio.Protocol):
         self.peer = ""
 
     @property
-    def last(self) -> bool:
-        """No further request is taken on this connection."""
-        return self._port.closing
-
-    @property
-    def date(self) -> bytes:
-        return self._port.date
-
-    @property
     def busy(self) -> bool:
         return self._exchange is not None
 
@@ -90,10 +81,10 @@ class Visit(asyncio.Protocol):
         self.write = wire.write
         peer = wire.get_extra_info("peername")
         self.peer = str(peer[0]) if peer else ""
-        self._port.came(self)
+        self.port.came(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._port.left(self)
+        self.port.left(self)
         self._leaving = True
         self._forsake()
 
@@ -146,9 +137,9 @@ class Visit(asyncio.Protocol):
                 exchange = OpenExchange(self, request, self.peer, self._came_s)
                 self._exchange = exchange
                 self._fresh = False
-                self._port.works(self)
+                self.port.works(self)
                 try:
-                    self._port.handler(exchange)
+                    self.port.handler(exchange)
                 except Exception:  # A fault of ours: the client hears of it, and so does the log.
                     log.exception("a request could not be handled")
                     self._fault(exchange)
@@ -164,7 +155,7 @@ class Visit(asyncio.Protocol):
             self.write(CONTINUE)
         held_bytes = reader.held_bytes
         if held_bytes:
-            self._port.holds(self, held_bytes)
+            self.port.holds(self, held_bytes)
         elif not reader.in_body:
             self._came_s = 0.0
 
@@ -172,10 +163,10 @@ class Visit(asyncio.Protocol):
         """By the exchange: its last byte was written."""
         self._exchange = None
         self._since_s = time.monotonic()
-        if not stays or self.last:
+        if not stays or self.port.closing:
             self._leave()
             return
-        self._port.waits(self)
+        self.port.waits(self)
         self._came_s = self._since_s if self._reader.held_bytes else 0.0
         if self._unheard:
             self._unheard = False
@@ -197,8 +188,8 @@ class Visit(asyncio.Protocol):
         if self._exchange is not None:
             self.abort()
             return
-        self._port.drop(str(refused.status))
-        self.write(canned(refused, self.date))
+        self.port.drop(str(refused.status))
+        self.write(canned(refused, self.port.date))
         self._leave()
 
     def _leave(self) -> None:
@@ -208,8 +199,8 @@ class Visit(asyncio.Protocol):
         self._leaving = True
         self._since_s = time.monotonic()
         unread = self._reader.held_bytes or self._reader.in_body or self._unheard
-        self._reader = RequestReader(self._port.limits)
-        self._port.released(self)
+        self._reader = RequestReader(self.port.limits)
+        self.port.released(self)
         if not unread:
             self._transport.close()
             return
@@ -234,7 +225,7 @@ class Visit(asyncio.Protocol):
 
     def overdue(self, now_s: float) -> str:
         """Why it is to end now, if it is."""
-        limits = self._port.limits
+        limits = self.port.limits
         self._look(now_s)
         if self._stalled_s is not None and now_s - self._stalled_s > limits.stalled_s:
             return "stalled"
@@ -263,7 +254,7 @@ class Visit(asyncio.Protocol):
             part = "body" if self._reader.in_body else "head"
             self.refuse(Refused(408, f"the request's {part} did not come in time"))
             return
-        self._port.drop(why)
+        self.port.drop(why)
         if why == "idle":
             self._leave()
         else:
@@ -272,9 +263,9 @@ class Visit(asyncio.Protocol):
 
     def crowded_out(self) -> None:
         """Somebody else needs the room at once. Who has begun a request is told why."""
-        self._port.drop("crowded_out")
+        self.port.drop("crowded_out")
         if self._came_s and not self._leaving and not self._transport.get_write_buffer_size():
-            self.write(canned(Refused(503, "too many connections; try again", "overloaded"), self.date))
+            self.write(canned(Refused(503, "too many connections; try again", "overloaded"), self.port.date))
             self._leaving = True
             self._transport.close()
         else:
