@@ -156,7 +156,9 @@ def counted(do: Callable[[], object]) -> tuple[Counter[str], int]:
         nonlocal in_c
         if event == "call":
             code = frame.f_code
-            seen[f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"] += 1
+            seen[
+                f"{Path(code.co_filename).parent.name}/{Path(code.co_filename).name}:{code.co_qualname}"
+            ] += 1
         elif event == "c_call":
             in_c += 1
 

@@ -141,3 +141,21 @@ def test_answers_count_as_long_as_they_were_not_as_long_as_they_may_get() -> Non
     after = world.brain.table.singles[run.route.decoder].load
     assert before - after == pytest.approx(3950 * 0.02 / 8)
     assert world.brain.speeds.answer_tokens("m", 20) == 20
+
+
+def test_an_answer_that_came_whole_teaches_its_length_and_no_pace() -> None:
+    world = build.world(TWO)
+    speeds = world.brain.speeds
+    (run,) = world.arrive(build.request("whole", prompt=50, output=400))
+    assert isinstance(run, Run)
+    view = world.brain.fleet.views[run.route.decoder]
+    assert view.open_prefill_tokens == 50
+    world.now_s += 1e-6  # far too soon for a hundred tokens, had anybody timed them
+    del world.jobs["whole"]
+    world._end("whole", "answered")
+    world.tell(Finished("whole", 0, 100))
+    assert (view.pace, view.late_share) == (1.0, 0.0)
+    assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
+    assert view.done_prompts == 1
+    assert speeds.answer_tokens("m", 400) == 100
+    assert speeds.prompt_tokens("m") == 50

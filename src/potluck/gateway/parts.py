@@ -51,9 +51,7 @@ class Exchange(Protocol):
         """The whole answer at once; its length is said for you. `lines` are headers as they are sent, each with its
         line end, that were made of nothing that a client or a server said."""
 
-    def begin(
-        self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
-    ) -> None:
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b"") -> None:
         """An answer that comes in pieces."""
 
     def write(self, data: bytes) -> None:

@@ -241,7 +241,16 @@ class Flights:
             self._steward.finished(at_s, flight, event.output_tokens)
         if flight.watched_s >= 0:
             self._speeds.ended(at_s, flight, event.output_tokens)
+        elif flight.first_s < 0:
+            self._came_whole(flight, event.output_tokens)
         return self.release(at_s, flight)
+
+    def _came_whole(self, flight: Flight, output_tokens: int) -> None:
+        """Nobody saw its first token: how long it took says nothing of its tokens, but its prompt was computed."""
+        self._speeds.answered(flight, output_tokens)
+        if flight.last is not None and flight.last_tokens:
+            self._fleet.prefilled(flight.last, flight.last_tokens)
+            flight.last_tokens = 0
 
     def cancelled(self, at_s: float, event: told.Cancelled) -> list[Action]:
         """The user went away, perhaps before word of the request came; then it is not begun at all."""

@@ -85,12 +85,7 @@ class Speeds:
 
     def ended(self, at_s: float, flight: Flight, output_tokens: int) -> None:
         """The last token of a timed request is there."""
-        model = flight.request.model
-        mean = self._answers.get(model, float(output_tokens))
-        self._answers[model] = mean + (output_tokens - mean) / ANSWERS
-        prompt_tokens = float(flight.prompt_tokens)
-        mean = self._prompts.get(model, prompt_tokens)
-        self._prompts[model] = mean + (prompt_tokens - mean) / ANSWERS
+        self.answered(flight, output_tokens)
         view = flight.last
         if view is None or view.facts is None:
             return
@@ -100,10 +95,21 @@ class Speeds:
         if steps > 0:
             planned_s += steps * _step_s(view.facts, 0.5 * (others + view.open_requests))
         self._fleet.learn(at_s, view, at_s - flight.watched_s, planned_s)
-        facts, gaps = self._models.get(model), output_tokens - flight.streamed_tokens - 1
+        facts, gaps = self._models.get(flight.request.model), output_tokens - flight.streamed_tokens - 1
         if facts is not None and facts.slo is not None and gaps > 0:
             self._fleet.answered(view, at_s - flight.watched_s > gaps * facts.slo.tpot_s)
         _time(flight)
+
+    def answered(self, flight: Flight, output_tokens: int) -> None:
+        """How long an answer got, whether it was timed or not."""
+        if not self._learns:
+            return
+        model = flight.request.model
+        mean = self._answers.get(model, float(output_tokens))
+        self._answers[model] = mean + (output_tokens - mean) / ANSWERS
+        prompt_tokens = float(flight.prompt_tokens)
+        mean = self._prompts.get(model, prompt_tokens)
+        self._prompts[model] = mean + (prompt_tokens - mean) / ANSWERS
 
     def faded(self, at_s: float) -> list[View]:
         """Believe less of what was heard long ago; those whose pace fell."""

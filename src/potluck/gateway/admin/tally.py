@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from potluck.core.brain.actions import Run
@@ -19,6 +19,8 @@ from potluck.gateway.parts import Asked, Told
 Labels = tuple[str, ...]
 MOST_SERIES = 2_000
 """Of one family; what comes beyond is counted under `other`, so that no client can make them without end."""
+MOST_NOTED = 1_000
+"""Before what is noted is counted."""
 OTHER = "other"
 ANSWERED = frozenset({"stop", "length"})
 
@@ -37,45 +39,23 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def see_all(self, values: Sequence[float]) -> None:
+        bounds, counts = self.bounds, self.counts
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+        self.total += sum(values)
+
     def add(self, counts: Iterable[int], total: float) -> None:
         self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
         self.total += total
 
 
-class Seat:
-    """One tenant's requests for one model: what is counted for each of them, within reach."""
-
-    __slots__ = (
-        "answered",
-        "cached_tokens",
-        "output",
-        "output_tokens",
-        "prompt",
-        "prompt_tokens",
-        "requests",
-        "tenant_ttft",
-        "tpot",
-        "ttft",
-        "whole",
-    )
-
-    def __init__(
-        self,
-        ttft: Histogram,
-        tenant_ttft: Histogram,
-        tpot: Histogram,
-        whole: Histogram,
-        prompt: Histogram,
-        output: Histogram,
-    ) -> None:
-        self.ttft, self.tenant_ttft, self.tpot, self.whole = ttft, tenant_ttft, tpot, whole
-        self.prompt, self.output = prompt, output
-        self.requests = self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.answered = dict.fromkeys(ANSWERED, 0)
-
-
 class Tally:
-    """Counts of everything in `families` that is not read when asked for: parts.Meter."""
+    """Counts of everything in `families` that is not read when asked for: parts.Meter.
+
+    What comes with every request and every token is noted, and counted many at a time: when somebody reads, or when
+    so many are noted. That takes a third of the time, and none of it while a client waits.
+    """
 
     def __init__(
         self,
@@ -87,8 +67,10 @@ class Tally:
         """Whoever watches what happens; None while nobody does."""
         self._counts: dict[str, Counter[Labels]] = {}
         self._histograms: dict[str, dict[Labels, Histogram]] = {}
-        self._gaps: dict[str, Histogram] = {}
-        self._seats: dict[tuple[str, str], Seat] = {}
+        self._gaps: dict[str, list[float]] = {}
+        self._ended: list[Told] = []
+        self._segments: list[tuple[str, float, int, bool]] = []
+        self._routes: Counter[tuple[str, str]] = Counter()
         self.open = 0
 
     def count(self, family: Family, labels: Labels = (), amount: float = 1) -> None:
@@ -118,67 +100,94 @@ class Tally:
     def gap(self, model: str, gap_s: float) -> None:
         found = self._gaps.get(model)
         if found is None:
-            found = self._gaps[model] = self.histogram(known.GAP, (model,))
-        found.see(gap_s)
+            found = self._gaps[model] = []
+        found.append(gap_s)
+        if len(found) >= MOST_NOTED:
+            self._settle_gaps()
 
     def answered(self, told: Told) -> None:
-        model, tenant, outcome = told.model, told.tenant, told.outcome
-        self.open -= bool(model)
-        seat = self._seats.get((model, tenant))
-        if seat is None:
-            seat = self._seats[model, tenant] = self._seat(model, tenant)
-        self.count(known.REQUESTS, (model, told.request_class, outcome))
-        seat.requests += 1
-        output = told.output_tokens
-        if told.first_s is not None:
-            waited_s = told.first_s - told.came_s
-            seat.ttft.see(waited_s)
-            seat.tenant_ttft.see(waited_s)
-            each = output / told.choices
-            if each > 1:
-                seat.tpot.see((told.ended_s - told.first_s) / (each - 1))
-        if outcome in ANSWERED:
-            seat.whole.see(told.ended_s - told.came_s)
-            seat.prompt.see(told.prompt_tokens)
-            seat.output.see(output)
-            seat.answered[outcome] += 1
-            seat.prompt_tokens += told.prompt_tokens
-            seat.cached_tokens += told.cached_tokens
-        seat.output_tokens += output
+        self.open -= bool(told.model)
+        self._ended.append(told)
+        if len(self._ended) >= MOST_NOTED:
+            self._settle_ended()
         if self.published is not None:
             self.published("request", told._asdict())
 
-    def _seat(self, model: str, tenant: str) -> Seat:
-        if len(self._seats) >= MOST_SERIES:
-            self._settle()
-        return Seat(
-            self.histogram(known.TTFT, (model,)),
-            self.histogram(known.TENANT_TTFT, (tenant,)),
-            self.histogram(known.TPOT, (model,)),
-            self.histogram(known.WHOLE, (model,)),
-            self.histogram(known.PROMPT, (model,)),
-            self.histogram(known.OUTPUT, (model,)),
-        )
-
     def _settle(self) -> None:
-        """What the seats counted goes to where it is read."""
-        for (model, tenant), seat in self._seats.items():
-            self.count(known.TENANT_REQUESTS, (model, tenant), seat.requests)
-            for outcome, number in seat.answered.items():
+        """What was noted is counted."""
+        self._settle_gaps()
+        self._settle_ended()
+        self._settle_segments()
+        routes, self._routes = self._routes, Counter()
+        for labels, number in routes.items():
+            self.count(known.ROUTES, labels, number)
+
+    def _settle_gaps(self) -> None:
+        noted, self._gaps = self._gaps, {}
+        for model, gaps in noted.items():
+            self.histogram(known.GAP, (model,)).see_all(gaps)
+
+    def _settle_segments(self) -> None:
+        noted, self._segments = self._segments, []
+        of: dict[str, list[tuple[float, int, bool]]] = {}
+        for replica, took_s, tokens, failed in noted:
+            of.setdefault(replica, []).append((took_s, tokens, failed))
+        for replica, each in of.items():
+            failures = sum(failed for _, _, failed in each)
+            self.count(known.SEGMENTS, (replica, "failed"), failures)
+            self.count(known.SEGMENTS, (replica, "done"), len(each) - failures)
+            self.count(known.SEGMENT_TOKENS, (replica,), sum(tokens for _, tokens, _ in each))
+            self.histogram(known.SEGMENT_TIME, (replica,)).see_all([took_s for took_s, _, _ in each])
+
+    def _settle_ended(self) -> None:
+        noted, self._ended = self._ended, []
+        of: dict[tuple[str, str], list[Told]] = {}
+        for told in noted:
+            of.setdefault((told.model, told.tenant), []).append(told)
+        for (model, tenant), each in of.items():
+            self._settle_tenant(model, tenant, each)
+
+    def _settle_tenant(self, model: str, tenant: str, all_told: list[Told]) -> None:
+        for (request_class, outcome), number in Counter(
+            (told.request_class, told.outcome) for told in all_told
+        ).items():
+            self.count(known.REQUESTS, (model, request_class, outcome), number)
+            if outcome in ANSWERED:
                 self.count(known.SUCCESS, (model, outcome), number)
-            self.count(known.PROMPTS, (model,), seat.prompt_tokens)
-            self.count(known.QUERIED, (model,), seat.prompt_tokens)
-            self.count(known.HITS, (model,), seat.cached_tokens)
-            self.count(known.OUTPUTS, (model,), seat.output_tokens)
-            self.count(known.TENANT_TOKENS, (model, tenant, "prompt"), seat.prompt_tokens)
-            self.count(known.TENANT_TOKENS, (model, tenant, "cached"), seat.cached_tokens)
-            self.count(known.TENANT_TOKENS, (model, tenant, "output"), seat.output_tokens)
-        self._seats = {}
+        begun = [told for told in all_told if told.first_s is not None]
+        waited_s = [told.first_s - told.came_s for told in begun if told.first_s is not None]
+        self.histogram(known.TTFT, (model,)).see_all(waited_s)
+        self.histogram(known.TENANT_TTFT, (tenant,)).see_all(waited_s)
+        self.histogram(known.TPOT, (model,)).see_all(
+            [
+                (told.ended_s - told.first_s) / (told.output_tokens / told.choices - 1)
+                for told in begun
+                if told.first_s is not None and told.output_tokens > told.choices
+            ]
+        )
+        whole = [told for told in all_told if told.outcome in ANSWERED]
+        self.histogram(known.WHOLE, (model,)).see_all([told.ended_s - told.came_s for told in whole])
+        self.histogram(known.PROMPT, (model,)).see_all([told.prompt_tokens for told in whole])
+        self.histogram(known.OUTPUT, (model,)).see_all([told.output_tokens for told in whole])
+        prompt = sum(told.prompt_tokens for told in whole)
+        cached = sum(told.cached_tokens for told in whole)
+        output = sum(told.output_tokens for told in all_told)
+        self.count(known.TENANT_REQUESTS, (model, tenant), len(all_told))
+        self.count(known.PROMPTS, (model,), prompt)
+        self.count(known.QUERIED, (model,), prompt)
+        self.count(known.HITS, (model,), cached)
+        self.count(known.OUTPUTS, (model,), output)
+        self.count(known.TENANT_TOKENS, (model, tenant, "prompt"), prompt)
+        self.count(known.TENANT_TOKENS, (model, tenant, "cached"), cached)
+        self.count(known.TENANT_TOKENS, (model, tenant, "output"), output)
 
     def turned_away(self, status: int, code: str) -> None:
         self.count(known.TURNED_AWAY, (str(status), code))
 
     def routed(self, asked: Asked, run: Run) -> None:
+        if run.attempt == 0 and len(run.route.segments) == 1 and self.published is None:
+            self._routes[asked.model, "in_place"] += 1  # Most of them.
+            return
         kind = self.route_kind(run)
         self.count(known.ROUTES, (asked.model, kind))
         if run.attempt > 0:
@@ -212,9 +221,9 @@ class Tally:
     def segment(
         self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""
     ) -> None:
-        self.count(known.SEGMENTS, (replica, "failed" if problem else "done"))
-        self.count(known.SEGMENT_TOKENS, (replica,), tokens)
-        self.histogram(known.SEGMENT_TIME, (replica,)).see(ended_s - began_s)
+        self._segments.append((replica, ended_s - began_s, tokens, bool(problem)))
+        if len(self._segments) >= MOST_NOTED:
+            self._settle_segments()
         if self.published is not None:
             told = {"request": asked.id, "replica": replica, "took_s": ended_s - began_s, "tokens": tokens}
             self.published("segment", {**told, "problem": problem})
@@ -258,7 +267,7 @@ class Tally:
             for labels, each in series.items()
             if any(each.counts)
         ]
-        self._counts, self._histograms, self._gaps = {}, {}, {}
+        self._counts, self._histograms = {}, {}
         return {"counts": counts, "histograms": histograms, "open": self.open}
 
     def add(self, taken: dict[str, Any]) -> None:
@@ -273,4 +282,5 @@ class Tally:
         return dict(self._counts.get(family.name, {}))
 
     def seen(self, family: Family) -> dict[Labels, Histogram]:
+        self._settle()
         return self._histograms.get(family.name, {})

@@ -59,7 +59,7 @@ class Desk:
 
     def tell(self, event: Event, line: DeskLine | None = None) -> None:
         """Let the Brain know, and have done what it asks."""
-        at_s = self.now_s()
+        at_s = self._clock() - self.start_s
         if self._acting:
             self._news.append((at_s, event, line))
             return
@@ -124,17 +124,15 @@ class Desk:
 class DeskLine:
     """The line of a worker in this process."""
 
-    __slots__ = ("_desk", "act")
+    __slots__ = ("_desk", "act", "now_s")
 
     def __init__(self, desk: Desk, act: Act) -> None:
         self._desk = desk
         self.act = act
+        self.now_s = desk.now_s
 
     def tell(self, event: Event) -> None:
         self._desk.tell(event, self)
-
-    def now_s(self) -> float:
-        return self._desk.now_s()
 
 
 def _nobody(actions: Sequence[Action]) -> None:

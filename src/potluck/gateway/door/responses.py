@@ -171,9 +171,7 @@ class Responding:
                 status, body = 502, compact(error_object(502, str(error), code="upstream_failed"))
         self._exchange.reply(status, body, headers, lines)
 
-    def begin(
-        self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b""
-    ) -> None:
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]] = (), lines: bytes = b"") -> None:
         self._exchange.begin(status, headers, lines)
 
     def write(self, data: bytes) -> None:

@@ -16,9 +16,9 @@ class Naming:
         self._book = NameBook()
         self._fingerprints: dict[str, str] = {}
 
-    def met(self, endpoint: Endpoint | None) -> None:
+    def met(self, endpoint: Endpoint) -> None:
         """A request goes there."""
-        if endpoint is not None and endpoint.fingerprint:
+        if endpoint.fingerprint:
             self._fingerprints[endpoint.model] = endpoint.fingerprint
 
     def names(self, asked: Asked) -> tuple[int, ...]:

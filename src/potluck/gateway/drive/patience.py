@@ -130,8 +130,7 @@ class Watch:
     def __len__(self) -> int:
         return self._open
 
-    def join(self, debtor: Debtor, replica: str) -> None:
-        now_s = self._now_s()
+    def join(self, debtor: Debtor, replica: str, now_s: float) -> None:
         pulse = self._pulses.get(replica)
         if pulse is None:
             pulse = self._pulses[replica] = Pulse(replica, now_s)

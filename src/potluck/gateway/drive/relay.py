@@ -31,46 +31,51 @@ CLIENTS_FAULT = frozenset(range(400, 500)) - {401, 403, 404, 408, 429}
 KINDS: dict[int, FailureKind] = {408: "timeout", 429: "memory", 504: "timeout"}
 COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 IDS_WANTED = b'"return_token_ids":true'
-EVENT_END = b"\n\n"
+EVENT_END, PART, USAGE = b"\n\n", b"data: ", b'"usage":{'
 
 
 class Stream:
     """What the client has of an answer that servers write: the same over all attempts."""
 
-    def __init__(self) -> None:
-        self.begun = False
-        self.first = b""
-        """Its first event, whose name all others bear."""
-        self.prompt_ids: list[int] = []
-        self.knows_ids = False
-        """Whether the tokens of all that was passed on are known."""
-        self.events = 0
+    begun = False
+    first = b""
+    """Its first event, whose name all others bear."""
+    prompt_ids: Sequence[int] = ()
+    knows_ids = False
+    """Whether the tokens of all that was passed on are known."""
+    events = 0
 
 
 class Relay(Debtor):
     """From its `Run` to its end, its failure, or until it is given up."""
 
+    _call: Call | None = None
+    _endpoint: Endpoint | None = None
+    _over = False
+    _began_s = 0.0
+    _status = 0
+    _kind = b""
+    _streams = False
+    _held = b""
+    """Of an event that has begun."""
+    _size = 0
+    _usage = b""
+    _asks_ids = False
+    _flat = False
+    """Whether what comes is passed on as it is: nothing of it is to be kept or written anew."""
+    _ended = False
+    """Whether the stream said that it is whole."""
+    _rewriter: rewrite.Rewriter | None = None
+
     def __init__(self, ride: Ride, run: Run, means: Means, stream: Stream) -> None:
         super().__init__(run.prompt_tokens)
-        self._ride, self._run, self._means, self._stream = ride, run, means, stream
-        self._call: Call | None = None
-        self._endpoint: Endpoint | None = None
-        self._over = False
-        self._began_s = 0.0
-        self._status = 0
-        self._kind = b""
-        self._streams = False
-        self._held = b""
-        """Of an event that has begun; of an answer that is not streamed, all of it."""
+        self._ride, self._means, self._stream = ride, means, stream
+        self._now_s = means.now_s
+        self._relay = ride.answer.relay
         self._pieces: list[bytes] = []
-        self._size = 0
+        """Of an answer that is not streamed."""
         self._pending: list[int] = []
         """Tokens whose text the server still holds back."""
-        self._usage = b""
-        self._asks_ids = False
-        self._ended = False
-        """Whether the stream said that it is whole."""
-        self._rewriter: rewrite.Rewriter | None = None
 
     def start(self, endpoints: Sequence[Endpoint]) -> None:
         endpoint = self._endpoint = endpoints[-1]
@@ -92,17 +97,19 @@ class Relay(Debtor):
             self._rewriter = self._namesake()
             path, body = COMPLETIONS, made
         else:
-            theirs = b"return_token_ids" in asked.body  # The client's own: then it sees them too.
-            self._asks_ids = endpoint.token_ids and asked.stream and not theirs
-            extra = IDS_WANTED if self._asks_ids else b""
-            body = rewrite.forwarded(asked.body, asked.model, served, extra, salt)
-        self._began_s = self._means.now_s()
-        self._means.watch.join(self, endpoint.replica)
+            extra, body = b"", asked.body
+            # Where the client wants them itself, it sees them too.
+            if endpoint.token_ids and asked.stream and b"return_token_ids" not in body:
+                self._asks_ids, extra = True, IDS_WANTED
+            if extra or salt or served != asked.model:
+                body = rewrite.forwarded(body, asked.model, served, extra, salt)
+        self._began_s = now_s = self._now_s()
+        self._means.watch.join(self, endpoint.replica, now_s)
         if asked.stream:
-            self.expect(self._means.now_s())
-        headers = [JSON, (b"x-request-id", asked.id.encode())]
+            self.owes = True
+        headers: tuple[tuple[bytes, bytes], ...] = (JSON, (b"x-request-id", asked.id.encode()))
         if endpoint.key:
-            headers.append((b"authorization", b"Bearer " + endpoint.key.encode()))
+            headers += ((b"authorization", b"Bearer " + endpoint.key.encode()),)
         call = self._means.outgoing.send(
             endpoint.address, b"POST", path, body, self, headers=headers, silence_s=SILENCE_S
         )
@@ -127,7 +134,7 @@ class Relay(Debtor):
         if self._call is not None:
             self._call.resume()
             if self._ride.asked.stream:
-                self.expect(self._means.now_s())
+                self.expect(self._now_s())
 
     # What the server says.
 
@@ -149,18 +156,32 @@ class Relay(Debtor):
             else:
                 self._pieces.append(data)
             return
-        self.hear(self._means.now_s())
-        if self._held:
-            data = self._held + data
-        if data.endswith(EVENT_END):
-            self._held = b""
-        else:
-            data, mark, self._held = data.rpartition(EVENT_END)
-            data += mark
-            if len(self._held) > MOST_BYTES:
-                self._lied("an event without an end")
-        if data and not self._over:
+        self.hear(self._now_s())
+        if self._held or not data.endswith(EVENT_END):
+            data = self._whole_events(data)
+        if not data or self._over:
+            return
+        if rewrite.ERROR in data or rewrite.ABORTED in data:
+            self._fail("replica", "broke its answer off")
+            return
+        if not self._flat:
             self._events(data)
+            return
+        stream = self._stream  # Most of what comes: the end of `_events`, written out.
+        stream.events += data.count(PART)
+        if rewrite.DONE in data:
+            self._ended = True
+            stream.events -= 1
+        if USAGE in data:
+            self._usage = data
+        self._relay(data)
+
+    def _whole_events(self, data: bytes) -> bytes:
+        """Those that are whole now."""
+        data, mark, self._held = (self._held + data).rpartition(EVENT_END)
+        if len(self._held) > MOST_BYTES:
+            self._lied("an event without an end")
+        return data + mark
 
     def done(self) -> None:
         self._call = None
@@ -168,7 +189,7 @@ class Relay(Debtor):
             return
         if self._streams:
             if self._ended:
-                self._finish(self._usage)
+                self._ride.relayed(self._length(self._usage))
             else:
                 self._fail("replica", "ended its answer before its end")
             return
@@ -177,13 +198,11 @@ class Relay(Debtor):
             if rewrite.ABORTED in body or b'"completion_tokens":0' in body:
                 self._fail("replica", "gave up an answer, and said that all is well")
                 return
-            self._pass_on(body)
-            self._ride.first_token()
-            self._finish(body)
+            tokens = self._length(body)
+            self._ride.relayed_whole(self._kind, body, tokens)
         elif self._status in CLIENTS_FAULT and not self._stream.begun:
-            self._pass_on(body)
             self._leave()
-            self._ride.turned_down()
+            self._ride.turned_down(self._status, self._kind, body)
         else:
             self._fail(KINDS.get(self._status, "replica"), f"answered {self._status}")
 
@@ -202,9 +221,6 @@ class Relay(Debtor):
 
     def _events(self, data: bytes) -> None:
         """Whole events: passed on as they are, or without the tokens that only we asked for, or written anew."""
-        if rewrite.ERROR in data or rewrite.ABORTED in data:
-            self._fail("replica", "broke its answer off")
-            return
         if not self.flows:
             self.computed(self.heard_s)
             self.flows = True
@@ -220,16 +236,17 @@ class Relay(Debtor):
                 return
         elif knows:
             data = b"".join(map(self._noted, data.split(EVENT_END)[:-1]))
-        count = data.count(b"data: ")
+        count = data.count(PART)
         stream.events += count
         if rewrite.DONE in data:
             self._ended = True
             stream.events -= 1
-        if b'"usage":{' in data:
+        if USAGE in data:
             self._usage = data
-        self._ride.relay(data)
+        self._relay(data)
         if count and not self._over:
             self._ride.first_token()
+            self._flat = self._rewriter is None and not stream.knows_ids
 
     def _begin(self, data: bytes) -> None:
         stream = self._stream
@@ -239,7 +256,7 @@ class Relay(Debtor):
         if found is not None and found[1]:
             stream.prompt_ids, stream.knows_ids = rewrite.ids_of(found[1]), True
             stream.first = rewrite.TOKEN_IDS.sub(b"", rewrite.PROMPT_IDS.sub(b"", stream.first))
-        self._ride.relay_begin(200, self._kind)
+        self._ride.answer.relay_begin(200, self._kind)
 
     def _noted(self, event: bytes) -> bytes:
         """An event without its tokens, which are kept."""
@@ -270,8 +287,8 @@ class Relay(Debtor):
 
     # Its end.
 
-    def _finish(self, said: bytes) -> None:
-        """All of it is passed on; how long it was is told by the usage, or by how many parts it had."""
+    def _length(self, said: bytes) -> int:
+        """All of it is there; how long it was is told by the usage, or by how many parts it had."""
         stream, asked = self._stream, self._ride.asked
         found = said.rfind(b'"completion_tokens":')
         tokens = 0
@@ -282,17 +299,12 @@ class Relay(Debtor):
             tokens = len(self._ride.output) or max(stream.events - (asked.path == CHAT), 1)
         self._count(tokens)
         self._leave()
-        self._ride.relayed(min(tokens, asked.max_output_tokens))
-
-    def _pass_on(self, body: bytes) -> None:
-        self._ride.relay_begin(self._status, self._kind)
-        if not self._over:
-            self._ride.relay(body)
+        return tokens if tokens < asked.max_output_tokens else asked.max_output_tokens
 
     def _count(self, tokens: int, problem: str = "") -> None:
         meter, endpoint = self._means.meter, self._endpoint
         if meter is not None and endpoint is not None and self.pulse is not None:
-            now_s = self._means.now_s()
+            now_s = self._now_s()
             meter.segment(self._ride.asked, endpoint.replica, self._began_s, now_s, tokens, problem)
 
     def _leave(self) -> None:
@@ -310,7 +322,7 @@ class Relay(Debtor):
         if stream.begun and not stream.knows_ids:
             self._ride.broken(kind, endpoint.replica, why)
         elif stream.begun and len(self._ride.output) >= self._ride.asked.max_output_tokens:
-            self._ride.relay(self._namesake().closing(self._ride.asked.body))
+            self._relay(self._namesake().closing(self._ride.asked.body))
             self._ride.relayed(len(self._ride.output))
         else:
             self._ride.failed(kind, endpoint.replica, why)

@@ -46,6 +46,17 @@ class Going(Protocol):
 class Ride:
     """`tell` reaches the Brain; `over` is called once, with the last thing that was told."""
 
+    _attempt = -1
+    _going: Going | None = None
+    _first = False
+    """Whether the first token of this attempt came."""
+    _whole: Reason | None = None
+    """Why no token can come any more, whatever becomes of the engine."""
+    _cached_tokens = 0
+    _failed: Failed | None = None
+    _paused = False
+    _ended = False
+
     def __init__(
         self,
         asked: Asked,
@@ -57,21 +68,11 @@ class Ride:
         self.asked = asked
         self.output: list[int] = []
         """The tokens that the user has."""
-        self._answer = answer
+        self.answer = answer
         self._means = means
         self._tell = tell
         self._over = over
         self.ends = frozenset(asked.ends)
-        self._attempt = -1
-        self._going: Going | None = None
-        self._first = False
-        """Whether the first token of this attempt came."""
-        self._whole: Reason | None = None
-        """Why no token can come any more, whatever becomes of the engine."""
-        self._cached_tokens = 0
-        self._failed: Failed | None = None
-        self._paused = False
-        self._ended = False
         self._stream = Stream()
         """What servers of plain OpenAI wrote of it."""
 
@@ -87,18 +88,22 @@ class Ride:
             self.failed("link", "", "was sent from elsewhere than where its user is")
             return
         endpoints: list[Endpoint] = []
+        faces = 0
+        find = self._means.directory.find
         for segment in run.route.segments:
-            endpoint = self._means.directory.find(segment.replica)
+            endpoint = find(segment.replica)
             if endpoint is None:
                 self.failed("replica", segment.replica, "cannot be reached")
                 return
             endpoints.append(endpoint)
-        kinds = {endpoint.kind for endpoint in endpoints}
+            faces += endpoint.kind == "face"
+        if faces:
+            self._means.met(endpoints[-1])
         going: Going
-        if kinds == {"face"} and self.asked.prompt and not self._stream.begun:
-            going = Trip(self, run, self._means)
-        elif kinds == {"openai"} and len(endpoints) == 1 and (self._stream.begun or not self.output):
+        if faces == 0 and len(endpoints) == 1 and (self._stream.begun or not self.output):
             going = Relay(self, run, self._means, self._stream)
+        elif faces == len(endpoints) and self.asked.prompt and not self._stream.begun:
+            going = Trip(self, run, self._means)
         else:
             self.failed("replica", run.route.decoder, "cannot do what the route asks of it")
             return
@@ -112,7 +117,7 @@ class Ride:
     def refuse(self, refusal: Refuse) -> None:
         if not self._ended:
             self._end(None)
-            self._answer.refused(refusal)
+            self.answer.refused(refusal)
 
     def abandon(self) -> None:
         """Stop working on it; what comes next will be said."""
@@ -157,7 +162,7 @@ class Ride:
     def tokens(self, choices: list[Choice]) -> None:
         """More of the answer. What is beyond its end was not asked for, and ends it."""
         kept, lied = self._keep(choices)
-        if kept and self._answer.tokens(kept):
+        if kept and self.answer.tokens(kept):
             self.first_token()
             self._end(Finished(self.asked.id, self._attempt, len(self.output)))
             return
@@ -182,25 +187,30 @@ class Ride:
 
     # What a server of plain OpenAI writes.
 
-    def relay_begin(self, status: int, content_type: bytes) -> None:
-        self._answer.relay_begin(status, content_type)
-
-    def relay(self, data: bytes) -> None:
-        self._answer.relay(data)
-
     def relayed(self, output_tokens: int) -> None:
         """All of it was passed on."""
         self._going = None
         if not self._ended:
             self._end(Finished(self.asked.id, self._attempt, output_tokens))
-            self._answer.relay_end()
+            self.answer.relay_end()
 
-    def turned_down(self) -> None:
-        """The server says that the request is at fault, which was passed on: there is nothing to learn from it."""
+    def relayed_whole(self, kind: bytes, body: bytes, output_tokens: int) -> None:
+        """All of it came at once. When its first token was there nobody knows, so nothing is said of that."""
+        self._going = None
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            self.answer.relay_whole(200, kind, body)  # The client first: the Brain is in no hurry.
+        finally:
+            self._close(Finished(self.asked.id, self._attempt, output_tokens))
+
+    def turned_down(self, status: int, kind: bytes, body: bytes) -> None:
+        """The server says that the request is at fault, which is passed on: there is nothing to learn from it."""
         self._going = None
         if not self._ended:
             self._end(Cancelled(self.asked.id))
-            self._answer.relay_end()
+            self.answer.relay_whole(status, kind, body)
 
     def broken(self, kind: FailureKind, where: str, why: str) -> None:
         """The answer ends in the middle: nobody knows from which tokens another could go on."""
@@ -211,7 +221,7 @@ class Ride:
         self._tell(Failed(self.asked.id, self._attempt, kind, where, len(self.output)))
         if not self._ended:
             self._end(Cancelled(self.asked.id))
-            self._answer.refused(
+            self.answer.refused(
                 Refuse(self.asked.id, "lost", f"the server {why} in the middle of its answer")
             )
 
@@ -228,7 +238,7 @@ class Ride:
 
     def _finish(self, reason: Reason) -> None:
         self._end(Finished(self.asked.id, self._attempt, len(self.output)))
-        self._answer.finished(reason, self._cached_tokens)
+        self.answer.finished(reason, self._cached_tokens)
 
     def failed(self, kind: FailureKind, where: str, why: str) -> None:
         """The attempt is over. Nothing is missing where the last token was heard; else the Brain says what next."""
@@ -254,6 +264,9 @@ class Ride:
     def _end(self, event: Event | None) -> None:
         self._ended = True
         self._stop()
+        self._close(event)
+
+    def _close(self, event: Event | None) -> None:
         self._over(self, event)
         if event is not None:
             self._tell(event)

@@ -36,10 +36,9 @@ class Rides:
     ) -> None:
         self._line = line
         self._now_s = now_s
-        self._directory = directory
         self._naming = Naming()
         self._watch = Watch(directory, now_s, later)
-        self._means = Means(outgoing, directory, self._watch, now_s, later, meter)
+        self._means = Means(outgoing, directory, self._watch, self._naming.met, now_s, later, meter)
         self._open: dict[str, Ride] = {}
         self._ended: OrderedDict[str, Event | None] = OrderedDict()
         self._acting = False
@@ -98,12 +97,12 @@ class Rides:
         self._watch.gone(replica)
 
     def _do(self, action: Action) -> None:
+        if type(action) is Run:
+            ride = self._open.get(action.request)
+            if ride is not None:
+                ride.run(action)
+            return
         match action:
-            case Run():
-                ride = self._open.get(action.request)
-                if ride is not None:
-                    self._naming.met(self._directory.find(action.route.decoder))
-                    ride.run(action)
             case Refuse():
                 ride = self._open.get(action.request)
                 if ride is not None:

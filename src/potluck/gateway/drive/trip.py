@@ -42,6 +42,8 @@ class Means:
     outgoing: Outgoing
     directory: Directory
     watch: Watch
+    met: Callable[[Endpoint], None]
+    """Hears where a request is sent to decode."""
     now_s: Callable[[], float]
     later: Callable[[float, Callable[[], None]], object]
     meter: Meter | None = None
@@ -92,7 +94,7 @@ class Trip:
             body = segment_body(
                 ride.asked, model, leg.stretch, run.streamed_tokens, run.weight, tokens_said, source, target
             )
-            means.watch.join(leg, leg.replica)
+            means.watch.join(leg, leg.replica, now_s)
             if place == 0:
                 leg.expect(now_s)
             self._send(leg, body)
