@@ -12,7 +12,7 @@ A gateway in a process of its own stands before engines that compute the shipped
 Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not, with stop
 strings, log probabilities, several choices. Compared are text, reason to end, log probabilities to the last bit, and
 the usage. Caches go raw. Which way each answer took is read from the gateway's log: `taken` counts those that ended
-on a route of that kind, `cuts` the different places at which prompts were cut.
+on a route of that kind, `cuts` the different places at which prompts were cut. What is refused is a mismatch too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from potluck.worlds.lines import read_line
 DATA = Path(potluck.engine.__file__).parent / "data"
 MODELS = ("words", "words-hybrid")
 STREAMS = 64
-WITHIN_S = 300.0
+WITHIN_S = 600.0
+PATIENT = f"max_wait_s={WITHIN_S:g}"
 WORDS = (
     "the",
     "a",
@@ -289,9 +290,10 @@ def trial(
     salted = [Ask(ask.path, {**ask.body, "cache_salt": kind}) for ask in asks]
     killing = Killing([engines[place] for place in way.kill if place < len(engines)], pieces_of(asks))
     with tempfile.TemporaryDirectory() as folder:
-        plan, spec = write_plans(Path(folder), units, way.flows)
+        # Nobody is refused for being late, on however slow a machine.
+        plan, spec = write_plans(Path(folder), units, way.flows, ttft_ms=1000 * int(WITHIN_S))
         log = Path(folder) / "log"
-        rules = [part for each in way.policy for part in ("--policy", each)]
+        rules = [part for each in (*way.policy, PATIENT) for part in ("--policy", each)]
         settings = ("--files", f"{MODEL}={DATA / model}", "--log", str(log), *rules)
         with LiveFleet(plan, spec, gateway=settings, over=engines, program=way.program) as fleet:
             wait_for_all(fleet)
@@ -307,6 +309,7 @@ def trial(
         "answers": float(sum(len(said.choices) for said in expected)),
         "taken": float(taken[kind]),
         "mismatches": float(len(wrong)),
+        "refused": float(sum(bool(said.problem) for said in found)),
         "seconds": took_s,
     }
     if kind == "split":

@@ -14,6 +14,8 @@ from potluck.core.values.sampling import MOST_LOGPROBS, SamplingDefaults
 
 ENGINES = Abilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS)
 """What engines can do that run segments; a service tier is the gateway's own affair."""
+OWN_FORM = "potluck"
+"""Configurations that the engine writes itself, such as the shipped hybrid model's."""
 GUESSED_CHARS = 4
 """Of a token, where nobody can tokenise."""
 
@@ -66,6 +68,10 @@ def read_card(
             ends.update(each.tokens("eos_token_id"))
             context = context or int(each.number("max_position_embeddings", 0))
             vocab = vocab or int(each.number("vocab_size", 0))
+        if members.text("model_type", default="") == OWN_FORM:
+            own, model = members.part("config"), members.part("config").part("model")
+            ends.update(own.tokens("eos_tokens"))
+            context, vocab = int(model.number("max_context_tokens", 0)), int(model.number("vocab", 0))
     if not context_tokens and not context:
         raise CapacityError(f"{folder}: config.json says no max_position_embeddings; say the model's context")
     return ModelCard(

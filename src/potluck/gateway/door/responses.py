@@ -31,9 +31,24 @@ SAME = frozenset(
         "tool_choice",
         "top_p",
         "user",
+        # Not OpenAI's; load generators send them, as vLLM has them.
+        "add_special_tokens",
+        "cache_salt",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "min_p",
+        "min_tokens",
+        "priority",
+        "seed",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "top_k",
     ]
 )
 """Fields that mean in a chat what they mean here."""
+OPTIONS = frozenset({"include_obfuscation", "include_usage", "continuous_usage_stats"})
+"""Of a stream, that ask for nothing: its last event tells the usage in any case."""
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "context_management": ([],),
@@ -83,8 +98,8 @@ def _check_text(value: object) -> None:
 
 
 def _check_options(value: object) -> None:
-    if not isinstance(value, dict) or not value.keys() <= {"include_obfuscation"}:
-        raise InputError("stream_options", "may only have include_obfuscation")
+    if not isinstance(value, dict) or not value.keys() <= OPTIONS:
+        raise InputError("stream_options", f"may only have {', '.join(sorted(OPTIONS))}")
 
 
 def _messages(instructions: object, given: object) -> list[Json]:
