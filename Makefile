@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
+# The same with pip's progress, without the lines about what is there already.
+PIP_VISIBLE := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt --progress-bar on
 
 # Files in benchmarks/ that others use.
 BENCH_PARTS := common engine_soak gateway_clients gateway_proxies gateway_relay gateway_upstream kv_peer simulate_fleets stress_fleets stress_more stress_scenarios stress_speed
@@ -20,8 +22,9 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
-up: $(VENV)/.base ## install, then plan and explain the bundled example fleet
-	@$(BIN)/potluck plan
+# Options: make up ARGS='potluck.yaml --port 8080'; make up ARGS=--check starts, asks one question and stops.
+up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, without a GPU; ARGS= for others
+	@exec $(BIN)/potluck up $(ARGS)
 
 test: lint ## install, lint, type-check, run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -76,6 +79,14 @@ $(BIN)/python:
 $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e .
 	@touch $@
+
+# What a service needs and no more; says what it does, since it takes minutes the first time. Machine code that is made
+# at first use is made here, once.
+$(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing (PyTorch and more, once)"
+	@began=$$(date +%s); $(PIP_VISIBLE) -e ".[engine,gateway]" && echo "installed in $$(( $$(date +%s) - began )) s"
+	@echo "compiling inner loops"; $(BIN)/python -m potluck.cli.serving.warm
+	@touch $(VENV)/.base $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e ".[dev]"

@@ -190,3 +190,29 @@ def test_of_plans_as_cheap_the_one_with_more_to_spare_is_taken(monkeypatch: pyte
     found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), RULES)
     assert found.chosen is not None
     assert found.chosen.factors == found.first.factors
+
+
+def test_a_short_one_takes_the_first_plan_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = (a_traffic(),)
+    problem = a_problem(*traffic)
+    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 1.3}))
+    trial = a_trial(problem, traffic)
+    short = rehearse(Workshop(problem), melange, SETTINGS, trial, replace(RULES, first=True))
+    assert short.chosen is not None
+    assert not short.chosen.fresh
+    assert [step.holds for step in short.steps] == [*[False] * (len(short.steps) - 1), True]
+    whole = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES)
+    assert whole.chosen is not None
+    assert short.chosen.cost_usd_per_h >= whole.chosen.cost_usd_per_h - 1e-9
+    assert len(short.steps) < len(whole.steps)
+
+
+def test_it_ends_when_told_that_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = (a_traffic(),)
+    problem = a_problem(*traffic)
+    monkeypatch.setattr(loop, "evidence_of", judging({"chat": 7.0}))
+    trial = a_trial(problem, traffic)
+    found = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES, enough=lambda: True)
+    assert len(found.steps) == 1
+    assert found.chosen is None
+    assert "no time" in found.reason

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from potluck.control.launch.local import NAME_MARK, OWNER_MARK
-from potluck.control.launch.process import Pid, alive, end, marked
+from potluck.control.launch.local import engines_of
+from potluck.control.launch.process import Pid, alive, end
 from potluck.control.store.store import Store
 
 DRAIN_S = 45.0
@@ -50,7 +50,7 @@ def stop_all(store: Store, why: str, within_s: float = DRAIN_S) -> int:
     places = store.places()
     found = [pid_of(place) for place in places.values()]
     # Those that were started and never written down carry the mark all the same.
-    found += [pid for pid, marks in marked(OWNER_MARK, owner_of(store)) if NAME_MARK in marks]
+    found += engines_of(owner_of(store))
     pids = list({pid for pid in [gateway, *found] if pid is not None})
     for pid in pids:
         end(pid)

@@ -13,29 +13,34 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from potluck.control.byhand import is_by_hand
 from potluck.control.chronicle import history_of
-from potluck.control.ending import DRAIN_S, living, owner_of, stop_all
+from potluck.control.ending import DRAIN_S, INSIST_S, living, owner_of, stop_all, wait
 from potluck.control.gateway import GatewayClient
 from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.local import LocalLauncher
-from potluck.control.launch.process import alive, end, last_words, rotate, spawn, started_at
+from potluck.control.launch.local import FORK_MARK, OWNER_MARK, LocalLauncher
+from potluck.control.launch.nursery import Nursery
+from potluck.control.launch.process import alive, end, last_words, marked, rotate, spawn, started_at
+from potluck.control.launch.room import GATEWAY_BYTES, must_have_room
 from potluck.control.loop import Controller, Turn
 from potluck.control.market import MarketFile
 from potluck.control.planning import Planner
+from potluck.control.step import START_S
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.plan import Plan, plan_to_json
 
 TURN_S = 0.5
 GATEWAY_S = 30.0
 """In which a gateway must listen."""
 LOOPBACK = "127.0.0.1"
+USUAL_PORT = 8000
+GATEWAY_MARK = "POTLUCK_GATEWAY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +48,46 @@ class StandSettings:
     folder: Path
     """Where the state, the logs and the plan lie."""
     spec: Path
-    port: int = 8000
-    """Where clients ask; 0: a free one."""
+    port: int | None = None
+    """Where clients ask; 0: a free one; None: the usual one, unless it is taken."""
     maker: EngineMaker = field(default_factory=EngineMaker)
     gateway: tuple[str, ...] = ()
     """Further words for `potluck serve`."""
     advise: bool = False
     market: MarketFile | None = None
     """Prices and nodes, where a file says."""
+    start_s: float = START_S
+    """In which an engine must be ready; then another is tried."""
 
 
 class Stand:
-    """Made once per process. `planner` answers the Brain when it asks for another plan."""
+    """Made once per process. `planner` answers the Brain when it asks for another plan; engines are forked from the
+    `nursery` where there is one."""
 
-    def __init__(self, settings: StandSettings, plan: Plan, planner: Planner | None = None) -> None:
-        self._settings = settings
-        self._folder = settings.folder
-        self.store = Store(self._folder / "state.db")
+    def __init__(
+        self,
+        settings: StandSettings,
+        plan: Plan,
+        planner: Planner | None = None,
+        nursery: Nursery | None = None,
+    ) -> None:
+        self._settings, self._nursery = settings, nursery
+        self.folder = settings.folder
+        self.store = Store(self.folder / "state.db")
         self._lease = Lease(self.store)
         if not self._lease.renew():
             raise InputError(
-                "--state", f"{self._folder}: another controller runs it; `potluck status` shows it"
+                "--state", f"{self.folder}: another controller runs it; `potluck status` shows it"
             )
-        self.launcher = LocalLauncher(settings.maker, self._folder / "logs", owner_of(self.store))
+        self.launcher = LocalLauncher(
+            settings.maker, self.folder / "logs", owner_of(self.store), nursery=nursery
+        )
         self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
         self.plan = self._chosen(plan)
-        self._plan_file = self._folder / "plan.json"
-        self._key_file = self._folder / "admin.key"
+        self._plan_file = self.folder / "plan.json"
+        self._key_file = self.folder / "admin.key"
         if not self._key_file.exists():
-            self._key_file.touch(0o600)
-            self._key_file.write_text(secrets.token_urlsafe(32))
+            written(self._key_file, secrets.token_urlsafe(32))
         self.client = GatewayClient("", self._key_file.read_text("utf-8"))
         self.controller = Controller(
             self.store,
@@ -82,8 +97,21 @@ class Stand:
             planner,
             market=settings.market,
             advise=settings.advise,
+            start_s=settings.start_s,
         )
         self.url = ""
+        self.said: list[str] = []
+        """What somebody should hear of, beside what the state has."""
+
+    def must_have_room(self) -> None:
+        """Refuse at once what this machine has no memory for, rather than engine by engine."""
+        planned = sum(
+            each.count * len(self.plan.template(each.template).replicas) for each in self.plan.deployments
+        )
+        there = sum(living(place) for place in self.store.places().values())
+        more = 0 if living(self.store.get("gateway")) else GATEWAY_BYTES
+        style = "forked" if self._nursery is not None else self._settings.maker.style
+        must_have_room(style, planned - there, more_bytes=more)
 
     def _chosen(self, plan: Plan) -> Plan:
         """The plan that was made, unless the gateway serves one that somebody made by hand."""
@@ -105,24 +133,49 @@ class Stand:
         """Find the gateway that is there, or start one."""
         place = self.store.get("gateway") or {}
         if not living(place):
-            place = self._start_gateway(int(place.get("port", 0)) or self._settings.port)
+            self._end_forgotten()
+            place = self._start_gateway(self._port(place))
         self.url, self.client.url = str(place["url"]), str(place["admin"])
+
+    def _end_forgotten(self) -> None:
+        """A gateway of this folder that the state knows nothing of (it was damaged, say) holds the port."""
+        for pid, _ in marked(GATEWAY_MARK, str(self.folder.resolve())):
+            self.store.note(time.time(), "gateway", f"process {pid.number} is stopped", "the state lost it")
+            end(pid)
+            if wait([pid], DRAIN_S):
+                end(pid, insist=True)
+                wait([pid], INSIST_S)
+
+    def _port(self, before: Mapping[str, object]) -> int:
+        """Where the gateway was, where it was told to be, or where it can be."""
+        told = self._settings.port
+        known = before.get("port")
+        if isinstance(known, int) and known:
+            told = known
+        if told is None and (taken := _taken(USUAL_PORT)):
+            port = _free_port()
+            self.said.append(f"port {USUAL_PORT} is taken ({taken}); it is {port} instead")
+            return port
+        port = USUAL_PORT if told is None else told or _free_port()
+        if taken := _taken(port):
+            line = f"{port} cannot be used ({taken}); say another, or 0 for a free one"
+            raise InputError("--port", line)
+        return port
 
     def _start_gateway(self, port: int) -> dict[str, object]:
         newest = self.store.plan()
-        self._plan_file.write_text(plan_to_json(self.plan if newest is None else newest.plan), "utf-8")
-        port, admin = port or _free_port(), _free_port()
-        _must_be_free(port)
+        written(self._plan_file, plan_to_json(self.plan if newest is None else newest.plan))
+        admin = _free_port()
         settings = self._settings
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
             *("--port", str(port), "--admin-port", str(admin), "--json"),
-            *("--admin-key-file", str(self._key_file), "--log", str(self._folder / "brain.log")),
+            *("--admin-key-file", str(self._key_file), "--log", str(self.folder / "brain.log")),
             *("--history", str(self._history())),
             *settings.gateway,
         ]
-        log = self._folder / "logs" / "gateway.log"
-        pid = spawn(command, {"POTLUCK_GATEWAY": str(self._folder)}, log)
+        log = self.folder / "logs" / "gateway.log"
+        pid = spawn(command, {GATEWAY_MARK: str(self.folder.resolve())}, log)
         place: dict[str, object] = {
             "pid": pid.number,
             "started": pid.started,
@@ -144,14 +197,14 @@ class Stand:
 
     def _history(self) -> Path:
         """The rates of the past, for the new gateway's forecasts."""
-        path = self._folder / "history.json"
-        path.write_text(json.dumps(history_of(self.store, time.time())), "utf-8")
+        path = self.folder / "history.json"
+        written(path, json.dumps(history_of(self.store, time.time())))
         return path
 
     def turn(self) -> Turn:
         """One look at everything."""
         self.open()
-        rotate(self._folder / "logs" / "gateway.log")
+        rotate(self.folder / "logs" / "gateway.log")
         return self.controller.turn()
 
     @property
@@ -172,10 +225,29 @@ class Stand:
         """Drain and stop everything; how many processes had to be made to end."""
         return stop_all(self.store, "somebody asked for it", within_s)
 
+    def running(self) -> list[str]:
+        """What lives, by name; as far as the state can still be read."""
+        try:
+            found = ["gateway"] if living(self.store.get("gateway")) else []
+            return found + [name for name, place in self.store.places().items() if living(place)]
+        except PotluckError:
+            return ["what was started"]
+
     def close(self) -> None:
         """Leave everything as it is, for a successor."""
+        if self._nursery is not None:
+            self._nursery.close()
         self.controller.close()
         self.store.close()
+
+
+def nursery_of(folder: Path) -> Nursery | None:
+    """One for the engines of this state; None where it cannot be."""
+    marks = {OWNER_MARK: str((folder / "state.db").resolve()), FORK_MARK: "1"}
+    try:
+        return Nursery(marks, folder / "logs" / "nursery.log")
+    except OSError:
+        return None
 
 
 def _free_port() -> int:
@@ -184,14 +256,30 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _must_be_free(port: int) -> None:
+def _taken(port: int) -> str:
+    """Why a port cannot be used; empty where it can."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError as error:
-            line = f"{port} cannot be used ({error.strerror}); say another, or 0 for a free one"
-            raise InputError("--port", line) from error
+            return error.strerror or str(error)
+    return ""
+
+
+def written(path: Path, text: str) -> None:
+    """A file with this text, readable by its owner alone; the one before stays where there is no room."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise CapacityError(
+            f"{path} cannot be written ({error.strerror or error}); make room there, or name another --state"
+        ) from error
 
 
 def _answers(port: int, path: str) -> bool:

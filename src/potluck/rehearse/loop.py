@@ -41,6 +41,8 @@ class Rules:
     most_factor: float = 16.0
     verdict_runs: int = 10
     """Fresh runs for the final word."""
+    first: bool = False
+    """The first plan that holds will do: not the cheapest, and without fresh runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class _Search:
     trial: Trial
     rules: Rules
     said: Callable[[str], None]
+    enough: Callable[[], bool]
     brackets: dict[str, Bracket] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     held_in: dict[str, Step] = field(default_factory=dict)
@@ -119,10 +122,14 @@ class _Search:
             if ask.rate_per_s > 0:
                 self.brackets[ask.name] = Bracket(problem.headroom, self.rules.most_factor)
         while len(self.steps) < self.rules.most_rounds:
+            if self.steps and self.enough():
+                return None, "there was no time to try more"
             settled = all(bracket.done for bracket in self.brackets.values())
             step = (self._best() if settled else None) or self._attempt()
             if step.short and not step.holds and self._stuck(step):
                 return None, "the fleet has no more nodes that would help"
+            if self.rules.first and step.holds:
+                return step, "holds in the runs that it was tried in"
             if settled and step.holds:
                 verdict = self._verdict(step)
                 if verdict.holds:
@@ -240,9 +247,13 @@ def rehearse(
     trial: Trial,
     rules: Rules | None = None,
     said: Callable[[str], None] = lambda _: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Rehearsal:
-    """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation."""
-    search = _Search(workshop, planner, settings, trial, rules or Rules(), said)
+    """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation.
+
+    `enough` is asked before each further round, and ends the search.
+    """
+    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough)
     chosen, reason = search.run()
     found = Rehearsal(tuple(search.steps), chosen, reason, workshop.problem)
     asked = {name: factor / found.best.outcome.plan.fraction for name, factor in found.best.factors.items()}

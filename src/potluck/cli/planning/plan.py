@@ -119,7 +119,7 @@ def plan(
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
         outcome = planner(workshop, settings)
-        _require_service(problem, outcome, limit_s)
+        require_service(problem, outcome, limit_s)
         tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
         if tried is not None:
             workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
@@ -208,7 +208,7 @@ def compare(
         click.echo(f"left out: {problem_text}", err=as_json)
 
 
-def _require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
+def require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
     """A plan that serves nothing is no plan: say why instead."""
     from potluck.plan.explain import why_not
 

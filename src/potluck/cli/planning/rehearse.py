@@ -12,7 +12,10 @@ from potluck.cli.common.render import percent, table, usd
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.core.values.plan import Plan
+    from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
+    from potluck.rehearse.evidence import Trial
     from potluck.rehearse.loop import Rehearsal, Step
     from potluck.rehearse.sources import Source
     from potluck.spec.values import Spec
@@ -76,17 +79,23 @@ def rehearsed(
         return None
     if not any(model.traffic.rate_per_s > 0 for model in spec.models):
         return None
-    from potluck.cli.trying.simulation import Inputs, scene_of
-    from potluck.rehearse.evidence import Trial
     from potluck.rehearse.loop import Rules, rehearse
-    from potluck.sim.settings import Settings as Running
 
-    world = scene_of(Inputs(spec, workshop.problem, outcome.plan))
-    source, recorded = _source(spec, asked, settings.seed)
-    trial = Trial(world, source, replace(spec.policy, admission=False), Running())
+    trial, recorded = trial_of(spec, workshop.problem, outcome.plan, asked, settings.seed)
     # A trace has just so many pieces; seeds there are without end.
     rules = Rules(runs=asked.runs, verdict_runs=asked.runs if recorded else 2 * asked.runs)
     return rehearse(workshop, planner, settings, trial, rules, workshop.said)
+
+
+def trial_of(spec: Spec, problem: Problem, plan: Plan, asked: Asked, seed: int = 0) -> tuple[Trial, bool]:
+    """How plans of a spec are tried, and whether with recorded requests."""
+    from potluck.cli.trying.simulation import Inputs, scene_of
+    from potluck.rehearse.evidence import Trial
+    from potluck.sim.settings import Settings as Running
+
+    world = scene_of(Inputs(spec, problem, plan))
+    source, recorded = _source(spec, asked, seed)
+    return Trial(world, source, replace(spec.policy, admission=False), Running()), recorded
 
 
 def _source(spec: Spec, asked: Asked, seed: int) -> tuple[Source, bool]:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.trying.simulation import Inputs, policy_of, read_inputs
+from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
+from potluck.cli.serving.up_show import Served, ask, ready_json, show_answer, show_ready, startup
+from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec
+from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.control.loop import Turn
     from potluck.control.planning import Planner
+    from potluck.control.stand import Stand
+    from potluck.core.brain.policy import Policy
     from potluck.core.brain.policy import Policy
     from potluck.core.values.plan import Plan
 
 STATE = Path.home() / ".local" / "state" / "potluck"
+CHECK_S = 300.0
+REMIND_S = 30.0
+"""Between two lines about the same thing that is waited for."""
 _file = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -30,7 +42,9 @@ def demo() -> Path:
 
 @click.command()
 @click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=_file)
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="0: a free one; else 8000, or a free one where it is taken."
+)
 @click.option(
     "--state", type=click.Path(path_type=Path), help="A folder for state and logs; else one by the spec."
 )
@@ -42,6 +56,7 @@ def demo() -> Path:
     type=click.Choice(["emulated", "pretended"]),
     help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace.",
 )
+@click.option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
 @click.option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
 @click.option(
     "--market",
@@ -52,35 +67,50 @@ def demo() -> Path:
 @click.option(
     "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="To plan, in s."
 )
+@click.option("--check", is_flag=True, help="Ask one question once it is ready, and stop.")
+@click.option(
+    "--within",
+    "within_s",
+    type=click.FloatRange(1.0),
+    default=CHECK_S,
+    show_default=True,
+    help="With --check: seconds in which all must be ready.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def up(
     paths: tuple[Path, ...],
-    port: int,
+    port: int | None,
     state: Path | None,
     style: str,
+    averages: bool,
     advise: bool,
     market: Path | None,
     policy: tuple[str, ...],
     time_limit_s: float,
+    check: bool,
+    within_s: float,
     as_json: bool,
 ) -> None:
-    """Plan, start engines and a gateway on this machine, and look after them until Ctrl-C.
+    """Plan, rehearse, start engines and a gateway on this machine, and look after them until Ctrl-C.
 
     \b
     Examples:
       potluck up                     a small mixed fleet that needs no GPU
       potluck up potluck.yaml        your own
+      potluck up --check             the same for scripts: start, ask one question, stop
     """
     from potluck.control.launch.command import EngineMaker
     from potluck.control.market import MarketFile
-    from potluck.control.stand import Stand, StandSettings
+    from potluck.control.stand import Stand, StandSettings, nursery_of
     from potluck.engine.shipped import shipped_model
 
+    began_s = time.monotonic()
     spec_path = paths[-1] if paths else demo()
-    chosen = paths if paths else (spec_path,)
-    inputs, rules = read_inputs(chosen, time_limit_s, _say, lambda spec: policy_of(policy, spec.policy))
+    spec = read_one_spec(paths or (spec_path,))
+    rules = policy_of(policy, spec.policy)
     folder = state or STATE / spec_path.stem
-    names = tuple((model.name, model.model.name) for model in inputs.spec.models)
+    _must_be_nobodys(folder)
+    names = tuple((model.name, model.model.name) for model in spec.models)
     files = tuple((name, shipped_model()) for name, _ in names)
     settings = StandSettings(
         folder,
@@ -92,10 +122,33 @@ def up(
             *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
         ),
         advise,
-        None if market is None else MarketFile(market, inputs.spec.regions),
+        None if market is None else MarketFile(market, spec.regions),
     )
-    stand = Stand(settings, inputs.plan, _planner(inputs, rules, time_limit_s))
-    _run(stand, stand.plan, [name for name, _ in names], as_json)
+    with ExitStack() as whole, ExitStack() as until_ready:
+        said = until_ready.enter_context(startup(4 * len(names) + 2 * RUNS + 8))
+        # It loads while the plan is made.
+        nursery = nursery_of(folder) if style == "emulated" else None
+        if nursery is not None:
+            whole.callback(nursery.close)
+        said("planning")
+        found = prepared(paths, spec, Wishes(time_limit_s, averages), said)
+        if nursery is not None:
+            said("loading the engine")
+            nursery = nursery if nursery.wait_ready() else None
+        stand = Stand(settings, found.inputs.plan, _planner(found.inputs, rules, time_limit_s), nursery)
+        _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))
+
+
+def _must_be_nobodys(folder: Path) -> None:
+    """Somebody who looks after this already is found before a plan is made for nothing."""
+    from potluck.control.view import Service
+
+    if (folder / "state.db").is_file():
+        service = Service(folder)
+        lives = service.controller_lives
+        service.close()
+        if lives:
+            raise InputError("--state", f"{folder}: another controller runs it; `potluck status` shows it")
 
 
 def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | None:
@@ -104,56 +157,102 @@ def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | No
     return None if rules.scaling == "none" else Replanner(inputs.problem, time_limit_s)
 
 
-def _run(stand: object, plan: Plan, models: list[str], as_json: bool) -> None:
-    from potluck.control.stand import Stand
+@dataclass(slots=True)
+class _Show:
+    """A service that starts, as it is told about; `seen` is its one mutator."""
 
-    assert isinstance(stand, Stand)
-    stop = threading.Event()
+    stand: Stand
+    prepared: Prepared
+    as_json: bool
+    began_s: float
+    check: bool
+    within_s: float
+    said: Callable[[str], None]
+    quiet: Callable[[], None]
+    """Ends the bar."""
+    told: bool = False
+    failed: str = ""
+    last: str = ""
+    last_s: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def seen(self, turn: Turn) -> None:
+        """One turn of the controller."""
+        if self.told:
+            return
+        line = f"{turn.up} of {turn.wanted} engines are up"
+        now_s = time.monotonic()
+        if line != self.last:
+            self.last, self.last_s = line, now_s
+            self.said(line)
+        elif now_s - self.last_s > REMIND_S:
+            self.last_s = now_s
+            click.echo(f"still {line}: {self._lacking(turn)}", err=True)
+        if turn.wanted and turn.up == turn.wanted and self.stand.ready:
+            self.told = True
+            self.quiet()
+            self._ready(now_s)
+        elif self.check and now_s - self.began_s > self.within_s:
+            self.failed = f"not ready within {self.within_s:g} s: {line}; {self._lacking(turn)}"
+            self.stop.set()
+
+    def _lacking(self, turn: Turn) -> str:
+        """Why something is not there, and where its log is."""
+        for line in turn.waiting:
+            return line
+        for each in self.stand.store.instances():
+            if each.state != "up":
+                since = time.time() - each.since_s
+                log = self.stand.launcher.log_of(each.name)
+                return f"{each.name} is {each.state} since {since:.0f} s (its log: {log})"
+        return turn.problem or "`potluck status` says what is missing"
+
+    def _ready(self, now_s: float) -> None:
+        models = tuple(model.name for model in self.prepared.inputs.spec.models)
+        lines = (*self.stand.said, *self.prepared.lines)
+        served = Served(self.stand.url, models, self.stand.plan, lines, now_s - self.began_s)
+        if not self.check:
+            click.echo(json.dumps(ready_json(served))) if self.as_json else show_ready(served)
+            return
+        self.stop.set()
+        try:
+            answers = [ask(served.url, model) for model in models]
+        except PotluckError as error:
+            self.failed = str(error)
+            return
+        if self.as_json:
+            click.echo(json.dumps(ready_json(served) | {"answers": [asdict(each) for each in answers]}))
+            return
+        show_ready(served)
+        for each in answers:
+            show_answer(each)
+
+
+def _run(show: _Show) -> None:
+    stand, stop = show.stand, show.stop
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    told = False
-    last = ""
-
-    def seen(turn: Turn) -> None:
-        nonlocal told, last
-        line = f"{turn.up} of {turn.wanted} engines are up" + (f"; {turn.waiting[0]}" if turn.waiting else "")
-        if line != last and not told:
-            _say(line)
-        last = line
-        if not told and turn.wanted and turn.up == turn.wanted and stand.ready:
-            told = True
-            _ready(stand.url, plan, models, as_json)
-
     try:
-        stand.run(stop.is_set, seen)
-        _say("draining")
+        stand.must_have_room()
+        try:
+            stand.run(stop.is_set, show.seen)
+        except PotluckError as error:
+            show.quiet()
+            raise CapacityError(f"{error}\n{_kept(stand)}") from error
+        show.quiet()
+        click.echo("draining", err=True)
         made = stand.down()
-        _say("stopped" + (f"; {made} processes had to be made to end" if made else ""))
+        click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""), err=True)
+        if show.failed:
+            raise CapacityError(f"{show.failed}\nall was stopped; state and logs are kept in {stand.folder}")
     finally:
         stand.close()
 
 
-def _ready(url: str, plan: Plan, models: list[str], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"url": url, "models": models, "cost_usd_per_h": plan.cost_usd_per_h}))
-        return
-    click.echo(
-        f"Serving {', '.join(models)} at {url}  (${plan.cost_usd_per_h:.2f}/h as planned; Ctrl-C drains)"
-    )
-    for each in plan.deployments:
-        click.echo(f"  {each.count} x {each.template} in {each.region}")
-    body = json.dumps(
-        {
-            "model": models[0],
-            "messages": [{"role": "user", "content": "Hello"}],
-            "stream": True,
-            "max_tokens": 40,
-        }
-    )
-    click.echo(
-        f"Try it:\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    )
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)
+def _kept(stand: Stand) -> str:
+    """What is there after the controller could not go on, and how to go on with it."""
+    running = stand.running()
+    if not running:
+        return f"nothing is left running; state and logs are kept in {stand.folder}"
+    what = ", ".join(running)
+    return f"{what} go on without a controller; `potluck up` takes them over, `potluck down` stops them"

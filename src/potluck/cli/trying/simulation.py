@@ -53,17 +53,28 @@ def read_inputs(
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
-        plan = plan_from_json(_text(paths[0]))
         spec = read_spec(paths[1])
-        problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
-        return Inputs(spec, problem, plan), make(spec)
-    if paths and _text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
-        raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
-    spec = read_spec(paths[0] if paths else None)
+        spec = read_spec(paths[1])
+        return read_plan_and_spec(paths[0], spec, profiles), make(spec)
+    spec = read_one_spec(paths)
     made = make(spec)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     said("planning")
     return Inputs(spec, problem, planned(problem, time_limit_s)), made
+
+
+def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> Inputs:
+    problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
+    return Inputs(spec, problem, plan_from_json(_text(plan)))
+
+
+def read_one_spec(paths: tuple[Path, ...]) -> Spec:
+    """The spec that is named last; the bundled example where none is."""
+    if len(paths) > 2:
+        raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
+    if len(paths) == 1 and _text(paths[0]).lstrip().startswith("{") and _is_plan(paths[0]):
+        raise InputError(str(paths[0]), f"is a plan; name its spec too: {paths[0].name} potluck.yaml")
+    return read_spec(paths[-1] if paths else None)
 
 
 def planned(problem: Problem, time_limit_s: float) -> Plan:

@@ -3,5 +3,7 @@
 base.py      the protocol
 command.py   from what an engine is to the command that starts it
 process.py   processes of this machine: started, recognised again, ended
+nursery.py   a process that forks engines
+room.py      memory of this machine
 local.py     a launcher on this machine
 """

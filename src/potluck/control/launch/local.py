@@ -5,17 +5,20 @@ from __future__ import annotations
 import http.client
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
 from potluck.control.launch.base import NodeNews, Place, Sighting
 from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn
+from potluck.control.launch.nursery import Nursery
+from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn, title_of
+from potluck.control.launch.room import Free, free_bytes, must_have_room
 from potluck.control.values import Make
 from potluck.core.errors import CapacityError
 
-NAME_MARK, OWNER_MARK = "POTLUCK_INSTANCE", "POTLUCK_OWNER"
+NAME_MARK, OWNER_MARK, FORK_MARK = "POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK_NURSERY"
+FORKED_TITLE = "potluck-engine"
 GRACE_S = 15.0
 """From asking a process to end to making it."""
 ASK_S = 1.0
@@ -31,8 +34,11 @@ class LocalLauncher:
         folder: Path,
         owner: str,
         clock: Callable[[], float] = time.monotonic,
+        free: Free = free_bytes,
+        nursery: Nursery | None = None,
     ) -> None:
         self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
+        self._free, self._nursery = free, nursery
         self._leased: dict[int, float] = {}
         """Ports that were given to somebody lately, who may not listen yet."""
         self._ending: dict[str, float] = {}
@@ -42,10 +48,13 @@ class LocalLauncher:
         return self._folder / f"{name}.log"
 
     def start(self, name: str, make: Make) -> Place:
+        must_have_room(self._maker.style, 1, self._free)
         port, kv_port = self._port(), self._port()
         command = self._maker.command(make, port, kv_port)
-        marks = {NAME_MARK: name, OWNER_MARK: self._owner}
-        pid = spawn(command, marks, self.log_of(name))
+        marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
+        pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
+        if pid is None:
+            pid = spawn(command, marks, log)
         return {
             "pid": pid.number,
             "started": pid.started,
@@ -55,8 +64,8 @@ class LocalLauncher:
     def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
         found = [self._seen(name, place) for name, place in places.items()]
         known = {place.get("pid") for place in places.values()}
-        for pid, variables in marked(OWNER_MARK, self._owner):
-            if pid.number not in known and NAME_MARK in variables:
+        for pid in engines_of(self._owner):
+            if pid.number not in known:
                 # Started, and never written down: nobody counts on it.
                 end(pid)
         self._insist(places)
@@ -104,6 +113,14 @@ class LocalLauncher:
                 self._leased[port] = now_s + 60.0
                 return port
         raise CapacityError("no port is free on this machine")
+
+
+def engines_of(owner: str) -> Iterator[Pid]:
+    """Engines that bear this mark, whether anybody wrote them down or not."""
+    for pid, variables in marked(OWNER_MARK, owner):
+        # One that was forked has its nursery's variables, and a title of its own.
+        if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE):
+            yield pid
 
 
 def _pid(place: Place) -> Pid | None:

@@ -31,8 +31,11 @@ class Pid:
 
 def spawn(command: Sequence[str], marks: Mapping[str, str], log: Path) -> Pid:
     """Start a process in a session of its own; what it prints goes to the end of a file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise CapacityError(f"{log} cannot be written ({error.strerror or error})") from error
     try:
         made = subprocess.Popen(
             command,
@@ -60,6 +63,14 @@ def started_at(number: int) -> int | None:
         return None
     fields = text[text.rindex(")") + 2 :].split()
     return None if fields[0] in ("Z", "X") else int(fields[START_FIELD])
+
+
+def title_of(pid: Pid) -> str:
+    """What the system calls a process."""
+    try:
+        return (PROC / str(pid.number) / "comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def alive(pid: Pid) -> bool:

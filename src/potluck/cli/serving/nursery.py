@@ -1,0 +1,117 @@
+"""A process that loads the engine once and forks engines from itself: `python -m potluck.cli.serving.nursery`.
+
+Whoever started it writes lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and reads one for each:
+{"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded. It ends when its input does;
+its engines go on.
+
+Forking is only sound while there is one thread: torch computes with one here, as it does for models as small as the
+shipped one anyhow, and nothing of CUDA is touched. Where there are more threads all the same it refuses.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+MODULES = (
+    "potluck.cli.serving.engine",
+    "potluck.cli.serving.emulate",
+    "potluck.catalog.models",
+    "potluck.catalog.nodes",
+    "potluck.engine.compute.paced",
+    "potluck.engine.face.carriage",
+    "potluck.engine.face.service",
+    "potluck.perf.roofline",
+)
+"""What an engine imports when it starts, beside what is used here."""
+
+ENGINE_TITLE = "potluck-engine"
+"""What the system calls an engine that was forked; the nursery itself keeps the interpreter's name."""
+
+
+def load() -> None:
+    """Everything that an engine of the shipped model needs, its machine code too."""
+    import torch
+
+    torch.set_num_threads(1)
+    from potluck.cli.serving.engine_kinds import described
+    from potluck.engine.compute.work import Size
+    from potluck.engine.model.checkpoint import Files
+    from potluck.engine.model.config import read_config
+    from potluck.engine.serve import local_executor, warm_up
+    from potluck.engine.shipped import shipped_model
+    from potluck.kv.codec import convert
+    from potluck.kv.wire import check
+
+    for module in MODULES:
+        import_module(module)
+    check.load()
+    convert.load()
+    directory = shipped_model()
+    config = read_config(directory, described(directory))
+    # Run once, so that what is made at the first step is made here.
+    warm_up(local_executor(config, Files(directory), Size(2, 4, 64, 32), "cpu"))
+    gc.collect()
+    gc.freeze()  # what is shared with the engines is not written to by collecting
+
+
+def _threads() -> int:
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 1
+
+
+def _forked(arguments: list[str], log: str) -> int:
+    """An engine with these arguments; its number."""
+    sys.stdout.flush()
+    number = os.fork()
+    if number:
+        return number
+    code = 70
+    try:
+        os.setsid()
+        Path("/proc/self/comm").write_text(ENGINE_TITLE)
+        for each in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (out, 1), (out, 2)):
+            os.dup2(source, target)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from potluck.cli.main import run
+
+        code = run(arguments)
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # nothing of the nursery's is to be ended here
+
+
+def _answer(line: str) -> dict[str, Any]:
+    asked = json.loads(line)
+    if _threads() > 1:
+        return {"refused": f"{_threads()} threads run here"}
+    try:
+        return {"pid": _forked(list(asked["arguments"]), str(asked["log"]))}
+    except OSError as error:
+        return {"refused": error.strerror or str(error)}
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system clears engines away that end
+    answers = sys.stdout
+    load()
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(line)), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

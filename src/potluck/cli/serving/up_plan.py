@@ -1,0 +1,146 @@
+"""What `potluck up` serves with: a plan that is read or made, and tried in a short rehearsal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from potluck.cli.common.render import percent
+from potluck.cli.trying.simulation import Inputs, read_plan_and_spec
+
+if TYPE_CHECKING:
+    from potluck.core.values.plan import Plan
+    from potluck.perf.profile import Profile
+    from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Outcome, Settings, Workshop
+    from potluck.rehearse.evidence import Evidence
+    from potluck.spec.values import Spec
+
+HEADROOM = 0.8
+RUNS, MOST_REQUESTS = 3, 1_500
+"""Of a rehearsal: enough to see a plan that misses by much, in seconds."""
+REHEARSAL_S = 12.0
+"""CPU-seconds after which no further round is begun."""
+MOST_ROUNDS = 4
+Said = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is served, and what is to be said of it."""
+
+    inputs: Inputs
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a plan is chosen."""
+
+    time_limit_s: float
+    averages: bool = False
+    """Do without a rehearsal."""
+    profiles: tuple[Profile, ...] = ()
+    single: bool = False
+    """Only layouts of one GPU: what the engines here can be."""
+
+
+def prepared(paths: tuple[Path, ...], spec: Spec, wishes: Wishes, said: Said) -> Prepared:
+    """Read the plan, or make one for the spec."""
+    if len(paths) == 2:
+        inputs = read_plan_and_spec(paths[0], spec)
+        return _tried_as_it_is(inputs, wishes, said)
+    return _planned(spec, wishes, said)
+
+
+def _tried_as_it_is(inputs: Inputs, wishes: Wishes, said: Said) -> Prepared:
+    from potluck.cli.planning.rehearse import Asked, trial_of
+    from potluck.rehearse.evidence import evidence_of
+
+    if wishes.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
+        return Prepared(inputs)
+    asked = Asked(True, None, MOST_REQUESTS, RUNS)
+    trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, asked)
+    shown = evidence_of(trial, inputs.plan, range(RUNS), lambda what: said(f"rehearsing: {what}"))
+    return Prepared(inputs, tuple(map(_line, shown)))
+
+
+def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
+    from potluck.cli.common.problems import load_problem
+    from potluck.cli.planning.plan import require_service
+    from potluck.plan.strategies import STRATEGIES, Settings
+
+    problem = load_problem(spec, HEADROOM, None, (), 0.0)
+    problem = replace(problem, asks=tuple(replace(each, profiles=wishes.profiles) for each in problem.asks))
+    workshop = _workshop(problem, wishes, said)
+    settings = Settings(time_limit_s=wishes.time_limit_s)
+    outcome = STRATEGIES["auto"](workshop, settings)
+    require_service(problem, outcome, wishes.time_limit_s)
+    lines = _short_of(problem, outcome)
+    plan = outcome.plan
+    tried: tuple[str, ...] = ()
+    if not wishes.averages and any(model.traffic.rate_per_s > 0 for model in spec.models):
+        plan, tried = _rehearsed(spec, workshop, outcome, settings, said)
+    return Prepared(Inputs(spec, problem, plan), (*lines, *tried))
+
+
+def _workshop(problem: Problem, wishes: Wishes, said: Said) -> Workshop:
+    from potluck.plan.strategies import Workshop
+    from potluck.plan.strategies.pools import machines_key
+
+    made = Workshop(problem, said=said)
+    if wishes.single:
+        for ask in problem.asks:
+            made.made["pipeline", ask.name] = []
+            made.made[f"group of {machines_key(problem)}", ask.name] = []
+    return made
+
+
+def _short_of(problem: Problem, outcome: Outcome) -> tuple[str, ...]:
+    """What is said of a fleet that cannot do all that is asked of it."""
+    fraction = outcome.plan.fraction
+    if fraction >= 1:
+        return ()
+    able = ", ".join(f"{ask.name} {ask.rate_per_s * fraction:.3g}/s" for ask in problem.asks)
+    what = f"of {sum(ask.rate_per_s for ask in problem.asks):.3g} requests/s that are asked for"
+    return (f"this fleet can do {able} {what}; the rest waits or is refused (`potluck plan` says why)",)
+
+
+def _rehearsed(
+    spec: Spec, workshop: Workshop, outcome: Outcome, settings: Settings, said: Said
+) -> tuple[Plan, tuple[str, ...]]:
+    """The first plan with headroom enough to hold in simulation; the one on averages where none does."""
+    from potluck.cli.planning.rehearse import Asked, trial_of
+    from potluck.plan.strategies import STRATEGIES
+    from potluck.rehearse.loop import Rules, rehearse
+
+    trial, _ = trial_of(spec, workshop.problem, outcome.plan, Asked(True, None, MOST_REQUESTS, RUNS))
+    began_s = time.process_time()
+    found = rehearse(
+        workshop,
+        STRATEGIES["auto"],
+        settings,
+        trial,
+        Rules(runs=RUNS, most_rounds=MOST_ROUNDS, first=True),
+        lambda what: said(f"rehearsing, {what}"),
+        lambda: time.process_time() - began_s > REHEARSAL_S,
+    )
+    best = found.best
+    lines = tuple(map(_line, best.evidence))
+    more = best.cost_usd_per_h - found.first.cost_usd_per_h
+    if found.chosen is None:
+        lines = (*lines, f"no plan held in simulation ({found.reason}); this one came closest")
+    elif more > 0.005:
+        lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
+    return best.plan, lines
+
+
+def _line(seen: Evidence) -> str:
+    kept = "holds" if seen.holds else "misses"
+    return (
+        f"rehearsed: {seen.model} in time for {percent(seen.mean)} of {seen.requests:,} requests, "
+        f"{kept} its {percent(seen.promised)}"
+    )

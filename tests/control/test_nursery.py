@@ -1,0 +1,88 @@
+"""Engines that are forked: as good as those that are started, and found again by their mark."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from potluck.control.launch.local import FORK_MARK, OWNER_MARK, engines_of
+from potluck.control.launch.nursery import Nursery
+from potluck.control.launch.process import alive, end
+
+WITHIN_S = 60.0
+TINY = """
+import threading, time
+from potluck.cli.serving import nursery
+nursery.load = lambda: {load}
+nursery.main()
+"""
+
+
+def _nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str) -> Nursery:
+    """The real one, but that it loads nothing: engines import what they need."""
+    (tmp_path / "tiny_nursery.py").write_text(TINY.format(load=load))
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *filter(None, sys.path)]))
+    marks = {OWNER_MARK: str(tmp_path), FORK_MARK: "1"}
+    return Nursery(marks, tmp_path / "logs" / "nursery.log", "tiny_nursery")
+
+
+@pytest.fixture
+def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
+    found = _nursery(tmp_path, monkeypatch, "None")
+    yield found
+    found.close()
+    for pid in engines_of(str(tmp_path)):
+        end(pid, insist=True)
+
+
+def _until(what: object) -> None:
+    until_s = time.monotonic() + WITHIN_S
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "one.log"
+    assert nursery.fork(["--version"], log) is None, "not before it is ready"
+    assert nursery.wait_ready(WITHIN_S)
+    pid = nursery.fork(["--version"], log)
+    assert pid is not None
+    _until(lambda: not alive(pid))
+    assert log.read_text().startswith("potluck, version")
+
+
+def test_it_outlives_the_nursery_and_is_known_by_its_mark(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.wait_ready(WITHIN_S)
+    arguments = ["engine", "serve", "--emulate", "A10:llama-3.1-8b", "--pretend", "--port", "0", "--json"]
+    log = tmp_path / "two.log"
+    pid = nursery.fork(arguments, log)
+    assert pid is not None
+    _until(lambda: log.exists() and '"url"' in log.read_text())
+    nursery.close()
+    assert alive(pid)
+    assert list(engines_of(str(tmp_path))) == [pid], "the nursery itself is no engine"
+    assert nursery.fork(arguments, log) is None, "who asks then starts a process instead"
+    end(pid)
+    _until(lambda: not alive(pid))
+
+
+def test_with_threads_it_refuses_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
+    found = _nursery(tmp_path, monkeypatch, waits)
+    try:
+        assert found.wait_ready(WITHIN_S)
+        assert found.fork(["--version"], tmp_path / "log") is None
+        assert not (tmp_path / "log").exists()
+    finally:
+        found.close()
+
+
+def test_one_that_cannot_load_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _nursery(tmp_path, monkeypatch, "1 / 0")
+    assert not found.wait_ready(WITHIN_S)
+    assert found.fork(["--version"], tmp_path / "log") is None
