@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from potluck.control.planning import Planner
     from potluck.control.stand import Stand
     from potluck.core.brain.policy import Policy
-    from potluck.core.brain.policy import Policy
-    from potluck.core.values.plan import Plan
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0

@@ -58,7 +58,7 @@ class Nursery:
             return None
         number = self._line(ANSWER_S).get("pid")
         started = started_at(number) if isinstance(number, int) else None
-        if number is None or started is None:
+        if not isinstance(number, int) or started is None:
             self.close()
             return None
         return Pid(number, started)
