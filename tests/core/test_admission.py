@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from math import isfinite
+from random import Random
 
 import pytest
 from brain_builders import World, assert_at_rest, facts, plan, request, template, world
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from potluck.core.admission.admission import Rate
 from potluck.core.admission.room import AHEAD, AHEAD_APART
 from potluck.core.brain.actions import Action, Refuse, Run
 from potluck.core.brain.events import Cancelled, Tick
@@ -175,6 +178,25 @@ def test_who_waits_is_sent_when_a_prompt_is_computed_or_an_answer_ends() -> None
     sent += [each for name in list(there.jobs) for each in there.advance(name) if isinstance(each, Run)]
     assert sent
     assert int(sent[0].request) == min(int(each.request) for each in sent)
+
+
+@pytest.mark.parametrize(("each", "spread"), [(100.0, False), (1500.0, False), (1500.0, True)])
+def test_waits_are_hardly_ever_longer_than_predicted(each: float, spread: bool) -> None:
+    """Requests that leave at random moments, against the wait foretold; and that is not far from the mean."""
+    chance = Random(5)
+    works = [chance.expovariate(1.0 / each) if spread else each for _ in range(4000)]
+    times_s = list(accumulate(chance.expovariate(10_000.0 / each) for _ in works))
+    rate, late, foretold_s, mean_s = Rate(10_000.0), 0, 0.0, 0.0
+    rate.began(0.0)
+    for place, (now_s, work) in enumerate(zip(times_s[:-20], works, strict=False)):
+        rate.took(now_s, work)
+        behind = chance.randint(1, 20)
+        wait_s = rate.wait_s(now_s, sum(works[place + 1 : place + 1 + behind]))
+        late += times_s[place + behind] - now_s > wait_s
+        foretold_s += wait_s
+        mean_s += behind * each / 10_000.0
+    assert late <= 0.04 * len(works)  # half of them, if it were the mean
+    assert foretold_s <= 3.0 * mean_s
 
 
 def test_waiting_ends_at_the_objective_the_deadline_or_the_longest_wait() -> None:

@@ -73,11 +73,16 @@ def refusals_s(result: SimResult) -> NDArray[np.float64]:
     return waits
 
 
-@pytest.mark.parametrize("factor", [1.5, 3.0])
+@pytest.mark.parametrize("factor", [1.5, 3.0, 5.0])
 def test_overload_leaves_as_many_good_answers_as_there_is_capacity(factor: float) -> None:
-    result = served(four(), chat(factor * CAPACITY_PER_S, 40.0))
+    """Nearly all that are refused are so when they come, and long prompts as often as short ones."""
+    load = chat(factor * CAPACITY_PER_S, 40.0)
+    result = served(four(), load)
     assert good_per_s(result, 20.0, 40.0) >= 0.85 * CAPACITY_PER_S
+    assert (refusals_s(result) == 0.0).mean() >= 0.99
     assert refusals_s(result).max() <= TICK_S
+    refused = result.records.outcome == REFUSED
+    assert load.prompt_tokens[refused].mean() <= 1.1 * load.prompt_tokens[~refused].mean()
 
 
 def test_after_a_burst_all_is_well_at_once() -> None:

@@ -4,20 +4,23 @@ Replicas are sent what they can begin soon (`room.py`). Whoever finds no room wa
 replica has done something, those whose turn it is are tried there. How long a newcomer would wait is predicted from
 what was done lately:
 
-    wait = work ahead of it / rate        work in prompt tokens, those of answers at their cost in prompt tokens
-                                          rate: work that left the backlog lately, a second
+    W      work ahead of it, in prompt tokens, those of answers at their cost in prompt tokens
+    r, l   work that left the backlog lately: a second, and at a time (the mean, weighted by itself)
+    wait   (W + SURE sqrt(W l)) / r
 
-With more than WAIT of the TTFT objective to wait, a request is refused at once and told when to try again, unless its
-class wants late answers; so is one that can no longer be in time when its turn comes, or at the next tick. A class
-that matters less thus gives way: whoever matters more goes before it, until it cannot be in time itself. Where a
-tenant has as many waiting as it may, the one of them that matters least and came last makes place for one that
-matters more.
+Work that leaves at random moments, l at a time, varies by W l when W of it has left. So the wait is W / r on average,
+and hardly ever longer than this. With more than WAIT of the TTFT objective to wait, a request is refused at once and
+told when to try again, unless its class wants late answers. Whoever is let in is thus hardly ever refused later: only
+if things got worse than they were lately (a replica is lost, others come that matter more), after as much, when its
+turn comes or at the next tick. A class that matters less gives way so: whoever matters more goes before it, until it
+cannot be in time itself. Where a tenant has as many waiting as it may, the one of them that matters least and came
+last makes place for one that matters more.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from math import exp
+from math import exp, sqrt
 
 from potluck.core.admission.backlog import Backlog
 from potluck.core.admission.room import AHEAD, Room
@@ -30,8 +33,9 @@ from potluck.core.routing.table import Table
 from potluck.core.values.service import RequestClass
 
 WAIT = 0.45
-GIVE_UP = 0.45
-"""Share of the TTFT objective after which a request that still waits is refused."""
+"""Share of the TTFT objective that a request may wait."""
+SURE = 3.0
+"""Standard deviations by which a wait is taken to be longer than on average."""
 MEMORY_S = 2.0
 """Over how long the rate is averaged."""
 LEAST_RETRY_S, MOST_RETRY_S = 0.1, 60.0
@@ -52,31 +56,41 @@ class Refusal:
 
 
 class Rate:
-    """Work a second that leaves a backlog; what the plan says until something was seen."""
+    """Work a second that leaves a backlog, and how much at a time; what the plan says until something was seen."""
 
-    __slots__ = ("_since_s", "_spent_s", "_work", "prior")
+    __slots__ = ("_at_once", "_since_s", "_spent_s", "_squares", "_work")
 
     def __init__(self, prior: float) -> None:
-        self.prior = prior
         self._work = prior * MEMORY_S
+        self._squares = 0.0
         self._spent_s = MEMORY_S
         self._since_s = -1.0
+        self._at_once = 0.0
 
     def began(self, at_s: float) -> None:
         """Somebody waits from now on."""
         self._since_s = at_s
+        self._at_once = 0.0
 
     def took(self, at_s: float, work: float) -> None:
         passed_s = max(0.0, at_s - self._since_s)
-        keep = exp(-passed_s / MEMORY_S)
-        self._work = self._work * keep + work
-        self._spent_s = self._spent_s * keep + passed_s
-        self._since_s = at_s
+        if passed_s > 0:
+            keep = exp(-passed_s / MEMORY_S)
+            self._work *= keep
+            self._squares *= keep
+            self._spent_s = self._spent_s * keep + passed_s
+            self._since_s = at_s
+            self._at_once = 0.0
+        self._work += work
+        self._squares += work * (2.0 * self._at_once + work)
+        self._at_once += work
 
-    def now(self, at_s: float) -> float:
-        """Nothing taken for a while shows at once."""
+    def wait_s(self, at_s: float, ahead: float) -> float:
+        """How long until so much has left, to be sure. Nothing taken for a while shows at once."""
         passed_s = max(0.0, at_s - self._since_s)
-        return max(self._work / max(self._spent_s + passed_s, 1e-9), 1e-9)
+        rate = max(self._work / max(self._spent_s + passed_s, 1e-9), 1e-9)
+        at_a_time = self._squares / max(self._work, 1e-9)
+        return (ahead + SURE * sqrt(ahead * at_a_time)) / rate
 
 
 class Admission:
@@ -118,8 +132,7 @@ class Admission:
             backlog = self.backlogs[model] = Backlog(self.weights)
             self._rate(model).began(at_s)
         work = self._work(flight)
-        ahead = backlog.ahead(tenant, known.matters)
-        wait_s = ahead / self._rate(model).now(at_s)
+        wait_s = self._rate(model).wait_s(at_s, backlog.ahead(tenant, known.matters))
         refused: list[Refusal] = []
         slo = known.objective(self.room.slo(model))
         if slo is not None and not known.late:
@@ -127,7 +140,7 @@ class Admission:
             most_s = min(WAIT * slo.ttft_s, left_s - AHEAD * slo.ttft_s)
             if wait_s > most_s:
                 self._forget(model)
-                why = f"{wait_s:.2f} s of work are before it, and its objective is {slo.ttft_s:g} s"
+                why = f"it may wait {wait_s:.2f} s for its turn, and its objective is {slo.ttft_s:g} s"
                 return [Refusal(flight, "overloaded", why, _retry(wait_s - max(0.0, most_s)))]
         if backlog.tenant_count(tenant) >= self._policy.queue_requests:
             least = backlog.least(tenant)
@@ -228,7 +241,7 @@ class Admission:
     def _give_up(self, at_s: float, place: Place, reason: RefusalReason, why: str) -> Refusal:
         model = place.flight.request.model
         backlog = self.backlogs[model]
-        wait_s = backlog.ahead(place.tenant, place.level) / self._rate(model).now(at_s)
+        wait_s = self._rate(model).wait_s(at_s, backlog.ahead(place.tenant, place.level))
         backlog.remove(place)
         self._forget(model)
         return Refusal(place.flight, reason, why, _retry(wait_s) if reason == "overloaded" else None)
@@ -246,7 +259,7 @@ class Admission:
             end_s = min(end_s, request.deadline_s)
         slo = known.objective(self.room.slo(request.model))
         if slo is not None and not known.late:
-            end_s = min(end_s, request.arrival_s + GIVE_UP * slo.ttft_s)
+            end_s = min(end_s, request.arrival_s + WAIT * slo.ttft_s)
         return end_s
 
     def _work(self, flight: Flight) -> float:
