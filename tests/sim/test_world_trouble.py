@@ -6,18 +6,12 @@ from dataclasses import replace
 
 import pytest
 from sim_fleets import closed_plan, decode_only, flow_plan, load, mixed, prefill_only, problem
-from sim_minds import Fixed, requests, ttft
+from sim_minds import requests, ttft
 
-from potluck.core.brain.actions import Action, Run
-from potluck.core.brain.events import Arrived, Event, Failed
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
-from potluck.core.values.route import aggregated, handed_over
-from potluck.sim.links.handover import STUCK_S
 from potluck.sim.results.records import ANSWERED, REFUSED
-from potluck.sim.run import build, result_of, simulate
-from potluck.sim.settings import Settings
-from potluck.sim.world.checks import check
+from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
 
 MIXED = "chat: mixed 1xH100@east"
@@ -95,41 +89,3 @@ def test_a_slow_replica_is_slow_for_a_while() -> None:
     records = simulate(problem(plan), work, faults=Faults((fault,))).records
     assert float(records.finish_s[0]) == pytest.approx(4.0 * float(calm.finish_s[0]), rel=1e-6)
     assert float(records.finish_s[1] - 60.0) == pytest.approx(float(calm.finish_s[1] - 60.0), rel=1e-6)
-
-
-class Crossed(Fixed):
-    """Two replicas that prefill for each other; who fails is run by one of them alone."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda tokens: None)
-        self.failed: list[tuple[float, Failed]] = []
-
-    def on(self, at_s: float, event: Event) -> list[Action]:
-        if isinstance(event, Arrived):
-            name, tokens = event.request.id, event.request.prompt_tokens
-            first, second = ("0", "1") if int(name) % 2 else ("1", "0")
-            route = handed_over(f"{MIXED}#{first}/0", f"{MIXED}#{second}/0", tokens)
-            return [Run(name, route, 0, tokens, 0)]
-        if isinstance(event, Failed):
-            self.failed.append((at_s, event))
-            return [Run(event.request, aggregated(event.where), 1, 1000, 0)]
-        return super().on(at_s, event)
-
-
-def test_replicas_that_wait_for_each_other_s_room_do_not_wait_for_ever() -> None:
-    mind = Crossed()
-    work = requests((0.0, 1000, 5), (0.0, 1000, 5), (30.0, 1000, 5))
-    world = build(
-        problem(closed_plan((mixed(), "east", 2))),
-        work,
-        settings=Settings(overlap=False),
-        mind=lambda kits, policy: mind,
-    )
-    for key, kit in world.kits.kits.items():
-        world.kits.kits[key] = replace(kit, total_blocks=70)
-    world.run()
-    assert check(world) == []
-    assert (result_of(world, 0).records.outcome == ANSWERED).all()
-    assert {event.kind for _, event in mind.failed} == {"memory"}
-    assert {event.request for _, event in mind.failed} <= {"0", "1"}
-    assert mind.failed[0][0] == pytest.approx(STUCK_S, abs=1.5)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from potluck.core.values.types import Region, Slo
 
 BLOCK_TOKENS = 16
+OUTBOX_BYTES = 1 << 32
+"""KV that a replica keeps in its host's memory for receivers that have not come, or have no room yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,13 @@ class Sequences:
         """All sequences, those kept for handing over included."""
         return list(self._by_key)
 
+    def begins(self, key: int) -> bool:
+        """Whether it has its blocks, or they are free for it."""
+        sequence = self._by_key[key]
+        if sequence.state != WAITING or sequence.blocks:
+            return True
+        return -(-(sequence.todo + sequence.held) // self.size) <= self.free_blocks
+
     def streamed(self, key: int) -> int:
         """Output tokens made so far."""
         sequence = self._by_key[key]

@@ -1,9 +1,11 @@
 """KV on its way from one segment to the next.
 
-The receiver sets blocks aside before the first byte leaves; while it has no room the KV waits on the sender's side
-and holds the sender's blocks. With overlap the transfer takes its share of the pipe from the moment its segment
-begins to be computed: layer by layer, KV leaves as it is made. Bytes are taken to be released evenly over the
-computation of c seconds, so with L layers of B bytes in all the last byte arrives at
+The receiver sets blocks aside before the first byte leaves. KV that is computed while it has no room waits in the
+sender's host memory, as far as that goes (OUTBOX_BYTES); and blocks are set aside for what is not computed only while
+its sender has room to compute it, or else are given back. So no replica's blocks wait for another's. With overlap the
+transfer takes its share of the pipe from the moment its segment begins to be computed: layer by layer, KV leaves as
+it is made. Bytes are taken to be released evenly over the computation of c seconds, so with L layers of B bytes in all
+the last byte arrives at
 
     max(f + c / L, e + (B / L) / r) + alpha
 
@@ -13,8 +15,9 @@ exactly. With others it is an approximation: a transfer may use its share a litt
 more in all than the pipe carries. A segment is taken to begin when it is at the head of those waiting at its
 replica. Without overlap the whole leaves at e, and arrives at f + alpha.
 
-Replicas that hand over to each other can each hold KV that waits for the other's room. Whoever has waited for
-STUCK_S at a replica that does nothing gives its KV up: it fails for want of memory, and is sent again or refused.
+Where the host's memory is full, replicas that hand over to each other can each hold KV that waits for the other's
+room. Whoever has waited for STUCK_S at a replica that does nothing gives its KV up: it fails for want of memory, and
+is sent again or refused.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Callable
 from math import inf
 from typing import TYPE_CHECKING
 
+from potluck.core.brain.facts import OUTBOX_BYTES
 from potluck.sim.links.link import Pipe
 from potluck.sim.links.network import Network
 from potluck.sim.world.state import Handover, Journey, Site
@@ -73,6 +77,8 @@ class Handovers:
         self._leave(now_s, hand)
         if hand.started_s == inf:
             self._ask(now_s, hand)
+            if hand.started_s == inf:
+                self._put_aside(now_s, hand)
         elif hand.piped_s < inf:
             self._settle(now_s, hand)
 
@@ -88,6 +94,17 @@ class Handovers:
                 return
             waiting.popleft()
             self._start(now_s, hand)
+
+    def give_back(self, now_s: float) -> None:
+        """Of replicas that do nothing for want of blocks, those set aside for what is not computed yet."""
+        for hand in self._open.values():
+            if isinstance(hand, Handover) and hand.reserved and hand.computed_s == inf:
+                target = hand.target
+                if target.replica.idle and target.replica.batch.queued:
+                    self._off_pipe(now_s, hand)
+                    hand.reserved, hand.started_s, hand.piped_s = False, inf, inf
+                    target.replica.release(now_s, hand.journey.key)
+                    self._agenda.look(target)
 
     def stuck(self, now_s: float) -> list[Handover]:
         """The longest waiting at each replica that has no room for it and nothing to do that would make some."""
@@ -118,7 +135,7 @@ class Handovers:
         """The last byte is there; False when nobody waits for it any more."""
         if hand.over:
             return False
-        hand.over = True
+        self._close(hand)
         del self._open[hand.key]
         hand.journey.hand = None
         return True
@@ -129,11 +146,9 @@ class Handovers:
         if hand is None:
             return
         journey.hand = None
-        hand.over = True
+        self._close(hand)
         self._open.pop(hand.key, None)
-        if hand.pipe is not None and hand.key in hand.pipe:
-            hand.pipe.abort(now_s, hand.key)
-            self.schedule(hand.pipe)
+        self._off_pipe(now_s, hand)
         self._leave(now_s, hand)
 
     def carry(self, now_s: float, pipe: Pipe, size_bytes: float, then: Callable[[float], None]) -> None:
@@ -156,9 +171,15 @@ class Handovers:
             pipe.due_s = due_s
             self._agenda.push(due_s, PIPE, pipe)
 
+    def _off_pipe(self, now_s: float, hand: Handover) -> None:
+        if hand.pipe is not None and hand.key in hand.pipe:
+            hand.pipe.abort(now_s, hand.key)
+            self.schedule(hand.pipe)
+        hand.pipe = None
+
     def _computing(self, now_s: float, hand: Handover) -> None:
         hand.began_s = now_s
-        if self.overlap and hand.started_s == inf:
+        if self.overlap and hand.started_s == inf and hand.source.replica.batch.begins(hand.journey.key):
             self._ask(now_s, hand)
 
     def _leave(self, now_s: float, hand: Handover) -> None:
@@ -171,6 +192,20 @@ class Handovers:
             following = line[0].hand
             if following is not None and following.began_s == inf:
                 self._computing(now_s, following)
+
+    def _put_aside(self, now_s: float, hand: Handover) -> None:
+        """Out of the sender's blocks, which others may need before the receiver has room."""
+        source = hand.source
+        if source.aside_bytes + hand.size_bytes <= OUTBOX_BYTES:
+            hand.aside = True
+            source.aside_bytes += hand.size_bytes
+            source.replica.release(now_s, hand.journey.key)
+            self._agenda.look(source)
+
+    def _close(self, hand: Handover) -> None:
+        hand.over = True
+        if hand.aside:
+            hand.source.aside_bytes -= hand.size_bytes
 
     def _ask(self, now_s: float, hand: Handover) -> None:
         """Set blocks aside at the receiver, in turn."""

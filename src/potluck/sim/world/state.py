@@ -43,6 +43,7 @@ class Site:
 
     __slots__ = (
         "announcer",
+        "aside_bytes",
         "cache",
         "card",
         "changes",
@@ -93,6 +94,8 @@ class Site:
         """Those of them whose segment here is to be handed on, in the order they came."""
         self.waiting: deque[Handover] = deque()
         """Hand-overs that wait for room here."""
+        self.aside_bytes = 0.0
+        """KV that was computed here and waits in the host's memory for its receiver's room."""
         self.cache: SpareCache | None = None
         self.announcer = Announcer(member.id, index)
         """Numbers what the cache reports. A replica that comes back is another site, with a higher index."""
@@ -168,6 +171,7 @@ class Handover:
     """KV on its way between two segments. See `handover.py` for the life of one."""
 
     __slots__ = (
+        "aside",
         "began_s",
         "computed_s",
         "journey",
@@ -200,4 +204,6 @@ class Handover:
         self.waits_s = inf
         """Since when it has waited for room."""
         self.reserved = False
+        self.aside = False
+        """Whether it waits in its sender's host memory, and holds no blocks there."""
         self.over = False

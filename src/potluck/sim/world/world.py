@@ -229,6 +229,7 @@ class World(Ground):
             yield from Request.many(zip(*columns, strict=False))
 
     def _tick(self, at_s: float, _: object) -> None:
+        self.handovers.give_back(at_s)
         for hand in self.handovers.stuck(at_s):
             self.journeys.fail(at_s, hand.journey.key, "memory", hand.target.id)
         self.tell(at_s, Tick())
