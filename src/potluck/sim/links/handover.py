@@ -4,8 +4,8 @@ The receiver sets blocks aside before the first byte leaves. KV that is computed
 sender's host memory, as far as that goes (OUTBOX_BYTES); and blocks are set aside for what is not computed only while
 its sender has room to compute it, or else are given back. So no replica's blocks wait for another's. With overlap the
 transfer takes its share of the pipe from the moment its segment begins to be computed: layer by layer, KV leaves as
-it is made. Bytes are taken to be released evenly over the computation of c seconds, so with L layers of B bytes in all
-the last byte arrives at
+it is made. Bytes are taken to be released evenly over the computation of c seconds, so with L layers of B bytes in
+all the last byte arrives at
 
     max(f + c / L, e + (B / L) / r) + alpha
 
