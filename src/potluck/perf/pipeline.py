@@ -21,7 +21,7 @@ from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.network import handover_s
 from potluck.perf.roofline import HOST_S, RooflineTimer, roofline
-from potluck.perf.step import Floats, Steps
+from potluck.perf.step import Floats, Steps, steps
 
 ORDER: tuple[Confidence, ...] = ("measured", "transferred", "assumed")
 
@@ -75,6 +75,31 @@ class PipelineTimer:
         if len(self.stages) > 1:  # the sampled tokens go back to the first stage
             total = total + handover_s(batch.sequences * 8.0, self.stages[-1][0].node, self.stages[0][0].node)
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """A pipeline as one engine sees it: as many batches take turns as it has nodes, and a step is a round of all.
+
+    A round of decodes takes as long as one batch through all stages, or as its batches one after another at the
+    slowest stage. Steps without decodes are prompts, each one of many: the time between two.
+    """
+
+    timer: PipelineTimer
+
+    @property
+    def confidence(self) -> Confidence:
+        return self.timer.confidence
+
+    @property
+    def lanes(self) -> int:
+        return sum(map(len, self.timer.stages))
+
+    def step_s(self, batch: Steps) -> Floats:
+        used = np.clip(np.ceil(batch.decodes), 1.0, float(self.lanes))
+        part = steps(decodes=batch.decodes / used, decode_context=batch.decode_context / used)
+        rounds = np.maximum(self.timer.step_s(part), used * self.timer.interval_s(part))
+        return np.where(batch.decodes > 0, rounds, self.timer.interval_s(batch))
 
 
 def pipeline(

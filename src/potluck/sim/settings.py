@@ -28,6 +28,8 @@ class Settings:
     tick_s: float = 1.0
     planner_s: float = 10.0
     """From asking the planner to its answer."""
+    heartbeat_s: float = 0.0
+    """How long nothing must be heard of a replica until it counts as lost (THUNDERSERVE 3.4); 0: known at once."""
     samples: int = 0
     """How many times to look at every replica, for plots."""
     end_s: float = inf
@@ -37,6 +39,6 @@ class Settings:
         for name in ("report_period_s", "tick_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"settings: {name}", f"must be positive, is {getattr(self, name)}")
-        for name in ("report_delay_s", "planner_s", "samples"):
+        for name in ("report_delay_s", "planner_s", "samples", "heartbeat_s"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"settings: {name}", f"must not be negative, is {getattr(self, name)}")

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from math import floor
 
-from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts, GroupFacts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Replica, Template
-from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.budget import paced_budget
 from potluck.perf.capacity import require_fit, stage_memory
@@ -25,9 +23,9 @@ from potluck.perf.memory import (
     weight_bytes,
     window_bytes_per_token,
 )
-from potluck.perf.network import Hop, hop_between, hop_inside
+from potluck.perf.network import Hop
 from potluck.perf.phases import decode_step_s
-from potluck.perf.pipeline import pipeline, stage_layers
+from potluck.perf.pipeline import PipelineTimer, Rounds, pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
 from potluck.perf.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.roofline import HOST_S, roofline
@@ -35,6 +33,7 @@ from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import best_operating
 from potluck.perf.transfer import codec_ratio
+from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
 MEAN_TOKENS = (1024.0, 256.0)
@@ -83,6 +82,10 @@ class Kit:
     """In which its KV goes to others of its copy."""
     in_pair: bool = False
     """Whether it shares prompts with another one (CRONUS)."""
+    owners: tuple[str, ...] = ()
+    """The machine of every layer, where the plan names them."""
+    names: tuple[str, ...] = ()
+    """What each of `places` is called, where the plan names all of them."""
 
 
 @dataclass(slots=True)
@@ -101,6 +104,7 @@ class Kits:
     _replicas: dict[tuple[str, int], ReplicaFacts] = field(default_factory=dict)
     _splits: dict[str, SplitFacts] = field(default_factory=dict)
     _places: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
+    _groups: dict[str, GroupFacts] = field(default_factory=dict)
 
     def facts(self) -> Facts:
         """The Brain's facts. They grow with every plan learned, so that a new plan's templates are known."""
@@ -114,6 +118,7 @@ class Kits:
             self.scene.history,
             self._places,
             self.scene.machine_zones,
+            self._groups,
         )
 
     def learn(self, plan: Plan) -> None:
@@ -162,11 +167,24 @@ class Kits:
                 engine,
                 template.codec,
                 template.kind == "pair",
+                replica.layout.owners if all(replica.layout.owners) else (),
+                _names(replica.layout, placed[index]),
             )
             self._replicas[template.name, index] = _replica_facts(
-                timer, model, blocks, mean, scene.slos.get(template.model), engine.slots, longest
+                timer,
+                model,
+                blocks,
+                mean,
+                scene.slos.get(template.model),
+                engine.slots,
+                longest,
+                bool(template.flows),
             )
             self._places[template.name, index] = tuple(f"{node}/{place}" for node, place in placed[index])
+        if template.flows and template.machines:
+            prompt = max(1, round(mean[0]))
+            size = self.kv[template.model].wire_bytes(0, prompt, template.codec) / prompt
+            self._groups[template.name] = group_facts(scene, template, size, mean)
         split = _split_facts(template, self.kits, longest)
         if split is not None:
             self._splits[template.name] = split
@@ -210,22 +228,6 @@ def timer_of(
         profile = profile_for(profiles, model, node, tp)
         return roofline(model, node, tp, host_s=host_s) if profile is None else ProfileTimer(profile)
     return pipeline(model, layout, nodes, host_s=host_s, hops=hops)
-
-
-def hops_of(scene: Scene, layout: Layout) -> tuple[Hop, ...]:
-    """From each stage to the next and back to the first, over the links between machines that the layout names."""
-    ends = [stage.nodes[0] for stage in layout.stages if len(stage.nodes) == 1 and stage.nodes[0].machine]
-    if len(ends) < len(layout.stages) or len(ends) == 1:
-        return ()
-    hops = []
-    for first, second in (*pairwise(ends), (ends[-1], ends[0])):
-        here, there = scene.node(first.node), scene.node(second.node)
-        if first.machine == second.machine:
-            hops.append(hop_inside(here))
-            continue
-        cards = (min(here.network_gbps, there.network_gbps), RTT_S)
-        hops.append(hop_between(*scene.machine_gbps.get((first.machine, second.machine), cards)))
-    return tuple(hops)
 
 
 def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:
@@ -280,6 +282,12 @@ def longest_in_use(plan: Plan, name: str, model: Model, mean_tokens: float) -> i
     return min(longest, max(512, round(8 * mean_tokens)))
 
 
+def _names(layout: Layout, placed: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """The machines of a replica's places; empty where they have no names."""
+    names = dict.fromkeys(node.machine for stage in layout.stages for node in stage.nodes)
+    return tuple(names) if all(names) and len(names) == len(placed) else ()
+
+
 def kv_of(model: Model) -> Kv:
     windows = tuple(sorted(window_bytes_per_token(model).items()))
     return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
@@ -300,7 +308,11 @@ def _replica_facts(
     slo: Slo | None,
     slots: int,
     longest_prompt_tokens: int,
+    rounds: bool = False,
 ) -> ReplicaFacts:
+    """`rounds`: a pipeline's times are those of all its batches together, not of one alone."""
+    if rounds and isinstance(timer, PipelineTimer):
+        timer = Rounds(timer)
     line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
     room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))

@@ -130,4 +130,5 @@ def facts_body(facts: Facts) -> dict[str, Any]:
         "history": {name: list(rates) for name, rates in facts.history.items()},
         "places": [[*key, list(each)] for key, each in facts.places.items()],
         "zones": dict(facts.zones),
+        "groups": {name: encode(each) for name, each in facts.groups.items()},
     }

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple, cast, get_args
 
 from potluck.core.brain.actions import Action
 from potluck.core.brain.events import Event
-from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.brain.facts import Facts, GroupFacts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
@@ -177,6 +177,7 @@ def _grow(facts: Facts, more: Facts) -> None:
         (facts.splits, more.splits),
         (facts.places, more.places),
         (facts.zones, more.zones),
+        (facts.groups, more.groups),
     ):
         assert isinstance(old, dict)
         old.update(new)
@@ -201,6 +202,7 @@ def _read_header(text: str, where: str) -> Head:
             {name: tuple(each) for name, each in data["history"].items()},
             {(name, index): tuple(each) for name, index, each in data["places"]},
             {name: str(zone) for name, zone in data.get("zones", {}).items()},
+            {name: decode(GroupFacts, each, "groups") for name, each in data.get("groups", {}).items()},
         )
         begins, zero_utc_s = data["begins"], data["zero_utc_s"]
         if begins not in get_args(Begins):

@@ -46,9 +46,11 @@ from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import Recovery
 from potluck.core.brain.remarks import Remarks
 from potluck.core.routing.affinity import Affinity
+from potluck.core.routing.groups import Lengths
 from potluck.core.routing.router import Router
 from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.table import Table
+from potluck.core.scale.base import SetLengths
 from potluck.core.scale.steward import Steward
 
 
@@ -175,7 +177,11 @@ class Brain:
     def _scale(self, at_s: float) -> list[Action]:
         steps, thresholds = self.steward.tick(at_s, self._flights.held.counts())
         for decision in thresholds:
-            self.router.rebase(decision.model, decision.tokens)
+            if isinstance(decision, SetLengths):
+                lengths = Lengths(decision.prompt_tokens, decision.output_tokens)
+                self.table.shifted(decision.model, lengths)
+            else:
+                self.router.rebase(decision.model, decision.tokens)
         return self._carry_out(at_s, steps)
 
     def _carry_out(self, at_s: float, actions: Iterable[Action]) -> list[Action]:

@@ -66,6 +66,21 @@ class SplitFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """A group of machines: what KV takes between its replicas, over which links."""
+
+    model: str
+    kv_bytes_per_token: float
+    """As it crosses: after the codec."""
+    hops: tuple[tuple[int, int, tuple[tuple[str, float, float], ...]], ...]
+    """(from replica, to replica, (link, seconds, seconds per byte of KV) of each); a link without a name is inside a
+    machine."""
+    prompt_tokens: float
+    """Mean prompt and answer that it was planned for."""
+    output_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """All of it. Keys: model; (template, index of the replica in it); template; (source, target) region."""
 
@@ -81,3 +96,5 @@ class Facts:
     """The nodes of its copy that a replica stands on, by names that all replicas of the copy share."""
     zones: Mapping[str, str] = field(default_factory=dict)
     """Machines that plans name, and the zone or rack of each, where known."""
+    groups: Mapping[str, GroupFacts] = field(default_factory=dict)
+    """Templates of the kind `group` whose machines have names."""

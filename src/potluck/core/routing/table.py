@@ -20,6 +20,7 @@ from potluck.core.brain.fleet import Fleet, Unit, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.balance import Chooser, Least, kv_tokens
+from potluck.core.routing.groups import Lengths, bucket_tokens, parts
 from potluck.core.routing.offers import Offer, Offers, Phase, merged, offers
 from potluck.core.routing.targets import PLAIN, Target, intact_share, kind_of
 from potluck.core.routing.threshold import Threshold, planned
@@ -80,6 +81,8 @@ class Table:
         """Ready replicas by themselves."""
         self.groups: dict[str, Target] = {}
         """Combos and pairs, by unit."""
+        self._lengths: dict[str, Lengths] = {}
+        """Models whose lengths have shifted from what groups were planned for."""
 
     def adopt(self, plan: Plan) -> None:
         """Compile a plan; copies of templates that it does not name go on serving until they are drained."""
@@ -118,6 +121,20 @@ class Table:
                 self._put(table, ways, bucket, length_class, single, ready)
             if group is not None:
                 self._put(table, ways, bucket, length_class, group, unit is not None)
+            if unit is None:
+                ways.join(unit_id, "", [])
+            else:
+                self._join(table, ways, bucket, length_class, unit)
+            ways.settle()
+
+    def shifted(self, model: str, lengths: Lengths) -> None:
+        """Requests are of other lengths now: groups share them anew."""
+        self._lengths[model] = lengths
+        table = self.models.get(model)
+        for (bucket, length_class), ways in table.ways.items() if table is not None else ():
+            for unit in self._fleet.units.values():
+                if unit.model == model and table is not None:
+                    self._join(table, ways, bucket, length_class, unit)
             ways.settle()
 
     def timed(self, views: Iterable[View]) -> None:
@@ -164,8 +181,40 @@ class Table:
         ways = Ways(self._chooser, flows)
         for target in (*self.singles.values(), *self.groups.values()):
             self._put(table, ways, bucket, length_class, target, True)
+        for unit in self._fleet.units.values():
+            if unit.model == table.offers.model:
+                self._join(table, ways, bucket, length_class, unit)
         ways.settle()
         return ways
+
+    def _join(self, table: ModelTable, ways: Ways, bucket: int, length_class: int, unit: Unit) -> None:
+        """Share a group's requests among its replicas; other units have nothing to share."""
+        template = self._templates.get(unit.template)
+        if template is None or not template.flows or bucket < 0:
+            return
+        offer = table.offers.copies.get((unit.template, unit.region))
+        weight = self._weight(table, offer, "closed", bucket) if offer is not None else 0.0
+        singles: dict[int, Target] = {}
+        for view in unit.views:
+            single = self.singles.get(view.member.id)
+            if single is not None and weight > 0 and self._fits(table, [view], length_class):
+                singles[view.member.index] = single
+        serving = {place: each.view.role for place, each in singles.items() if each.view is not None}
+        known = self._facts.groups.get(unit.template)
+        lengths = self._lengths.get(unit.model)
+        if lengths is None:
+            prompt = bucket_tokens(table.longest_tokens, bucket, known)
+            lengths = Lengths(prompt, known.output_tokens if known is not None else 256.0)
+        pairs, alone = [], dict.fromkeys(singles, 0.0)
+        found = parts(self._facts, template, serving, bucket, lengths, unit.model in self._lengths)
+        for first, second, share in found:
+            if first == second:
+                alone[first] += share * weight
+            else:
+                pairs.append((singles[first], singles[second], share * weight))
+        for place, own in alone.items():
+            ways.put(singles[place], Weights(unit.region, own, 0.0, 0.0))
+        ways.join(unit.id, unit.region, pairs)
 
     def _chooser(self) -> Chooser:
         if self._policy.balance == "token":
@@ -206,7 +255,7 @@ class Table:
             whole = intact_share(target, template) if grouped else float(views[0].role == "mixed")
             return Weights(region, _most_closed(template) * whole, 0.0, 0.0)
         offer = table.offers.copies.get((member.template, region))
-        if offer is None:
+        if offer is None or template.flows:  # what a group's replicas do, `_join` says
             return Weights(region, 0.0, 0.0, 0.0)
         if grouped:
             return Weights(

@@ -7,7 +7,7 @@ is
     planned rate x min(ready prefill weight / planned prefill, ready decode weight / planned decode)
 
 so it follows what is ready on its tighter side. One that crosses a link is never given more than was planned,
-as the link was.
+as the link was. Inside a group's copy every hand-over from one replica to another is a way of its own (`groups.py`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,49 @@ class Way:
         return len(self.prefills) > 0 and (self.decodes is None or len(self.decodes) > 0)
 
 
+class Only:
+    """A chooser with one member."""
+
+    __slots__ = ("_member", "total")
+
+    def __init__(self, member: Target) -> None:
+        self._member = member
+        self.total = 1.0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __contains__(self, member: Target) -> bool:
+        return member is self._member
+
+    def set(self, member: Target, weight: float) -> None:
+        """It stays as long as its way does."""
+
+    def pick(self) -> Target | None:
+        return self._member
+
+    def swap(self, picked: Target, other: Target) -> None:
+        """There is no other."""
+
+    def members(self) -> tuple[Target, ...]:
+        return (self._member,)
+
+
 class Ways:
     """One bucket of a model, for requests up to some length in all."""
 
-    __slots__ = ("_decode", "_new", "_prefill", "closed", "flows", "local", "remote", "simple", "turns")
+    __slots__ = (
+        "_decode",
+        "_new",
+        "_prefill",
+        "closed",
+        "flows",
+        "local",
+        "pairs",
+        "remote",
+        "simple",
+        "turns",
+    )
 
     def __init__(self, new_chooser: Callable[[], Chooser], flows: list[tuple[str, str, float]]) -> None:
         self._new = new_chooser
@@ -65,6 +104,8 @@ class Ways:
             way = Way(self.prefill(source), self.decode(target), source, target)
             way.planned_per_s = planned_per_s
             self.flows.append(way)
+        self.pairs: dict[str, dict[tuple[Target, Target], Way]] = {}
+        """Unit to the hand-overs inside it."""
         self.simple = not self.flows
         """Only closed targets: the commonest case, and the fastest."""
 
@@ -84,10 +125,28 @@ class Ways:
         if weights.region in self._decode:
             self._decode[weights.region].set(target, weights.decode)
 
+    def join(self, unit: str, region: str, pairs: list[tuple[Target, Target, float]]) -> None:
+        """The hand-overs inside a group's copy, with their weights, instead of those before; `settle` must follow."""
+        old, new = self.pairs.pop(unit, {}), dict[tuple[Target, Target], Way]()
+        for first, second, weight in pairs:
+            way = old.pop((first, second), None)
+            if way is None:
+                way = Way(Only(first), Only(second), region, region)
+            way.planned_per_s = weight
+            new[first, second] = way
+        for way in old.values():
+            self._weigh(way, 0.0)
+        if new:
+            self.pairs[unit] = new
+        self.simple = not (self.flows or self.pairs)
+
     def settle(self) -> None:
         """Weigh the ways anew."""
         if self.simple:
             return
+        for pairs in self.pairs.values():
+            for way in pairs.values():
+                self._weigh(way, way.planned_per_s)
         out: dict[str, float] = {}
         into: dict[str, float] = {}
         for way in self.flows:

@@ -12,6 +12,7 @@ from potluck.core.scale.base import (
     Resize,
     ScaleDecision,
     Scaler,
+    SetLengths,
     SetThreshold,
 )
 from potluck.core.scale.cauchy import Cauchy
@@ -26,6 +27,7 @@ __all__ = [
     "Resize",
     "ScaleDecision",
     "Scaler",
+    "SetLengths",
     "SetThreshold",
     "scaler_of",
 ]

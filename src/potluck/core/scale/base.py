@@ -5,8 +5,9 @@ At each tick the Brain calls
     decisions = scaler.on_tick(at_s, window.observed(at_s, held), fleet, plan)
 
 and carries them out: `Resize` changes its wanted counts, which `core.reconcile` works towards; `FlipRole` becomes a
-Flip; `AskReplan` a Replan; `SetThreshold` moves the length from which prompts are prefilled elsewhere. Rules keep
-little state, change nothing but that, and say in `why` what they last thought, above all when they did nothing.
+Flip; `AskReplan` a Replan; `SetThreshold` moves the length from which prompts are prefilled elsewhere, `SetLengths`
+what groups share their requests by. Rules keep little state, change nothing but that, and say in `why` what they last
+thought, above all when they did nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,15 @@ class SetThreshold(NamedTuple):
     reason: str
 
 
-ScaleDecision = Resize | FlipRole | AskReplan | SetThreshold
+class SetLengths(NamedTuple):
+    """Requests of a model are of these mean lengths now: groups share them anew."""
+
+    model: str
+    prompt_tokens: float
+    output_tokens: float
+
+
+ScaleDecision = Resize | FlipRole | AskReplan | SetThreshold | SetLengths
 
 
 class Scaler(Protocol):

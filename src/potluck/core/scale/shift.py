@@ -12,6 +12,10 @@ moves, which a running system would have to live through. The last replica of a 
 gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing. Flips the
 other way than those before, within `BACK_S` of them, must begin with one that gains `BACK_GAIN`: near a balance, what
 one window shows is often the opposite of what the next one does.
+
+Replicas of groups are chosen for otherwise: by the paper's search, with the links between their machines in it
+(`regroup.py`). A copy's roles are looked at when its model has shifted, and at once when one of its replicas is gone.
+Whether roles change or not, its requests are shared anew for the lengths now seen (`SetLengths`).
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from dataclasses import dataclass, replace
 from math import hypot
 
 from potluck.core.brain.facts import Facts
-from potluck.core.brain.fleet import Fleet
+from potluck.core.brain.fleet import Fleet, Unit
 from potluck.core.brain.policy import Policy
-from potluck.core.scale.base import FlipRole, Notes, ScaleDecision
+from potluck.core.routing.groups import Lengths
+from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetLengths
+from potluck.core.scale.regroup import best_roles
 from potluck.core.scale.roles import Flippable, flippable, last_of_role
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
@@ -90,6 +96,9 @@ class ShiftFlips:
 
     def _model(self, at_s: float, seen: ModelObserved, fleet: Fleet) -> list[ScaleDecision]:
         model = seen.model
+        groups = [u for u in fleet.units.values() if u.model == model and u.template in self._facts.groups]
+        if groups:
+            return self._groups(at_s, seen, groups)
         replicas, untimed = flippable(
             fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
         )
@@ -99,14 +108,7 @@ class ShiftFlips:
         if not replicas:
             self._notes.say(model, "no flips: no replica prefills or decodes alone")
             return []
-        now = Reference(
-            seen.rate_per_s,
-            seen.mean_prompt_tokens,
-            seen.mean_output_tokens,
-            seen.prompt_error_tokens,
-            seen.output_error_tokens,
-            len(replicas),
-        )
+        now = _reference(seen, len(replicas))
         shift = self._shift(self._references.get(model), now, seen)
         if not shift:
             self._references.setdefault(model, now)
@@ -127,6 +129,48 @@ class ShiftFlips:
         self._notes.say(model, f"{shift}; flips {', '.join(name for name, _ in flips)}")
         return [FlipRole(name, role, shift) for name, role in flips]
 
+    def _groups(self, at_s: float, seen: ModelObserved, groups: list[Unit]) -> list[ScaleDecision]:
+        """New roles inside each copy of a group, found by search."""
+        model, lengths = seen.model, Lengths(seen.mean_prompt_tokens, seen.mean_output_tokens)
+        ready = {unit.id: [view for view in unit.views if view.state == "ready"] for unit in groups}
+        now = _reference(seen, sum(map(len, ready.values())))
+        old = self._references.get(model)
+        shift = self._shift(old, now, seen)
+        if not shift:
+            self._notes.say(
+                model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
+            )
+            return []
+        self._references[model] = now
+        decisions: list[ScaleDecision] = []
+        if old is not None or self._moved(groups, lengths):
+            decisions.append(SetLengths(model, *lengths))
+        for unit in groups:
+            roles = {view.member.index: view.role for view in ready[unit.id]}
+            if not roles:
+                continue
+            best, serves, served = best_roles(self._facts, unit.template, roles, lengths, LEAST_GAIN)
+            decisions += [
+                FlipRole(view.member.id, best[view.member.index], f"{shift}: {served:.3g} to {serves:.3g}/s")
+                for view in ready[unit.id]
+                if best[view.member.index] != view.role
+            ]
+        flips = [each for each in decisions if isinstance(each, FlipRole)]
+        if flips:
+            self._last_s[model] = at_s
+        said = f"flips {', '.join(each.replica for each in flips)}" if flips else "roles stay"
+        self._notes.say(model, f"{shift}; {said}")
+        return decisions
+
+    def _moved(self, groups: list[Unit], lengths: Lengths) -> bool:
+        """Whether the first look finds other lengths than were planned for."""
+        planned = self._facts.groups[groups[0].template]
+        band = self._policy.ratio
+        return (
+            abs(lengths.prompt_tokens - planned.prompt_tokens) > band * planned.prompt_tokens
+            or abs(lengths.output_tokens - planned.output_tokens) > band * planned.output_tokens
+        )
+
     def _shift(self, old: Reference | None, now: Reference, seen: ModelObserved) -> str:
         """What left the band, in words; empty when nothing did."""
         if old is None:
@@ -143,6 +187,17 @@ class ShiftFlips:
         if now.replicas != old.replicas:
             return f"{now.replicas} replicas instead of {old.replicas}"
         return ""
+
+
+def _reference(seen: ModelObserved, replicas: int) -> Reference:
+    return Reference(
+        seen.rate_per_s,
+        seen.mean_prompt_tokens,
+        seen.mean_output_tokens,
+        seen.prompt_error_tokens,
+        seen.output_error_tokens,
+        replicas,
+    )
 
 
 def best_flips(

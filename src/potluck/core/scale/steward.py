@@ -15,7 +15,7 @@ from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
-from potluck.core.scale import AskReplan, FlipRole, Resize, SetThreshold, scaler_of
+from potluck.core.scale import AskReplan, FlipRole, Resize, SetLengths, SetThreshold, scaler_of
 from potluck.core.scale.base import available_nodes
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
 from potluck.core.scale.recast import recasts
@@ -88,12 +88,12 @@ class Steward:
 
     def tick(
         self, at_s: float, held: Mapping[str, int]
-    ) -> tuple[tuple[Action, ...], tuple[SetThreshold, ...]]:
-        """What to do now; thresholds come apart, as they are the router's."""
+    ) -> tuple[tuple[Action, ...], tuple[SetThreshold | SetLengths, ...]]:
+        """What to do now; thresholds and lengths come apart, as they are the router's."""
         if self.plan is None:
             return (), ()
         actions: list[Action] = []
-        thresholds: list[SetThreshold] = []
+        thresholds: list[SetThreshold | SetLengths] = []
         resized = False
         if self.watches:
             observed = self.window.observed(at_s, held)
@@ -110,13 +110,13 @@ class Steward:
                             actions.append(Flip(replica, role))
                     case AskReplan(rates_per_s, reason):
                         actions.append(Replan(rates_per_s, reason, _lengths(observed)))
-                    case SetThreshold():
+                    case SetThreshold() | SetLengths():
                         thresholds.append(decision)
         if resized or self._fleet.version != self._version or at_s >= self._due_s:
             actions += self.step(at_s)
         return tuple(actions), tuple(thresholds)
 
-    def _advice(self, decision: Resize | FlipRole | SetThreshold) -> list[Action]:
+    def _advice(self, decision: Resize | FlipRole | SetThreshold | SetLengths) -> list[Action]:
         """What would be done, said once."""
         match decision:
             case Resize(template, region, count, reason):
@@ -125,6 +125,9 @@ class Steward:
                 what = f"{replica} as {role}"
             case SetThreshold(model, tokens, reason):
                 what = f"prompts of {model} beyond {tokens} tokens elsewhere"
+            case SetLengths(model, prompt_tokens, output_tokens):
+                what = f"groups of {model} shared for {prompt_tokens:.0f} and {output_tokens:.0f} tokens"
+                reason = "lengths have shifted"
         if what in self._advised:
             return []
         self._advised = (*self._advised[-31:], what)

@@ -97,7 +97,7 @@ class Handovers:
 
     def give_back(self, now_s: float) -> None:
         """Of replicas that do nothing for want of blocks, those set aside for what is not computed yet."""
-        for hand in self._open.values():
+        for hand in list(self._open.values()):
             if isinstance(hand, Handover) and hand.reserved and hand.computed_s == inf:
                 target = hand.target
                 if target.replica.idle and target.replica.batch.queued:
@@ -123,6 +123,11 @@ class Handovers:
         for key in pipe.done(now_s):
             hand = self._open.get(key)
             if isinstance(hand, Handover):
+                hand.left -= 1
+                if key != hand.key:
+                    del self._open[key]
+                if hand.left:
+                    continue
                 hand.piped_s = now_s
                 if hand.computed_s < inf:
                     self._settle(now_s, hand)
@@ -175,7 +180,12 @@ class Handovers:
         if hand.pipe is not None and hand.key in hand.pipe:
             hand.pipe.abort(now_s, hand.key)
             self.schedule(hand.pipe)
-        hand.pipe = None
+        for key, pipe in hand.parts:
+            self._open.pop(key, None)
+            if key in pipe:
+                pipe.abort(now_s, key)
+                self.schedule(pipe)
+        hand.pipe, hand.parts, hand.left = None, (), 1
 
     def _computing(self, now_s: float, hand: Handover) -> None:
         hand.began_s = now_s
@@ -229,6 +239,10 @@ class Handovers:
 
     def _start(self, now_s: float, hand: Handover) -> None:
         hand.started_s = now_s
+        ways = self.network.ways(hand.source, hand.target)
+        if ways and hand.size_bytes > 0:
+            self._start_side_by_side(now_s, hand, ways)
+            return
         pipe = self.network.pipe(hand.source, hand.target, hand.journey)
         if hand.size_bytes <= 0 or pipe is None:
             hand.piped_s = now_s + self.network.floor_s(hand.source, hand.target, None, hand.size_bytes)
@@ -239,6 +253,23 @@ class Handovers:
         journey = hand.journey
         pipe.start(now_s, hand.key, hand.size_bytes, journey.request.tenant, journey.weight)
         self.schedule(pipe)
+
+    def _start_side_by_side(self, now_s: float, hand: Handover, ways: tuple[tuple[Pipe, float], ...]) -> None:
+        """Layers go from the machine that has them to the one that needs them, over all their links at once."""
+        journey = hand.journey
+        parts = []
+        for pipe, share in ways:
+            key = hand.key
+            if hand.pipe is None:
+                hand.pipe = pipe
+            else:
+                key = self._next_key
+                self._next_key += 1
+                self._open[key] = hand
+                parts.append((key, pipe))
+            pipe.start(now_s, key, hand.size_bytes * share, journey.request.tenant, journey.weight)
+            self.schedule(pipe)
+        hand.parts, hand.left = tuple(parts), len(ways)
 
     def _settle(self, now_s: float, hand: Handover) -> None:
         """Both computed and carried: when is the last byte there?"""

@@ -1,7 +1,8 @@
 """Which pipe KV takes from one replica to another.
 
     same machine         the GPUs' interconnect: fast and not shared here
-    two named machines   a pipe of their own, where the pool gives its bandwidth
+    named machines       pipes of their own between each two, where the pool gives their bandwidth: each layer goes
+                         from the machine that has it to the one that needs it, all pipes side by side
     same region          the network cards: the one of the two that has less to give each transfer now
     other region         the link; no faster than either card
 
@@ -29,7 +30,7 @@ def card_pipe(name: str, gbps: float) -> Pipe:
 class Network:
     """All pipes of a run."""
 
-    __slots__ = ("_links", "_machines", "links", "pipes", "scene")
+    __slots__ = ("_links", "_machines", "_ways", "links", "pipes", "scene")
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -37,6 +38,8 @@ class Network:
         self._links: dict[tuple[str, str], Link] = {}
         self.links: dict[tuple[str, str], Pipe] = {}
         self._machines: dict[tuple[str, str], Pipe] = {}
+        self._ways: dict[tuple[str, str], tuple[tuple[Pipe, float], ...]] = {}
+        """By the ids of two replicas."""
         for link in scene.links:
             path = link_alpha_beta(link)
             ends = (link.source, link.target)
@@ -65,9 +68,9 @@ class Network:
             return self.links.get((source.member.region, target.member.region))
         if near(source, target):
             return None
-        own = self._between(source, target)
-        if own is not None:
-            return own
+        ways = self.ways(source, target)
+        if ways:
+            return ways[0][0]
         first, second = source.card, target.card
         tenant, weight = (journey.request.tenant, journey.weight) if journey is not None else ("", 1.0)
         left = first.share_bytes_per_s(1, tenant, weight)
@@ -81,15 +84,43 @@ class Network:
             return size_bytes / min(source.card.rate_bytes_per_s, target.card.rate_bytes_per_s)
         return 0.0
 
-    def _between(self, source: Site, target: Site) -> Pipe | None:
-        if not self.scene.machine_gbps or not source.kit.machines or not target.kit.machines:
-            return None
-        ends = (source.kit.machines[0], target.kit.machines[0])
+    def ways(self, source: Site, target: Site) -> tuple[tuple[Pipe, float], ...]:
+        """(pipe, share of a request's KV) between the named machines of two replicas, the slowest first.
+
+        Empty where nothing is said of their links, and where all stays within machines.
+        """
+        if not self.scene.machine_gbps or source.member.region != target.member.region:
+            return ()
+        key = (source.member.id, target.member.id)
+        found = self._ways.get(key)
+        if found is None:
+            found = self._ways[key] = self._side_by_side(source, target)
+        return found
+
+    def _side_by_side(self, source: Site, target: Site) -> tuple[tuple[Pipe, float], ...]:
+        first, second = source.kit.owners, target.kit.owners
+        if not first or len(first) != len(second):
+            return ()
+        layers: dict[tuple[str, str], int] = {}
+        for ends in zip(first, second, strict=True):
+            layers[ends] = layers.get(ends, 0) + 1
+        found = []
+        for ends, count in layers.items():
+            if ends[0] == ends[1]:
+                continue
+            pipe = self._between(ends)
+            if pipe is None:
+                return ()
+            found.append((count / len(first) / max(pipe.rate_bytes_per_s, 1.0), pipe, count / len(first)))
+        found.sort(key=lambda each: (-each[0], each[1].name))
+        return tuple([(pipe, share) for _, pipe, share in found])
+
+    def _between(self, ends: tuple[str, str]) -> Pipe | None:
         if ends not in self._machines:
-            found = self.scene.machine_gbps.get(ends)
-            if found is None:
+            said = self.scene.machine_gbps.get(ends)
+            if said is None:
                 return None
-            path = alpha_beta(found[0], found[1])
+            path = alpha_beta(said[0], said[1])
             self._machines[ends] = self._add(Pipe("card", *ends, path.beta_bytes_per_s, path.alpha_s))
         return self._machines[ends]
 

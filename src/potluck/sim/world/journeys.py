@@ -206,7 +206,9 @@ class Journeys:
         request, model, have = journey.request, source.member.model, 0
         if request.blocks and target.cache is not None:
             have = self._hit(at_s, target, request, stop + 1)
-        codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
+        codec = source.kit.codec
+        if source.member.unit != target.member.unit:
+            codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
         size_bytes = self._kits.kv[model].wire_bytes(have, stop, codec)
         self.ledger.wire_bytes[journey.key] += size_bytes
         self._handovers.expect(at_s, journey, size_bytes)

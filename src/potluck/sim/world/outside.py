@@ -180,6 +180,8 @@ class Outside:
         ]
 
     def _lose_machine(self, at_s: float, machine: Machine, reason: str, notice_s: float) -> None:
+        if any(machine.name in site.kit.names for site in machine.sites):
+            self._yard.gone.add(machine.name)
         for site in list(machine.sites):
             self._yard.lose(at_s, site, reason, notice_s)
 

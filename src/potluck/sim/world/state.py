@@ -62,6 +62,7 @@ class Site:
         "role",
         "room_tokens",
         "serves",
+        "silent",
         "state",
         "touched",
         "waiting",
@@ -106,6 +107,8 @@ class Site:
         self.touched = False
         """Whether something happened here since it last reported."""
         self.muted_until_s = 0.0
+        self.silent = False
+        """It is gone, and nobody has noticed."""
         self.peak_blocks = 0
         self.room_tokens = kit.total_blocks * BLOCK_TOKENS
         """Tokens of KV that it holds at most."""
@@ -176,7 +179,9 @@ class Handover:
         "computed_s",
         "journey",
         "key",
+        "left",
         "over",
+        "parts",
         "pipe",
         "piped_s",
         "reserved",
@@ -194,6 +199,11 @@ class Handover:
         self.target = target
         self.size_bytes = size_bytes
         self.pipe: Pipe | None = None
+        """The one that it takes, or of several the one that is to take longest."""
+        self.parts: tuple[tuple[int, Pipe], ...] = ()
+        """The others, with the keys of their parts, where layers lie on several machines."""
+        self.left = 1
+        """Pipes that still carry some of it."""
         self.began_s = inf
         """When the computation of its segment began."""
         self.computed_s = inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 from potluck.core.brain.actions import Drain, Flip, Recast, Start, Stop
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from potluck.worlds.kits import Kit
 
 Make = Callable[["Kit", Role], "Replica"]
+STOPPED = 1e12
+"""Times as long that steps take where nothing is computed any more."""
 
 
 class Yard:
     """All replicas that ever were, and the machines under them."""
 
-    __slots__ = ("_ground", "_journeys", "_make", "_tell", "all_sites", "machines", "warm")
+    __slots__ = ("_ground", "_journeys", "_make", "_tell", "all_sites", "gone", "machines", "warm")
 
     def __init__(self, ground: Ground, journeys: Journeys, tell: Tell, make: Make) -> None:
         self._ground = ground
@@ -39,6 +42,8 @@ class Yard:
         self.all_sites: list[Site] = []
         self.machines: dict[str, Machine] = {}
         """Those that are rented."""
+        self.gone: set[str] = set()
+        """Machines with names of their own that were lost: there is no other in their place."""
 
     def start(self, at_s: float, action: Start) -> Site:
         member, ground = action.member, self._ground
@@ -46,7 +51,10 @@ class Yard:
             raise InputError(f"replica {member.id}", "was started twice")
         kit = ground.kits.kits[member.template, member.index]
         machines = tuple(
-            self._machine(at_s, member.unit, node, place, member.region) for node, place in kit.places
+            self._machine(
+                at_s, member.unit, node, place, member.region, kit.names[number] if kit.names else ""
+            )
+            for number, (node, place) in enumerate(kit.places)
         )
         card: Pipe = machines[0].card if len(machines) == 1 else ground.network.card(member.id, kit.card_gbps)
         site = Site(len(self.all_sites), member, kit, self._make(kit, member.role), machines, card)
@@ -57,7 +65,9 @@ class Yard:
         ground.sites[member.id] = site
         self.all_sites.append(site)
         site.become(at_s, "starting")
-        if self.warm:
+        if any(machine.name in self.gone for machine in machines):
+            ground.agenda.push(at_s, CALL, lambda when_s: self.lose(when_s, site, "its machine is gone"))
+        elif self.warm:
             self.ready(at_s, site)
         else:
             ground.agenda.push(at_s + kit.startup_s, READY, site)
@@ -106,12 +116,25 @@ class Yard:
                 )
                 self._tell(at_s, ReplicaLost(site.id, reason, notice_s))
             return
+        heartbeat_s = self._ground.settings.heartbeat_s
+        if heartbeat_s > 0 and site.state == "ready" and not site.silent:
+            self._fall_silent(at_s, site, reason, heartbeat_s)
+            return
         known = site.state == "leaving"
         self._journeys.catch_up_if_due(at_s, site)
         site.become(at_s, "lost")
         if not known:
             self._tell(at_s, ReplicaLost(site.id, reason))
         self._end(at_s, site, "lost")
+
+    def _fall_silent(self, at_s: float, site: Site, reason: str, heartbeat_s: float) -> None:
+        """It computes and says nothing any more; nobody knows until its heartbeat has been missing for so long."""
+        site.silent = True
+        site.muted_until_s = inf
+        self._journeys.catch_up_if_due(at_s, site)
+        site.replica.set_speed(at_s, STOPPED)
+        self._journeys.touch(at_s, site)
+        self._ground.agenda.push(at_s + heartbeat_s, CALL, lambda when_s: self.lose(when_s, site, reason))
 
     def _end(self, at_s: float, site: Site, state: str) -> None:
         ground = self._ground
@@ -128,8 +151,11 @@ class Yard:
                 del self.machines[machine.name]
                 ground.purse.give_back(at_s, machine.region, machine.node)
 
-    def _machine(self, at_s: float, unit: str, node: str, place: int, region: str) -> Machine:
-        name = machine_name(unit, node, place)
+    def _machine(
+        self, at_s: float, unit: str, node: str, place: int, region: str, given: str = ""
+    ) -> Machine:
+        # Machines that a plan names are those of a pool; of others as many can be had as there are.
+        name = given or machine_name(unit, node, place)
         found = self.machines.get(name)
         if found is None:
             ground = self._ground

@@ -1,0 +1,140 @@
+"""New roles for the replicas of groups: THUNDERSERVE's lightweight rescheduling (its 3.4), with no weights loaded.
+
+A choice of roles is worth what its best routing serves (`core/routing/groups.py`): a transportation problem over the
+rates of the replicas that serve, at the lengths now seen, within what the links between their machines carry and KV
+that is there in time. Of all choices the best is found: all of them where they are few, else a tabu search whose one
+move is another role for one replica, as the paper's with its other moves left out.
+
+What links and times allow is never more than
+
+    bound = min(sum of prefill rates, sum of decode rates) + sum of mixed rates
+
+which costs nothing to know, so only choices whose bound beats the best so far are routed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from potluck.core.brain.facts import Facts
+from potluck.core.routing.groups import Lengths, Pace, rated
+from potluck.core.values.types import Role
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
+MOST_CHOICES = 6561
+"""Three roles for eight replicas."""
+STEPS, IDLE_STEPS, TABU = 60, 12, 6
+
+Roles = dict[int, Role]
+"""Place of a replica in its template to its role."""
+
+
+class _Choices:
+    """What choices of roles are worth, each routed once at most."""
+
+    def __init__(self, facts: Facts, template: str, places: Sequence[int], lengths: Lengths) -> None:
+        self._facts = facts
+        self._template = template
+        self._lengths = lengths
+        self._pace = Pace(facts, template, lengths)
+        self._rates: dict[int, dict[Role, float]] = {
+            place: {
+                "prefill": self._pace.prefill(place),
+                "decode": self._pace.decode(place),
+                "mixed": self._pace.mixed(place),
+            }
+            for place in places
+        }
+        self._known: dict[tuple[Role, ...], float] = {}
+
+    def bound(self, roles: Mapping[int, Role]) -> float:
+        sums = dict.fromkeys(ROLES, 0.0)
+        for place, role in roles.items():
+            sums[role] += self._rates[place][role]
+        return min(sums["prefill"], sums["decode"]) + sums["mixed"]
+
+    def served(self, roles: Mapping[int, Role]) -> float:
+        key = tuple(roles.values())
+        found = self._known.get(key)
+        if found is None:
+            routed = rated(self._facts, self._template, roles, self._lengths, self._pace)
+            found = self._known[key] = sum(rate for *_, rate in routed)
+        return found
+
+
+def best_roles(
+    facts: Facts, template: str, now: Mapping[int, Role], lengths: Lengths, gain: float
+) -> tuple[Roles, float, float]:
+    """(roles, what they serve, what the present ones do); the present roles when others serve no more by `gain`.
+
+    Of choices that serve alike the one with the fewest flips is taken.
+    """
+    choices = _Choices(facts, template, list(now), lengths)
+    before = choices.served(now)
+    few = len(ROLES) ** len(now) <= MOST_CHOICES
+    best, most = _all(choices, now, before) if few else _tabu(choices, now, before)
+    if most < before * (1.0 + gain) or most <= before:
+        return dict(now), before, before
+    return _fewest(choices, now, best, most), most, before
+
+
+def _all(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Roles, float]:
+    places = list(now)
+    ranked = sorted(
+        (
+            (choices.bound(dict(zip(places, each, strict=True))), each)
+            for each in product(ROLES, repeat=len(places))
+        ),
+        key=lambda pair: -pair[0],
+    )
+    best, most = dict(now), before
+    for bound, each in ranked:
+        if bound <= most * (1 + 1e-9):
+            break
+        roles = dict(zip(places, each, strict=True))
+        served = choices.served(roles)
+        if served > most:
+            best, most = roles, served
+    return best, most
+
+
+def _tabu(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Roles, float]:
+    """The best neighbour at each step, also downhill; a replica that has just changed stays for a while."""
+    best, most = dict(now), before
+    here: Roles = dict(now)
+    barred: dict[int, int] = {}
+    idle = 0
+    for step in range(STEPS):
+        moves = [(place, role) for place in here for role in ROLES if role != here[place]]
+        ranked = sorted(
+            ((choices.bound({**here, place: role}), place, role) for place, role in moves), reverse=True
+        )
+        chosen, value = None, -1.0
+        for bound, place, role in ranked:
+            if bound <= value:
+                break
+            served = choices.served({**here, place: role})
+            allowed = barred.get(place, -1) < step or served > most
+            if allowed and served > value:
+                chosen, value = (place, role), served
+        if chosen is None:
+            break
+        here[chosen[0]] = chosen[1]
+        barred[chosen[0]] = step + TABU
+        idle += 1
+        if value > most * (1 + 1e-9):
+            best, most, idle = dict(here), value, 0
+        if idle >= IDLE_STEPS:
+            break
+    return best, most
+
+
+def _fewest(choices: _Choices, now: Mapping[int, Role], best: Roles, most: float) -> Roles:
+    """Without the flips that are not needed."""
+    for place in list(best):
+        if best[place] != now[place]:
+            kept = {**best, place: now[place]}
+            if choices.served(kept) >= most * (1 - 1e-6):
+                best = kept
+    return best

@@ -1,0 +1,64 @@
+"""Ways between machines that a plan names: for activations inside a pipeline, and for KV between replicas.
+
+A pool says what its links carry; where it does not, or where machines have names but no pool, the smaller of two
+network cards counts, as the planner has it (`plan/machines.py`).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from potluck.core.brain.facts import GroupFacts
+from potluck.core.values.layout import Layout, layers_between
+from potluck.core.values.plan import Template
+from potluck.core.values.pool import RTT_S
+from potluck.perf.network import HANDOVER_SHARE, Hop, hop_between, hop_inside
+from potluck.perf.transfer import AlphaBeta, alpha_beta
+from potluck.worlds.scene import Scene
+
+
+def hops_of(scene: Scene, layout: Layout) -> tuple[Hop, ...]:
+    """From each stage to the next and back to the first, over the links between machines that the layout names."""
+    ends = [stage.nodes[0] for stage in layout.stages if len(stage.nodes) == 1 and stage.nodes[0].machine]
+    if len(ends) < len(layout.stages) or len(ends) == 1:
+        return ()
+    hops = []
+    for first, second in (*pairwise(ends), (ends[-1], ends[0])):
+        here, there = scene.node(first.node), scene.node(second.node)
+        if first.machine == second.machine:
+            hops.append(hop_inside(here))
+            continue
+        cards = (min(here.network_gbps, there.network_gbps), RTT_S)
+        hops.append(hop_between(*scene.machine_gbps.get((first.machine, second.machine), cards)))
+    return tuple(hops)
+
+
+def group_facts(
+    scene: Scene, template: Template, kv_bytes_per_token: float, mean: tuple[float, float]
+) -> GroupFacts:
+    """How KV gets from each of a group's replicas to each other, over the links between their machines."""
+    nodes = {n.machine: n.node for r in template.replicas for s in r.layout.stages for n in s.nodes}
+    hops = []
+    for i, first in enumerate(template.replicas):
+        for j, second in enumerate(template.replicas):
+            layers = layers_between(first.layout, second.layout)
+            whole = sum(layers.values())
+            parts = []
+            for (a, b), count in sorted(layers.items()):
+                path = machine_path(scene, (a, nodes[a]), (b, nodes[b]))
+                if path is not None:
+                    name = f"{a}->{b}" if a != b else ""
+                    parts.append((name, path.alpha_s, count / whole / path.beta_bytes_per_s))
+            hops.append((i, j, tuple(parts)))
+    return GroupFacts(template.model, kv_bytes_per_token, tuple(hops), *mean)
+
+
+def machine_path(scene: Scene, first: tuple[str, str], second: tuple[str, str]) -> AlphaBeta | None:
+    """The way of KV from one machine (its name and type) to another; None within one that has a single GPU."""
+    if first[0] == second[0]:
+        inside = scene.node(first[1]).interconnect
+        if inside.kind == "none":
+            return None
+        return AlphaBeta(inside.latency_s, inside.gb_per_s * 1e9 * HANDOVER_SHARE)
+    cards = (min(scene.node(first[1]).network_gbps, scene.node(second[1]).network_gbps), RTT_S)
+    return alpha_beta(*scene.machine_gbps.get((first[0], second[0]), cards))
