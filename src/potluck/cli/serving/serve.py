@@ -11,6 +11,7 @@ from secrets import token_bytes
 
 import click
 
+from potluck.cli.planning.estimate import profile_option
 from potluck.cli.serving.engine import LOOPBACK
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
@@ -58,6 +59,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--history", type=_file, help="Rates of the past for forecasts: a JSON object, model to rates of 10 min."
 )
+@profile_option
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
     plan: Path,
@@ -78,6 +80,7 @@ def serve(
     otlp: str | None,
     policy: tuple[str, ...],
     history: Path | None,
+    profile_paths: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """Serve a PLAN's models at one OpenAI address, over engines that were started for it.
@@ -92,7 +95,9 @@ def serve(
 
     if host not in LOOPBACK and keys is None:
         raise InputError("--host", f"{host} is open to others; give --keys, or listen on 127.0.0.1")
-    inputs, rules = read_inputs((plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy))
+    inputs, rules = read_inputs(
+        (plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy), profile_paths
+    )
     settings = Settings(
         Places(host, port, admin_host, admin_port, workers),
         engines=engines,

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from potluck.cli.serving.up_gpus import Ready, found_cards, maker_of, prepared_for_gpus
 from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
 from potluck.cli.serving.up_show import Served, ask, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec
@@ -51,9 +52,19 @@ def demo() -> Path:
     "style",
     default="emulated",
     show_default=True,
-    type=click.Choice(["emulated", "pretended"]),
-    help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace.",
+    type=click.Choice(["emulated", "pretended", "gpu"]),
+    help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace; "
+    "gpu: the models' own weights on this machine's GPUs.",
 )
+@click.option(
+    "--model",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Serve this model on the GPUs of this machine; without PLAN and SPEC.",
+)
+@click.option(
+    "--measure/--no-measure", default=True, show_default=True, help="With --model: each kind of GPU."
+)
+@click.option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
 @click.option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
 @click.option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
 @click.option(
@@ -80,6 +91,9 @@ def up(
     port: int | None,
     state: Path | None,
     style: str,
+    model: Path | None,
+    measure: bool,
+    device: str,
     averages: bool,
     advise: bool,
     market: Path | None,
@@ -95,46 +109,74 @@ def up(
     Examples:
       potluck up                     a small mixed fleet that needs no GPU
       potluck up potluck.yaml        your own
+      potluck up --model DIR         a model on the GPUs that this machine has
       potluck up --check             the same for scripts: start, ask one question, stop
     """
-    from potluck.control.launch.command import EngineMaker
     from potluck.control.market import MarketFile
     from potluck.control.stand import Stand, StandSettings, nursery_of
-    from potluck.engine.shipped import shipped_model
 
     began_s = time.monotonic()
+    if model is not None and paths:
+        raise InputError("--model", "is for a spec that is made here; leave PLAN and SPEC out")
     spec_path = paths[-1] if paths else demo()
-    spec = read_one_spec(paths or (spec_path,))
-    rules = policy_of(policy, spec.policy)
-    folder = state or STATE / spec_path.stem
+    folder = state or STATE / (spec_path.stem if model is None else model.resolve().name)
     _must_be_nobodys(folder)
-    names = tuple((model.name, model.model.name) for model in spec.models)
-    files = tuple((name, shipped_model()) for name, _ in names)
-    settings = StandSettings(
-        folder,
-        spec_path.resolve(),
-        port,
-        EngineMaker(style, files, names),
-        (
-            *(f"--files={name}={path}" for name, path in files),
-            *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
-        ),
-        advise,
-        None if market is None else MarketFile(market, spec.regions),
-    )
     with ExitStack() as whole, ExitStack() as until_ready:
-        said = until_ready.enter_context(startup(4 * len(names) + 2 * RUNS + 8))
+        said = until_ready.enter_context(startup(2 * RUNS + 12))
         # It loads while the plan is made.
-        nursery = nursery_of(folder) if style == "emulated" else None
+        nursery = nursery_of(folder) if style == "emulated" and model is None else None
         if nursery is not None:
             whole.callback(nursery.close)
-        said("planning")
-        found = prepared(paths, spec, Wishes(time_limit_s, averages), said)
+        wishes = Wishes(time_limit_s, averages)
+        if model is not None:
+            ready = prepared_for_gpus(model, folder, wishes, device, said, measure=measure)
+        else:
+            ready = _prepared(paths, spec_path, style, device, wishes, policy, said)
+        spec = ready.prepared.inputs.spec
+        rules = policy_of(policy, spec.policy)
         if nursery is not None:
             said("loading the engine")
             nursery = nursery if nursery.wait_ready() else None
+        settings = StandSettings(
+            folder,
+            ready.spec_path.resolve(),
+            port,
+            ready.maker,
+            (
+                *(f"--files={name}={path}" for name, path in ready.maker.files),
+                *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
+                *(f"--profile={path}" for path in ready.profiles),
+            ),
+            advise,
+            None if market is None else MarketFile(market, spec.regions),
+        )
+        found = ready.prepared
         stand = Stand(settings, found.inputs.plan, _planner(found.inputs, rules, time_limit_s), nursery)
         _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))
+
+
+def _prepared(
+    paths: tuple[Path, ...],
+    spec_path: Path,
+    style: str,
+    device: str,
+    wishes: Wishes,
+    policy: tuple[str, ...],
+    said: Callable[[str], None],
+) -> Ready:
+    """For a spec that somebody wrote."""
+    from potluck.control.launch.command import EngineMaker
+    from potluck.engine.shipped import shipped_model
+
+    spec = read_one_spec(paths or (spec_path,))
+    policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
+    if style == "gpu":
+        maker, wishes = maker_of(spec, found_cards(), device), replace(wishes, single=True)
+    else:
+        files = tuple((model.name, shipped_model()) for model in spec.models)
+        maker = EngineMaker(style, files, tuple((each.name, each.model.name) for each in spec.models))
+    said("planning")
+    return Ready(spec_path, prepared(paths, spec, wishes, said), maker, ())
 
 
 def _must_be_nobodys(folder: Path) -> None:

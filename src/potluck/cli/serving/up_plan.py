@@ -13,7 +13,6 @@ from potluck.cli.trying.simulation import Inputs, read_plan_and_spec
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
-    from potluck.perf.profile import Profile
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
     from potluck.rehearse.evidence import Evidence
@@ -25,6 +24,8 @@ RUNS, MOST_REQUESTS = 3, 1_500
 REHEARSAL_S = 12.0
 """CPU-seconds after which no further round is begun."""
 MOST_ROUNDS = 4
+FIRST_PER_S, MOST_PER_S = 50.0, 50_000.0
+"""Requests a second with which a search for the most that a fleet can do begins and ends."""
 Said = Callable[[str], None]
 
 
@@ -34,6 +35,8 @@ class Prepared:
 
     inputs: Inputs
     lines: tuple[str, ...] = ()
+    holds: bool = True
+    """Whether it did in the rehearsal, where there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class Wishes:
     time_limit_s: float
     averages: bool = False
     """Do without a rehearsal."""
-    profiles: tuple[Profile, ...] = ()
+    profiles: tuple[Path, ...] = ()
+    """Step times that were measured."""
     single: bool = False
     """Only layouts of one GPU: what the engines here can be."""
 
@@ -51,12 +55,12 @@ class Wishes:
 def prepared(paths: tuple[Path, ...], spec: Spec, wishes: Wishes, said: Said) -> Prepared:
     """Read the plan, or make one for the spec."""
     if len(paths) == 2:
-        inputs = read_plan_and_spec(paths[0], spec)
-        return _tried_as_it_is(inputs, wishes, said)
+        return tried_as_it_is(read_plan_and_spec(paths[0], spec, wishes.profiles), wishes, said)
     return _planned(spec, wishes, said)
 
 
-def _tried_as_it_is(inputs: Inputs, wishes: Wishes, said: Said) -> Prepared:
+def tried_as_it_is(inputs: Inputs, wishes: Wishes, said: Said) -> Prepared:
+    """A plan that stays, with what simulation says of it."""
     from potluck.cli.planning.rehearse import Asked, trial_of
     from potluck.rehearse.evidence import evidence_of
 
@@ -64,17 +68,15 @@ def _tried_as_it_is(inputs: Inputs, wishes: Wishes, said: Said) -> Prepared:
         return Prepared(inputs)
     asked = Asked(True, None, MOST_REQUESTS, RUNS)
     trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, asked)
-    shown = evidence_of(trial, inputs.plan, range(RUNS), lambda what: said(f"rehearsing: {what}"))
-    return Prepared(inputs, tuple(map(_line, shown)))
+    shown = evidence_of(trial, inputs.plan, range(RUNS), lambda what: said(f"rehearsing, {what}"))
+    return Prepared(inputs, tuple(map(_line, shown)), all(each.holds for each in shown))
 
 
 def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
-    from potluck.cli.common.problems import load_problem
     from potluck.cli.planning.plan import require_service
     from potluck.plan.strategies import STRATEGIES, Settings
 
-    problem = load_problem(spec, HEADROOM, None, (), 0.0)
-    problem = replace(problem, asks=tuple(replace(each, profiles=wishes.profiles) for each in problem.asks))
+    problem = _problem(spec, wishes)
     workshop = _workshop(problem, wishes, said)
     settings = Settings(time_limit_s=wishes.time_limit_s)
     outcome = STRATEGIES["auto"](workshop, settings)
@@ -85,6 +87,42 @@ def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
     if not wishes.averages and any(model.traffic.rate_per_s > 0 for model in spec.models):
         plan, tried = _rehearsed(spec, workshop, outcome, settings, said)
     return Prepared(Inputs(spec, problem, plan), (*lines, *tried))
+
+
+def planned_for_all(spec: Spec, wishes: Wishes, said: Said) -> tuple[float, Callable[[Spec], Inputs]]:
+    """The most that a fleet can do a second of what the spec's one model is asked for, and what plans for a spec like
+    it, with another rate, so that the whole fleet is used."""
+    from potluck.cli.planning.plan import require_service
+    from potluck.plan.even import evened
+    from potluck.plan.strategies import STRATEGIES, Settings
+    from potluck.rehearse.factors import restored, scaled
+
+    problem, settings = _problem(spec, wishes), Settings(time_limit_s=wishes.time_limit_s)
+    workshop, ask = _workshop(problem, wishes, said), problem.asks[0]
+    factor = FIRST_PER_S / ask.rate_per_s
+    while True:
+        more = scaled(problem, {ask.name: factor})
+        outcome = STRATEGIES["auto"](replace(workshop, problem=more), settings)
+        require_service(more, outcome, wishes.time_limit_s)
+        if outcome.plan.fraction < 1 or factor * ask.rate_per_s > MOST_PER_S:
+            break
+        factor *= 4
+    even = evened(more, outcome.plan, settings)
+    most_per_s = factor * ask.rate_per_s
+
+    def plan(other: Spec) -> Inputs:
+        real = _problem(other, wishes)
+        asked = {ask.name: most_per_s / real.asks[0].rate_per_s}
+        return Inputs(other, real, restored(even, real, asked))
+
+    return most_per_s * outcome.plan.fraction, plan
+
+
+def _problem(spec: Spec, wishes: Wishes) -> Problem:
+    from potluck.cli.common.problems import load_problem
+    from potluck.cli.planning.estimate import measured
+
+    return measured(load_problem(spec, HEADROOM, None, (), 0.0), wishes.profiles)
 
 
 def _workshop(problem: Problem, wishes: Wishes, said: Said) -> Workshop:

@@ -10,8 +10,9 @@ from potluck.control.values import Make
 from potluck.core.errors import InputError
 
 EngineStyle = str
-"""`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace."""
-STYLES = ("emulated", "pretended")
+"""`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a
+model's own weights on the GPUs of this machine."""
+STYLES = ("emulated", "pretended", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class EngineMaker:
     """The plan's name of a model to the one it has in the catalog."""
     max_running: int = 32
     host: str = "127.0.0.1"
+    cards: tuple[tuple[str, str], ...] = ()
+    """Of this machine's GPUs the node type that each is, and its id."""
+    flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Node type to further flags of an engine on one."""
+    device: str = "cuda"
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -36,16 +42,27 @@ class EngineMaker:
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--json"),
             *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
-            *("--name", make.model, "--emulate", emulate_text(make, name)),
+            *("--name", make.model),
         ]
         folder = dict(self.files).get(make.model)
         if folder is not None:
             command += ["--model", str(folder)]
+        if self.style == "gpu":
+            return [*command, "--device", self.device, *dict(self.flags).get(only_node(make), ())]
+        command += ["--emulate", emulate_text(make, name)]
         if self.style == "pretended":
             return [*command, "--pretend"]
         if len(make.layout.stages) > 1:
             raise InputError("layout", "a pipeline of several nodes can only be pretended on one machine")
         return [*command, "--max-running", str(self.max_running)]
+
+
+def only_node(make: Make) -> str:
+    """The node type of an engine on one GPU."""
+    nodes = [node for stage in make.layout.stages for node in stage.nodes]
+    if len(nodes) != 1 or nodes[0].tp != 1:
+        raise InputError("layout", "an engine of this machine has one GPU; plan with nodes of one GPU each")
+    return nodes[0].node
 
 
 def emulate_text(make: Make, model: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from potluck.control.launch.base import NodeNews, Place, Sighting
-from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.cards import VISIBLE
+from potluck.control.launch.command import EngineMaker, only_node
 from potluck.control.launch.nursery import Nursery
 from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn, title_of
 from potluck.control.launch.room import Free, free_bytes, must_have_room
@@ -43,6 +44,8 @@ class LocalLauncher:
         """Ports that were given to somebody lately, who may not listen yet."""
         self._ending: dict[str, float] = {}
         """Who was asked to end, and when."""
+        self._cards: dict[str, str] = {}
+        """Which GPU each engine has."""
 
     def log_of(self, name: str) -> Path:
         return self._folder / f"{name}.log"
@@ -52,6 +55,9 @@ class LocalLauncher:
         port, kv_port = self._port(), self._port()
         command = self._maker.command(make, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
+        card = self._card(make) if self._maker.style == "gpu" else ""
+        if card:
+            self._cards[name], marks[VISIBLE] = card, card
         pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
         if pid is None:
             pid = spawn(command, marks, log)
@@ -59,7 +65,17 @@ class LocalLauncher:
             "pid": pid.number,
             "started": pid.started,
             "url": f"http://{self._maker.host}:{port}",
+            **({"card": card} if card else {}),
         }
+
+    def _card(self, make: Make) -> str:
+        """A GPU of the right kind that no engine has."""
+        node, taken = only_node(make), set(self._cards.values())
+        mine = [card for kind, card in self._maker.cards if kind == node]
+        for card in mine:
+            if card not in taken:
+                return card
+        raise CapacityError(f"all {len(mine)} GPUs of type {node} on this machine are in use")
 
     def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
         found = [self._seen(name, place) for name, place in places.items()]
@@ -69,6 +85,12 @@ class LocalLauncher:
                 # Started, and never written down: nobody counts on it.
                 end(pid)
         self._insist(places)
+        lost = {seen.name for seen in found if seen.state == "dead"}
+        self._cards = {
+            name: str(place["card"])
+            for name, place in places.items()
+            if place.get("card") and name not in lost
+        }
         return tuple(found)
 
     def _seen(self, name: str, place: Place) -> Sighting:

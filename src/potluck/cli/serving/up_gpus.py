@@ -1,0 +1,248 @@
+"""`potluck up --model DIR`: from this machine's GPUs to a spec, a brief measurement and a plan for just those."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from potluck.cli.serving.up_plan import Prepared, Said, Wishes, planned_for_all, tried_as_it_is
+from potluck.control.launch.cards import VISIBLE, Card, find_cards
+from potluck.control.launch.command import EngineMaker
+from potluck.core.brain.facts import BLOCK_TOKENS
+from potluck.core.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.core.values.model import Model
+    from potluck.core.values.types import NodeType
+    from potluck.spec.values import Spec
+
+MAKERS = ("NVIDIA", "Tesla", "GeForce", "Quadro")
+"""Words of a driver's name that the catalog leaves out."""
+SLO = {"ttft_ms": 2000, "tpot_ms": 100}
+INPUT, OUTPUT = {"mean": 500, "cv": 1.0}, {"mean": 150, "cv": 0.7}
+MAX_RUNNING, TOKEN_BUDGET = 64, 1024
+KV_SHARE = 0.85
+"""Of what the performance model leaves for KV: the rest is for what it does not see (graphs, the driver)."""
+MEASURE_S = 300.0
+LEAST_MEMORY = 0.85
+"""Of the catalog's figure, that a card of this name has at least."""
+USUAL_PRICE_USD_PER_H = 1.0
+LESS = 0.75
+TRIES = 3
+HEADER = """\
+# Made by `potluck up --model`: the GPUs of this machine. The objective and the lengths of requests are guesses, the
+# rate is what the GPUs can do with them. To serve for others, copy it, change it, and: potluck up COPY --engine gpu
+"""
+
+
+def gpu_of(card: Card) -> str:
+    """The catalog's name of a card; an unknown one is an error that says what to add."""
+    from potluck.catalog import gpus
+
+    words = card.name.split()
+    for start in range(len(words)):
+        if all(word in MAKERS for word in words[:start]):
+            try:
+                name = gpus.canonical(" ".join(words[start:]))
+            except UnknownNameError:
+                continue
+            _must_have_memory(card, name)
+            return name
+    raise InputError(
+        "--model",
+        f"GPU {card.index} is a {card.name!r}, which the catalog does not know: write a spec with its figures under "
+        "`gpus:` (name, fp16_tflops, memory_gb, bandwidth_gb_per_s), or leave it out with CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _must_have_memory(card: Card, name: str) -> None:
+    from potluck.catalog import gpus
+
+    known = gpus.gpu(name).memory_gb * 1e9
+    if card.memory_bytes < LEAST_MEMORY * known:
+        there = f"{card.memory_bytes / 1e9:.0f} GB"
+        raise InputError(
+            "--model",
+            f"GPU {card.index} is a {card.name!r} with {there}, the catalog's {name} has {known / 1e9:.0f} GB: "
+            "is it a part of one? Leave it out with CUDA_VISIBLE_DEVICES",
+        )
+
+
+def found_cards() -> tuple[Card, ...]:
+    found = find_cards()
+    if not found:
+        raise InputError(
+            "--model",
+            "no GPU was found here (nvidia-smi lists none); `potluck engine serve --model DIR` computes on the CPU, "
+            "`potluck up SPEC` acts as the GPUs of a spec",
+        )
+    return found
+
+
+def spec_text(model: Path, name: str, counts: Counter[str], rate_per_s: float) -> str:
+    """A spec of these GPUs, each a node of its own: an engine has one."""
+    nodes = [
+        {"node": f"1x{gpu}", "available": count, "price_usd_per_h": _price(f"1x{gpu}")}
+        for gpu, count in counts.items()
+    ]
+    body = {
+        "models": [
+            {
+                "model": str(model),
+                "name": name,
+                "files": str(model),
+                "slo": SLO,
+                "traffic": {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT},
+            }
+        ],
+        "fleet": {"regions": [{"name": "here", "nodes": nodes}]},
+    }
+    return HEADER + yaml.safe_dump(body, sort_keys=False, width=110)
+
+
+def _price(node: str) -> float:
+    """What renting one would cost; something, where nobody lists it, so that none is for free."""
+    from potluck.catalog import prices
+
+    try:
+        return prices.price_usd_per_h(node).price_usd_per_h
+    except InputError:
+        return USUAL_PRICE_USD_PER_H
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What `up` goes on with."""
+
+    spec_path: Path
+    prepared: Prepared
+    maker: EngineMaker
+    profiles: tuple[Path, ...]
+
+
+def prepared_for_gpus(
+    model: Path, folder: Path, wishes: Wishes, device: str, said: Said, *, measure: bool = True
+) -> Ready:
+    """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
+    from potluck.control.stand import written
+    from potluck.spec.load import load_spec
+
+    model = model.resolve()
+    if not (model / "config.json").is_file():
+        raise InputError("--model", f"{model} has no config.json; name a model's directory")
+    cards = found_cards()
+    counts = Counter(gpu_of(card) for card in cards)
+    said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
+    path, name = folder / "spec.yaml", model.name
+    written(path, spec_text(model, name, counts, 1.0))
+    spec = load_spec(path)
+    profiles: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+    if measure:
+        profiles, notes = measured_briefly(spec, model, cards, folder / "profiles", device, said)
+    said("planning")
+    wishes = replace(wishes, profiles=profiles, single=True)
+    rate_per_s, make = planned_for_all(spec, wishes, said)
+    for attempt in range(TRIES):
+        rate_per_s = _rounded(rate_per_s * LESS**attempt)
+        written(path, spec_text(model, name, counts, rate_per_s))
+        spec = load_spec(path)
+        found = tried_as_it_is(make(spec), wishes, said)
+        if found.holds:
+            break
+    what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
+    lines = (*notes, what, *found.lines)
+    return Ready(path, Prepared(found.inputs, lines), maker_of(spec, cards, device), profiles)
+
+
+def _rounded(rate_per_s: float) -> float:
+    return float(f"{rate_per_s:.2g}")
+
+
+def maker_of(spec: Spec, cards: Sequence[Card], device: str = "cuda") -> EngineMaker:
+    """How engines of a spec's models are made on these cards."""
+    known = {node.name: node for node in spec.node_types}
+    mine = tuple((f"1x{gpu_of(card)}", card.uuid) for card in cards)
+    for node in known:
+        if node not in {kind for kind, _ in mine}:
+            there = ", ".join(sorted({kind for kind, _ in mine}))
+            raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")
+    files = []
+    for model in spec.models:
+        if model.files is None:
+            raise InputError(
+                f"models: {model.name}: files", "is needed: the directory of the model's weights"
+            )
+        files.append((model.name, Path(model.files)))
+    flags = tuple((node.name, _flags([each.model for each in spec.models], node)) for node in known.values())
+    return EngineMaker("gpu", tuple(files), cards=mine, flags=flags, device=device)
+
+
+def _flags(models: Sequence[Model], node: NodeType) -> tuple[str, ...]:
+    """So much KV as there is room for beside any of the models, and no more than can be used."""
+    from potluck.perf.capacity import stage_memory
+    from potluck.perf.memory import kv_bytes_per_gpu
+
+    blocks = []
+    for model in models:
+        memory, context = stage_memory(model, node, 1), model.max_context_tokens
+        each = kv_bytes_per_gpu(model, float(context), 1) / context
+        useful = (MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)
+        fits = int(KV_SHARE * max(0.0, memory.kv_bytes) / each / BLOCK_TOKENS) if each > 0 else useful
+        blocks.append(max(1, min(useful, fits)))
+    return (
+        *("--kv-blocks", str(min(blocks)), "--max-running", str(MAX_RUNNING)),
+        *("--token-budget", str(TOKEN_BUDGET)),
+    )
+
+
+def measured_briefly(
+    spec: Spec, model: Path, cards: Sequence[Card], folder: Path, device: str, said: Said
+) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """A profile of each kind of GPU, and what is to be said of those that could not be measured.
+
+    One that is there from before, for this model, is used again.
+    """
+    name = spec.models[0].model.name
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = {gpu_of(card): card for card in cards}
+    paths = {gpu: folder / f"{gpu}-{name}.json" for gpu in kinds}
+    running = {
+        gpu: _measuring(model, name, gpu, kinds[gpu], path, device)
+        for gpu, path in paths.items()
+        if not path.is_file()
+    }
+    notes = []
+    for gpu, process in running.items():
+        said(f"measuring, {gpu}")
+        try:
+            out, _ = process.communicate(timeout=MEASURE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            out = f"took longer than {MEASURE_S:g} s"
+        if process.returncode or not paths[gpu].is_file():
+            why = " ".join((out.strip().splitlines() or ["it said nothing"])[-1].split())[:160]
+            notes.append(f"{gpu} could not be measured ({why}); planned with the catalog's figures")
+    return tuple(path for path in paths.values() if path.is_file()), tuple(notes)
+
+
+def _measuring(
+    model: Path, name: str, gpu: str, card: Card, path: Path, device: str
+) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "potluck.cli.main", "profile", "--local", "--quick", "--repeats", "3"),
+        *("--model", str(model), "--device", device, "--gpu", gpu, "--name", name, "--out", str(path)),
+    ]
+    environment = {**os.environ, VISIBLE: card.uuid}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )

@@ -1,0 +1,229 @@
+"""`potluck up --model`: the GPUs of a machine, whatever mix they are; with a made-up driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from potluck.catalog import gpus
+from potluck.cli.main import run
+from potluck.cli.serving import up_gpus
+from potluck.cli.serving.up_gpus import gpu_of, maker_of, measured_briefly, spec_text
+from potluck.cli.serving.up_plan import Wishes, planned_for_all
+from potluck.control.launch.cards import Card, find_cards
+from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.local import LocalLauncher, engines_of
+from potluck.control.launch.process import end
+from potluck.control.values import Make
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.layout import single
+from potluck.engine.shipped import shipped_model
+from potluck.spec.load import load_spec
+
+MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"
+GB = 1_000_000_000
+
+
+def _driver(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> None:
+    """An nvidia-smi that says this."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "said").write_text(text)
+    tool = folder / "bin" / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat {folder / 'said'}\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+
+
+def test_cards_are_what_the_driver_says_within_what_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _driver(tmp_path, monkeypatch, MIXED)
+    assert [(card.uuid, card.name) for card in find_cards()] == [
+        ("GPU-a", "NVIDIA L4"),
+        ("GPU-b", "NVIDIA A10"),
+        ("GPU-c", "NVIDIA A10"),
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-a")
+    assert [card.index for card in find_cards()] == [2, 0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert find_cards() == ()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_cards() == ()
+
+
+@pytest.mark.parametrize(("text", "code"), [("No devices were found", 6), ("what, is, this", 0)])
+def test_a_driver_that_fails_is_told_in_one_line(
+    text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _driver(tmp_path, monkeypatch, text, code)
+    with pytest.raises(CapacityError, match="nvidia-smi") as error:
+        find_cards()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-80-PCIe"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L40S", "L40S"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-32"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A6000", "A6000"),
+    ],
+)
+def test_drivers_names_are_found_in_the_catalog(name: str, found: str) -> None:
+    memory = int(gpus.gpu(found).memory_gb * GB)
+    assert gpu_of(Card(0, "GPU-a", name, memory)) == found
+    with pytest.raises(InputError, match="a part of one"):
+        gpu_of(Card(0, "GPU-a", name, memory // 4))
+
+
+def test_an_unknown_gpu_says_what_to_add() -> None:
+    with pytest.raises(InputError, match="GPU 3 .*RTX 2060.*gpus:.*fp16_tflops.*CUDA_VISIBLE_DEVICES"):
+        gpu_of(Card(3, "GPU-a", "NVIDIA GeForce RTX 2060", 6 * GB))
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A model that fills a small GPU's memory; only its description."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    config = json.loads((shipped_model() / "config.json").read_text())
+    config |= {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("counts", [{"L4": 1, "A10": 2}, {"A100-80": 1, "L4": 3}, {"H200": 1}])
+def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Path, tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec_text(large, "large", Counter(counts), 1.0))
+    spec = load_spec(path)
+    rate_per_s, make = planned_for_all(spec, Wishes(10.0, single=True), lambda line: None)
+    path.write_text(spec_text(large, "large", Counter(counts), rate_per_s))
+    plan = make(load_spec(path)).plan
+    assert plan.nodes == {("here", f"1x{gpu}"): count for gpu, count in counts.items()}, (
+        "all of them, no more"
+    )
+    assert plan.fraction == pytest.approx(1.0)
+    replicas = [each for d in plan.deployments for each in plan.template(d.template).replicas]
+    assert all(len(each.layout.stages) == 1 for each in replicas)
+    assert rate_per_s > 0.5
+
+
+def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 120}))
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec_text(large, "large", Counter({"L4": 2}), 1.0))
+    with pytest.raises(CapacityError, match="large"):
+        planned_for_all(load_spec(path), Wishes(10.0, single=True), lambda line: None)
+
+
+@dataclass(frozen=True)
+class Sleeper(EngineMaker):
+    """Engines that only wait."""
+
+    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+        EngineMaker.command(self, make, port, kv_port)
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
+    maker = Sleeper("gpu", cards=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"), ("1xA10", "GPU-c")))
+    yield LocalLauncher(maker, tmp_path, str(tmp_path), free=lambda: None)
+    for pid in engines_of(str(tmp_path)):
+        end(pid, insist=True)
+
+
+def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
+    a10 = Make("m", single("1xA10", 1, 2), "here")
+    places = {name: launcher.start(name, a10) for name in ("one", "two")}
+    assert {place["card"] for place in places.values()} == {"GPU-b", "GPU-c"}
+    for place in places.values():
+        variables = Path(f"/proc/{place['pid']}/environ").read_bytes().split(b"\0")
+        assert f"CUDA_VISIBLE_DEVICES={place['card']}".encode() in variables
+    with pytest.raises(CapacityError, match="all 2 GPUs of type 1xA10"):
+        launcher.start("three", a10)
+    os.kill(int(str(places["one"]["pid"])), 9)
+    until_s = time.monotonic() + 30.0
+    while launcher.look(places)[0].state != "dead":
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    assert launcher.start("three", a10)["card"] == places["one"]["card"]
+    with pytest.raises(InputError, match="one GPU"):
+        launcher.start("four", Make("m", single("2xA10", 2, 2), "here"))
+
+
+def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec_text(shipped_model(), "words", Counter({"L4": 1, "A10": 1}), 1.0))
+    begun = []
+
+    def measuring(
+        model: Path, name: str, gpu: str, card: Card, out: Path, device: str
+    ) -> subprocess.Popen[str]:
+        begun.append((gpu, card.uuid))
+        code = f"import pathlib, sys; p = pathlib.Path({str(out)!r})\n"
+        code += "p.write_text('{}')" if gpu == "L4" else "print('out of memory'); sys.exit(2)"
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+    monkeypatch.setattr(up_gpus, "_measuring", measuring)
+    cards = (Card(0, "GPU-a", "NVIDIA L4", 24 * GB), Card(1, "GPU-b", "NVIDIA A10", 24 * GB))
+    arguments = (load_spec(path), shipped_model(), cards, tmp_path / "profiles", "cpu", lambda line: None)
+    found, notes = measured_briefly(*arguments)
+    assert [each.name for each in found] == ["L4-words.json"]
+    assert "A10 could not be measured (out of memory)" in notes[0]
+    measured_briefly(*arguments)
+    assert begun == [("L4", "GPU-a"), ("A10", "GPU-b"), ("A10", "GPU-b")]
+
+
+def test_a_spec_of_other_gpus_is_not_served_on_these(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec_text(shipped_model(), "words", Counter({"H200": 1}), 1.0))
+    with pytest.raises(InputError, match="the spec has 1xH200, this machine has 1xL4"):
+        maker_of(load_spec(path), (Card(0, "GPU-a", "NVIDIA L4", 24 * GB),))
+
+
+def test_a_service_on_gpus_that_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but the GPU: the engine computes on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    _driver(tmp_path, monkeypatch, "0, GPU-a, NVIDIA L4, 23034\n")
+    model = tmp_path / "tiny"
+    shutil.copytree(shipped_model(), model)
+    arguments = ["up", "--model", str(model), "--device", "cpu", "--no-measure", "--averages", "--check"]
+    arguments += ["--json", "--port", "0", "--state", str(tmp_path / "state"), "--within", "200"]
+    command = [sys.executable, "-m", "potluck.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["models"] == ["tiny"]
+    assert said["answers"][0]["text"]
+    assert "found 1 x L4" in done.stderr
+    _driver(tmp_path, monkeypatch, "")
+    assert run([*arguments[:-3], str(tmp_path / "other")]) == 2
+    assert "no GPU was found" in capsys.readouterr().err
