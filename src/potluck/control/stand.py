@@ -75,7 +75,7 @@ class Stand:
         self.folder = settings.folder
         self.store = Store(self.folder / "state.db")
         self._lease = Lease(self.store)
-        if not self._lease.renew():
+        if not self._lease.inherit():
             raise InputError(
                 "--state", f"{self.folder}: another controller runs it; `potluck status` shows it"
             )

@@ -103,7 +103,7 @@ def step(
         if each.replica:
             orders.append(Assign(each.name, "", f"{each.replica} is not wanted any more"))
         if each.name in leaving and not each.pinned:
-            orders.append(Halt(each.name, "its replica was drained by hand"))
+            orders.append(Halt(each.name, "its replica was drained by hand, or its machine goes"))
         elif now_s - idle[each.name] >= linger_s and not each.pinned:
             orders.append(Halt(each.name, f"is not wanted since {now_s - idle[each.name]:.0f} s"))
     return Step(tuple(orders), replace(memory, idle_since_s=idle), tuple(waiting))

@@ -19,6 +19,17 @@ ACT_S = 2.0
 """So much of it must be left to begin something."""
 
 
+def gone(number: int) -> bool:
+    """Whether no process has this number: then whoever had it cannot act any more."""
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 class Lease:
     """One controller's claim. `clock` is the time of day, which all who share the file share."""
 
@@ -37,6 +48,15 @@ class Lease:
             return False
         self._until_s = now_s + self._lasts_s
         return True
+
+    def inherit(self) -> bool:
+        """Take it at once where its holder was a process of this machine that is no more: nobody else can act."""
+        holder = self._store.holder()
+        if holder is not None and holder != self.holder:
+            where, number = holder.rpartition("-")[0].rpartition("-")[::2]
+            if where == socket.gethostname() and number.isdecimal() and gone(int(number)):
+                self._store.release(holder)
+        return self.renew()
 
     @property
     def held(self) -> bool:

@@ -250,6 +250,11 @@ class Store:
             )
             return turn
 
+    def holder(self) -> str | None:
+        """Who had the lease last."""
+        rows = self._rows("SELECT holder FROM lease WHERE id = 1")
+        return str(rows[0][0]) if rows else None
+
     def release(self, holder: str) -> None:
         with self._change() as db:
             db.execute("UPDATE lease SET until_s = 0 WHERE id = 1 AND holder = ?", (holder,))

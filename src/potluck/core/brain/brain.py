@@ -175,7 +175,10 @@ class Brain:
         return actions + self._remarks.paces(self.fleet)
 
     def _scale(self, at_s: float) -> list[Action]:
-        steps, thresholds = self.steward.tick(at_s, self._flights.held.counts())
+        waiting = self._flights.held.counts()
+        for model, backlog in self.admission.backlogs.items():
+            waiting[model] = waiting.get(model, 0) + backlog.count
+        steps, thresholds = self.steward.tick(at_s, waiting)
         for decision in thresholds:
             if isinstance(decision, SetLengths):
                 lengths = Lengths(decision.prompt_tokens, decision.output_tokens)

@@ -12,7 +12,7 @@ can be read from it later; a bucket that ends inside a bin gets a part of it in 
     window.finished(at_s, model, output_tokens, ttft_s, tpot_s)
     window.refused(at_s, model)
     window.linked(event)                                      a LinkReported
-    observed = window.observed(at_s, held)                    held: model to requests that wait for any replica
+    observed = window.observed(at_s, held)                    held: model to requests that wait before replicas
 
 Times must not go back by more than a slot; what comes late counts in the present slot.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import sqrt
 
 from potluck.core.brain.events import LinkReported
@@ -72,7 +73,7 @@ class ModelObserved:
     """Of those, how many kept the objective; all where none was given."""
     refused: int
     held: int
-    """Requests that wait because no replica is ready."""
+    """Requests that wait before the replicas: because none is ready, or none has room."""
     long_span_s: float
     long_rate_per_s: float
     lengths: tuple[LengthCount, ...]
@@ -282,12 +283,14 @@ class Window:
     def _error_per_s(self, watch: _Watch, arrivals: int, span_s: float, long_rate_per_s: float) -> float:
         """Standard deviation of the window's rate: sqrt(D n) / span for n arrivals, D = 1 for a Poisson process.
 
-        D is the variance over the mean of the counts of blocks of slots in the long window. Both are taken from there
-        where it knows better: a window that saw few arrivals by chance must not believe itself to be certain.
+        D is the variance over the mean of the counts of blocks of slots in the long window, from how much each differs
+        from the next: so a rate that changed and stays is no noise (but once), and what is looked at now, the short
+        window, is not held against itself. Both are taken from there where it knows better: a window that saw few
+        arrivals by chance must not believe itself to be certain.
         """
         assert self._start_s is not None
         first = max(watch.slot.number - self._long_slots, int(self._start_s / self._slot_s) + 1)
-        blocks = (watch.slot.number - first) // BLOCK_SLOTS
+        blocks = (watch.slot.number - SLOTS - first) // BLOCK_SLOTS
         counts = [0] * blocks
         for slot in watch.long.slots:
             place = (slot.number - first) // BLOCK_SLOTS
@@ -296,7 +299,8 @@ class Window:
         mean = sum(counts) / blocks if blocks else 0.0
         dispersion = 1.0
         if blocks > 1 and mean > 0:
-            dispersion = max(1.0, sum((count - mean) ** 2 for count in counts) / (blocks - 1) / mean)
+            steps = sum((after - before) ** 2 for before, after in pairwise(counts))
+            dispersion = max(1.0, steps / 2 / (blocks - 1) / mean)
         return sqrt(dispersion * max(arrivals, long_rate_per_s * span_s, 1.0)) / span_s
 
 
