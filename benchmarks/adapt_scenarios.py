@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from adapt_rig import MODEL, Phase, Rig, Seen, service
-from potluck.control.byhand import scaled
+from potluck.control.byhand import BY_HAND, scaled
+from potluck.control.store.store import Store
 from potluck.control.values import Instance
 from potluck.core.values.plan import Plan, plan_to_json
 from potluck.core.values.types import Slo
@@ -77,15 +80,15 @@ def write_market(folder: Path, offers: Mapping[str, tuple[int, float]], notices:
     return draft.replace(folder / "market.yaml")
 
 
-def told(rig: Rig, happens_s: float, settled_s: float) -> Figures:
+def told(rig: Rig, happens_s: float, settled_s: float, slo: Slo = SLO) -> Figures:
     """Attainment before, during and after, and what was lost."""
     end_s = max((shot.at_s for shot in rig.shots), default=0.0) + 1.0
     return {
         "requests": len(rig.shots),
         "lost": rig.lost,
-        "before": rig.attainment(SLO, 0.0, happens_s),
-        "during": rig.attainment(SLO, happens_s, settled_s),
-        "after": rig.attainment(SLO, settled_s, end_s),
+        "before": rig.attainment(slo, 0.0, happens_s),
+        "during": rig.attainment(slo, happens_s, settled_s),
+        "after": rig.attainment(slo, settled_s, end_s),
     }
 
 
@@ -175,26 +178,27 @@ def surge(folder: Path, seed: int, say: Say) -> Figures:
 
 
 def shift(folder: Path, seed: int, say: Say) -> Figures:
-    """From conversation to coding: prompts four times as long, answers a tenth. Roles flip. Windows of 15 s."""
-    talk, code = (300, 120), (1200, 12)
+    """From conversation to coding: prompts five times as long, answers a tenth. Roles flip. Windows of 15 s."""
+    talk, code = (300, 120), (1500, 12)
     spec = write_spec(folder, 8.0, "{node: 1xL4, available: 6}", *talk)
     plan = plan_as("prfaas", spec)
     for template in plan.templates:
         count = 2 if template.replicas[0].role == "prefill" else 4
         plan = scaled(plan, template.name, "east", count, {"east": 0.6})
     happens_s, lasts_s = 35.0, 100.0
+    slo = Slo(2.0, SLO.tpot_s)
     rules = {"scaling": "flips", "window_s": 15}
     with service(folder, [write_plan(plan, spec), spec], rules) as rig:
-        phases = [Phase(happens_s, 6.0, *talk), Phase(lasts_s - happens_s, 6.0, *code)]
+        phases = [Phase(happens_s, 9.5, *talk), Phase(lasts_s - happens_s, 9.5, *code)]
         with rig.loaded(phases, seed):
             pass
         flips = [at_s for at_s, what, _ in rig.news if " becomes " in what]
         roles = [each["role"] for each in rig.looks[-1].replicas]
-        recovered = rig.recovered_s(SLO, happens_s, 0.9)
+        recovered = rig.recovered_s(slo, happens_s, 0.9)
         settled_s = happens_s + (NEVER_S if recovered is None else recovered)
         report(rig, say)
         return {
-            **told(rig, happens_s, min(settled_s, lasts_s)),
+            **told(rig, happens_s, min(settled_s, lasts_s), slo),
             "first_flip_s": min((each for each in flips if each > happens_s), default=NEVER_S) - happens_s,
             "flips": len(flips),
             "prefill_after": roles.count("prefill"),
@@ -265,6 +269,77 @@ def spot(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
+def restarts(folder: Path, seed: int, say: Say) -> Figures:
+    """The controller is killed twenty times while copies are asked for and taken back; the gateway serves on."""
+    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 8}")
+    plan = plan_as("melange", spec)
+    (template,) = (each.template for each in plan.deployments)
+    chance = random.Random(seed)
+    kills, every_s = 20, (1.0, 7.0)
+    times = [chance.uniform(*every_s) for _ in range(kills)]
+    with service(folder, [write_plan(plan, spec), spec], {}) as rig:
+        twice = Twice(rig)
+        with rig.loaded([Phase(sum(times) + 45.0, 1.5, PROMPT, OUTPUT)], seed):
+            twice.start()
+            for wait_s in times:
+                count = chance.randint(1, 4)
+                _scale(rig, template, count)
+                time.sleep(wait_s)
+                rig.process.kill()
+                rig.process.wait()
+                say(f"  {rig.now_s:7.2f}  killed; {count} copies wanted, {len(rig.engines())} engines there")
+                rig.again()
+            _scale(rig, template, 2)
+            killed_s = rig.now_s
+
+            def settled(look: Seen) -> bool:
+                return look.ready() == len(look.replicas) == 2 and len(rig.engines()) == 2
+
+            done_s = rig.wait_for(settled, 40.0)
+            known = {each.name for each in rig.store.instances()}
+            orphans = [name for _, name in rig.engines() if name not in known]
+            twice.end()
+        report(rig, say)
+        return {
+            **told(rig, times[0], killed_s),
+            "kills": kills,
+            "settled_s": _after(done_s, killed_s),
+            "orphans": len(orphans),
+            "twice": twice.seen,
+        }
+
+
+class Twice(threading.Thread):
+    """Looks for replicas that two engines are at once."""
+
+    def __init__(self, rig: Rig) -> None:
+        super().__init__(daemon=True)
+        self._path, self._rig = rig.store.path, rig
+        self._over = threading.Event()
+        self.seen = 0
+
+    def run(self) -> None:
+        store = Store(self._path)
+        while not self._over.wait(0.2):
+            lives = {name for _, name in self._rig.engines()}
+            there = [each.replica for each in store.instances() if each.replica and each.name in lives]
+            self.seen += len(there) - len(set(there))
+        store.close()
+
+    def end(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def _scale(rig: Rig, template: str, count: int) -> None:
+    """As `potluck scale` does."""
+    newest = rig.store.plan()
+    assert newest is not None
+    plan = scaled(newest.plan, template, "east", count, {"east": 0.6})
+    rig.client.set_plan(plan)
+    rig.store.add_plan(plan, time.time(), f"{BY_HAND}: {count} copies")
+
+
 def report(rig: Rig, say: Say) -> None:
     """What was done and said, for whoever reads along."""
     for each in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
@@ -295,4 +370,5 @@ SCENARIOS: dict[str, Callable[[Path, int, Say], Figures]] = {
     "shift": shift,
     "cheaper": cheaper,
     "spot": spot,
+    "restarts": restarts,
 }

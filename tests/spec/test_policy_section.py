@@ -70,3 +70,7 @@ def test_every_complaint_has_its_line(old: str, new: str, says: str) -> None:
     found = problems(GOOD + SECTION.replace(old, new, 1))
     line = next(i for i, text in enumerate((GOOD + SECTION).splitlines(), 1) if old in text)
     assert [f"potluck.yaml:{line}: {says}" in str(each) for each in found] == [True], [str(p) for p in found]
+
+
+def test_every_rule_can_be_written() -> None:
+    assert {each.name for each in fields(Policy)} <= set(PolicyIn.model_fields)

@@ -33,7 +33,7 @@ from potluck.control.step import START_S
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.core.values.plan import Plan, plan_to_json
+from potluck.core.values.plan import Plan, mark_of, plan_to_json
 
 TURN_S = 0.5
 GATEWAY_S = 30.0
@@ -114,12 +114,16 @@ class Stand:
         must_have_room(style, planned - there, more_bytes=more)
 
     def _chosen(self, plan: Plan) -> Plan:
-        """The plan that was made, unless the gateway serves one that somebody made by hand."""
+        """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""
         newest = self.store.plan()
+        spec = self._settings.spec
+        mark = mark_of(spec.read_text("utf-8")) if spec.is_file() else ""
+        same = self.store.get("spec") == mark
+        self.store.set("spec", mark)
+        if newest is not None and living(self.store.get("gateway")) and (same or is_by_hand(newest)):
+            self.store.note(time.time(), "plan", f"version {newest.version} stays", "its gateway serves it")
+            return newest.plan
         if newest is not None and is_by_hand(newest):
-            if living(self.store.get("gateway")):
-                self.store.note(time.time(), "plan", f"version {newest.version} stays", newest.reason)
-                return newest.plan
             self.store.note(
                 time.time(), "plan", f"version {newest.version}, made by hand, goes", "potluck up"
             )

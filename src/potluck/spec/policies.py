@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from potluck.core.brain.policy import Balance, Policy, Scaling
+from potluck.core.brain.policy import Balance, Policy, Scaling, SplitRule
 from potluck.core.errors import InputError
 from potluck.core.values.service import RequestClass, Tenant, with_built_in
 from potluck.core.values.types import Slo
@@ -44,6 +44,7 @@ class PolicyIn(Written):
     balance: Balance | None = None
     opportunistic: bool | None = None
     split: bool | None = None
+    split_rule: SplitRule | None = None
     adapt_threshold: bool | None = None
     affinity: float | None = None
     rebalance: bool | None = None

@@ -1,0 +1,56 @@
+"""A controller in a process of its own, for tests that kill it: `controller_process.py FOLDER GATEWAY_URL`.
+
+Its engines are small servers that only say that they are well.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.control.ending import owner_of
+from potluck.control.gateway import GatewayClient
+from potluck.control.launch.local import LocalLauncher
+from potluck.control.loop import Controller
+from potluck.control.store.lease import Lease
+from potluck.control.store.store import Store
+from potluck.control.values import Make
+
+ENGINE = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True:
+    visitor, _ = server.accept()
+    visitor.recv(65536)
+    visitor.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\nok")
+    visitor.close()
+"""
+
+
+@dataclass(frozen=True)
+class SmallMaker:
+    """In place of an `EngineMaker`."""
+
+    host: str = "127.0.0.1"
+    style: str = "pretended"
+
+    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+        return [sys.executable, "-S", "-E", "-c", ENGINE, str(port)]
+
+
+def main(folder: Path, url: str) -> None:
+    store = Store(folder / "state.db")
+    lease = Lease(store)
+    while not lease.inherit():
+        time.sleep(0.05)
+    launcher = LocalLauncher(SmallMaker(), folder / "logs", owner_of(store))  # type: ignore[arg-type]
+    controller = Controller(store, lease, launcher, GatewayClient(url), linger_s=0.2)
+    while True:
+        controller.turn()
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
