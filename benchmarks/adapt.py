@@ -20,9 +20,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from adapt_scenarios import SCENARIOS
+from adapt_kills import restarts
+from adapt_scenarios import SCENARIOS as HAPPENINGS
 from common import run
 
+SCENARIOS = {**HAPPENINGS, "restarts": restarts}
 QUICK = ("slow",)
 TARGETS = {
     "slow_noticed_s": ("<=", 10.0),

@@ -205,6 +205,14 @@ class Rig:
         """Start the controller again over the same state."""
         self.process = _spawn(self.command, self.folder)
 
+    def controlled(self, within_s: float) -> None:
+        """Wait until the controller that was started again looks after the state."""
+        until_s = time.monotonic() + within_s
+        while (self.store.get("controller") or {}).get("pid") != self.process.pid:
+            if time.monotonic() > until_s or self.process.poll() is not None:
+                raise RuntimeError(f"no controller: {(self.folder / 'up.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+
     def close(self) -> None:
         self._over.set()
         if self.process.poll() is None:

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from adapt_rig import MODEL, Phase, Rig, Seen, service
-from potluck.control.byhand import BY_HAND, scaled
-from potluck.control.store.store import Store
+from potluck.control.byhand import scaled
 from potluck.control.values import Instance
 from potluck.core.values.plan import Plan, plan_to_json
 from potluck.core.values.types import Slo
@@ -109,7 +106,7 @@ def slow(folder: Path, seed: int, say: Say) -> Figures:
             return next((each["pace"] for each in look.replicas if each["replica"] == name), 1.0)
 
         figures = told(rig, happens_s, happens_s + 10.0)
-        figures["noticed_s"] = _after(rig.note_s("brain", happens_s, "times as long as planned"), happens_s)
+        figures["noticed_s"] = after(rig.note_s("brain", happens_s, "times as long as planned"), happens_s)
         figures["pace_seen"] = max((pace(each) for each in rig.looks if each.at_s > happens_s), default=1.0)
         report(rig, say)
         return figures
@@ -135,9 +132,9 @@ def killed(folder: Path, seed: int, say: Say) -> Figures:
             back_s = rig.wait_for(lambda look: look.ready() >= before, 40.0)
         settled_s = back_s or lasts_s
         figures = told(rig, happens_s, settled_s)
-        figures["noticed_s"] = _after(rig.note_s("brain", happens_s, "is lost"), happens_s)
-        figures["first_answer_s"] = _after(rig.note_s("plan", happens_s, "what is left"), happens_s)
-        figures["full_plan_s"] = _after(rig.note_s("plan", happens_s, "instead of"), happens_s)
+        figures["noticed_s"] = after(rig.note_s("brain", happens_s, "is lost"), happens_s)
+        figures["first_answer_s"] = after(rig.note_s("plan", happens_s, "what is left"), happens_s)
+        figures["full_plan_s"] = after(rig.note_s("plan", happens_s, "instead of"), happens_s)
         figures["replaced_s"] = settled_s - happens_s
         report(rig, say)
         return figures
@@ -232,8 +229,8 @@ def cheaper(folder: Path, seed: int, say: Say) -> Figures:
         report(rig, say)
         return {
             **told(rig, happens_s, settled_s),
-            "plan_s": _after(rig.note_s("plan", happens_s, "saves"), happens_s),
-            "moved_s": _after(moved_s, happens_s),
+            "plan_s": after(rig.note_s("plan", happens_s, "saves"), happens_s),
+            "moved_s": after(moved_s, happens_s),
             "usd_per_h_before": usd_before,
             "usd_per_h_after": rig.looks[-1].usd_per_h,
         }
@@ -264,80 +261,9 @@ def spot(folder: Path, seed: int, say: Say) -> Figures:
         report(rig, say)
         return {
             **told(rig, happens_s, happens_s + notice_s),
-            "emptied_s": _after(emptied_s, happens_s),
-            "left_s": notice_s - _after(emptied_s, happens_s),
+            "emptied_s": after(emptied_s, happens_s),
+            "left_s": notice_s - after(emptied_s, happens_s),
         }
-
-
-def restarts(folder: Path, seed: int, say: Say) -> Figures:
-    """The controller is killed twenty times while copies are asked for and taken back; the gateway serves on."""
-    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 8}")
-    plan = plan_as("melange", spec)
-    (template,) = (each.template for each in plan.deployments)
-    chance = random.Random(seed)
-    kills, every_s = 20, (1.0, 7.0)
-    times = [chance.uniform(*every_s) for _ in range(kills)]
-    with service(folder, [write_plan(plan, spec), spec], {}) as rig:
-        twice = Twice(rig)
-        with rig.loaded([Phase(sum(times) + 45.0, 1.5, PROMPT, OUTPUT)], seed):
-            twice.start()
-            for wait_s in times:
-                count = chance.randint(1, 4)
-                _scale(rig, template, count)
-                time.sleep(wait_s)
-                rig.process.kill()
-                rig.process.wait()
-                say(f"  {rig.now_s:7.2f}  killed; {count} copies wanted, {len(rig.engines())} engines there")
-                rig.again()
-            _scale(rig, template, 2)
-            killed_s = rig.now_s
-
-            def settled(look: Seen) -> bool:
-                return look.ready() == len(look.replicas) == 2 and len(rig.engines()) == 2
-
-            done_s = rig.wait_for(settled, 40.0)
-            known = {each.name for each in rig.store.instances()}
-            orphans = [name for _, name in rig.engines() if name not in known]
-            twice.end()
-        report(rig, say)
-        return {
-            **told(rig, times[0], killed_s),
-            "kills": kills,
-            "settled_s": _after(done_s, killed_s),
-            "orphans": len(orphans),
-            "twice": twice.seen,
-        }
-
-
-class Twice(threading.Thread):
-    """Looks for replicas that two engines are at once."""
-
-    def __init__(self, rig: Rig) -> None:
-        super().__init__(daemon=True)
-        self._path, self._rig = rig.store.path, rig
-        self._over = threading.Event()
-        self.seen = 0
-
-    def run(self) -> None:
-        store = Store(self._path)
-        while not self._over.wait(0.2):
-            lives = {name for _, name in self._rig.engines()}
-            there = [each.replica for each in store.instances() if each.replica and each.name in lives]
-            self.seen += len(there) - len(set(there))
-        store.close()
-
-    def end(self) -> None:
-        self._over.set()
-        self.join()
-
-
-def _scale(rig: Rig, template: str, count: int) -> None:
-    """As `potluck scale` does."""
-    newest = rig.store.plan()
-    assert newest is not None
-    plan = scaled(newest.plan, template, "east", count, {"east": 0.6})
-    rig.client.set_plan(plan)
-    rig.store.add_plan(plan, time.time(), f"{BY_HAND}: {count} copies")
 
 
 def report(rig: Rig, say: Say) -> None:
@@ -349,7 +275,7 @@ def report(rig: Rig, say: Say) -> None:
         say(f"  lost: {line}")
 
 
-def _after(at_s: float | None, happens_s: float) -> float:
+def after(at_s: float | None, happens_s: float) -> float:
     return NEVER_S if at_s is None else at_s - happens_s
 
 
@@ -370,5 +296,4 @@ SCENARIOS: dict[str, Callable[[Path, int, Say], Figures]] = {
     "shift": shift,
     "cheaper": cheaper,
     "spot": spot,
-    "restarts": restarts,
 }

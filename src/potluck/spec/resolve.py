@@ -18,7 +18,7 @@ from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
 from potluck.spec.traffic import resolve_traffic
-from potluck.spec.values import SHIPPED, ModelSpec, PriceNote, Spec
+from potluck.spec.values import SHIPPED, ModelSpec, PriceNote, Spec, Weights
 
 
 def resolve(
@@ -170,7 +170,9 @@ def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[Mo
         slo = Slo(entry.slo.ttft_ms / 1000, entry.slo.tpot_ms / 1000, entry.slo.attainment)
         trace = None if entry.traffic.trace is None else folder / entry.traffic.trace
         files = entry.files if entry.files in (None, SHIPPED) else str(folder / entry.files)
-        models.append(ModelSpec(name, model, slo, traffic, lengths_from, trace, files))
+        where = entry.weights
+        weights = None if where is None else Weights(where.place, where.path, where.gb_per_s)
+        models.append(ModelSpec(name, model, slo, traffic, lengths_from, trace, files, entry.idle_s, weights))
     return models
 
 

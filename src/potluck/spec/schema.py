@@ -119,6 +119,14 @@ class TrafficIn(Written):
         return self
 
 
+class WeightsIn(Written):
+    """Where a model's weights lie, as the machines see it, and how fast one of them reads from there."""
+
+    place: Literal["directory", "cache", "store"]
+    path: PathText | None = None
+    gb_per_s: float | None = Field(default=None, gt=0, le=1000)
+
+
 class ModelIn(Written):
     """A model to serve."""
 
@@ -128,6 +136,9 @@ class ModelIn(Written):
     """Where its tokenizer lies, for the gateway: a directory, relative to the spec; or `shipped`."""
     slo: SloIn
     traffic: TrafficIn
+    idle_s: float | None = Field(default=None, ge=1, le=1e8)
+    """After so long without a request its copies go, until the next one; without it they stay."""
+    weights: WeightsIn | None = None
 
 
 class GpuIn(Written):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
@@ -14,6 +14,16 @@ from potluck.core.values.types import Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
 SHIPPED = "shipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where weights lie, and how fast one machine reads them from there; None: as is usual for such a place."""
+
+    place: Literal["directory", "cache", "store"]
+    """A directory of each machine or of a file server; a cache on each machine; an object store that is mounted."""
+    path: str | None = None
+    gb_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,10 @@ class ModelSpec:
     """The recorded requests, where the spec names some."""
     files: str | None = None
     """Where its tokenizer lies: a directory, or SHIPPED for the model that comes with the engine."""
+    idle_s: float | None = None
+    """After so long without a request its copies go; None: they stay."""
+    weights: Weights | None = None
+    """Where its weights lie; None: nobody said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,10 @@ class Kits:
         if template.model not in self.kv:
             self.kv[template.model] = kv_of(model)
             self._models[template.model] = _model_facts(
-                model, self.block_tokens, scene.slos.get(template.model)
+                model,
+                self.block_tokens,
+                scene.slos.get(template.model),
+                scene.idle_s.get(template.model),
             )
         mean = scene.mean_tokens.get(template.model, MEAN_TOKENS)
         longest = longest_in_use(scene.plan, template.model, model, mean[0])
@@ -153,7 +156,8 @@ class Kits:
                 made[replica.layout, engine] = (timer, room)
             timer, blocks = made[replica.layout, engine]
             kinds = [scene.node(node) for node, _ in placed[index]]
-            start = startup_s(weight_bytes(model), max(1, len(kinds)), scene.startup)
+            costs = scene.startups.get(template.model, scene.startup)
+            start = startup_s(weight_bytes(model), max(1, len(kinds)), costs)
             self.kits[template.name, index] = Kit(
                 timer,
                 blocks,
@@ -293,11 +297,11 @@ def kv_of(model: Model) -> Kv:
     return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
 
 
-def _model_facts(model: Model, block_tokens: int, slo: Slo | None) -> ModelFacts:
+def _model_facts(model: Model, block_tokens: int, slo: Slo | None, idle_s: float | None = None) -> ModelFacts:
     kv = kv_of(model)
     exact = bool(kv.windows) or kv.state_bytes > 0
     fixed = kv.state_bytes + sum(window * rate for window, rate in kv.windows)
-    return ModelFacts(kv.growing_bytes, fixed, exact, block_tokens, slo)
+    return ModelFacts(kv.growing_bytes, fixed, exact, block_tokens, slo, idle_s)
 
 
 def _replica_facts(

@@ -51,6 +51,10 @@ class Scene:
     machine_zones: Mapping[str, str] = field(default_factory=dict)
     """Named machines, and the zone or rack of each that has one."""
     startup: StartupCosts = DEFAULT_COSTS
+    startups: Mapping[str, StartupCosts] = field(default_factory=dict)
+    """Of models whose weights lie where that differs."""
+    idle_s: Mapping[str, float] = field(default_factory=dict)
+    """Models whose copies go after so long without a request."""
     engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
     """(template, index of the replica in it) to its engine, where it is not the default one."""
     paced: bool = False

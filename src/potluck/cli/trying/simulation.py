@@ -89,6 +89,7 @@ def planned(problem: Problem, time_limit_s: float) -> Plan:
 
 def scene_of(inputs: Inputs) -> Scene:
     """The plan with all that its names mean."""
+    from potluck.perf.startup import from_place
     from potluck.worlds.scene import Scene
 
     spec, pool = inputs.spec, inputs.spec.pool
@@ -111,6 +112,12 @@ def scene_of(inputs: Inputs) -> Scene:
         {m.name: (m.traffic.mean_input_tokens, m.traffic.mean_output_tokens) for m in spec.models},
         machines,
         {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
+        startups={
+            m.name: from_place(m.weights.place, m.weights.gb_per_s)
+            for m in spec.models
+            if m.weights is not None
+        },
+        idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
         profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
     )
 

@@ -29,6 +29,8 @@ class ModelFacts:
     block_tokens: int = BLOCK_TOKENS
     slo: Slo | None = None
     """None: every answer counts as in time."""
+    idle_s: float | None = None
+    """After so long without a request all of its copies go, until the next one comes; None: never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class Flights:
             return [self._refusal(at_s, flight, "unknown_class", what)]
         if request.blocks:
             self._caches.asked_for(at_s, request)
+        if self._steward.naps:
+            self._steward.asked(at_s, request.model)
         if self._watches:
             cached_tokens = self._affinity.most_cached(flight) if request.blocks else 0
             self._steward.window.arrived(at_s, request, cached_tokens)

@@ -18,6 +18,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.scale import AskReplan, FlipRole, Resize, SetLengths, SetThreshold, scaler_of
 from potluck.core.scale.base import available_nodes
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
+from potluck.core.scale.naps import Naps
 from potluck.core.scale.recast import recasts
 from potluck.core.scale.reconcile import Progress, reconcile, restored, wanted_counts
 from potluck.core.scale.window import Observed, Window
@@ -43,6 +44,9 @@ class Steward:
         self.window = Window(policy.window_s, policy.global_window_s)
         self.plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
+        self._naps = Naps(facts.models)
+        self.naps = False
+        """Whether any model may sleep."""
         self._known: dict[str, Blueprint] = {}
         self._progress = Progress()
         self._due_s = inf
@@ -59,6 +63,7 @@ class Steward:
         self.plan = plan
         self._wanted = wanted_counts(plan, self._wanted)
         self._known.update(blueprints(plan))
+        self.naps = self._naps.any
         if self.watches:
             for model in sorted({each.model for each in plan.templates}):
                 known = self._facts.models.get(model)
@@ -94,7 +99,8 @@ class Steward:
             return (), ()
         actions: list[Action] = []
         thresholds: list[SetThreshold | SetLengths] = []
-        resized = False
+        remarks, resized = self._naps.tick(at_s, self._fleet, held)
+        actions += remarks
         if self.watches:
             observed = self.window.observed(at_s, held)
             for decision in self._scaler.on_tick(at_s, observed, self._fleet, self.plan):
@@ -103,6 +109,8 @@ class Steward:
                     continue
                 match decision:
                     case Resize(template, region, count):
+                        if self._sleeps(template):
+                            continue
                         resized |= self._wanted.get((template, region)) != count
                         self._wanted[template, region] = count
                     case FlipRole(replica, role):
@@ -142,9 +150,10 @@ class Steward:
 
     def step(self, at_s: float) -> tuple[Action, ...]:
         """The next actions towards what is wanted."""
+        wanted = {key: 0 if self._sleeps(key[0]) else count for key, count in self._wanted.items()}
         step = reconcile(
             self._fleet,
-            self._wanted,
+            wanted,
             self._known,
             self._progress,
             at_s,
@@ -154,6 +163,14 @@ class Steward:
         )
         self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
         return tuple(Start(self._placed(a.member)) if isinstance(a, Start) else a for a in step.actions)
+
+    def asked(self, at_s: float, model: str) -> None:
+        """A request came, for a model that may sleep."""
+        self._naps.asked(at_s, model)
+
+    def _sleeps(self, template: str) -> bool:
+        known = self._known.get(template)
+        return known is not None and known.template.model in self._naps.asleep
 
     def _placed(self, member: Member) -> Member:
         """With the machines it stands on: those its plan names, or its copy's own; and their zone if it is one."""
