@@ -159,3 +159,19 @@ def test_an_answer_that_came_whole_teaches_its_length_and_no_pace() -> None:
     assert view.done_prompts == 1
     assert speeds.answer_tokens("m", 400) == 100
     assert speeds.prompt_tokens("m") == 50
+
+
+def test_a_replica_that_changed_is_believed_after_a_few_and_one_hiccup_is_not() -> None:
+    def learned(ratios: list[float]) -> float:
+        fleet = fleet_of_one()
+        view = fleet.views["r"]
+        for at_s, ratio in enumerate(ratios):
+            fleet.learn(float(at_s), view, 1.2 * ratio, 1.2)
+        return view.pace
+
+    steady = [1.0] * 30
+    assert learned([*steady, 3.0, 3.0]) < 1.4, "two may be chance"
+    assert learned([*steady, 3.0, 3.0, 3.0]) > 1.8
+    assert learned([*steady, *[3.0] * 8]) > 2.3
+    assert learned([*steady, *[3.0, 1.0] * 4]) < 1.6, "now and then is no change"
+    assert learned([*[3.0] * 30, 1.0, 1.0, 1.0, 1.0]) < 1.1, "and back"

@@ -24,6 +24,9 @@ PRIOR_S = 4.0
 """Seconds of work by which the plan is believed against what is observed."""
 KEEP = 1.0 - 1.0 / 16
 """How much of what was observed before still counts after one more observation."""
+ODD, ODDS, ODD_S = 1.8, 3, 0.5
+"""So many times in a row so far off from its pace, with so much work, a replica is not what it was: what was observed
+before is forgotten."""
 LEAST, MOST = 1.0 / 8.0, 8.0
 """Paces that are believed."""
 
@@ -63,6 +66,11 @@ class View:
     """What was observed lately, and how long it should have taken."""
     learned_s: float = 0.0
     """When that was last heard of."""
+    odds: int = 0
+    """Observations in a row that were much slower than its pace; much faster, if negative."""
+    odd_observed_s: float = 0.0
+    odd_planned_s: float = 0.0
+    """What those come to."""
     done_s: float = 0.0
     """Prompts computed there, in seconds of its facts."""
     done_prompts: int = 0
@@ -203,10 +211,25 @@ class Fleet:
         """Something took so long that should have taken so long."""
         if planned_s <= 0:
             return
-        view.observed_s = view.observed_s * KEEP + min(observed_s, MOST * planned_s)
+        observed_s = min(observed_s, MOST * planned_s)
+        view.observed_s = view.observed_s * KEEP + observed_s
         view.planned_s = view.planned_s * KEEP + planned_s
         view.learned_s = at_s
+        self._odd(view, observed_s, planned_s)
         self._pace(view)
+
+    def _odd(self, view: View, observed_s: float, planned_s: float) -> None:
+        """A replica that has changed is believed soon: some observations in a row tell."""
+        ratio = observed_s / planned_s
+        way = 1 if ratio > ODD * view.pace else -1 if ratio * ODD < view.pace else 0
+        if way == 0 or way * view.odds <= 0:
+            view.odds, view.odd_observed_s, view.odd_planned_s = 0, 0.0, 0.0
+        if way:
+            view.odds += way
+            view.odd_observed_s += observed_s
+            view.odd_planned_s += planned_s
+            if abs(view.odds) >= ODDS and view.odd_planned_s >= ODD_S:
+                view.observed_s, view.planned_s = view.odd_observed_s, view.odd_planned_s
 
     def answered(self, view: View, late: bool) -> None:
         """An answer ended there, in time per token or not."""
