@@ -10,7 +10,7 @@
 Both sums are of the Brain's own making, so no report can be late or wrong. What others do on a replica shows, too. A
 replica that is not sent anything is believed to be as planned again after a while: sums fade, the prior stays. So
 nobody is left out for ever for what was once true. One that is suddenly much slower (or faster) several times in a
-row has changed: what was observed before that is forgotten. A pace is never below LEAST nor above MOST, whatever is told.
+row has changed: what was observed before that is forgotten. A pace is never below LEAST nor above MOST.
 
 How long answers get is learned as well, per model; a request's own limit is the most that is believed.
 """
