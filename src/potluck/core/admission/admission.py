@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from math import exp, sqrt
+from typing import Final
 
 from potluck.core.admission.backlog import Backlog
 from potluck.core.admission.room import AHEAD, Room
@@ -32,13 +33,14 @@ from potluck.core.brain.policy import Policy
 from potluck.core.routing.table import Table
 from potluck.core.values.service import RequestClass
 
-WAIT = 0.45
+WAIT: Final = 0.45
 """Share of the TTFT objective that a request may wait."""
-SURE = 3.0
+SURE: Final = 3.0
 """Standard deviations by which a wait is taken to be longer than on average."""
-MEMORY_S = 2.0
+MEMORY_S: Final = 2.0
 """Over how long the rate is averaged."""
-LEAST_RETRY_S, MOST_RETRY_S = 0.1, 60.0
+LEAST_RETRY_S: Final = 0.1
+MOST_RETRY_S: Final = 60.0
 
 
 class Refusal:

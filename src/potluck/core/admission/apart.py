@@ -19,32 +19,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, exp
+from typing import Final
 
 from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import Flight
 
-MEMORY_S = 10.0
+MEMORY_S: Final = 10.0
 """Over how long the work of heavy tenants is averaged."""
-CHECK_S = 1.0
+CHECK_S: Final = 1.0
 """Between two looks at how many to set apart; one more or less each time."""
-CALM_S = 10.0
+CALM_S: Final = 10.0
 """One is given back when it was too many for so long."""
-FADE = 1.0 / 512
+FADE: Final = 1.0 / 512
 """How much one request counts in means."""
-MANY = 256
+MANY: Final = 256
 """Answers after which their lengths are believed; those that were asked for until then."""
-FORESEEN = 0.3
+FORESEEN: Final = 0.3
 """Of the disturbance; the rest is for bursts, which fewer replicas feel more, and for the moments of change."""
-HEAVY = 0.5
+HEAVY: Final = 0.5
 """Share of a tenant's prompt tokens in long prompts from which on it is heavy."""
-BUSY = 0.9
+BUSY: Final = 0.9
 """How busy a replica that is set apart may be."""
-FULL = 0.8
+FULL: Final = 0.8
 """Share of the planned batch up to which the others' answers are crowded together."""
-AWAY = 0.85
+AWAY: Final = 0.85
 """Most of the others' prompts that are computed away from their answers."""
-MOST_TAKEN = 0.8
-MOST_OWED = 4.0
+MOST_TAKEN: Final = 0.8
+MOST_OWED: Final = 4.0
 """Prompts by which the others' shares may be behind."""
 
 

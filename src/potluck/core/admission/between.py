@@ -12,7 +12,7 @@ step / gap.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from potluck.core.admission.apart import Apart
 from potluck.core.admission.mixes import CLOSED, DECODE, Mix
@@ -27,8 +27,8 @@ from potluck.core.values.types import Slo
 if TYPE_CHECKING:
     from potluck.core.admission.room import Room
 
-LONG = 2.0
-SOON = 0.45
+LONG: Final = 2.0
+SOON: Final = 0.45
 """Of the TTFT objective: prompts of other tenants that may lie before another on a replica that is set apart."""
 
 

@@ -7,6 +7,7 @@ to be done about a request that goes or is refused is its business again, throug
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from potluck.core.admission.admission import Admission, Refusal
 from potluck.core.brain.actions import Action
@@ -17,7 +18,7 @@ from potluck.core.routing.router import Router
 from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
 
-MOST_MISSES = 8
+MOST_MISSES: Final = 8
 """Tries in vain after which nobody else is tried for now."""
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-CLOSED, PREFILL, DECODE, SPLIT = 0, 1, 2, 3
+from typing import Final
+
+CLOSED: Final = 0
+PREFILL: Final = 1
+DECODE: Final = 2
+SPLIT: Final = 3
 """What is asked of a replica: the whole request, its prompt alone, its answer alone, part of its prompt too."""
-FADE = 1.0 / 1024
+FADE: Final = 1.0 / 1024
 """How much one request counts in rho, once many were seen."""
 
 

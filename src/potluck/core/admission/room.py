@@ -21,6 +21,7 @@ are multiplied by the replica's pace (routing/speeds.py), gaps by what they were
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from potluck.core.admission.between import Between
 from potluck.core.admission.mixes import CLOSED, DECODE, PREFILL, SPLIT, Habit, Mix
@@ -36,15 +37,16 @@ from potluck.core.routing.targets import COMBO, PLAIN, Target
 from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
 
-AHEAD, AHEAD_APART = 0.25, 0.45
-MARGIN = 0.9
-EASY = 0.25
+AHEAD: Final = 0.25
+AHEAD_APART: Final = 0.45
+MARGIN: Final = 0.9
+EASY: Final = 0.25
 """Below this share of the objective's TPOT, and of what may lie ahead, nothing more is asked."""
 PROMPTS = {CLOSED: 1.0, DECODE: 0.0, SPLIT: 0.5}
 """How much of the prompts is computed where the answers are made."""
-LEAST_TOKENS = 16
+LEAST_TOKENS: Final = 16
 """Shorter answers say little of how long a token takes."""
-UNBOUNDED = 1 << 60
+UNBOUNDED: Final = 1 << 60
 
 
 class Room:

@@ -17,6 +17,8 @@ time, and of replicas without any to the one with the fewest answers under way.
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.admission.mixes import CLOSED
 from potluck.core.admission.room import Room
 from potluck.core.brain.fleet import View
@@ -27,8 +29,8 @@ from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.targets import Target
 from potluck.core.values.types import Slo
 
-COARSE = 0.1
-MOST_BEHIND = 2.0
+COARSE: Final = 0.1
+MOST_BEHIND: Final = 2.0
 """Objectives' worth of prompts behind which nobody is put for being late."""
 
 

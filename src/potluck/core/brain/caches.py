@@ -7,6 +7,8 @@ the prefill that it saves per second, and the bytes that may be spent on it.
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.brain.actions import Action, Move, Recount
 from potluck.core.brain.events import Cached, LinkReported
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts
@@ -17,18 +19,18 @@ from potluck.core.routing.rebalance import Copy, Costs, Heat, Hot, Load, rebalan
 from potluck.core.routing.table import Table
 from potluck.core.values.types import Request
 
-PATIENCE_S = 5.0
+PATIENCE_S: Final = 5.0
 """A replica that was asked for all it holds is asked again after so long."""
-SETTLING_S = 30.0
+SETTLING_S: Final = 30.0
 """A copy is not made again before it can have arrived and been reported."""
-HOTTEST = 16
-LEAST_SAVED = 0.01
+HOTTEST: Final = 16
+LEAST_SAVED: Final = 0.01
 """Seconds of prefill per second that are asked for again and again: below, a prefix is not hot."""
-SPARE_LINK = 0.5
+SPARE_LINK: Final = 0.5
 """Share of what a link has left that copies may take."""
-LOCAL_GBPS = 10.0
+LOCAL_GBPS: Final = 10.0
 """What copies may take inside a region, whose network is not among the facts."""
-MEMORY = 0.3
+MEMORY: Final = 0.3
 """Weight of the last look at how busy a replica is."""
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from potluck.core.values.types import Region, Slo
 
-BLOCK_TOKENS = 16
-OUTBOX_BYTES = 1 << 32
+BLOCK_TOKENS: Final = 16
+OUTBOX_BYTES: Final = 1 << 32
 """KV that a replica keeps in its host's memory for receivers that have not come, or have no room yet."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from potluck.core.brain.events import Status
 from potluck.core.brain.facts import ReplicaFacts
@@ -20,14 +20,17 @@ from potluck.core.values.types import Role
 
 State = Literal["starting", "ready", "draining"]
 
-PRIOR_S = 4.0
+PRIOR_S: Final = 4.0
 """Seconds of work by which the plan is believed against what is observed."""
-KEEP = 1.0 - 1.0 / 16
+KEEP: Final = 1.0 - 1.0 / 16
 """How much of what was observed before still counts after one more observation."""
-ODD, ODDS, ODD_S = 1.8, 3, 0.5
+ODD: Final = 1.8
+ODDS: Final = 3
+ODD_S: Final = 0.5
 """So many times in a row so far off from its pace, with so much work, a replica is not what it was: what was observed
 before is forgotten."""
-LEAST, MOST = 1.0 / 8.0, 8.0
+LEAST: Final = 1.0 / 8.0
+MOST: Final = 8.0
 """Paces that are believed."""
 
 

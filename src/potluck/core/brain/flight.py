@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from potluck.core.brain.actions import Run
 from potluck.core.brain.fleet import View
@@ -12,7 +12,10 @@ from potluck.core.values.types import Request
 if TYPE_CHECKING:
     from potluck.core.routing.targets import Target
 
-RUNNING, HELD, WAITING, QUEUED = 0, 1, 2, 3
+RUNNING: Final = 0
+HELD: Final = 1
+WAITING: Final = 2
+QUEUED: Final = 3
 """Sent; held because nothing is ready; waiting for a turn on a pair's low-end replica; waiting for room anywhere."""
 
 Kind = tuple[int, int]

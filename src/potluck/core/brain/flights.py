@@ -7,6 +7,7 @@ changes a `Flight`, but for the router that sends it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from potluck.core.admission.admission import Admission, Refusal
 from potluck.core.admission.lobby import Lobby
@@ -28,7 +29,7 @@ from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
 from potluck.core.scale.steward import Steward
 
-ENDED = 1 << 15
+ENDED: Final = 1 << 15
 
 
 class Flights:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import Final
 
 from potluck.core.brain.flight import HELD, RUNNING, WAITING, Flight
 from potluck.core.brain.policy import Policy
 
-LEAST_NOTES = 4096
+LEAST_NOTES: Final = 4096
 
 
 class Held:

@@ -12,18 +12,20 @@ from a slow link (`recovery.py`).
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.brain.actions import Action, Inquire
 from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import RUNNING, Flight
 
-FAILED_S = 5.0
+FAILED_S: Final = 5.0
 """From the loss of a replica to the word that its requests failed."""
-SILENCE_S = 900.0
-ANSWER_S = 5.0
+SILENCE_S: Final = 900.0
+ANSWER_S: Final = 5.0
 """From a question to its answer; then it is asked again."""
-QUESTIONS = 3
+QUESTIONS: Final = 3
 """That many stay without an answer before a request is given up."""
-LOOKS = 256
+LOOKS: Final = 256
 """Open requests looked at for silence in one tick: what a tick costs does not grow with them."""
 
 

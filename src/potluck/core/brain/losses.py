@@ -14,11 +14,13 @@ ones go wherever replicas are ready, which losses change anyway.
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.values.member import Member
 
-TOGETHER_S = 5.0
+TOGETHER_S: Final = 5.0
 """Losses so close together may have one cause."""
-QUIET_S = 1.0
+QUIET_S: Final = 1.0
 """When nothing was lost for so long, whatever is still there is thought to stay."""
 
 

@@ -16,6 +16,8 @@ is there.
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.brain import events as told
 from potluck.core.brain.actions import Action, RefusalReason
 from potluck.core.brain.fleet import Fleet, View
@@ -27,12 +29,13 @@ from potluck.core.brain.policy import Policy
 from potluck.core.routing.links import PATIENCE_S
 from potluck.core.routing.router import Router
 
-QUARANTINE_S = 1.0
-FREE_STRIKES, MOST_STRIKES = 2, 5
+QUARANTINE_S: Final = 1.0
+FREE_STRIKES: Final = 2
+MOST_STRIKES: Final = 5
 """Doubts in a row after which a report alone no longer ends one, and after which they last no longer."""
-MOST_ATTEMPTS = 16
+MOST_ATTEMPTS: Final = 16
 """However innocent a request is of its failures, it is not sent more often."""
-LONGEST_CALM_S = 2.0
+LONGEST_CALM_S: Final = 2.0
 """While losses go on, those that were lost again and again are held so long at most."""
 LOSSES: frozenset[told.FailureKind] = frozenset({"replica", "link"})
 """Failures that say nothing against the request, but for a replica that is lost by itself."""

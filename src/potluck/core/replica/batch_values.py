@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop
+from typing import Final
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError
 
-FIRST, DONE, FINISHED, PREEMPTED, RESUMED = 0, 1, 2, 3, 4
+FIRST: Final = 0
+DONE: Final = 1
+FINISHED: Final = 2
+PREEMPTED: Final = 3
+RESUMED: Final = 4
 """What may happen to a sequence: its first output token, the end of a segment that hands over, its last output
 token, the loss of its blocks, the first token after that."""
-WAITING, PREFILL, DECODE, KEPT, GONE = 0, 1, 2, 3, 4
+WAITING: Final = 0
+PREFILL: Final = 1
+DECODE: Final = 2
+KEPT: Final = 3
+GONE: Final = 4
 
 Happening = tuple[int, int]
 """What, to whom (key)."""

@@ -7,11 +7,12 @@ wants less gets what it wants, and the rest is divided again among the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from potluck.core.errors import InputError
 from potluck.core.replica.batch_values import Queue
 
-MOST_WEIGHT = 1e9
+MOST_WEIGHT: Final = 1e9
 
 
 def require_weight(weight: float) -> None:

@@ -11,6 +11,7 @@ The index of `index.py` says who holds what; here is what that means for the tar
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
@@ -22,7 +23,7 @@ from potluck.core.routing.table import Table
 from potluck.core.routing.targets import Target
 from potluck.core.routing.ways import Ways
 
-BESIDE = 0.05
+BESIDE: Final = 0.05
 
 
 class Affinity:

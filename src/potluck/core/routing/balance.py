@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 from potluck.core.brain.facts import BLOCK_TOKENS, ReplicaFacts
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Balance
 from potluck.core.routing.targets import Target, avoided
 
-TRIES = 4
+TRIES: Final = 4
 """Turns that are looked at for one that a failed request need not avoid, before all are."""
 BY_LOAD: frozenset[Balance] = frozenset({"learned", "token", "least-work"})
 

@@ -18,16 +18,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from potluck.core.brain.events import Cached
 from potluck.core.errors import InputError
 from potluck.core.replica.block_values import Changes
 
-MOST_BLOCKS = 1_000_000
-MOST_LATE = 64
+MOST_BLOCKS: Final = 1_000_000
+MOST_LATE: Final = 64
 """Reports of one replica that wait for an earlier one."""
-SWEEP_AT = 32
+SWEEP_AT: Final = 32
 """Bits out of use before they are swept out."""
 
 

@@ -13,16 +13,17 @@ is its due until those have passed, or all that it has: a tenant that floods a l
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.flight import Flight
 
-LATE_S = 0.5
+LATE_S: Final = 0.5
 """A way over a link at its full rate that is later than planned by more than this is compared with others."""
-SLOW = 0.5
+SLOW: Final = 0.5
 """Share of its planned rate below which a link is slow: then what is on it may be done again elsewhere."""
-PATIENCE_S = 1.0
+PATIENCE_S: Final = 1.0
 """What is on its way already is given up only if that saves so much."""
 
 

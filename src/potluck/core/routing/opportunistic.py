@@ -17,13 +17,14 @@ Everything read here is the Brain's own count, or a report where one has come.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.brain.fleet import View
 
 Step = Callable[[View], float]
 """Seconds of a replica's decode step with one request more than it has."""
-MEMORY = 64
+MEMORY: Final = 64
 """Arrivals over which `busy` is averaged."""
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from potluck.core.errors import InputError
 from potluck.core.routing.index import GlobalIndex
 
-MOST_HOT = 4096
+MOST_HOT: Final = 4096
 
 
 class Hot(NamedTuple):

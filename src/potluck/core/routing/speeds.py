@@ -18,17 +18,19 @@ How long answers get is learned as well, per model; a request's own limit is the
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from potluck.core.brain.facts import Facts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.routing.balance import decode_seconds
 
-FADE_S = 10.0
+FADE_S: Final = 10.0
 """A replica without news for so long is believed half as much."""
-FEW, SAMPLE = 8, 4
+FEW: Final = 8
+SAMPLE: Final = 4
 """With fewer open requests all are timed, else one in so many: those open at a time see much the same."""
-ANSWERS = 32
+ANSWERS: Final = 32
 """Answers over which their length is averaged."""
 
 

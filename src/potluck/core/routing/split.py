@@ -30,12 +30,13 @@ Beyond the paper, each with a switch in the policy:
 from __future__ import annotations
 
 from math import ceil, floor, inf
+from typing import Final
 
 from potluck.core.brain.facts import ReplicaFacts, SplitFacts
 from potluck.core.routing.opportunistic import step_seconds
 
-MOST_IN_LOW = 2
-CANDIDATES = 512
+MOST_IN_LOW: Final = 2
+CANDIDATES: Final = 512
 """Of Algorithm 1 as printed."""
 
 

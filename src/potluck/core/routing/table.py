@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, Unit, View
@@ -28,8 +29,9 @@ from potluck.core.routing.ways import Ways, Weights
 from potluck.core.routing.weighted import Turns
 from potluck.core.values.plan import Plan, Template
 
-UNBOUNDED_TOKENS = 1 << 62
-CLOSED, ANY = -1, -2
+UNBOUNDED_TOKENS: Final = 1 << 62
+CLOSED: Final = -1
+ANY: Final = -2
 """In place of a bucket: any target that does whole requests; any replica."""
 
 

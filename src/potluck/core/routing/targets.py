@@ -7,19 +7,21 @@ what inside them is decided per request. A replica of any other template is a ta
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Final, Protocol
 
 from potluck.core.brain.fleet import Unit, View
 from potluck.core.routing.opportunistic import seconds_per_token
 from potluck.core.values.plan import Template
 from potluck.core.values.route import Route, aggregated
 
-PLAIN, COMBO, PAIR = 0, 1, 2
+PLAIN: Final = 0
+COMBO: Final = 1
+PAIR: Final = 2
 
 
-LATE = 8.0
+LATE: Final = 8.0
 """How much slower a replica counts whose answers all miss their objective."""
-MANY = 0.2
+MANY: Final = 0.2
 """A smaller share of them counts for less than that in proportion: bursts do it to anybody, and to shun whoever had
 one would only pass it on to the next."""
 

@@ -20,17 +20,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from potluck.core.brain.events import LinkReported
 from potluck.core.routing.offers import Offers
 
-CONGESTED, CLEAR, ABUNDANT = 0.9, 0.7, 0.5
+CONGESTED: Final = 0.9
+CLEAR: Final = 0.7
+ABUNDANT: Final = 0.5
 """Utilisation of the link."""
-QUEUE_S = 0.5
-RAISE = 1.25
-RETURN = 0.1
-MOST_RAISED = 64.0
+QUEUE_S: Final = 0.5
+RAISE: Final = 1.25
+RETURN: Final = 0.1
+MOST_RAISED: Final = 64.0
 """How far above its base t may go."""
 
 

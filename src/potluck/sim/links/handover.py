@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from potluck.core.brain.facts import OUTBOX_BYTES
 from potluck.sim.links.link import Pipe
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 from potluck.sim.world.agenda import HANDED, PIPE
 
-STUCK_S = 10.0
+STUCK_S: Final = 10.0
 
 
 class Handovers:

@@ -12,13 +12,15 @@ That is exact while at most one end is contended, and never gives a link more th
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
 from potluck.sim.links.link import Pipe
 from potluck.sim.world.state import Journey, Machine, Site
 from potluck.worlds.scene import Scene
 
-ROUND_TRIP_S = 1e-4
+ROUND_TRIP_S: Final = 1e-4
 """Between two machines of one region."""
 
 

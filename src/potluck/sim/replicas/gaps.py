@@ -6,23 +6,24 @@ A run of decode steps counts at its mean gap; steps within a run differ by less 
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Final
 
 import numpy as np
 
 from potluck.perf.step import Floats
 
-BINS_PER_DOUBLING = 16
+BINS_PER_DOUBLING: Final = 16
 """Bins are 4.4 % wide."""
-LEAST_S = 2.0**-20
-BINS = 40 * BINS_PER_DOUBLING
-BUFFER = 1 << 14
-FEW = 64
+LEAST_S: Final = 2.0**-20
+BINS: Final = 40 * BINS_PER_DOUBLING
+BUFFER: Final = 1 << 14
+FEW: Final = 64
 """So many are sorted one by one, which takes less time than an array does."""
 
 EDGES_S: Floats = LEAST_S * 2.0 ** (np.arange(BINS + 1) / BINS_PER_DOUBLING)
 """Bin i holds gaps from EDGES_S[i] to EDGES_S[i + 1]; what lies outside is in the first or last bin."""
 EDGES: list[float] = EDGES_S.tolist()
-UPPER_S = [LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING) for place in range(BINS)]
+UPPER_S: Final = [LEAST_S * 2.0 ** ((place + 1) / BINS_PER_DOUBLING) for place in range(BINS)]
 """Where each bin ends."""
 
 

@@ -27,24 +27,27 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
+from typing import Final
 
 import numpy as np
 
 from potluck.perf.step import Floats, StepTimer, steps
 
-REFERENCE = 512
+REFERENCE: Final = 512
 """Tokens of the chunk beside which the cost of decodes is taken."""
-CONTEXTS = sorted({0, *(round(2 ** (i / 4)) for i in range(89))})
+CONTEXTS: Final = sorted({0, *(round(2 ** (i / 4)) for i in range(89))})
 """Mean contexts of decodes at which the timer is asked; beyond the last the line goes on."""
-BEHIND = sorted({0, 1, 16, *(round(2 ** (i / 4)) for i in range(20, 85))})
+BEHIND: Final = sorted({0, 1, 16, *(round(2 ** (i / 4)) for i in range(20, 85))})
 """Contexts of chunks at which the timer is asked."""
-SHARED_BEHIND = [0, 1, *(4**i for i in range(2, 11))]
-COPIES = 16
+SHARED_BEHIND: Final = [0, 1, *(4**i for i in range(2, 11))]
+COPIES: Final = 16
 """Chunks that share a GPU when it is fully used."""
-TILE = 16
-LARGEST_TILE = 64
+TILE: Final = 16
+LARGEST_TILE: Final = 64
 """Tokens of a chunk that one part of a GPU works on, in multiples of TILE: no step is shorter than the longest."""
-ROWS, LENGTHS, TOKENS = 16, 16, 64
+ROWS: Final = 16
+LENGTHS: Final = 16
+TOKENS: Final = 64
 """Batches, tiles and totals asked for together: one question costs little more than one row of it."""
 
 Chunks = Sequence[tuple[int, int, int]]

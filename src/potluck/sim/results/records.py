@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import get_args
+from typing import Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,9 +38,14 @@ from potluck.core.values.service import RequestClass
 from potluck.core.values.types import Slo
 from potluck.sim.load.labels import Labels
 
-OPEN, ANSWERED, REFUSED, CANCELLED = 0, 1, 2, 3
+OPEN: Final = 0
+ANSWERED: Final = 1
+REFUSED: Final = 2
+CANCELLED: Final = 3
 OUTCOMES = ("open", "answered", "refused", "cancelled")
-AGGREGATED, HANDED_OVER, SPLIT = 0, 1, 2
+AGGREGATED: Final = 0
+HANDED_OVER: Final = 1
+SPLIT: Final = 2
 ROUTES = ("aggregated", "handed over", "split")
 REASONS: tuple[str, ...] = ("", *get_args(RefusalReason))
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from heapq import heappush
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from potluck.sim.world.state import Site
 
-REPLICA, PIPE, HANDED, TICK, COLLECT, DELIVER, READY, FAULT, SAMPLE, PLAN, CALL, END = range(12)
+REPLICA: Final = 0
+PIPE: Final = 1
+HANDED: Final = 2
+TICK: Final = 3
+COLLECT: Final = 4
+DELIVER: Final = 5
+READY: Final = 6
+FAULT: Final = 7
+SAMPLE: Final = 8
+PLAN: Final = 9
+CALL: Final = 10
+END: Final = 11
 """Kinds: a replica's or a pipe's next happening, KV that has arrived, the Brain's clock, reports taken and
 delivered, a replica up, something from outside, a sample for plots, a plan, a plain call, the end of the run."""
 

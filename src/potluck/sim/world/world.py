@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop
 from itertools import repeat
 from math import inf, nextafter
-from typing import Any
+from typing import Any, Final
 
 from potluck.core.brain.actions import (
     Abandon,
@@ -66,11 +66,11 @@ from potluck.worlds.mind import Mind
 
 Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
 """(rates per model, time) to a plan; None when there is none better."""
-FEED = 4096
+FEED: Final = 4096
 """Requests whose columns are turned into plain numbers at once."""
-SWEEP = 16 * FEED
+SWEEP: Final = 16 * FEED
 """Requests after which cycles are looked for, if there are any at all."""
-PATIENCE_S = 86400.0
+PATIENCE_S: Final = 86400.0
 """When no request has ended for so long although some are open, something is stuck."""
 
 
