@@ -31,6 +31,10 @@ ONE_ROUNDING_EACH = "/fp:precise" if sys.platform == "win32" else "-ffp-contract
 64-bit ARM), compilers take it unless they are told not to, and times differ in the last bit."""
 
 
+WITHIN = ["-fno-semantic-interposition", "-fvisibility=hidden", "-fno-plt"] if sys.platform == "linux" else []
+"""Functions of a shared library can be replaced from outside, unless it says otherwise; so none would be inlined."""
+
+
 def extensions() -> list[Any]:
     from mypyc.build import mypycify
 
@@ -47,7 +51,7 @@ def extensions() -> list[Any]:
     ]
     found = mypycify([*options, *paths], opt_level="3", debug_level="0", group_name="potluck")
     for extension in found:
-        extension.extra_compile_args.append(ONE_ROUNDING_EACH)
+        extension.extra_compile_args += [ONE_ROUNDING_EACH, *WITHIN]
     return found
 
 

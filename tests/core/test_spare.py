@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from potluck.core.replica.block_values import Changes
 from potluck.core.replica.spare import SpareCache
 
-CHAINS = [tuple(range(10 * group, 10 * group + length)) for group in range(4) for length in (1, 2, 4, 7)]
+CHAINS = [tuple(range(10 * group, 10 * group + length)) for group in range(4) for length in (1, 2, 4, 7, 10)]
 
 
 def _place(block: int) -> int:

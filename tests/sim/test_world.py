@@ -24,14 +24,18 @@ from sim_fleets import (
 )
 from sim_minds import Around, Fixed, requests, ttft
 
-from potluck.core.brain.actions import Action, Drain, Move, Replan, Stop
+from potluck.core.brain.actions import Action, Drain, Move, Replan, Run, Stop
 from potluck.core.brain.events import (
+    Arrived,
     Cached,
     Drained,
     Event,
+    Finished,
+    FirstToken,
     LinkReported,
     ReplicaReady,
     Reported,
+    SegmentDone,
     Tick,
 )
 from potluck.core.brain.policy import Policy
@@ -316,3 +320,23 @@ def test_a_run_cut_short_leaves_the_rest_open() -> None:
     assert 20 < ended.sum() < 60
     assert (result.records.finish_s[ended] <= 10.0).all()
     assert (result.records.outcome[work.arrival_s > 10.0] == OPEN).all()
+
+
+def test_events_and_actions_have_all_their_fields_though_some_are_made_without_their_constructors() -> None:
+    seen: set[type] = set()
+
+    class Watching(Around):
+        def on(self, at_s: float, event: Event) -> list[Action]:
+            actions = self.brain.on(at_s, event)
+            for each in (event, *actions):
+                seen.add(type(each))
+                assert type(each)(*each) == each
+                assert len(each) == len(each._fields)
+            return actions
+
+    simulate(
+        problem(closed_plan((combo(), "east", 2))),
+        load(40, 2.0, blocks=3),
+        mind=lambda kits, policy: Watching(kits.facts(), policy),
+    )
+    assert seen >= {Arrived, SegmentDone, FirstToken, Finished, Run}

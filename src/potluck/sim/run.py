@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO
 
@@ -10,6 +12,7 @@ from potluck.core.brain.brain import Brain
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import CapacityError, UnknownNameError
+from potluck.core.replica.batch import Limits
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Role
 from potluck.sim.links.link import Pipe
@@ -50,16 +53,33 @@ def simulate(
 
     `mind` replaces the Brain, for tests. A run whose books do not balance is an error of ours and raised as one.
     """
-    world = build(
-        scene, workload, policy, settings=settings, planner=planner, log=log, progress=progress, mind=mind
-    )
-    if faults is not None:
-        world.outside.plan(faults, seed, horizon_s(workload))
-    world.run()
-    wrong = check(world)
-    if wrong:
-        raise AssertionError(f"the simulation's books do not balance: {wrong[0]}")
-    return replace(result_of(world, seed), classes={each.name: each for each in (policy or Policy()).classes})
+    with uncollected():
+        world = build(
+            scene, workload, policy, settings=settings, planner=planner, log=log, progress=progress, mind=mind
+        )
+        if faults is not None:
+            world.outside.plan(faults, seed, horizon_s(workload))
+        world.run()
+        wrong = check(world)
+        if wrong:
+            raise AssertionError(f"the simulation's books do not balance: {wrong[0]}")
+        result = result_of(world, seed)
+    return replace(result, classes={each.name: each for each in (policy or Policy()).classes})
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing here makes cycles by the million; looking for them all the time costs a tenth of a run.
+
+    A world of thousands of replicas would be looked through when it is made, and when its results are.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def build(
@@ -118,19 +138,19 @@ def reads_reports(plan: Plan, workload: Workload, policy: Policy) -> bool:
 
 
 def maker(fast_forward: bool = True) -> Make:
-    """Makes replicas; those of one kit share its step times."""
-    tables: dict[int, tuple[Kit, Table]] = {}
+    """Makes replicas; those of one kit share its step times and limits."""
+    tables: dict[int, tuple[Kit, Table, Limits]] = {}
 
     def make(kit: Kit, role: Role) -> Replica:
         held = tables.get(id(kit))
         if held is None:
             table = step_table(kit.timer) if kit.engine.pipelined else StepTable(kit.timer)
-            held = tables[id(kit)] = (kit, table)
-        engine = kit.engine
-        limits = replica_limits(
-            held[1], kit.total_blocks, token_budget=engine.token_budget, max_running=engine.slots
-        )
-        return Replica(held[1], limits, fast_forward=fast_forward)
+            engine = kit.engine
+            limits = replica_limits(
+                table, kit.total_blocks, token_budget=engine.token_budget, max_running=engine.slots
+            )
+            held = tables[id(kit)] = (kit, table, limits)
+        return Replica(held[1], held[2], fast_forward=fast_forward)
 
     return make
 

@@ -21,73 +21,79 @@ QUEUED: Final = 3
 Kind = tuple[int, int]
 """Bucket and length class: requests of one kind may go to the same replicas."""
 
+NOWHERE: Final[frozenset[str]] = frozenset()
+
 
 class Flight:
     """One accepted request, from its arrival to its end. The Brain alone changes it.
 
-    What most requests never change is the class's: making one by the million is then nearly free.
+    What most requests never change is the class's: making one by the million is then nearly free. What every event
+    looks at comes first, as compiled code lays fields out in this order, and with many open each line is a miss.
     """
 
-    route: Route | None = None
-    last: View | None = None
-    """Where it decodes."""
-    last_tokens = 0
-    """Prompt tokens open there; 0 once the first token came."""
-    streamed_tokens = 0
-    attempt = 0
+    request: Request
+    prompt_tokens: int
+    """The user's prompt and what was streamed before the last failure."""
+    total_tokens: int
+    """The longest it can get, which is what it counts for where it decodes; the same on every attempt."""
     state = HELD
+    attempt = 0
     earlier: tuple[tuple[View, int], ...] = ()
     """Segments before the last: where, and how many tokens count as open there."""
     done = 0
     """How many of these are done."""
+    last: View | None = None
+    """Where it decodes."""
+    last_tokens = 0
+    """Prompt tokens open there; 0 once the first token came."""
     charges: tuple[tuple[Target, float], ...] = ()
     """What balances by load counted for it: where, and how much."""
-    pair: Target | None = None
-    """The pair whose low-end replica it is in, or waits for."""
-    failed_by: frozenset[str] = frozenset()
-    """Replicas and links (`source->target`) that failed it."""
-    avoid: frozenset[str] = frozenset()
-    """Where it is not to go: those, and failure domains that may be dying."""
-    failures = 0
-    """Those that may be its own fault."""
-    losses = 0
-    """How often its replica was lost."""
-    held_s = -1.0
-    """Since when it is held or waits; below 0 when it did not since it was last sent."""
-    patience = 0
-    """Which of the notes on when waiting ends is its latest (`recovery.Held`)."""
-    heard_s = 0.0
-    """When it was last sent, or last said to be under way."""
     first_s = -1.0
-    recalled = ""
-    """The link that its attempt was recalled from; its driver is to say where the user is."""
-    link = ""
-    """The link between regions that its KV has yet to cross, as `source->target`."""
     watched_s = -1.0
     """Since when its replica is timed on what it does; below 0 when it is not."""
     watched: tuple[float, int, int] = (0.0, 0, 0)
     """That replica's `done_s`, `done_prompts` and open requests then."""
-    place: Place | None = None
-    """Where it waits for room."""
     mixed: tuple[View, ...] = ()
     """Replicas that count it among its tenant's."""
-    rho = 0.0
-    """Prompt tokens for each output token that it counts for there."""
-    weight = 1.0
-    """Of its tenant."""
     long = False
     """Whether it has a long prompt there that is not computed."""
     heavy = False
     """Whether its tenant sends little but long prompts (`core/admission/apart.py`)."""
     light_tokens = 0
     """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
+    link = ""
+    """The link between regions that its KV has yet to cross, as `source->target`."""
+    pair: Target | None = None
+    """The pair whose low-end replica it is in, or waits for."""
+    route: Route | None = None
+    held_s = -1.0
+    """Since when it is held or waits; below 0 when it did not since it was last sent."""
+    heard_s = 0.0
+    """When it was last sent, or last said to be under way."""
+    streamed_tokens = 0
+    failed_by: frozenset[str] = NOWHERE
+    """Replicas and links (`source->target`) that failed it."""
+    avoid: frozenset[str] = NOWHERE
+    """Where it is not to go: those, and failure domains that may be dying."""
+    failures = 0
+    """Those that may be its own fault."""
+    losses = 0
+    """How often its replica was lost."""
+    patience = 0
+    """Which of the notes on when waiting ends is its latest (`recovery.Held`)."""
+    recalled = ""
+    """The link that its attempt was recalled from; its driver is to say where the user is."""
+    place: Place | None = None
+    """Where it waits for room."""
+    rho = 0.0
+    """Prompt tokens for each output token that it counts for there."""
+    weight = 1.0
+    """Of its tenant."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.prompt_tokens = request.prompt_tokens
-        """The user's prompt and what was streamed before the last failure."""
         self.total_tokens = request.prompt_tokens + request.max_output_tokens
-        """The longest it can get, which is what it counts for where it decodes; the same on every attempt."""
 
     @property
     def output_tokens(self) -> int:
@@ -97,9 +103,9 @@ class Flight:
     def run(self) -> Run:
         """What sends it along its route."""
         assert self.route is not None
-        return Run(
-            self.request.id, self.route, self.attempt, self.prompt_tokens, self.streamed_tokens, self.weight
-        )
+        # One is made for every request, and the constructor of a named tuple is an interpreted function.
+        tokens = self.prompt_tokens, self.streamed_tokens
+        return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight))
 
     def views(self) -> list[View]:
         """Where it is under way, later segments included; nowhere when it was not sent."""

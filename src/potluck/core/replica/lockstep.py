@@ -9,7 +9,6 @@ block at each value of the clock modulo the block size, which says how much all 
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from operator import mul
 
 from potluck.core.replica.batch_values import DECODE, FINISHED, GONE, Happening, Sequence
 
@@ -17,7 +16,7 @@ from potluck.core.replica.batch_values import DECODE, FINISHED, GONE, Happening,
 class Lockstep:
     """The decodes of one Batcher, which alone changes them."""
 
-    __slots__ = ("_to_edge", "clock", "context_tokens", "count", "ends", "fill", "size")
+    __slots__ = ("_edges", "clock", "context_tokens", "count", "ends", "fill", "size")
 
     def __init__(self, block_tokens: int) -> None:
         self.size = block_tokens
@@ -30,8 +29,8 @@ class Lockstep:
         """A heap by end; may hold some that left before."""
         self.fill = [0] * block_tokens
         """Sequences by the clock, modulo the block size, at which they need a block."""
-        self._to_edge = [*range(block_tokens)] * 2
-        """From `size - c` on: how far each of those clocks is from c, which is what a block has to spare."""
+        self._edges = 0
+        """Those clocks, added up over all sequences."""
 
     def join(self, sequence: Sequence) -> None:
         """It decodes from now on, `left` tokens."""
@@ -41,14 +40,18 @@ class Lockstep:
         sequence.end = end = clock + sequence.left
         self.count += 1
         self.context_tokens += held
-        self.fill[-base % self.size] += 1
+        edge = -base % self.size
+        self.fill[edge] += 1
+        self._edges += edge
         heappush(self.ends, (end, sequence.order, sequence))
 
     def leave(self, sequence: Sequence) -> None:
         base = sequence.base
         self.count -= 1
         self.context_tokens -= base + self.clock
-        self.fill[-base % self.size] -= 1
+        edge = -base % self.size
+        self.fill[edge] -= 1
+        self._edges -= edge
         sequence.state = GONE
 
     def live(self) -> list[Sequence]:
@@ -71,7 +74,8 @@ class Lockstep:
             return 0
         size = self.size
         at = (self.clock + steps) % size
-        unused: int = sum(map(mul, self.fill, self._to_edge[size - at : 2 * size - at]))
+        # A block has to spare how far its edge is from here; those before it are a block's length away from that.
+        unused = self._edges - at * self.count + size * sum(self.fill[:at])
         return (self.context_tokens + steps * self.count + unused) // size
 
     def blocks_at_most(self, steps: int) -> int:
@@ -96,7 +100,9 @@ class Lockstep:
                 base, key = sequence.base, sequence.key  # `leave`, written out
                 self.count -= 1
                 self.context_tokens -= base + clock
-                self.fill[-base % self.size] -= 1
+                edge = -base % self.size
+                self.fill[edge] -= 1
+                self._edges -= edge
                 sequence.state = GONE
                 del by_key[key]
                 found.append((FINISHED, key))

@@ -12,10 +12,14 @@ that pretend have this cache; `blocks.py` is for those that hold bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress, filterfalse, islice, repeat, takewhile
+from itertools import compress, filterfalse, islice, repeat
 from math import ceil
+from typing import Final
 
 from potluck.core.replica.block_values import Changes
+
+FEW: Final = 8
+"""So many blocks are looked at one by one, which takes less time than to make what goes over all of them."""
 
 
 class SpareCache:
@@ -47,8 +51,11 @@ class SpareCache:
 
     def match(self, blocks: Sequence[int]) -> int:
         """How many leading blocks of a prompt can be resumed from."""
-        held = self._held
-        depth = len(list(takewhile(held.__contains__, blocks)))
+        held, depth = self._held, 0
+        for block in blocks:
+            if block not in held:
+                break
+            depth += 1
         if self.exact:
             while depth and not held[blocks[depth - 1]]:
                 depth -= 1
@@ -57,9 +64,17 @@ class SpareCache:
     def keep(self, blocks: Sequence[int]) -> None:
         """A prompt with these blocks was computed or received; `shrink` must follow.
 
-        Prompts have many blocks, so each block is left to calls that go over all of them.
+        Prompts may have many blocks; then each is left to calls that go over all of them.
         """
         held = self._held
+        if len(blocks) <= FEW and not self.exact:
+            news = self._news
+            for block in blocks:
+                if block not in held:
+                    news[block] = True
+            for block in reversed(blocks):
+                held[block] = held.pop(block, False)
+            return
         fresh = tuple(filterfalse(held.__contains__, blocks))
         self._news.update(dict.fromkeys(fresh, True))
         states = list(map(held.pop, reversed(blocks), repeat(False)))
@@ -79,11 +94,16 @@ class SpareCache:
             victims = self._victims(over_tokens)
         else:
             victims = list(islice(held, ceil(over_tokens / self.block_tokens)))
+        if not self._states:
+            news = self._news
+            for block in victims:
+                del held[block]
+                news[block] = False
+            return
         states = list(map(held.pop, victims))
         self._news.update(dict.fromkeys(victims, False))
-        if self._states:
-            self._states -= sum(states)
-            self._marks.update(dict.fromkeys(compress(victims, states), False))
+        self._states -= sum(states)
+        self._marks.update(dict.fromkeys(compress(victims, states), False))
 
     def _victims(self, over_tokens: float) -> list[int]:
         """The least recently used whose going frees so much, where some have a state."""

@@ -66,6 +66,8 @@ class Affinity:
 
     def prefiller(self, views: list[View], flight: Flight) -> View:
         """Of a group's prefill replicas, the one that is done with the request's prefill first."""
+        if len(views) == 1:
+            return views[0]
         if not len(self._index):
             return min(views, key=lambda view: self._wait_s(view, flight))
         weight = self._policy.affinity
@@ -184,4 +186,6 @@ def _prefiller(target: Target) -> View:
     """The replica whose cache counts: of a group, the prefill one with the shortest queue."""
     if target.view is not None:
         return target.view
+    if len(target.prefills) == 1:
+        return target.prefills[0]
     return min(target.prefills, key=lambda view: view.open_prefill_tokens)

@@ -61,25 +61,28 @@ def seconds_per_token(view: View) -> float:
 
 def busier(busy: float, prefills: Sequence[View]) -> float:
     """The running share of busy prefill replicas after one more look."""
-    now = sum(view.open_prefill_tokens > 0 for view in prefills) / len(prefills)
+    at_work = 0
+    for view in prefills:
+        at_work += view.open_prefill_tokens > 0
+    now = at_work / len(prefills)
     return busy + (now - busy) / MEMORY
 
 
 def in_place(prefills: Sequence[View], decodes: Sequence[View], step: Step, busy: float) -> View | None:
     """The replica that should run the whole request, or None for prefill then decode."""
     free = [view for view in prefills if view.open_prefill_tokens == 0]
-    idle = [view for view in decodes if view.idle]
-    if idle:
-        return None if free else idle[0]
+    for view in decodes:
+        if view.idle:
+            return None if free else view
     if not free:
         return None
-    best = min(free, key=step)
+    best = least_loaded(free, step)
     return best if step(best) < (1.0 - busy) * min(map(step, decodes)) else None
 
 
 def least_loaded(views: Sequence[View], fill: Step) -> View:
     """The decode replica for the rule's way: the emptiest by its own measure."""
-    return min(views, key=fill)
+    return views[0] if len(views) == 1 else min(views, key=fill)
 
 
 def shortest_queue(views: Sequence[View], seconds_per_token: Callable[[View], float]) -> View:

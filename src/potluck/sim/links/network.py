@@ -64,6 +64,11 @@ class Network:
         full = self.full_rate(ends)
         return self._links[ends].gbps * self.links[ends].rate_bytes_per_s / full
 
+    def carries(self, source: str, target: str) -> bool:
+        """Whether there is a link between two regions that carries something at present."""
+        pipe = self.links.get((source, target))
+        return pipe is not None and pipe.rate_bytes_per_s > 0
+
     def pipe(self, source: Site, target: Site, journey: Journey | None = None) -> Pipe | None:
         """The pipe between two replicas; None when they share a machine, or no link joins their regions."""
         if source.member.region != target.member.region:
@@ -133,19 +138,15 @@ class Network:
 
 def near(source: Site, target: Site) -> bool:
     """Whether two replicas stand on one machine."""
-    return any(machine in target.machines for machine in source.machines)
-
-
-def reachable(network: Network, source: Site, target: Site) -> bool:
-    ends = (source.member.region, target.member.region)
-    if ends[0] == ends[1]:
-        return True
-    pipe = network.links.get(ends)
-    return pipe is not None and pipe.rate_bytes_per_s > 0
+    machines = target.machines
+    for machine in source.machines:  # noqa: SIM110 - asked for every hand-over, and `any` makes a generator each time
+        if machine in machines:
+            return True
+    return False
 
 
 def machine_name(unit: str, node: str, place: int) -> str:
     return f"{unit}/{node}/{place}"
 
 
-__all__ = ["ROUND_TRIP_S", "Machine", "Network", "card_pipe", "machine_name", "near", "reachable"]
+__all__ = ["ROUND_TRIP_S", "Machine", "Network", "card_pipe", "machine_name", "near"]

@@ -52,6 +52,8 @@ TOKENS: Final = 64
 
 Chunks = Sequence[tuple[int, int, int]]
 """(key, new tokens, context before them)"""
+Line = tuple[list[float], list[float], float]
+"""What contexts add to a chunk of some tokens: at a tile's first length, at its last, and how far it is between."""
 
 
 class Row:
@@ -134,9 +136,9 @@ class StepTable:
         """Batches that are under way at once."""
         self.rows: dict[int, Row] = {}
         self._beside: dict[int, Row] = {}
-        self._behind: dict[int, list[float]] = {}
-        self._shared: dict[int, list[float]] = {}
-        self._edges: dict[tuple[int, int, int], Floats] = {}
+        self._behind: dict[int, Line] = {}
+        self._shared: dict[int, Line] = {}
+        self._edges: dict[tuple[int, int, int], list[list[float]]] = {}
         self._base: list[float] = [0.0]
         """B(T)"""
         self._pair: list[float] = [0.0]
@@ -183,18 +185,18 @@ class StepTable:
         longest = shared = 0.0
         for _, new, behind in chunks:
             if behind:
-                values = self._shared.get(new)
-                if values is None:
-                    values = self._fill(self._shared, new, SHARED_BEHIND, COPIES)
-                shared += _between(SHARED_BEHIND, values, behind)
+                line = self._shared.get(new)
+                if line is None:
+                    line = self._fill(self._shared, new, SHARED_BEHIND, COPIES)
+                shared += _between(SHARED_BEHIND, line, behind)
                 longest = max(longest, self._behind_s(min(new, LARGEST_TILE), behind))
         return max(longest, shared)
 
     def _behind_s(self, new: int, behind: float) -> float:
-        values = self._behind.get(new)
-        if values is None:
-            values = self._fill(self._behind, new, BEHIND, 1)
-        return _between(BEHIND, values, behind)
+        line = self._behind.get(new)
+        if line is None:
+            line = self._fill(self._behind, new, BEHIND, 1)
+        return _between(BEHIND, line, behind)
 
     def _make_rows(self, decodes: int) -> Row:
         block, seconds = self._grid(decodes, 0)
@@ -221,7 +223,7 @@ class StepTable:
         batch = steps(np.full(len(count), float(chunk)), 0.0, count, context)
         return block, self.timer.step_s(batch).reshape(ROWS, len(CONTEXTS))
 
-    def _fill(self, table: dict[int, list[float]], new: int, grid: list[int], copies: int) -> list[float]:
+    def _fill(self, table: dict[int, Line], new: int, grid: list[int], copies: int) -> Line:
         """What contexts add to a chunk of `new` tokens among so many like it.
 
         The timer is asked at every length up to 64 and then at 65, 80, 81, 96, ...: GPUs work on tiles of a multiple
@@ -237,15 +239,16 @@ class StepTable:
             shape = (len(count), copies)
             batch = steps(np.broadcast_to(count[:, None], shape), np.broadcast_to(behind[:, None], shape))
             seconds = self.timer.step_s(batch).reshape(2 * LENGTHS, len(grid)) / copies
-            known = self._edges[(low, copies, each)] = seconds - seconds[:, :1]
+            known = self._edges[(low, copies, each)] = (seconds - seconds[:, :1]).tolist()
         place, within = divmod(new - low - 1, each)
-        first, last = known[2 * place], known[2 * place + 1]
-        table[new] = (first + (last - first) * (within / max(each - 1, 1))).tolist()
-        return table[new]
+        found = table[new] = (known[2 * place], known[2 * place + 1], within / max(each - 1, 1))
+        return found
 
 
-def _between(grid: list[int], values: list[float], at: float) -> float:
+def _between(grid: list[int], line: Line, at: float) -> float:
     """On the line through the neighbours; beyond the last, on the last line."""
     cell = min(bisect_right(grid, at), len(grid) - 1)
-    low, value = grid[cell - 1], values[cell - 1]
-    return value + (values[cell] - value) * (at - low) / (grid[cell] - low)
+    first, last, share = line
+    low, value = grid[cell - 1], first[cell - 1] + (last[cell - 1] - first[cell - 1]) * share
+    further = first[cell] + (last[cell] - first[cell]) * share
+    return value + (further - value) * (at - low) / (grid[cell] - low)

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from potluck.core.brain.events import Event
+from potluck.core.values.plan import Plan
 from potluck.sim.links.handover import Handovers
 from potluck.sim.links.network import Network
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.ledger import Ledger, Purse
 from potluck.sim.settings import Settings
-from potluck.sim.world.agenda import Agenda
+from potluck.sim.world.agenda import Agenda, slices_per_s
 from potluck.sim.world.reports import Reports
 from potluck.sim.world.state import Site
 from potluck.worlds.kits import Kits
@@ -32,7 +33,7 @@ class Ground:
         self.kits = kits
         self.workload = workload
         self.settings = settings
-        self.agenda = Agenda()
+        self.agenda = Agenda(slices_per_s(_replicas(kits.scene.plan), workload.rate_per_s or 0.0))
         self.sites: dict[str, Site] = {}
         """Replicas that are there, by id."""
         self.network = Network(kits.scene)
@@ -40,3 +41,8 @@ class Ground:
         self.reports = Reports(self.agenda, self.network, settings)
         self.ledger = Ledger(len(workload))
         self.purse = Purse()
+
+
+def _replicas(plan: Plan) -> int:
+    each = {template.name: len(template.replicas) for template in plan.templates}
+    return sum(deployment.count * each[deployment.template] for deployment in plan.deployments)

@@ -7,7 +7,6 @@ the Brain then sends it again or refuses it.
 
 from __future__ import annotations
 
-from heapq import heappush
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,7 @@ from potluck.core.brain.events import Computed, FailureKind, Finished, FirstToke
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
 from potluck.core.values.types import Request
-from potluck.sim.links.network import reachable
 from potluck.sim.results import records
-from potluck.sim.world.agenda import REPLICA
 from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.state import Handover, Journey, Site
 
@@ -145,14 +142,17 @@ class Journeys:
     def _obstacle(self, journey: Journey) -> tuple[FailureKind, str] | None:
         """Why a route cannot be gone: a replica too small, or no link for its KV."""
         output_tokens = journey.request.max_output_tokens - journey.before_tokens
-        if journey.prompt_tokens + output_tokens > journey.sites[-1].room_tokens:
-            return "memory", journey.sites[-1].id
-        for source, target in zip(journey.sites, journey.sites[1:], strict=False):
-            if not reachable(self._network, source, target):
-                return "link", f"{source.member.region}->{target.member.region}"
-        for segment, site in zip(journey.segments[:-1], journey.sites, strict=False):
-            if segment.stop is not None and segment.stop > site.room_tokens:
-                return "memory", site.id
+        sites, last = journey.sites, len(journey.sites) - 1
+        if journey.prompt_tokens + output_tokens > sites[last].room_tokens:
+            return "memory", sites[last].id
+        for place in range(last):
+            source, target = sites[place].member.region, sites[place + 1].member.region
+            if source != target and not self._network.carries(source, target):
+                return "link", f"{source}->{target}"
+        for place in range(last):
+            stop = journey.segments[place].stop
+            if stop is not None and stop > sites[place].room_tokens:
+                return "memory", sites[place].id
         return None
 
     def _begin(self, at_s: float, journey: Journey) -> None:
@@ -217,15 +217,9 @@ class Journeys:
         if at_s != site.due_s or not site.serves:
             return  # an earlier look took its place, or nobody is there any more
         site.due_s = inf
-        replica = site.replica
-        if replica.wake_s <= at_s:
+        if site.replica.wake_s <= at_s:
             self.catch_up(at_s, site)
-        due_s = replica.wake_s
-        if due_s < site.due_s:  # `Agenda.look`, written out: no line of the world runs more often
-            site.due_s = due_s
-            agenda = self._agenda
-            agenda.sequence = sequence = agenda.sequence + 1
-            heappush(agenda.heap, (due_s, sequence, REPLICA, site))
+        self._agenda.look(site)
 
     def catch_up_if_due(self, at_s: float, site: Site) -> None:
         """Let what is due at a replica happen before something is done to it."""
@@ -269,7 +263,7 @@ class Journeys:
         # KV that came whole from elsewhere was kept when it arrived.
         if request.blocks and journey.segments[-1].start < journey.prompt_tokens:
             self.keep(at_s, site, request.blocks)
-        self._tell(at_s, FirstToken(request.id, journey.attempt))
+        self._tell(at_s, tuple.__new__(FirstToken, (request.id, journey.attempt)))
 
     def _finished(self, at_s: float, site: Site, journey: Journey) -> None:
         request, key = journey.request, journey.key
@@ -280,7 +274,7 @@ class Journeys:
         self._streamed[key] = tokens
         if site.state == "draining":
             self._left(at_s, site, key)
-        self._tell(at_s, Finished(request.id, journey.attempt, tokens))
+        self._tell(at_s, tuple.__new__(Finished, (request.id, journey.attempt, tokens)))
 
     def _computed(self, at_s: float, site: Site, journey: Journey) -> None:
         """A segment that hands over is computed."""
@@ -321,7 +315,7 @@ class Journeys:
         if self.open.get(journey.key) is not journey:
             return
         self._begin(at_s, journey)
-        self._tell(at_s, SegmentDone(journey.request.id, journey.attempt, place))
+        self._tell(at_s, tuple.__new__(SegmentDone, (journey.request.id, journey.attempt, place)))
 
     def _left(self, at_s: float, site: Site, key: int) -> None:
         """A request has nothing more to do at a replica."""

@@ -77,24 +77,29 @@ class Site:
         machines: tuple[Machine, ...],
         card: Pipe,
     ) -> None:
+        # Those first that every event looks at: compiled code lays fields out in this order.
+        self.due_s = inf
+        """The earliest time at which the agenda has this replica."""
+        self.replica = replica
+        self.serves = False
+        """Whether it takes requests: it is up, if only for a while."""
+        self.touched = False
+        """Whether something happened here since it last reported."""
+        self.journeys: dict[int, Journey] = {}
+        """Requests with a segment here that is not over."""
+        self.waiting: deque[Handover] = deque()
+        """Hand-overs that wait for room here."""
+        self.state: SiteState = "starting"
         self.index = index
         self.member = member
         self.kit = kit
-        self.replica = replica
         self.machines = machines
         self.card = card
         self.role: Role = member.role
         self.in_pair = kit.in_pair
-        self.state: SiteState = "starting"
-        self.serves = False
-        """Whether it takes requests: it is up, if only for a while."""
         self.changes: list[tuple[float, str, str]] = []
-        self.journeys: dict[int, Journey] = {}
-        """Requests with a segment here that is not over."""
         self.computing: deque[Journey] = deque()
         """Those of them whose segment here is to be handed on, in the order they came."""
-        self.waiting: deque[Handover] = deque()
-        """Hand-overs that wait for room here."""
         self.aside_bytes = 0.0
         """KV that was computed here and waits in the host's memory for its receiver's room."""
         self.cache: SpareCache | None = None
@@ -102,10 +107,6 @@ class Site:
         """Numbers what the cache reports. A replica that comes back is another site, with a higher index."""
         self.recount = False
         """Whether all that the cache holds was asked for."""
-        self.due_s = inf
-        """The earliest time at which the agenda has this replica."""
-        self.touched = False
-        """Whether something happened here since it last reported."""
         self.muted_until_s = 0.0
         self.silent = False
         """It is gone, and nobody has noticed."""

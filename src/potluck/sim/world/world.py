@@ -131,16 +131,6 @@ class World(Ground):
 
     def run(self) -> None:
         """From the first plan to the end of the last request."""
-        # Nothing here makes cycles by the million; looking for them all the time costs a tenth of the run.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            self._run()
-        finally:
-            if collecting:
-                gc.enable()
-
-    def _run(self) -> None:
         self.yard.warm = self.settings.warm
         self.tell(0.0, Planned(self.kits.scene.plan))
         self.yard.warm = False
@@ -149,11 +139,13 @@ class World(Ground):
         self.sampler.plan()
         heap, handlers, requests = self.agenda.heap, self._handlers, self.journeys.open
         replica_due, on, act = self.journeys.replica_due, self._on, self._act
+        turn = self.agenda.turn
         feed = self._feed()
         request = next(feed, None)
         arrival_s = inf if request is None else request.arrival_s
         while True:
-            # The agenda is never empty: there is always a next tick.
+            if not heap:
+                turn()  # the agenda is never empty: there is always a next tick
             if heap[0][0] <= arrival_s:
                 at_s, _, kind, what = heappop(heap)
                 if kind == REPLICA:
@@ -169,7 +161,7 @@ class World(Ground):
                 self.now_s = arrival_s
                 requests[self.arrived] = request
                 self.arrived += 1
-                actions = on(arrival_s, Arrived(request))
+                actions = on(arrival_s, tuple.__new__(Arrived, (request,)))
                 if actions:
                     act(arrival_s, actions)
                 request = next(feed, None)
@@ -198,7 +190,8 @@ class World(Ground):
     def _feed(self) -> Iterator[Request]:
         """All requests, in order. Their columns are turned into plain numbers many at a time."""
         load = self.workload
-        names, nothing = load.models, ((),) * FEED
+        names = load.models
+        nothing: Iterable[tuple[int, ...]] = repeat(())
         everyone: tuple[Iterable[str], Iterable[str], Iterable[float | None]] = (
             repeat(DEFAULT_TENANT),
             repeat(DEFAULT_CLASS),
@@ -206,7 +199,7 @@ class World(Ground):
         )
         for base in range(0, len(load), FEED):
             rows = slice(base, base + FEED)
-            if base % SWEEP == 0:
+            if base and base % SWEEP == 0:
                 gc.collect(1)
             if self.progress is not None:
                 self.progress(base, len(load))
