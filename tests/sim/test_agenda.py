@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import inf, nextafter
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from potluck.sim.world.agenda import CALL, FEW, SLOWEST_PER_S, Agenda, Entry, slices_per_s
@@ -22,6 +22,7 @@ def popped(agenda: Agenda) -> Entry:
     return heappop(agenda.heap)
 
 
+@example([inf, None, 1.0], 0.0)
 @given(PUSH_OR_POP, st.sampled_from([0.0, 2.0**-3, 1.0, 4.0, 8.0, 2.0**20]))
 def test_order_is_that_of_one_heap(what: list[float | None], per_s: float) -> None:
     agenda, heap, now_s = Agenda(per_s), list[tuple[float, int]](), 0.0

@@ -76,7 +76,8 @@ class Agenda:
     def turn(self) -> None:
         """Go on to the next slice that has entries. There must be one."""
         place = heappop(self._order)
-        self._until_s = (place + 1) / self._slices_per_s
+        if self._slices_per_s:  # without slices only what is never due comes here
+            self._until_s = (place + 1) / self._slices_per_s
         self.heap += sorted(self._later.pop(place))
 
     def look(self, site: Site) -> None:
