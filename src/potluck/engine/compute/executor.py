@@ -41,11 +41,24 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A row whose cache of [start, stop) goes out with the step that completes it."""
+    """A row whose cache of [start, stop) goes out with the step that computes up to `stop`.
+
+    It is a piece of a hand-over of the tokens `of`, by default all of it.
+    """
 
     row: int
     start: int
     stop: int
+    of: tuple[int, int] | None = None
+
+    @property
+    def end(self) -> int:
+        """Of the whole hand-over."""
+        return self.stop if self.of is None else self.of[1]
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.end
 
 
 Deliver = Callable[[int, tuple[Parcel, ...]], None]

@@ -61,7 +61,9 @@ class LocalExecutor:
 
             def on_layer(layer: int) -> None:
                 for item in exports:
-                    send(item.row, pack(self._runner, item.row, layer, item.start, item.stop))
+                    parcels = pack(self._runner, item.row, layer, item.start, item.stop, item.end)
+                    if parcels:
+                        send(item.row, parcels)
 
         logits = self._runner.step(works, on_layer=on_layer)
         if not draws:

@@ -25,6 +25,7 @@ class LiveJob:
         "job",
         "kept_until_s",
         "row",
+        "sent",
         "times",
         "tokens",
     )
@@ -40,6 +41,8 @@ class LiveJob:
         self.incoming: Incoming | None = None
         self.fetched_from: int | None = None
         """The receiver is there and has so many tokens already."""
+        self.sent = 0
+        """Tokens whose KV went out with the steps that computed them."""
         self.computed = False
         self.exact = True
         """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""

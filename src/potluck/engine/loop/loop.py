@@ -252,8 +252,10 @@ class Loop:
             works.append(Work(row, start, run.tokens[start:goal], "last" if draws_token else "none"))
             if draws_token:
                 draws.append(Draw(run.job.sampling, goal))
-            elif goal == run.whole and run.fetched_from is not None:
-                exports.append(Export(row, run.fetched_from, goal))
+            elif run.job.hands_on and run.fetched_from is not None and run.fetched_from < goal:
+                start = max(run.fetched_from, run.sent)
+                exports.append(Export(row, start, goal, (run.fetched_from, run.whole)))
+                run.sent = goal
         return StepUnderWay(step, self._now_s, works, draws, exports)
 
     def _ready(self, run: LiveJob, goal: int) -> tuple[int, int]:
@@ -324,9 +326,10 @@ class Loop:
             self._end(key, "error", (str(error).splitlines() or [type(error).__name__])[0], again=again)
 
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
-        last = parcels[-1].layer == self.executor.config.model.layer_count - 1
         self.counters.sent_bytes += sum(map(self._weigh, parcels))
         if (run := self._runs.get(self._rows.keys[row])) is not None:
+            layers = self.executor.config.model.layer_count
+            last = parcels[-1].layer == layers - 1 and parcels[-1].stop == run.whole
             self._said.append((run.job.key, Sent(parcels, last, run.exact)))
             self.flush()
 

@@ -2,9 +2,10 @@
 
 What crosses is exactly what the receiver needs to go on at token `stop`: keys and values (or latents) of the tokens
 [start, stop) that it lacks, of windows only what a query at `stop` can still see, of linear layers the state after
-`stop` tokens. Any cut will do, also inside a block. A layer can be sent as soon as it was computed:
+`stop` tokens. Any cut will do, also inside a block. A layer can be sent as soon as it was computed, step by step
+where a prompt takes several:
 
-    sender      runner.step(works, on_layer=lambda layer: send(pack(runner, row, layer, start, stop)))
+    sender      runner.step(works, on_layer=lambda layer: send(pack(runner, row, layer, start, stop, whole)))
     receiver    arrival = Arrival(runner, row, manifest, tokens)
                 arrival.accept(parcel)          for each, in any order
                 arrival.finish()
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.compute.runner import Runner
 from potluck.engine.memory.cache import Pages, States
+from potluck.engine.memory.pieces import Pieces, first_needed
 from potluck.kv.codec.layout import Part
 from potluck.kv.parcels import Manifest, Parcel, token_hash
 
@@ -45,14 +47,20 @@ def manifest(runner: Runner, tokens: Sequence[int], start: int, stop: int) -> Ma
     return Manifest(runner.fingerprint, start, stop, token_hash(tokens[:stop]))
 
 
-def pack(runner: Runner, row: int, layer: int, start: int, stop: int) -> tuple[Parcel, ...]:
-    """What a layer has of a row's tokens [start, stop). States exist at the row's present length only."""
+def pack(
+    runner: Runner, row: int, layer: int, start: int, stop: int, whole: int | None = None
+) -> tuple[Parcel, ...]:
+    """What a layer has of a row's tokens [start, stop). States exist at the row's present length only.
+
+    Of a hand-over up to `whole`, which `stop` is not: what its receiver will need of them, which may be nothing.
+    """
     kept = runner.cache.layer(layer)
     held = runner.tables.lengths[row]
-    if not 0 <= start < stop <= held or (isinstance(kept, States) and stop != held):
+    last = whole in (None, stop)
+    if not 0 <= start < stop <= held or (isinstance(kept, States) and last and stop != held):
         raise InputError(f"row {row}", f"holds {held} tokens; layer {layer} cannot give [{start}, {stop})")
     parcels = []
-    for expected in _expected(runner, layer, start, stop):
+    for expected in _expected(runner, layer, start, stop, whole):
         tensor = _read(runner, row, layer, expected, stop)
         raw = tensor.cpu().contiguous().view(torch.uint8).numpy()
         name = str(expected.dtype).removeprefix("torch.")
@@ -61,15 +69,21 @@ def pack(runner: Runner, row: int, layer: int, start: int, stop: int) -> tuple[P
     return tuple(parcels)
 
 
-def _expected(runner: Runner, layer: int, start: int, stop: int) -> tuple[_Expected, ...]:
+def _expected(
+    runner: Runner, layer: int, start: int, stop: int, whole: int | None = None
+) -> tuple[_Expected, ...]:
+    whole = stop if whole is None else whole
     kept = runner.cache.layer(layer)
     if isinstance(kept, States):
+        if stop < whole:
+            return ()
         return (
             _Expected("conv", stop, kept.conv.dtype, tuple(kept.conv.shape[1:])),
             _Expected("memory", stop, kept.memory.dtype, tuple(kept.memory.shape[1:])),
         )
-    window = runner.tables.groups[kept.group].window
-    first = start if window is None else max(start, stop - window + 1)
+    first = first_needed(start, whole, runner.tables.groups[kept.group].window)
+    if first >= stop:
+        return ()
     shape = (
         (stop - first, kept.heads, kept.dim) if kept.parts == 1 else (stop - first, 2, kept.heads, kept.dim)
     )
@@ -111,56 +125,55 @@ class Arrival:
         runner.tables.grow(row, about.stop, since=about.stop)
         self._runner, self._row, self._about = runner, row, about
         layers = range(runner.stack.first, runner.stack.last)
-        self._missing: dict[tuple[int, str], _Expected] = {
+        self._wanted: dict[tuple[int, str], _Expected] = {
             (layer, expected.part): expected
             for layer in layers
             for expected in _expected(runner, layer, about.start, about.stop)
         }
+        self._pieces = Pieces({key: (each.first, about.stop) for key, each in self._wanted.items()})
 
     @property
     def missing(self) -> int:
-        """Parcels that have not come."""
-        return len(self._missing)
+        """Parts of layers that have not come whole."""
+        return self._pieces.missing
 
     @torch.inference_mode()
     def accept(self, parcel: Parcel) -> None:
         """Check a parcel and put it in its place."""
         where = f"hand-over: layer {parcel.layer} {parcel.part}"
-        expected = self._missing.get((parcel.layer, parcel.part))
-        if expected is None:
-            raise FormatError(where, "is not expected, or came before")
-        if (parcel.first, parcel.stop) != (expected.first, self._about.stop):
-            raise FormatError(
-                where,
-                f"is of [{parcel.first}, {parcel.stop}), expected [{expected.first}, {self._about.stop})",
-            )
+        wanted = self._wanted.get((parcel.layer, parcel.part))
+        if wanted is None:
+            raise FormatError(where, "is not expected")
+        expected = wanted if wanted.part in ("conv", "memory") else _piece(wanted, parcel)
         dtype = str(expected.dtype).removeprefix("torch.")
         if parcel.dtype != dtype or tuple(parcel.shape) != expected.shape:
             raise FormatError(
                 where, f"is {parcel.dtype} {list(parcel.shape)}, expected {dtype} {list(expected.shape)}"
             )
         tensor = _tensor(parcel, expected, where)
-        self._write(parcel.layer, expected, tensor)
-        del self._missing[parcel.layer, parcel.part]
+        self._pieces.take(parcel)
+        self._write(parcel, expected, tensor)
 
-    def _write(self, layer: int, expected: _Expected, tensor: Tensor) -> None:
-        kept, row = self._runner.cache.layer(layer), self._row
+    def _write(self, parcel: Parcel, expected: _Expected, tensor: Tensor) -> None:
+        kept, row = self._runner.cache.layer(parcel.layer), self._row
         tensor = tensor.to(self._runner.device)
         if isinstance(kept, States):
             (kept.conv if expected.part == "conv" else kept.memory)[row].copy_(tensor)
         else:
-            slots = _slots(self._runner, row, kept, expected.first, self._about.stop)
+            slots = _slots(self._runner, row, kept, parcel.first, parcel.stop)
             kept.write(slots, tensor.view(len(slots), -1))
 
     def finish(self) -> None:
         """All parcels are there: the row holds [0, stop)."""
-        if self._missing:
-            layer, part = min(self._missing)
-            raise FormatError(
-                "hand-over", f"{len(self._missing)} parcels are missing, the first is layer {layer} {part}"
-            )
+        self._pieces.must_be_whole()
         self._runner.tables.advance(self._row, self._about.stop)
         self._runner.tables.trim(self._row)
+
+
+def _piece(wanted: _Expected, parcel: Parcel) -> _Expected:
+    """What the tokens that a parcel says it is of should look like."""
+    tokens = max(0, parcel.stop - parcel.first)
+    return replace(wanted, first=parcel.first, shape=(tokens, *wanted.shape[1:]))
 
 
 def _tensor(parcel: Parcel, expected: _Expected, where: str) -> Tensor:

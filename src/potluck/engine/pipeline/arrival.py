@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from potluck.core.errors import FormatError, PotluckError
-from potluck.core.values.model import LinearAttention
 from potluck.engine.memory.handover import Manifest, Parcel
+from potluck.engine.memory.pieces import Pieces, ranges
 from potluck.engine.model.config import Config
 from potluck.engine.pipeline.messages import Accept, Arrive, Command, Finish, label_of, numbers
 from potluck.engine.pipeline.remote import Remote
@@ -36,8 +36,7 @@ class PipelineArrival:
     def __init__(self, driver: Workers, row: int, about: Manifest, tokens: Sequence[int]) -> None:
         self._driver, self._row, self._about = driver, row, about
         self._workers = driver.workers(row)
-        layers = driver.config.model.layers
-        self._left = sum(2 if isinstance(layer.attention, LinearAttention) else 1 for layer in layers)
+        self._pieces = Pieces(ranges(driver.config.model, about.start, about.stop))
         begun: list[tuple[Remote, int]] = []
         try:
             for remote, local in self._workers:
@@ -52,7 +51,7 @@ class PipelineArrival:
 
     @property
     def missing(self) -> int:
-        return self._left
+        return self._pieces.missing
 
     def accept(self, parcel: Parcel) -> None:
         layers = self._driver.config.model.layer_count
@@ -60,11 +59,10 @@ class PipelineArrival:
             raise FormatError(f"hand-over: layer {parcel.layer}", f"is not one of the model's {layers}")
         remote, local = self._workers[self._driver.stage_of(parcel.layer)]
         self._ask(remote, lambda call: Accept(call, local, label_of(parcel)), [parcel.data])
-        self._left -= 1
+        self._pieces.take(parcel)
 
     def finish(self) -> None:
-        if self._left:
-            raise FormatError("hand-over", f"{self._left} parcels are missing")
+        self._pieces.must_be_whole()
         for remote, local in self._workers:
             self._ask(remote, lambda call, at=local: Finish(call, at, True))  # type: ignore[misc]
             remote.tables.advance(local, self._about.stop)

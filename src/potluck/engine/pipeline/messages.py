@@ -24,7 +24,7 @@ from potluck.engine.pipeline.wire import LinkError
 
 OPEN, CLOSE, GROW, BACK = 0, 1, 2, 3
 LOGITS = ("none", "last", "all")
-OP_NUMBERS, WORK_NUMBERS, EXPORT_NUMBERS = 4, 7, 3
+OP_NUMBERS, WORK_NUMBERS, EXPORT_NUMBERS = 4, 7, 4
 NOBODY = -1
 
 
@@ -85,7 +85,8 @@ class RowChanges:
 @dataclass(frozen=True, slots=True)
 class Step:
     """A micro-batch. Body: [works, 7] of (row, start, tokens, logits, worker before, worker behind, position of the
-    token to draw), then [exports, 3] of (work, start, stop), then for the first stage the tokens. `ways` are for the
+    token to draw), then [exports, 4] of (work, start, stop, end of
+    the hand-over), then for the first stage the tokens. `ways` are for the
     works that ask for their last logits."""
 
     call: int

@@ -57,6 +57,7 @@ class PipelineStep:
         self._found: dict[int, Choice] = {}
         self._waiting: dict[int, dict[int, tuple[Parcel, ...]]] = {}
         self._next_layer: dict[int, int] = {}
+        self._begun: set[int] = set()
         self._posted: list[tuple[int, Remote, list[Piece]]] = []
 
     def post(
@@ -74,9 +75,9 @@ class PipelineStep:
             for piece, row in zip(pieces, rows, strict=True)
         ]
         exports = [
-            (place, self._exports[piece.part.row].start, self._exports[piece.part.row].stop)
+            (place, export.start, export.stop, export.end)
             for place, piece in enumerate(pieces)
-            if piece.last and piece.part.row in self._exports
+            if piece.last and (export := self._exports.get(piece.part.row)) is not None
         ]
         ways = tuple(_plain(self._draws[piece.work].way) for piece in pieces if piece.part.logits == "last")
         tokens = [token for piece in pieces for token in piece.part.tokens] if not stage else []
@@ -109,8 +110,15 @@ class PipelineStep:
         return True
 
     def _hand_out(self, row: int, parcels: tuple[Parcel, ...]) -> None:
-        """Deliver layer by layer: a later stage's may be heard before an earlier one's."""
+        """Deliver layer by layer: a later stage's may be heard before an earlier one's.
+
+        Order only matters at the end of a hand-over, which the last layer's parcels are taken for.
+        """
         if not parcels or self._deliver is None:
+            return
+        if not self._exports[row].last:
+            self._begun.add(row)
+            self._deliver(row, parcels)
             return
         waiting = self._waiting.setdefault(row, {})
         waiting[parcels[0].layer] = parcels
@@ -121,7 +129,7 @@ class PipelineStep:
     @property
     def begun_exports(self) -> set[int]:
         """Rows of which some layers have gone out: they cannot be computed again."""
-        return set(self._next_layer)
+        return self._begun | set(self._next_layer)
 
     def _keep(self, works: list[int], answer: Stepped, body: bytearray) -> None:
         choices = answer.choices or tuple(Choice(int(token)) for token in read_numbers(body, len(works)))

@@ -277,8 +277,10 @@ class Worker:
         def export(layer: int) -> None:
             if self._pacer is not None:
                 self._pacer.reach((layer - runner.stack.first + 1) / layers)
-            for work, start, stop in part.exports:
-                parcels = pack(runner, part.works[work].row, layer, start, stop)
+            for work, start, stop, whole in part.exports:
+                parcels = pack(runner, part.works[work].row, layer, start, stop, whole)
+                if not parcels:
+                    continue
                 labels = tuple(label_of(parcel) for parcel in parcels)
                 message = Parcels(part.command.call, labels, work)
                 self._driver.send(to_bytes(message), [parcel.data for parcel in parcels])
@@ -301,7 +303,7 @@ class _Part:
         self.behind: list[int] = table[:, 5].tolist()
         self.positions = [row[6] for row in table.tolist() if LOGITS[row[3]] == "last"]
         exports = read_numbers(view[split:rest], command.exports, EXPORT_NUMBERS)
-        self.exports: list[tuple[int, int, int]] = [(int(w), int(a), int(b)) for w, a, b in exports]
+        self.exports: list[list[int]] = exports.tolist()
         tokens = read_numbers(view[rest:], self.tokens).tolist() if first_stage else [0] * self.tokens
         self._firsts = np.concatenate(([0], np.cumsum(self.sizes)))
         self.works = [

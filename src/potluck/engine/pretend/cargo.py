@@ -68,13 +68,17 @@ class Cargo:
         state = state_bytes(self.model) + windows
         return state / self.token_bytes if self.token_bytes else float(BLOCK_TOKENS)
 
-    def kv_bytes(self, parcel: Labelled) -> int:
-        """What a parcel would weigh on the wire."""
+    def kv_bytes(self, parcel: Labelled, since: int | None) -> int:
+        """What a parcel would weigh on the wire: its tokens, and at the end of a hand-over that began at `since`
+        the windows and states, too."""
         many, few = self.model.layer_count, self.layers
         layers = range(parcel.layer * many // few, (parcel.layer + 1) * many // few)
-        tokens, total = parcel.stop - parcel.first, 0.0
+        tokens = parcel.stop - parcel.first
+        ending = None if since is None else parcel.stop - since
+        total = 0.0
         for attention, count in self._kinds[layers.start, layers.stop]:
-            total += count * self._one_bytes(attention, tokens) * _share(attention, parcel.codec)
+            one_bytes = self._one_bytes(attention, tokens, ending)
+            total += count * one_bytes * _share(attention, parcel.codec)
         return round(total)
 
     @cached_property
@@ -90,11 +94,14 @@ class Cargo:
             found[layers.start, layers.stop] = tuple(counts.items())
         return found
 
-    def _one_bytes(self, attention: Attention, tokens: int) -> float:
+    def _one_bytes(self, attention: Attention, tokens: int, ending: int | None) -> float:
         """Of one layer of a kind; any such layer of the model will do to ask."""
         place = next(n for n, layer in enumerate(self.model.layers) if layer.attention == attention)
         fixed, rate, window = _rates(self.model, place)
-        return fixed + rate * (tokens if window is None else min(tokens, window))
+        size = rate * tokens if window is None else 0.0
+        if ending is not None:
+            size += fixed + (0.0 if window is None else rate * min(ending, window))
+        return size
 
 
 @lru_cache(maxsize=1024)

@@ -23,6 +23,7 @@ from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Deliver, Draw, Export, Incoming
 from potluck.engine.compute.paced import Clock, Pacer
 from potluck.engine.compute.work import Size, Work
+from potluck.engine.memory.pieces import Pieces
 from potluck.engine.model.config import Config
 from potluck.engine.numbers.exactness import Exactness
 from potluck.engine.pretend.history import NOTHING, after, mixed
@@ -30,7 +31,9 @@ from potluck.engine.pretend.words import Words
 from potluck.kv.parcels import Manifest, Parcel, token_hash
 
 CONTENT = struct.Struct("<QIII")
-"""The history at the end, mixed with the layer; first, stop, layer."""
+"""The history at the end, mixed with the layer; first, stop; where the hand-over began that ends here, or MORE."""
+MORE = (1 << 32) - 1
+"""More of the same layer follows."""
 DTYPE = "float32"
 SHAPE = (1, 16)
 """Of each parcel, as the wire has it: room for the content, under any codec."""
@@ -71,8 +74,8 @@ class PretendExecutor:
         self._owed_s = 0.0
         """Of steps that were taken at once, and must still be waited for."""
         self._under_way = False
-        self._leaving: deque[tuple[float, int, int, int, int]] = deque()
-        """(when, row, layer, start, stop) of what goes out while the step is under way."""
+        self._leaving: deque[tuple[float, int, Export]] = deque()
+        """(when, layer, of what) goes out while the step is under way."""
         self._deliver: Deliver | None = None
 
     def change_pace(self, pace: float) -> None:
@@ -132,7 +135,7 @@ class PretendExecutor:
         if deliver is not None:
             for layer in range(self.config.model.layer_count):
                 for each in exports:
-                    deliver(each.row, self.export(each.row, layer, each.start, each.stop))
+                    deliver(each.row, self._piece(each, layer))
         return choices
 
     def begin(
@@ -149,7 +152,7 @@ class PretendExecutor:
             layers = self.config.model.layer_count
             for layer in range(layers):
                 when_s = start_s + length_s * (layer + 1) / layers
-                self._leaving.extend((when_s, each.row, layer, each.start, each.stop) for each in exports)
+                self._leaving.extend((when_s, layer, each) for each in exports)
 
         def land() -> list[Choice]:
             self.deliver(inf)
@@ -163,9 +166,9 @@ class PretendExecutor:
         """Hand out what is due by now of the step that is under way."""
         leaving = self._leaving
         while leaving and leaving[0][0] <= now_s:
-            _, row, layer, start, stop = leaving.popleft()
+            _, layer, each = leaving.popleft()
             assert self._deliver is not None
-            self._deliver(row, self.export(row, layer, start, stop))
+            self._deliver(each.row, self._piece(each, layer))
 
     def _advance(self, works: Sequence[Work], draws: Sequence[Draw]) -> list[Choice]:
         rows = self._rows
@@ -201,6 +204,13 @@ class PretendExecutor:
             raise InputError(f"row {row}", f"holds {here.tokens} tokens; it cannot give [{start}, {stop})")
         return (parcel_of(here.history, layer, start, stop),)
 
+    def _piece(self, export: Export, layer: int) -> tuple[Parcel, ...]:
+        here = self._rows[export.row]
+        if export.stop != here.tokens:
+            raise InputError(f"row {export.row}", f"holds {here.tokens} tokens, not {export.stop}")
+        since = MORE if not export.last else export.start if export.of is None else export.of[0]
+        return (parcel_of(here.history, layer, export.start, export.stop, since),)
+
     def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> Incoming:
         return PretendArrival(self, row, about, tokens)
 
@@ -231,10 +241,22 @@ def _nobody() -> None:
     """Nobody wants to know."""
 
 
-def parcel_of(history: int, layer: int, start: int, stop: int) -> Parcel:
-    """What stands for a layer's KV of the tokens [start, stop), which have this history at their end."""
-    content = CONTENT.pack(mixed(history ^ layer), start, stop, layer)
+def parcel_of(history: int, layer: int, start: int, stop: int, since: int | None = None) -> Parcel:
+    """What stands for a layer's KV of the tokens [start, stop), which have this history at their end.
+
+    They end a hand-over that began at `since`, by default at `start`; or it is MORE.
+    """
+    content = CONTENT.pack(mixed(history ^ layer), start, stop, start if since is None else since)
     return Parcel(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
+
+
+def since_of(parcel: Parcel) -> int:
+    """Where the hand-over began that a parcel ends, or MORE. What is lent goes whole."""
+    word = bytes(parcel.parameters) + bytes(parcel.data)
+    if tuple(parcel.shape) != SHAPE or len(word) < CONTENT.size:
+        return parcel.first
+    since: int = CONTENT.unpack_from(word)[3]
+    return since
 
 
 class PretendArrival:
@@ -253,33 +275,34 @@ class PretendArrival:
             raise InputError("hand-over: token_hash", "is of other tokens")
         executor.grow(row, about.stop)
         self._executor, self._row, self._about = executor, row, about
-        self._history = after(NOTHING, tokens[: about.stop])
-        self._missing = set(range(executor.config.model.layer_count))
+        self._tokens = tokens
+        self._histories: dict[int, int] = {}
+        layers = range(executor.config.model.layer_count)
+        self._pieces = Pieces({(layer, "latent"): (about.start, about.stop) for layer in layers})
 
     @property
     def missing(self) -> int:
-        return len(self._missing)
+        return self._pieces.missing
 
     def accept(self, parcel: Parcel) -> None:
         where = f"hand-over: layer {parcel.layer} {parcel.part}"
-        about = self._about
-        if parcel.layer not in self._missing:
-            raise FormatError(where, "is not expected, or came before")
-        expected = parcel_of(self._history, parcel.layer, about.start, about.stop)
+        since = self._about.start if parcel.stop == self._about.stop else MORE
+        self._pieces.take(parcel)
+        history = self._history(parcel.stop)
+        expected = parcel_of(history, parcel.layer, parcel.first, parcel.stop, since)
         if (parcel.part, parcel.dtype, parcel.shape) != (expected.part, expected.dtype, expected.shape):
             raise FormatError(
                 where, f"is {parcel.dtype} {list(parcel.shape)}, expected {DTYPE} {list(SHAPE)}"
             )
-        if (parcel.first, parcel.stop) != (about.start, about.stop):
-            raise FormatError(
-                where, f"is of [{parcel.first}, {parcel.stop}), expected [{about.start}, {about.stop})"
-            )
         if bytes(parcel.data) != expected.data:
             raise FormatError(where, "is not the KV of these tokens")
-        self._missing.remove(parcel.layer)
+
+    def _history(self, stop: int) -> int:
+        """At the end of a piece; all layers have the same pieces."""
+        if stop not in self._histories:
+            self._histories[stop] = after(NOTHING, self._tokens[:stop])
+        return self._histories[stop]
 
     def finish(self) -> None:
-        if self._missing:
-            count, first = len(self._missing), min(self._missing)
-            raise FormatError("hand-over", f"{count} parcels are missing, the first is layer {first}")
-        self._executor.put(self._row, self._about.stop, self._history)
+        self._pieces.must_be_whole()
+        self._executor.put(self._row, self._about.stop, self._history(self._about.stop))

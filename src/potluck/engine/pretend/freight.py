@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from potluck.core.errors import FormatError
 from potluck.engine.compute.paced import Clock
 from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.executor import CONTENT, RAW_BYTES
+from potluck.engine.pretend.executor import CONTENT, MORE, RAW_BYTES, since_of
 from potluck.kv.codec.layout import Codec, sizes
 from potluck.kv.link.report import LinkReport
 from potluck.kv.parcels import Parcel
@@ -40,7 +40,8 @@ class PretendFreight:
         self._books: dict[str, _Book] = {}
 
     def kv_bytes(self, parcel: Parcel) -> int:
-        return self._cargo.kv_bytes(parcel)
+        since = since_of(parcel)
+        return self._cargo.kv_bytes(parcel, None if since == MORE else since)
 
     def packed(self, parcel: Parcel, codec: Codec) -> Parcel:
         size = sizes(parcel.part, parcel.dtype, parcel.shape, codec)
