@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.engine.compute.executor import Executor, Incoming
+from potluck.engine.compute.executor import Executor, Export, Incoming
 from potluck.engine.compute.work import Work
 from potluck.engine.loop.requests import Job, Times
 from potluck.engine.loop.status import Counters
@@ -47,6 +47,14 @@ class LiveJob:
         self.exact = True
         """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""
         self.kept_until_s: float | None = None
+
+    def leaving(self, row: int, goal: int) -> list[Export]:
+        """What goes to the receiver, if it is there, with a step that computes up to `goal`."""
+        since = self.fetched_from
+        if not self.job.hands_on or since is None or since >= goal:
+            return []
+        start, self.sent = max(since, self.sent), goal
+        return [Export(row, start, goal, (since, self.whole))]
 
     @property
     def whole(self) -> int:

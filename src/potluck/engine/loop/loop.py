@@ -252,10 +252,8 @@ class Loop:
             works.append(Work(row, start, run.tokens[start:goal], "last" if draws_token else "none"))
             if draws_token:
                 draws.append(Draw(run.job.sampling, goal))
-            elif run.job.hands_on and run.fetched_from is not None and run.fetched_from < goal:
-                start = max(run.fetched_from, run.sent)
-                exports.append(Export(row, start, goal, (run.fetched_from, run.whole)))
-                run.sent = goal
+            else:
+                exports += run.leaving(row, goal)
         return StepUnderWay(step, self._now_s, works, draws, exports)
 
     def _ready(self, run: LiveJob, goal: int) -> tuple[int, int]:
@@ -328,8 +326,10 @@ class Loop:
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
         self.counters.sent_bytes += sum(map(self._weigh, parcels))
         if (run := self._runs.get(self._rows.keys[row])) is not None:
-            layers = self.executor.config.model.layer_count
-            last = parcels[-1].layer == layers - 1 and parcels[-1].stop == run.whole
+            last = (parcels[-1].layer + 1, parcels[-1].stop) == (
+                self.executor.config.model.layer_count,
+                run.whole,
+            )
             self._said.append((run.job.key, Sent(parcels, last, run.exact)))
             self.flush()
 
