@@ -250,10 +250,9 @@ class Loop:
                 continue
             draws_token = goal == run.whole and not run.job.hands_on
             works.append(Work(row, start, run.tokens[start:goal], "last" if draws_token else "none"))
+            exports += run.leaving(row, goal)
             if draws_token:
                 draws.append(Draw(run.job.sampling, goal))
-            else:
-                exports += run.leaving(row, goal)
         return StepUnderWay(step, self._now_s, works, draws, exports)
 
     def _ready(self, run: LiveJob, goal: int) -> tuple[int, int]:
@@ -326,10 +325,8 @@ class Loop:
     def _send(self, row: int, parcels: tuple[Parcel, ...]) -> None:
         self.counters.sent_bytes += sum(map(self._weigh, parcels))
         if (run := self._runs.get(self._rows.keys[row])) is not None:
-            last = (parcels[-1].layer + 1, parcels[-1].stop) == (
-                self.executor.config.model.layer_count,
-                run.whole,
-            )
+            end = (self.executor.config.model.layer_count - 1, run.whole)
+            last = (parcels[-1].layer, parcels[-1].stop) == end
             self._said.append((run.job.key, Sent(parcels, last, run.exact)))
             self.flush()
 
