@@ -5,6 +5,7 @@ Streams come over a minute through a gateway to six engines, of which one after 
     killed    SIGKILL every 3 s, and started again at the same address
     stopped   SIGSTOP every 3 s, SIGCONT some seconds later
     lying     one engine answers every segment with garbage, and looks well otherwise
+    desk      the gateway's own: SIGKILL of the process that decides, every 3 s, with two workers beside it
 
 and never more than half of them at a time (a real one takes seconds to start). Every answer is compared with that of
 an engine left alone: `wrong` counts those that differ, were refused or cut. Pretended engines (tokens are hashes
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import sys
@@ -39,7 +41,7 @@ import potluck.engine
 from potluck.load.client import Shot, shoot
 
 WORDS = Path(potluck.engine.__file__).parent / "data" / "words"
-KINDS = ("killed", "stopped", "lying")
+KINDS = ("killed", "stopped", "lying", "desk")
 VOCAB = 200
 """Prompts are of these tokens, which every model has."""
 SIX = WHOLE * 4 + COMBO
@@ -106,6 +108,11 @@ class Trouble(threading.Thread):
 
     def run(self) -> None:
         try:
+            while self._how == "desk" and not self._over.wait(self._load.every_s):
+                os.kill(desk_of(self._fleet), signal.SIGKILL)
+                self.happened += 1
+            if self._how == "desk":
+                return
             with ThreadPoolExecutor(8) as pool:
                 while self.happened < self._load.most_strikes and not self._over.wait(self._load.every_s):
                     if sum(not each.done() for each in self._back) < len(self._fleet.engines) // 2:
@@ -136,6 +143,18 @@ class Trouble(threading.Thread):
             raise self.problem
 
 
+def desk_of(fleet: LiveFleet) -> int:
+    """The process of a gateway that has the Brain: its child that is no worker."""
+    assert fleet.gateway is not None
+    assert fleet.gateway.popen is not None
+    pid = fleet.gateway.popen.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    (found,) = [
+        each for each in children if b"workers.hand" not in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]
+    return int(found)
+
+
 class LyingFleet(LiveFleet):
     """The first engine has a liar before it."""
 
@@ -161,10 +180,11 @@ def trial(
     with tempfile.TemporaryDirectory() as folder:
         plan, spec = write_plans(Path(folder), units)
         kind = LyingFleet if "lying" in how else LiveFleet
+        workers = ("--workers", "2") if how == "desk" else ()
         with kind(
             plan,
             spec,
-            gateway=("--files", f"{MODEL}={WORDS}"),
+            gateway=("--files", f"{MODEL}={WORDS}", *workers),
             engine=engine,
         ) as fleet:
             whole = str(fleet.engines[0].said["url"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,9 +15,18 @@ import pytest
 import uvloop
 
 from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
-from potluck.core.brain.events import Arrived, Cancelled, Event, Failed, Finished, FirstToken, Underway
+from potluck.core.brain.events import (
+    Adopted,
+    Arrived,
+    Cancelled,
+    Event,
+    Failed,
+    Finished,
+    FirstToken,
+    Underway,
+)
 from potluck.core.brain.policy import Policy
-from potluck.core.values.route import aggregated
+from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Request
 from potluck.gateway.admin.families import REQUESTS
 from potluck.gateway.admin.meter import FullMeter
@@ -25,6 +36,7 @@ from potluck.gateway.settings import Places, Settings
 from potluck.gateway.workers import remote
 from potluck.gateway.workers.crew import Crew
 from potluck.gateway.workers.mail import Mail
+from potluck.gateway.workers.parent import Child, make_post, worker
 from potluck.gateway.workers.remote import HandHeard, HandMeter, RemoteDirectory
 from potluck.gateway.workers.setup import CardNote
 
@@ -93,6 +105,13 @@ async def until(holds: Any) -> None:
         await asyncio.sleep(0.01)
 
 
+async def look_after(children: list[Child]) -> None:
+    while True:
+        for child in children:
+            child.look(time.monotonic())
+        await asyncio.sleep(0.02)
+
+
 def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path) -> None:
     async def run() -> None:
         mind, meter = Mind(), FullMeter()
@@ -102,9 +121,12 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
         digest = hashlib.sha256(KEY.encode()).hexdigest()
         keys.write_text(json.dumps({"name": "one", "sha256": digest, "concurrent": 24}) + "\n")
         settings = Settings(Places(port=0, workers=2), keys=keys, drain_s=1.0)
-        crew = Crew(center, meter, settings, (CardNote("m", 4096, 0, True, None),))
-        home = crew._home
+        post = make_post(settings.places)
+        home = post.home
         assert home.stat().st_mode & 0o777 == 0o700
+        children = [worker(post, place) for place in range(2)]
+        looking = asyncio.create_task(look_after(children))
+        crew = Crew(center, meter, settings, (CardNote("m", 4096, 0, True, None),), post)
         url = await crew.start()
         try:
             served = [(await ask(url, "hello"))[0] for _ in range(30)]
@@ -123,7 +145,7 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
 
             # One dies: its requests are cancelled, those of the other go on, and somebody takes its place.
             seat = crew._seats[0]
-            crew._processes[seat.place].kill()
+            children[seat.place].send(signal.SIGKILL)
             lost = {request for request, line in owners.items() if line is seat.line}
             await until(lambda: set(mind.flights) == set(owners) - lost)
             assert {event.request for event in mind.heard if isinstance(event, Cancelled)} == lost
@@ -134,7 +156,11 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
             for _, writer in open_ones:
                 writer.close()
         finally:
+            looking.cancel()
             await crew.close(0.1)
+            for child in children:
+                child.end(0.0)
+            post.close()
             upstream.close()
         assert not home.exists()
 
@@ -146,6 +172,8 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
 
 
 EVENTS: list[Event] = [
+    Adopted(Request("x", "m", 0.0, 10, 5), 2, 3, handed_over("a", "b", 7), 1, True),
+    Adopted(Request("x", "m", 0.0, 10, 5), 2, 3, None),
     Arrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
     FirstToken("x", 3),
     Finished("x", 3, 7),

@@ -59,6 +59,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         tuple[SeenLengths, ...]: st.lists(seen, max_size=2).map(tuple),
         Request: requests,
         Route: routes(),
+        Route | None: st.none() | routes(),
         Plan: plans,
         Member: members,
         tuple[Region, ...]: st.lists(regions, max_size=2).map(tuple),

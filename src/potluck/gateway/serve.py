@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from aiohttp import web
@@ -21,6 +22,7 @@ from potluck.gateway.admin.spans import Spans
 from potluck.gateway.admin.usage import UsageFile
 from potluck.gateway.collector import calm
 from potluck.gateway.desk.center import Center
+from potluck.gateway.desk.memory import Memory
 from potluck.gateway.desk.oversight import Oversight
 from potluck.gateway.door.keys import KeyRing
 from potluck.gateway.fleet.roster import Entry
@@ -30,6 +32,7 @@ from potluck.gateway.http.port import bound
 from potluck.gateway.parts import Meter, Told
 from potluck.gateway.settings import Settings
 from potluck.gateway.workers.crew import Crew
+from potluck.gateway.workers.parent import Parent, Post
 from potluck.gateway.workers.setup import CardNote
 from potluck.gateway.workers.worker import Worker
 from potluck.worlds.scene import Scene
@@ -96,9 +99,9 @@ class Operators:
 
         return region
 
-    async def listen(self) -> str:
+    async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places
-        sockets = await bound(places.admin_host, places.admin_port)
+        sockets = sockets or await bound(places.admin_host, places.admin_port)
         self._runner = web.AppRunner(build_admin(self._office), access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         for each in sockets:
@@ -156,24 +159,32 @@ class Alone:
         await self._worker.close(within_s)
 
 
-async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) -> None:
-    """Serve until a signal says to end; `ready` hears the addresses."""
+async def serve(
+    scene: Scene, policy: Policy, settings: Settings, ready: Ready, post: Post | None = None
+) -> None:
+    """Serve until a signal says to end; `ready` hears the addresses.
+
+    With a `post` workers have processes of their own, and a parent looks after all of them.
+    """
     allow_open_files()
     outgoing = Calls()
-    center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log)
+    memory = None if post is None else Memory(post.home)
+    center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log, memory=memory)
     operators = Operators(center, settings)
     notes = notes_of(scene, settings.files, () if center.roster is None else center.roster.entries)
     workers: Alone | Crew
-    if settings.places.workers == 1:
+    if post is None:
         workers = Alone(center, outgoing, operators.meter, settings, notes)
     else:
-        workers = Crew(center, operators.meter, settings, notes)
+        workers = Crew(center, operators.meter, settings, notes, post)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    if post is not None and post.life >= 0:
+        loop.add_reader(post.life, _parent_is_gone, loop, post.life, stop)
     try:
-        url, admin = await workers.start(), await operators.listen()
+        url, admin = await workers.start(), await operators.listen(() if post is None else post.operators)
         center.start()
         calm()
         ready(url, admin)
@@ -185,8 +196,27 @@ async def serve(scene: Scene, policy: Policy, settings: Settings, ready: Ready) 
         await outgoing.close()
 
 
+def _parent_is_gone(loop: asyncio.AbstractEventLoop, life: int, stop: asyncio.Event) -> None:
+    loop.remove_reader(life)
+    stop.set()
+
+
 def serve_forever(scene: Scene, policy: Policy, settings: Settings, ready: Ready) -> None:
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(scene, policy, settings, ready))
+    def run(post: Post | None, said: Ready) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(scene, policy, settings, said, post))
+
+    def desk(post: Post, serves: Callable[[], None]) -> None:
+        def said(url: str, admin: str) -> None:
+            if not post.again:
+                ready(url, admin)
+            serves()
+
+        run(post, said)
+
+    if settings.places.workers == 1:
+        run(None, ready)
+    else:
+        Parent(settings.places, desk).run()

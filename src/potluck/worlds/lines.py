@@ -28,6 +28,7 @@ EVENTS: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
         events.Arrived,
+        events.Adopted,
         events.SegmentDone,
         events.Computed,
         events.FirstToken,
@@ -94,13 +95,22 @@ def blocks_of(said: str) -> tuple[int, ...]:
 
 
 def _arrived(event: events.Arrived) -> str:
-    r = event.request
+    return f'["Arrived",{_request(event.request)}]'
+
+
+def _request(r: Request) -> str:
     deadline = "null" if r.deadline_s is None else number(r.deadline_s)
     return (
-        f'["Arrived",{text_of(r.id)},{text_of(r.model)},{number(r.arrival_s)},{r.prompt_tokens},'
+        f"{text_of(r.id)},{text_of(r.model)},{number(r.arrival_s)},{r.prompt_tokens},"
         f'{r.max_output_tokens},{r.priority},{deadline},"{names(r.blocks)}",'
-        f"{text_of(r.tenant)},{text_of(r.request_class)}]"
+        f"{text_of(r.tenant)},{text_of(r.request_class)}"
     )
+
+
+def _adopted(event: events.Adopted) -> str:
+    route = "null" if event.route is None else _route(event.route)
+    said = f"{event.attempt},{event.streamed_tokens},{route},{event.done},{dumps(event.first)}"
+    return f'["Adopted",[{_request(event.request)}],{said}]'
 
 
 def _first_token(event: events.FirstToken) -> str:
@@ -131,16 +141,17 @@ def _cached(event: events.Cached) -> str:
 
 
 def _run(action: actions.Run) -> str:
-    route = ",".join(
-        [
-            f"[{text_of(s.replica)},{s.start},{'null' if s.stop is None else s.stop}]"
-            for s in action.route.segments
-        ]
-    )
     return (
-        f'["Run",{text_of(action.request)},[{route}],{action.attempt},{action.prompt_tokens},'
+        f'["Run",{text_of(action.request)},{_route(action.route)},{action.attempt},{action.prompt_tokens},'
         f"{action.streamed_tokens},{number(action.weight)}]"
     )
+
+
+def _route(route: Route) -> str:
+    said = [
+        f"[{text_of(s.replica)},{s.start},{'null' if s.stop is None else s.stop}]" for s in route.segments
+    ]
+    return f"[{','.join(said)}]"
 
 
 def _move(action: actions.Move) -> str:
@@ -161,6 +172,7 @@ def _other(value: Any) -> str:
 
 _WRITERS: dict[type[Any], Callable[[Any], str]] = {
     events.Arrived: _arrived,
+    events.Adopted: _adopted,
     events.FirstToken: _first_token,
     events.SegmentDone: _segment_done,
     events.Finished: _finished,
@@ -212,8 +224,22 @@ def _unpack(kinds: dict[str, type[Any]], data: Any, place: str) -> Any:
 
 
 def _read_arrived(fields: list[Any], place: str) -> events.Arrived:
+    return events.Arrived(_read_request(fields))
+
+
+def _read_request(fields: list[Any]) -> Request:
     *rest, blocks, tenant, request_class = fields
-    return events.Arrived(Request(*rest, blocks_of(blocks), tenant, request_class))  # type: ignore[call-arg]
+    return Request(*rest, blocks_of(blocks), tenant, request_class)  # type: ignore[call-arg]
+
+
+def _read_adopted(fields: list[Any], place: str) -> events.Adopted:
+    request, attempt, streamed_tokens, route, done, first = fields
+    along = None if route is None else _read_route(route)
+    return events.Adopted(_read_request(request), attempt, streamed_tokens, along, done, first)
+
+
+def _read_route(said: list[Any]) -> Route:
+    return Route(tuple(Segment(*each) for each in said))
 
 
 def _read_cached(fields: list[Any], place: str) -> events.Cached:
@@ -224,7 +250,7 @@ def _read_cached(fields: list[Any], place: str) -> events.Cached:
 
 def _read_run(fields: list[Any], place: str) -> actions.Run:
     request, route, *rest = fields
-    return actions.Run(request, Route(tuple(Segment(*each) for each in route)), *rest)
+    return actions.Run(request, _read_route(route), *rest)
 
 
 def _read_replan(rates: list[Any], reason: str, lengths: Sequence[Any] = ()) -> actions.Replan:
@@ -237,6 +263,7 @@ def _read_replan(rates: list[Any], reason: str, lengths: Sequence[Any] = ()) -> 
 
 _READERS: dict[str, Callable[[list[Any], str], Any]] = {
     "Arrived": _read_arrived,
+    "Adopted": _read_adopted,
     "Cached": _read_cached,
     "Run": _read_run,
     "Reported": lambda fields, _: events.Reported(fields[0], events.Status(*fields[1:])),

@@ -8,6 +8,7 @@ What it costs does not grow with the number of replicas or of open requests (but
 look at the fleet).
 
     Arrived            Run, or nothing yet: held until a replica is ready, or waiting for a place on a pair; or Refuse
+    Adopted            only counted where it is under way; else as an arrival
     Computed           makes room on a pair's low-end replica: perhaps Run for one that waits there
     SegmentDone        the next one's turn; makes room as well, should the former not have come
     FirstToken         only counted
@@ -37,6 +38,7 @@ from typing import Any
 from potluck.core.admission.admission import Admission
 from potluck.core.brain import events as told
 from potluck.core.brain.actions import Action, Drain, Flip, Recast, Start, Stop
+from potluck.core.brain.adoption import Adoption
 from potluck.core.brain.caches import Caches
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
@@ -80,11 +82,13 @@ class Brain:
             self.admission,
         )
         self._remarks = Remarks()
+        adoption = Adoption(policy, self.fleet, flights, self.admission)
         self._recovery = Recovery(policy, self.fleet, flights, self.router)
         self.flights: dict[str, Flight] = flights.open
         """Requests that were accepted and have not ended, by id."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
             told.Arrived: flights.arrived,
+            told.Adopted: adoption.adopted,
             told.SegmentDone: flights.segment_done,
             told.Computed: flights.computed,
             told.FirstToken: flights.first_token,

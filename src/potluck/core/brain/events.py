@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from potluck.core.values.plan import Plan
+from potluck.core.values.route import Route
 from potluck.core.values.types import Region, Request
 
 FailureKind = Literal["replica", "link", "transfer", "timeout", "memory"]
@@ -35,6 +36,22 @@ class Arrived(NamedTuple):
     """A request wants an answer."""
 
     request: Request
+
+
+class Adopted(NamedTuple):
+    """A request that an earlier Brain accepted, in whose place this one is: it goes on from where it is."""
+
+    request: Request
+    attempt: int
+    """The number of its last attempt."""
+    streamed_tokens: int
+    """Output tokens that reached the user before that attempt began; up to now where none is under way."""
+    route: Route | None
+    """Where it is under way; None: nowhere, it is to be sent again."""
+    done: int = 0
+    """How many of the route's segments are computed and handed on."""
+    first: bool = False
+    """Whether the attempt's first token came."""
 
 
 class SegmentDone(NamedTuple):
@@ -175,6 +192,7 @@ class Tick(NamedTuple):
 
 Event = (
     Arrived
+    | Adopted
     | SegmentDone
     | Computed
     | FirstToken

@@ -77,7 +77,7 @@ class Flights:
     def arrived(self, at_s: float, event: told.Arrived) -> list[Action]:
         request = event.request
         name = request.id
-        if name in self.open or name in self._ended or name in self._ended_before:
+        if self.knows(name):
             return []
         flight = Flight(request)
         table = self._table.models.get(request.model)
@@ -109,6 +109,10 @@ class Flights:
         if self._bounded and (self._room.several or request.tenant is not self._room.tenant):
             self._between.asks(at_s, flight)
         return self._send(at_s, flight, table)
+
+    def knows(self, request: str) -> bool:
+        """Whether it is open, or ended lately."""
+        return request in self.open or request in self._ended or request in self._ended_before
 
     def dispatch(self, at_s: float, flight: Flight) -> list[Action]:
         """Send a request that was held or failed; a new plan may have taken those away that could hold it."""

@@ -14,6 +14,7 @@ from potluck.core.values.plan import Plan, plan_mark
 from potluck.core.values.types import Region
 from potluck.gateway.desk.desk import Desk
 from potluck.gateway.desk.herald import Herald
+from potluck.gateway.desk.memory import Memory
 from potluck.gateway.fleet.keeper import Keeper
 from potluck.gateway.fleet.roster import Entry, RosterFile
 from potluck.gateway.fleet.watch import Watch
@@ -38,6 +39,7 @@ class Center:
         *,
         roster: Path | None = None,
         log: Path | None = None,
+        memory: Memory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
@@ -67,11 +69,24 @@ class Center:
         self.market: tuple[Region, ...] | None = None
         """What nodes cost and how many can be had, where somebody told since the start."""
         self.desk.at_ticks += [self._look, self.keeper.look, self.watch.look]
+        self._memory = memory
 
     def start(self) -> None:
-        """From the first plan on."""
-        if self.roster is not None:
-            self.keeper.enlist(self.roster.entries)
+        """From the first plan on, or from what an earlier process was told since."""
+        entries = None if self.roster is None else self.roster.entries
+        if self._memory is not None:
+            plan = self._memory.plan()
+            if self.roster is None:  # a file says it better
+                entries = self._memory.entries()
+            if plan is not None:
+                self.kits.learn(plan)
+                self.plan, self.plan_mark = plan, plan_mark(plan)
+                self.plan_version += 1
+            self.market = self._memory.market()
+        if entries is not None:
+            self.keeper.enlist(entries)
+        if self.market is not None:
+            self.desk.tell(Quoted(self.market))
         self.desk.tell(Planned(self.plan))
         self.watch.look()
         self.desk.start(asyncio.get_running_loop())
@@ -82,12 +97,16 @@ class Center:
         self.plan = plan
         self.plan_version += 1
         self.plan_mark = plan_mark(plan)
+        if self._memory is not None:
+            self._memory.planned(plan)
         self.keeper.planned()
         self.desk.tell(Planned(plan))
 
     def quote(self, regions: tuple[Region, ...]) -> None:
         """Other prices, other nodes."""
         self.market = regions
+        if self._memory is not None:
+            self._memory.quoted(regions)
         self.desk.tell(Quoted(regions))
 
     def price_usd_per_h(self, region: str, node: str) -> float:
@@ -100,6 +119,8 @@ class Center:
 
     def enlist(self, entries: tuple[Entry, ...]) -> None:
         """Another roster."""
+        if self._memory is not None:
+            self._memory.enlisted(entries)
         self.keeper.enlist(entries)
         self.watch.look()
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
-from potluck.core.brain.events import Arrived, Cancelled, Event, Failed, Finished, Tick
+from potluck.core.brain.events import Adopted, Arrived, Cancelled, Event, Failed, Finished, Tick
 from potluck.worlds.mind import Mind
 
 Act = Callable[[Sequence[Action]], None]
@@ -72,7 +72,7 @@ class Desk:
             self._acting = False
 
     def _hear(self, at_s: float, event: Event, line: DeskLine | None) -> None:
-        if line is not None and type(event) is Arrived:
+        if line is not None and (type(event) is Arrived or type(event) is Adopted):
             self._owners[event.request.id] = line
         actions = self._mind.on(at_s, event)
         for watcher in self.watchers:

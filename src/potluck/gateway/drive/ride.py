@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 from potluck.core.brain.actions import Inquire, Refuse, Run
 from potluck.core.brain.events import (
+    Adopted,
+    Arrived,
     Cancelled,
     Computed,
     Event,
@@ -22,7 +24,9 @@ from potluck.core.brain.events import (
     SegmentDone,
     Underway,
 )
+from potluck.core.values.route import Route, Segment
 from potluck.core.values.sampling import Choice
+from potluck.core.values.types import Request
 from potluck.gateway.drive.relay import Relay, Stream
 from potluck.gateway.drive.trip import Means, Trip
 from potluck.gateway.parts import Answer, Asked, Endpoint
@@ -48,6 +52,10 @@ class Ride:
 
     _attempt = -1
     _going: Going | None = None
+    _sent: tuple[Run, Sequence[Endpoint]] | None = None
+    """The attempt under way, and by whom it is carried out."""
+    _done = 0
+    """How many of its segments were handed on."""
     _first = False
     """Whether the first token of this attempt came."""
     _whole: Reason | None = None
@@ -108,6 +116,7 @@ class Ride:
             self.failed("replica", run.route.decoder, "cannot do what the route asks of it")
             return
         self._going = going
+        self._sent, self._done = (run, endpoints), 0
         if self._means.meter is not None:
             self._means.meter.routed(self.asked, run)
         going.start(endpoints)
@@ -135,6 +144,29 @@ class Ride:
             self._attempt = inquire.attempt
             self.failed("timeout", "", "was stopped, or never begun")
 
+    def whereabouts(self, named: Callable[[Endpoint], str | None], request: Request) -> Event | None:
+        """For a Brain that knows nothing of it. None: it is under way where that Brain knows nobody yet."""
+        if self._attempt < 0:
+            return Arrived(request)
+        if self._going is None or self._sent is None:
+            return Adopted(request, self._attempt, len(self.output), None)
+        run, endpoints = self._sent
+        names = [named(each) for each in endpoints]
+        found = [
+            Segment(name, old.start, old.stop)
+            for name, old in zip(names, run.route.segments, strict=True)
+            if name is not None
+        ]
+        if len(found) < len(names):
+            return None
+        route = Route(tuple(found))
+        return Adopted(request, self._attempt, run.streamed_tokens, route, self._done, self._first)
+
+    def given_up(self, request: Request) -> Event:
+        """The same where nobody gets to know them: it stops there, and is to be sent again."""
+        self._stop()
+        return Adopted(request, self._attempt, len(self.output), None)
+
     # What the client wants.
 
     def cancel(self) -> None:
@@ -154,6 +186,7 @@ class Ride:
     # What the attempt tells.
 
     def segment_done(self, place: int) -> None:
+        self._done = place + 1
         self._tell(SegmentDone(self.asked.id, self._attempt, place))
 
     def segment_computed(self, place: int) -> None:

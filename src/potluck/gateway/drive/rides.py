@@ -16,7 +16,7 @@ from potluck.gateway.drive.naming import Naming
 from potluck.gateway.drive.patience import Watch
 from potluck.gateway.drive.ride import Ride
 from potluck.gateway.drive.trip import Means
-from potluck.gateway.parts import Answer, Asked, Directory, Line, Meter, Outgoing
+from potluck.gateway.parts import Answer, Asked, Directory, Endpoint, Line, Meter, Outgoing
 
 ENDED = 4096
 """How many that ended are remembered, in case the Brain asks after one."""
@@ -54,12 +54,18 @@ class Rides:
     # The door.
 
     def begin(self, asked: Asked, answer: Answer) -> None:
-        at_s = self._line.now_s()
-        deadline_s = None if asked.deadline_s is None else at_s + asked.deadline_s - self._now_s()
-        request = Request(
+        request = self._request(asked, self._line.now_s())
+        self._open[asked.id] = Ride(asked, answer, self._means, self._tell, self._over)
+        self._tell(Arrived(request))
+
+    def _request(self, asked: Asked, arrival_s: float) -> Request:
+        deadline_s = asked.deadline_s
+        if deadline_s is not None:
+            deadline_s += self._line.now_s() - self._now_s()
+        return Request(
             asked.id,
             asked.model,
-            at_s,
+            arrival_s,
             asked.prompt_tokens,
             asked.max_output_tokens,
             asked.priority,
@@ -68,8 +74,6 @@ class Rides:
             asked.tenant,
             asked.request_class,
         )
-        self._open[asked.id] = Ride(asked, answer, self._means, self._tell, self._over)
-        self._tell(Arrived(request))
 
     def cancel(self, request: str) -> None:
         ride = self._open.get(request)
@@ -92,6 +96,20 @@ class Rides:
             self._acting = outer
         while self._news and not self._acting:
             self._line.tell(self._news.pop(0))
+
+    # Another Brain, in the place of one whose process is gone.
+
+    def names(self) -> list[str]:
+        """All that are open."""
+        return list(self._open)
+
+    def whereabouts(
+        self, request: str, named: Callable[[Endpoint], str | None], give_up: bool
+    ) -> Event | None:
+        """What it must be told of a request that came before it was there. None: wait until it knows the replicas."""
+        ride = self._open[request]
+        known = self._request(ride.asked, 0.0)
+        return ride.whereabouts(named, known) or (ride.given_up(known) if give_up else None)
 
     def gone(self, replica: str) -> None:
         self._watch.gone(replica)

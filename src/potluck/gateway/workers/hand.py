@@ -1,16 +1,20 @@
-"""A worker's process: `python -m potluck.gateway.workers.hand SOCKET PLACE`, started by `crew.py`.
+"""A worker's process: `python -m potluck.gateway.workers.hand SOCKET PLACE`, started by `parent.py`.
 
-It ends when it is told to, and when the desk's process is gone.
+It ends when it is told to. When the desk's process is gone its answers go on; another desk that takes its place hears
+of all that is open. With none after LONELY_S it ends as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
+from contextlib import suppress
 
 from potluck.gateway.collector import calm
+from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.slates import Slate
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
@@ -21,15 +25,27 @@ from potluck.gateway.workers.setup import Setup, setup_of
 from potluck.gateway.workers.worker import Worker
 
 FLUSH_S = 0.25
+LONELY_S = 10.0
+"""How long another desk is waited for."""
 ORPHAN_S = 5.0
-"""How long answers may go on when the desk is gone."""
+"""How long answers may then still go on."""
+RETRY_S = 0.02
+UNKNOWN_S = 2.0
+"""How long an attempt is left alone whose engines a new desk does not know yet; then it is sent again."""
+
+log = logging.getLogger(__name__)
 
 
 class Hand:
     """What came from the desk, and the worker that it is for."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: str, place: int) -> None:
+        self._path, self._place = path, place
         self._loop = asyncio.get_running_loop()
+        self.mail = Mail(self.heard, self.gone, remote.LASTING)
+        self.line: RemoteLine | None = None
+        self.url = ""
+        self._joining: asyncio.Task[None] | None = None
         self.directory = RemoteDirectory()
         self.reasons: dict[str, str] = {}
         self.setup: asyncio.Future[Setup] = self._loop.create_future()
@@ -45,13 +61,17 @@ class Hand:
             self.worker.rides.act(remote.actions_of(text))
         elif letter == remote.ENDPOINTS:
             self.directory.learn(text)
+            self.tell_anew()
         elif letter == remote.REASONS:
             self.reasons = json.loads(text)
         elif letter == remote.GONE:
             if self.worker is not None:
                 self.worker.rides.gone(json.loads(text))
         elif letter == remote.SETUP:
-            self.setup.set_result(setup_of(text))
+            if self.setup.done():
+                self._joined(setup_of(text))
+            else:
+                self.setup.set_result(setup_of(text))
         elif letter == remote.WATCH:
             self.watched = json.loads(text)
             if self.meter is not None:
@@ -59,14 +79,76 @@ class Hand:
         elif letter == remote.CLOSE:
             self._end(True)
 
+    # When a desk dies.
+
     def gone(self) -> None:
-        self._end(False)
+        if self.line is None or self.ending.done():
+            self._end(False)
+            return
+        self.line.joined = False
+        if self._joining is None or self._joining.done():
+            self._joining = self._loop.create_task(self._join())
+
+    async def join(self) -> None:
+        await self._loop.create_unix_connection(lambda: self.mail, self._path)
+        self.mail.send(remote.HELLO, str(self._place))
+
+    async def _join(self) -> None:
+        """Call until another desk answers."""
+        assert self.line is not None
+        try:
+            async with asyncio.timeout(LONELY_S):
+                while not self.line.joined:
+                    if not self.mail.connected:
+                        with suppress(OSError):
+                            await self.join()
+                            self.mail.send(remote.READY, self.url)
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError:
+            log.error("the desk is gone, and no other came")
+            self._end(False)
+
+    def _joined(self, setup: Setup) -> None:
+        line, worker = self.line, self.worker
+        assert line is not None
+        assert worker is not None
+        if setup.start_s == line.start_s:
+            log.error("the desk lost this worker, and took its requests for cancelled")
+            self._end(False)
+            return
+        line.start_s, line.joined = setup.start_s, True
+        line.untold, line.waiting = set(worker.rides.names()), lambda: self._later(0.0)
+        self.tell_anew()
+        self._loop.call_later(UNKNOWN_S, self.tell_anew, True)
+
+    def _later(self, delay_s: float) -> None:
+        self._loop.call_later(delay_s, self.tell_anew)
+
+    def tell_anew(self, give_up: bool = False) -> None:
+        """What another desk has not heard of yet, as far as it knows the engines by now."""
+        line, worker = self.line, self.worker
+        if line is None or worker is None or not line.joined:
+            return
+        still_open = set(worker.rides.names())
+        for name in sorted(line.untold):
+            event = None
+            if name in still_open:
+                event = worker.rides.whereabouts(name, self.directory.named, give_up)
+                if event is None:
+                    continue
+            line.untold.discard(name)
+            if event is not None:
+                line.tell(event)
 
     def _end(self, told: bool) -> None:
         if not self.ending.done():
             self.ending.set_result(told)
         if not self.setup.done():
             self.setup.cancel()
+
+    def connect(self, act: Act) -> RemoteLine:
+        self.line = RemoteLine(self.mail, self.setup.result().start_s, act)
+        return self.line
 
     def region(self, replica: str) -> str:
         found = self.directory.find(replica)
@@ -81,9 +163,9 @@ async def work(path: str, place: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: None)  # The desk's process says when to end.
     allow_open_files()
-    hand = Hand()
-    _, mail = await loop.create_unix_connection(lambda: Mail(hand.heard, hand.gone), path)
-    mail.send(remote.HELLO, str(place))
+    hand = Hand(path, place)
+    mail = hand.mail
+    await hand.join()
     setup = await hand.setup
     hand.meter = meter = HandMeter(mail, hand.region, usage=setup.usage, spans=setup.spans)
     meter.watch(hand.watched)
@@ -97,12 +179,13 @@ async def work(path: str, place: int) -> None:
         settings,
         frozenset(setup.classes),
         hand.lacking,
-        lambda act: RemoteLine(mail, setup.start_s, act),
+        hand.connect,
         slate=Slate(setup.slate, setup.place, setup.workers),
     )
     flushing = loop.create_task(_flush(meter))
     try:
-        mail.send(remote.READY, await worker.listen(settings, shared=True))
+        hand.url = await worker.listen(settings, shared=True)
+        mail.send(remote.READY, hand.url)
         calm()
         in_order = await hand.ending
     finally:

@@ -15,6 +15,8 @@ from potluck.core.errors import PotluckError
 
 MOST_BYTES = 64_000_000
 """Of a line that has not ended, or of what the other side has not read."""
+MOST_KEPT = 100_000
+"""Lines that wait for a connection."""
 LAZY_S = 0.005
 """How long news wait for company that change nothing at once: the other process is woken less often."""
 
@@ -22,10 +24,15 @@ log = logging.getLogger(__name__)
 
 
 class Mail(asyncio.Protocol):
-    """One end of the wire: `heard` gets each line's letter and the rest of it, `gone` is called once."""
+    """One end of the wire: `heard` gets each line's letter and the rest of it, `gone` is called when it is cut.
 
-    def __init__(self, heard: Callable[[str, str], None], gone: Callable[[], None]) -> None:
-        self._heard, self._gone = heard, gone
+    It may then be connected again; lines whose letter is in `kept` wait for that, others are dropped.
+    """
+
+    def __init__(
+        self, heard: Callable[[str, str], None], gone: Callable[[], None], kept: frozenset[str] = frozenset()
+    ) -> None:
+        self._heard, self._gone, self._kept = heard, gone, kept
         self._out: list[str] = []
         self._soon = False
         self._lazy: asyncio.TimerHandle | None = None
@@ -52,7 +59,10 @@ class Mail(asyncio.Protocol):
         if self._lazy is not None:
             self._lazy.cancel()
             self._lazy = None
-        if self._wire is None or self._wire.is_closing() or not out:
+        if self._wire is None or self._wire.is_closing():
+            self._out = [line for line in out if line[0] in self._kept][-MOST_KEPT:]
+            return
+        if not out:
             return
         self._wire.write("".join(out).encode())
         if self._wire.get_write_buffer_size() > MOST_BYTES:
@@ -69,7 +79,12 @@ class Mail(asyncio.Protocol):
         self._wire.set_write_buffer_limits(MOST_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._wire, self._held = None, b""
         self._gone()
+
+    @property
+    def connected(self) -> bool:
+        return self._wire is not None
 
     def data_received(self, data: bytes) -> None:
         *lines, self._held = (self._held + data if self._held else data).split(b"\n")

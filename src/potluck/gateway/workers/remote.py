@@ -10,7 +10,16 @@ from json.encoder import encode_basestring_ascii as text_of
 from typing import Any
 
 from potluck.core.brain.actions import Action
-from potluck.core.brain.events import Computed, Event, FailureKind, Finished, FirstToken, SegmentDone, Tick
+from potluck.core.brain.events import (
+    Cancelled,
+    Computed,
+    Event,
+    FailureKind,
+    Finished,
+    FirstToken,
+    SegmentDone,
+    Tick,
+)
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.tally import Tally
 from potluck.gateway.parts import Address, Asked, Endpoint, Told
@@ -25,6 +34,8 @@ PATIENT = (FirstToken, Computed, SegmentDone, Finished)
 EVENT, ACTIONS, ENDPOINTS, REASONS, GONE = "e", "a", "d", "r", "g"
 SETUP, READY, HELLO, CLOSE, WATCH = "s", "l", "h", "c", "w"
 COUNTS, USED, SPAN, WATCHED = "t", "u", "o", "p"
+LASTING = frozenset({COUNTS, USED, SPAN})
+"""What another desk is told if one dies before it can be."""
 
 
 def event_text(event: Event) -> str:
@@ -73,26 +84,49 @@ class RemoteDirectory:
     def find(self, replica: str) -> Endpoint | None:
         return self._endpoints.get(replica)
 
+    def named(self, endpoint: Endpoint) -> str | None:
+        """What the engine behind an endpoint is called now; another desk may have given it another name."""
+        for each in self._endpoints.values():
+            if each.address == endpoint.address and each.fingerprint == endpoint.fingerprint:
+                return each.replica
+        return None
+
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         return self._codecs.get((model, source_region, target_region), "raw")
 
 
 class RemoteLine:
-    """The `Line` of a worker. All processes of a machine have the same monotonic clock."""
+    """The `Line` of a worker. All processes of a machine have the same monotonic clock.
 
-    __slots__ = ("_mail", "_start_s", "act")
+    A desk can die. Until another one is `joined` nothing is told, as it will hear of all that is open then; `untold`
+    are those that it has not heard of yet.
+    """
+
+    __slots__ = ("_mail", "act", "joined", "start_s", "untold", "waiting")
 
     def __init__(self, mail: Mail, start_s: float, act: Act) -> None:
-        self._mail, self._start_s, self.act = mail, start_s, act
+        self._mail, self.start_s, self.act = mail, start_s, act
+        self.joined = True
+        self.untold: set[str] = set()
+        self.waiting: Callable[[], None] = lambda: None
+        """Called when an untold request's attempt fails: it can be told of at once."""
 
     def tell(self, event: Event) -> None:
+        if not self.joined:
+            return
+        if self.untold and getattr(event, "request", None) in self.untold:
+            if isinstance(event, Finished | Cancelled):
+                self.untold.discard(event.request)
+            else:
+                self.waiting()
+            return
         if isinstance(event, PATIENT):
             self._mail.later(EVENT, event_text(event))
         else:
             self._mail.send(EVENT, event_text(event))
 
     def now_s(self) -> float:
-        return time.monotonic() - self._start_s
+        return time.monotonic() - self.start_s
 
 
 class HandMeter(Tally):

@@ -1,0 +1,62 @@
+"""What operators told a desk, kept for another one that takes its place: the plan, the roster, prices.
+
+Files in a directory for nobody else's eyes, which ends with the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from potluck.core.codec import decode, encode
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region
+from potluck.gateway.fleet.roster import Entry, address_of
+
+T = TypeVar("T")
+
+
+class Memory:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def planned(self, plan: Plan) -> None:
+        self._keep("plan", encode(plan))
+
+    def plan(self) -> Plan | None:
+        return self._kept("plan", Plan)
+
+    def enlisted(self, entries: tuple[Entry, ...]) -> None:
+        names = [each.name for each in fields(Entry) if each.name != "address"]
+        self._keep("roster", [{name: getattr(entry, name) for name in names} for entry in entries])
+
+    def entries(self) -> tuple[Entry, ...] | None:
+        found: list[dict[str, Any]] | None = self._read("roster")
+        if found is None:
+            return None
+        return tuple(Entry(address=address_of(each["url"], "roster"), **each) for each in found)
+
+    def quoted(self, regions: tuple[Region, ...]) -> None:
+        self._keep("market", [encode(each) for each in regions])
+
+    def market(self) -> tuple[Region, ...] | None:
+        return self._kept("market", tuple[Region, ...])
+
+    def _keep(self, name: str, value: object) -> None:
+        """Whole or not at all."""
+        made = self._folder / f"{name}.new"
+        made.write_text(json.dumps(value), "utf-8")
+        os.replace(made, self._folder / name)
+
+    def _kept(self, name: str, kind: type[T]) -> T | None:
+        found = self._read(name)
+        return None if found is None else decode(kind, found, name)
+
+    def _read(self, name: str) -> Any:
+        try:
+            return json.loads((self._folder / name).read_text("utf-8"))
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,179 @@
+"""The Brain's own process is killed while answers are under way: they go on, and its successor knows of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+from live_fleet import LiveFleet  # noqa: E402
+from live_plans import COMBO, MODEL, WHOLE, write_plans  # noqa: E402
+
+from potluck.core.values.plan import plan_from_json  # noqa: E402
+from potluck.core.values.types import Offer, Region  # noqa: E402
+from potluck.engine.shipped import shipped_model  # noqa: E402
+from potluck.gateway.desk.memory import Memory  # noqa: E402
+from potluck.gateway.door.keys import new_key  # noqa: E402
+from potluck.gateway.fleet.roster import read_roster  # noqa: E402
+from potluck.load.client import Shot, shoot  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes by /proc")
+STREAMS = 50
+
+
+def children_of(pid: int) -> dict[int, str]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(each): Path(f"/proc/{each}/cmdline").read_text() for each in found}
+
+
+def desk_of(fleet: LiveFleet) -> int:
+    assert fleet.gateway is not None
+    assert fleet.gateway.popen is not None
+    (desk,) = [pid for pid, said in children_of(fleet.gateway.popen.pid).items() if "hand" not in said]
+    return desk
+
+
+def asked(url: str, body: dict[str, Any], key: str = "") -> Any:
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def status_of(url: str, body: dict[str, Any], key: str) -> int:
+    try:
+        asked(url, body, key)
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    until_s = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
+def snapshot(fleet: LiveFleet) -> Any:
+    with urllib.request.urlopen(f"{fleet.admin}/snapshot", timeout=30) as answer:
+        return json.load(answer)
+
+
+def shots_of() -> list[Shot]:
+    made = []
+    for place in range(STREAMS):
+        drawn = {"temperature": 0.8, "seed": place} if place % 2 else {}
+        prompt = [5 + (place * 7 + n) % 150 for n in range(30 + place)]
+        made.append(Shot(place * 0.02, MODEL, prompt, 60, extra=drawn))
+    return made
+
+
+def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path) -> None:
+    keys, log = tmp_path / "keys", tmp_path / "log"
+    key, line = new_key("one")
+    limited, other = new_key("few")
+    keys.write_text(f"{line}\n{json.dumps({**json.loads(other), 'requests_per_min': 3})}\n")
+    plan, spec = write_plans(tmp_path, [*WHOLE, *COMBO])
+    files = ("--files", f"{MODEL}={shipped_model()}")
+    gateway = (*files, "--workers", "2", "--log", str(log), "--keys", str(keys))
+    with LiveFleet(plan, spec, gateway=gateway, engine=("--pretend",)) as fleet:
+        shots = shots_of()
+        for shot in shots:
+            shot.key = key
+        bodies = [{**json.loads(shot.body()), "stream": False} for shot in shots]
+        lone = str(fleet.engines[0].said["url"])
+        with ThreadPoolExecutor(8) as pool:
+            expected = [each["choices"][0]["text"] for each in pool.map(lambda b: asked(lone, b), bodies)]
+        short = {"model": MODEL, "prompt": [5, 6], "max_tokens": 1}
+        used = [status_of(fleet.url, short, limited) for _ in range(2)]
+
+        first = desk_of(fleet)
+
+        def strike() -> None:
+            while sum(shot.pieces > 5 for shot in shots) < STREAMS // 4:
+                time.sleep(0.005)
+            os.kill(first, signal.SIGKILL)
+
+        striking = threading.Thread(target=strike, daemon=True)
+        striking.start()
+        shoot(fleet.url, shots, keep_text=True, within_s=60.0)
+        striking.join(10)
+        assert [shot.problem for shot in shots] == [""] * STREAMS
+        assert [shot.text for shot in shots] == expected
+        assert desk_of(fleet) != first
+
+        # Limits hold across it.
+        assert [*used, *(status_of(fleet.url, short, limited) for _ in range(3))] == [200, 200, 200, 429, 429]
+        wait_until(lambda: '["Adopted",' in log.read_text())  # what is not flushed dies with it
+        os.kill(desk_of(fleet), signal.SIGKILL)
+        assert status_of(fleet.url, short, key) == 200, "one that comes meanwhile waits"
+        wait_until(lambda: snapshot(fleet)["open_requests"] == 0)  # the last news may be on their way
+        assert fleet.gateway is not None
+        assert fleet.gateway.popen is not None
+        family = children_of(fleet.gateway.popen.pid)
+        assert len(family) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in family), "all end with the gateway"
+    replay = [sys.executable, "-m", "potluck.cli.main", "replay", str(log)]
+    done = subprocess.run(replay, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "3 runs: all the same" in done.stdout
+
+
+def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    assert (memory.plan(), memory.entries(), memory.market()) == (None, None, None)
+    plan = plan_from_json(write_plans(tmp_path, [*WHOLE, *COMBO])[0].read_text())
+    listed = {"url": "https://h:1", "kind": "openai", "model": "m", "token_ids": True}
+    entries = read_roster(json.dumps({"engines": [listed, {"url": "http://[::1]:2", "index": 3}]}), "")
+    market = (Region("near", (Offer("1xA10", 0.5, 3),)),)
+    memory.planned(plan)
+    memory.enlisted(entries)
+    memory.quoted(market)
+    after = Memory(tmp_path)
+    assert (after.plan(), after.entries(), after.market()) == (plan, entries, market)
+
+
+def test_what_keeps_a_desk_from_serving_is_said_in_one_line(tmp_path: Path) -> None:
+    plan, spec = write_plans(tmp_path, WHOLE)
+    command = [sys.executable, "-m", "potluck.cli.main", "serve", str(plan), str(spec), "--workers", "2"]
+    command += ["--port", "0", "--admin-port", "0", "--engines", str(tmp_path / "none.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "none.yaml" in line
+
+
+def test_all_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+    plan, spec = write_plans(tmp_path, WHOLE)
+    command = [sys.executable, "-m", "potluck.cli.main", "serve", str(plan), str(spec), "--workers", "2"]
+    command += ["--port", "0", "--admin-port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        family = children_of(parent.pid)
+        assert len(family) == 3
+        parent.kill()
+    wait_until(lambda: not any(map(_lives, family)))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
