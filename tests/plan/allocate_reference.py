@@ -6,7 +6,7 @@ in every region, nothing is scaled, and HiGHS runs without presolve.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import highspy
 import numpy as np
@@ -132,6 +132,8 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[Key, int], theta: int, 
     regions = range(len(program.fleet.regions))
     link_terms: list[list[tuple[float, int]]] = [[] for _ in program.links]
     busy: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
+    sent: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
+    taken: dict[Key, list[tuple[float, int]]] = {key: [] for key in n}
     for m, model in enumerate(program.models):
         for b, bucket in enumerate(model.buckets):
             out: list[list[tuple[float, int]]] = [[] for _ in regions]
@@ -155,6 +157,9 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[Key, int], theta: int, 
                 out[key.region].append((float(model.prefill_per_s[key.template, b]), x))
                 into[key.region].append((float(model.decode_per_s[key.template, b]), z))
                 met.append((float(model.closed_per_s[key.template, b]), w))
+                gbits = bucket.kv_bits / 1e9
+                sent[key].append((gbits * float(model.prefill_per_s[key.template, b]), x))
+                taken[key].append((gbits * float(model.decode_per_s[key.template, b]), z))
             text.row(0.0, met, INF)
             for r in regions:
                 text.row(0.0, out[r], INF)
@@ -164,6 +169,10 @@ def _flow_rows(program: FlowProgram, text: Text, n: dict[Key, int], theta: int, 
         text.row(-INF, [(value / 1e9, v) for value, v in terms], link.bits_per_s / 1e9)
     for key, terms in busy.items():
         text.row(-INF, [*terms, (-program.headroom, n[key])], 0.0)
+        model = program.models[key.group]
+        for cards, bits in ((model.sends_bits_per_s, sent[key]), (model.takes_bits_per_s, taken[key])):
+            if cards is not None and np.isfinite(cards[key.template]):
+                text.row(-INF, [*bits, (-float(cards[key.template]) / 1e9, n[key])], 0.0)
 
 
 def check(program: Program, found: Allocation, fraction: float = 1.0) -> None:
@@ -200,6 +209,11 @@ def _check_flows(program: FlowProgram, found: Allocation, counts: dict[Key, int]
     for key, count in counts.items():
         spent = sum(share.copies for share in found.shares if share.key == key)
         assert spent <= program.headroom * count * (1 + 1e-6) + 1e-6
+        model = program.models[key.group]
+        for phase, cards in (("prefill", model.sends_bits_per_s), ("decode", model.takes_bits_per_s)):
+            mine = [s for s in found.shares if s.key == key and s.phase == phase]
+            bits = sum(s.rate_per_s * model.buckets[s.bucket].kv_bits for s in mine)
+            assert cards is None or bits <= cards[key.template] * count * (1 + 1e-6) + 1e-3
     assert {share.key for share in found.shares} <= set(counts)
     carried = [0.0] * len(program.links)
     for m, model in enumerate(program.models):
@@ -301,6 +315,19 @@ def random_flow(seed: int, *, extras: bool = True) -> FlowProgram:
     )
     sizes = [len(model.uses) for model in models]
     return FlowProgram(fleet, tuple(models), links, **(random_extras(rng, fleet, sizes) if extras else {}))
+
+
+def random_cards(seed: int, *, extras: bool = True) -> FlowProgram:
+    """A general program whose copies have network cards, many of them thin."""
+    program, rng = random_flow(seed, extras=extras), np.random.default_rng(seed + 1_000_000)
+    models = []
+    for model in program.models:
+        most = max(float((model.prefill_per_s + model.decode_per_s).max()), 1.0)
+        size = most * max(bucket.kv_bits for bucket in model.buckets) + 1.0
+        cards = [size * rng.uniform(0.05, 1.2, len(model.uses)) for _ in range(2)]
+        cards[0][rng.random(len(model.uses)) < 0.2] = np.inf
+        models.append(replace(model, sends_bits_per_s=cards[0], takes_bits_per_s=cards[1]))
+    return replace(program, models=tuple(models))
 
 
 def random_extras(rng: np.random.Generator, fleet: Fleet, sizes: list[int]) -> dict[str, object]:

@@ -60,7 +60,7 @@ def test_a_tight_objective_leaves_only_what_can_meet_it() -> None:
 
 
 def test_a_combo_serves_what_its_slower_side_can() -> None:
-    two_sided = [t for t in combos(ASK, SINGLE, PRICES) if len({r.role for r in t.replicas}) == 2]
+    two_sided = [t for t in combos(PROBLEM, ASK, SINGLE, PRICES) if len({r.role for r in t.replicas}) == 2]
     assert two_sided
     for template in two_sided:
         for claimed, real in zip(template.capacity, retimed(PROBLEM, ASK, template), strict=True):
@@ -68,7 +68,7 @@ def test_a_combo_serves_what_its_slower_side_can() -> None:
 
 
 def test_only_the_better_direction_of_a_pair_of_types_is_kept() -> None:
-    found = combos(ASK, SINGLE, PRICES)
+    found = combos(PROBLEM, ASK, SINGLE, PRICES)
     directions: dict[frozenset[str], set[str]] = {}
     for template in found:
         if "->" in template.name:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,18 +16,22 @@ from potluck.core.values.plan import (
     Flow,
     Plan,
     Prediction,
+    Replica,
     Share,
     Template,
 )
-from potluck.core.values.types import Link
+from potluck.core.values.types import Codec, Link
 from potluck.perf.pipeline import ORDER
 from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.program import Bucket as DemandRow
 from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
 from potluck.plan.allocate.result import Allocation
+from potluck.plan.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
 from potluck.plan.machines import machine_of
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
+from potluck.plan.templates.combo import combo_capacity
+from potluck.plan.templates.pair import pair_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Columns:
     problem: Problem
     templates: tuple[tuple[Template, ...], ...]
     program: FlowProgram
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
+    """In which each model's KV crosses."""
 
     def key(self, template: str, region: str) -> Key | None:
         """The column of a template in a region, by name."""
@@ -48,6 +54,12 @@ class Columns:
         return None
 
 
+EXACT: Codec = "fp16"
+CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec], tuple[BucketCapacity, ...]]] = {
+    "combo": combo_capacity,
+    "pair": pair_capacity,
+}
+"""Kinds of templates whose replicas hand KV over over the network, and what they serve then."""
 MACHINE = "machine "
 """Before the name of a machine among a fleet's node types."""
 
@@ -80,19 +92,28 @@ def columns(
     running: Plan | None = None,
     pins: Sequence[Deployment] = (),
     exactly: bool = False,
+    codecs: Mapping[str, Codec] | None = None,
 ) -> Columns:
     """The program over some templates of each model; running ones that are still known keep their price.
 
-    Pins ask for at least so many copies, or for exactly so many.
+    Pins ask for at least so many copies, or for exactly so many. `codecs` says in which each model's KV crosses;
+    what is not named crosses as it is.
     """
-    groups = tuple(tuple(templates.get(each.name, ())) for each in problem.asks)
+    chosen = {each.name: (codecs or {}).get(each.name, EXACT) for each in problem.asks}
+    groups = tuple(
+        tuple(
+            _in_codec(problem, each, template, chosen[each.name]) for template in templates.get(each.name, ())
+        )
+        for each in problem.asks
+    )
     named = {machine for group in groups for template in group for machine in template.machines}
     fleet = fleet_of(problem, sorted(named))
     models = tuple(
-        _model(each, group, fleet, problem.links) for each, group in zip(problem.asks, groups, strict=True)
+        _model(problem, each, group, fleet, chosen[each.name])
+        for each, group in zip(problem.asks, groups, strict=True)
     )
-    bare = FlowProgram(fleet, models, links_of(problem.links, fleet.regions))
-    found = Columns(problem, groups, bare)
+    bare = FlowProgram(fleet, models, links_of(problem.links, fleet.regions, problem.headroom))
+    found = Columns(problem, groups, bare, chosen)
     counts = tuple(
         Count(key, deployment.count)
         for deployment in (running.deployments if running else ())
@@ -108,23 +129,44 @@ def columns(
         headroom=problem.headroom,
         budget_usd_per_h=problem.budget_usd_per_h,
     )
-    return Columns(problem, groups, program)
+    return Columns(problem, groups, program, chosen)
 
 
-def links_of(links: Sequence[Link], regions: Sequence[str]) -> tuple[LinkRow, ...]:
-    """Links by region index."""
+def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec) -> Template:
+    """A template whose parts hand KV over in this codec; groups of machines have one of their own."""
+    if template.codec == codec or template.kind not in CROSSING or not hands_over(template):
+        return template
+    capacity = CROSSING[template.kind](problem, each, template.replicas, codec)
+    return replace(template, capacity=capacity, codec=codec)
+
+
+def codecs_of(plan: Plan) -> dict[str, Codec]:
+    """In which each model's KV crosses in a plan."""
+    found = {t.model: t.codec for t in plan.templates if t.kind in CROSSING and hands_over(t)}
+    return found | {flow.model: flow.codec for flow in plan.flows}
+
+
+def hands_over(template: Template) -> bool:
+    """Whether some of its replicas prefill for others of it."""
+    roles = {replica.role for replica in template.replicas}
+    return "prefill" in roles and len(roles) > 1
+
+
+def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> tuple[LinkRow, ...]:
+    """Links by region index, with what they are planned to carry."""
     return tuple(
-        LinkRow(regions.index(link.source), regions.index(link.target), link.gbps * 1e9) for link in links
+        LinkRow(regions.index(link.source), regions.index(link.target), link_bits_per_s(link, headroom))
+        for link in links
     )
 
 
-def crossing_s(demand: Demand, link: Link) -> float:
+def crossing_s(wire_bits: float, link: Link) -> float:
     """Seconds that a mean prompt's KV is behind its prefill on a link that it has to itself.
 
     Layers are sent as they are computed, so only the last layer's part and a round trip are left when the
     link keeps up; a link that does not is limited by its bandwidth row. Half of the KV is taken as left.
     """
-    return float(link_alpha_beta(link).time_s(demand.kv_bytes / 2))
+    return float(link_alpha_beta(link).time_s(wire_bits / 16))
 
 
 def crossing_room_s(each: Ask, demand: Demand) -> float:
@@ -145,7 +187,14 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
             deployments.append(Deployment(template.name, regions[key.region], count))
     shares = _trimmed(found, allocation)
     flows = tuple(
-        Flow(problem.asks[f.model].name, f.bucket, regions[f.source], regions[f.target], f.rate_per_s)
+        Flow(
+            problem.asks[f.model].name,
+            f.bucket,
+            regions[f.source],
+            regions[f.target],
+            f.rate_per_s,
+            found.codecs.get(problem.asks[f.model].name, EXACT),
+        )
         for f in allocation.flows
         if f.rate_per_s > 0
     )
@@ -195,10 +244,14 @@ def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
     return tuple(kept)
 
 
-def _model(each: Ask, group: Sequence[Template], fleet: Fleet, links: Sequence[Link]) -> ModelColumns:
+def _model(
+    problem: Problem, each: Ask, group: Sequence[Template], fleet: Fleet, codec: Codec
+) -> ModelColumns:
     size = (len(group), len(each.demands))
     uses = np.zeros((len(group), len(fleet.nodes)), np.uint8)
     prefill, decode, closed = np.zeros(size), np.zeros(size), np.zeros(size)
+    bits = wire_bits(each, codec)
+    sends, takes = np.full(len(group), np.inf), np.full(len(group), np.inf)
     for row, template in enumerate(group):
         for count in template.nodes:
             uses[row, fleet.nodes.index(count.node)] = count.count
@@ -208,20 +261,29 @@ def _model(each: Ask, group: Sequence[Template], fleet: Fleet, links: Sequence[L
             prefill[row, capacity.bucket] = capacity.prefill_per_s
             decode[row, capacity.bucket] = capacity.decode_per_s
             closed[row, capacity.bucket] = capacity.closed_per_s
+        if not (prefill[row].any() or decode[row].any()):
+            continue  # what is handed over inside is in its rate
+        cards = cards_of(template.replicas, problem.by_name)
+        busy, passes = busy_limits(each, bits, cards, problem.headroom)
+        sends[row] = takes[row] = busy * cards.all_bits_per_s
+        prefill[row] *= passes
+        decode[row] *= passes
     buckets = tuple(
         DemandRow(
             f"{each.name} up to {d.longest_tokens} tokens",
             d.rate_per_s,
-            d.kv_bytes * 8,
+            float(bits[d.bucket]),
             frozenset(
                 (fleet.regions.index(link.source), fleet.regions.index(link.target))
-                for link in links
-                if crossing_s(d, link) > crossing_room_s(each, d)
+                for link in problem.links
+                if crossing_s(bits[d.bucket], link) > crossing_room_s(each, d)
             ),
         )
         for d in each.demands
     )
-    return ModelColumns(each.name, buckets, uses, prefill, decode, closed)
+    return ModelColumns(
+        each.name, buckets, uses, prefill, decode, closed, sends_bits_per_s=sends, takes_bits_per_s=takes
+    )
 
 
 def _pin(found: Columns, pin: Deployment, exactly: bool) -> Pin:

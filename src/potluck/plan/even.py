@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from potluck.core.values.plan import Flow, Plan, Prediction, Share
 from potluck.plan.allocate.solve import solve
-from potluck.plan.columns import columns, plan_of
+from potluck.plan.columns import codecs_of, columns, plan_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Settings
 from potluck.plan.verify import verify
@@ -64,6 +64,6 @@ def _most(problem: Problem, plan: Plan, ask: Ask, settings: Settings) -> Plan | 
         budget_usd_per_h=None,
         init_penalty=0.0,
     )
-    found = columns(alone, {ask.name: templates}, pins=pins, exactly=True)
+    found = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
     answer = solve(found.program, time_limit_s=settings.time_limit_s, clock=settings.clock)
     return plan_of(found, answer, plan.strategy)

@@ -19,8 +19,8 @@ from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan
 from potluck.core.values.types import Offer, Region, Role
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
-from potluck.plan.allocate.solve import solve
-from potluck.plan.columns import columns, plan_of
+from potluck.plan.codecs import solved
+from potluck.plan.columns import plan_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import layout_timer, replica_capacity
 from potluck.plan.regroup import (
@@ -339,8 +339,15 @@ def _solved(
     by_model: dict[str, list[Template]] = {}
     for template in templates:
         by_model.setdefault(template.model, []).append(template)
-    found = columns(problem, by_model, pins=settings.pins, exactly=exactly)
-    answer = solve(found.program, time_limit_s=settings.time_limit_s, gap_target=1e-3, clock=settings.clock)
+    found, answer = solved(
+        problem,
+        by_model,
+        pins=settings.pins,
+        exactly=exactly,
+        time_limit_s=settings.time_limit_s,
+        gap_target=1e-3,
+        clock=settings.clock,
+    )
     return plan_of(found, answer, "ladder")
 
 

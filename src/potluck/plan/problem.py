@@ -16,7 +16,7 @@ import numpy as np
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool
-from potluck.core.values.types import LengthBin, Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.types import Codec, LengthBin, Link, NodeType, Region, Slo, Traffic
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.memory import kv_bytes
 from potluck.perf.profile import Profile
@@ -25,6 +25,7 @@ from potluck.perf.step import Floats, steps
 WORK_RATIO = 2.0
 HEADROOM = 0.8
 """Share of its time a replica is planned to be busy."""
+CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Problem:
     budget_usd_per_h: float | None = None
     pool: Pool | None = None
     """The machines behind the regions, by name, where they are known."""
+    codecs: tuple[Codec, ...] = CODECS
+    """In which KV may cross the network, the most exact first; a plan takes the first that costs no more."""
 
     def __post_init__(self) -> None:
         if not self.asks:
@@ -94,6 +97,8 @@ class Problem:
             raise InputError("fleet", "has no GPUs: every node's `available` is 0")
         if not 0 < self.headroom <= 1:
             raise InputError("headroom", f"must be above 0 and at most 1, is {self.headroom}")
+        if not self.codecs or list(self.codecs) != [each for each in CODECS if each in self.codecs]:
+            raise InputError("codecs", f"must be some of {', '.join(CODECS)}, in this order")
 
     def node(self, name: str) -> NodeType:
         return self.by_name[name]

@@ -11,12 +11,12 @@ from math import isclose
 
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
-from potluck.plan.columns import crossing_room_s, crossing_s
+from potluck.plan.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
+from potluck.plan.columns import CROSSING, EXACT, codecs_of, crossing_room_s, crossing_s, hands_over
 from potluck.plan.machines import machine_of, timer_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, replica_capacity
 from potluck.plan.templates.group import group_capacity
-from potluck.plan.templates.pair import pair_capacity
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
 SLACK = 1e-6
@@ -30,7 +30,7 @@ def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     broken = broken or tuple(_memory(problem, plan))
     if broken:  # nothing else can be asked of a plan that does not hang together
         return broken
-    checks = (_capacity, _nodes, _time, _demand, _balance, _links, _cost)
+    checks = (_capacity, _nodes, _time, _demand, _balance, _links, _cards, _cost)
     return tuple(violation for check in checks for violation in check(problem, plan))
 
 
@@ -134,13 +134,11 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
     """What a template can do at most, from its replicas alone.
 
     A closed group does no more than its prefilling replicas prefill and its decoding ones decode, and what
-    its mixed replicas serve alone. In a pair the mixed replicas are relieved of a part of the prefill; in a group
-    of named machines the links between them count too.
+    its mixed replicas serve alone; in a combo the network cards count too. In a pair the mixed replicas are relieved
+    of a part of the prefill; in a group of named machines the links between them count.
     """
-    if template.kind == "pair":
-        low = [replica for replica in template.replicas if replica.role == "prefill"]
-        high = [replica for replica in template.replicas if replica.role == "mixed"]
-        return pair_capacity(problem, ask, low, high)
+    if template.kind in CROSSING and hands_over(template):
+        return CROSSING[template.kind](problem, ask, template.replicas, template.codec)
     if template.kind == "group":
         return group_capacity(problem, ask, template.replicas, template.codec)
     found = []
@@ -218,16 +216,41 @@ def _links(problem: Problem, plan: Plan) -> Iterator[str]:
             continue
         demand = ask.demands[flow.bucket]
         key = (flow.prefill_region, flow.decode_region)
-        load[key] = load.get(key, 0.0) + flow.rate_per_s * demand.kv_bytes * 8
+        bits = float(wire_bits(ask, flow.codec)[flow.bucket])
+        load[key] = load.get(key, 0.0) + flow.rate_per_s * bits
         link = next((x for x in problem.links if (x.source, x.target) == key), None)
-        if link is not None and crossing_s(demand, link) > crossing_room_s(ask, demand) * (1 + SLACK):
+        if link is not None and crossing_s(bits, link) > crossing_room_s(ask, demand) * (1 + SLACK):
             yield f"{ask.name} bucket {flow.bucket}: its KV takes too long from {key[0]} to {key[1]}"
     for (source, target), bits in load.items():
         link = next((x for x in problem.links if (x.source, x.target) == (source, target)), None)
         if link is None:
             yield f"requests cross from {source} to {target}, which no link joins"
-        elif bits > link.gbps * 1e9 * (1 + SLACK):
-            yield f"link {source} -> {target}: {bits / 1e9:.3g} Gbps of {link.gbps:g}"
+        elif bits > (most := link_bits_per_s(link, problem.headroom)) * (1 + SLACK):
+            yield f"link {source} -> {target}: {bits / 1e9:.3g} Gbps, at most {most / 1e9:.3g} of {link.gbps:g}"
+
+
+def _cards(problem: Problem, plan: Plan) -> Iterator[str]:
+    """No network card inside a region carries more than lets KV be in time."""
+    codecs = codecs_of(plan)
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        ask = _ask(problem, template.model)
+        where = f"{deployment.template}@{deployment.region}"
+        mine = [s for s in plan.shares if (s.template, s.region) == (template.name, deployment.region)]
+        if ask is None or not any(share.phase != "closed" for share in mine):
+            continue
+        bits = wire_bits(ask, codecs.get(ask.name, EXACT))
+        cards = cards_of(template.replicas, problem.by_name)
+        busy, passes = busy_limits(ask, bits, cards, problem.headroom)
+        for phase in ("prefill", "decode"):
+            used = [share for share in mine if share.phase == phase and share.rate_per_s > 0]
+            for share in used:
+                if not passes[share.bucket]:
+                    yield f"{where}: KV of bucket {share.bucket} takes too long over its network card"
+            sent = sum(share.rate_per_s * float(bits[share.bucket]) for share in used)
+            most = busy * cards.all_bits_per_s * deployment.count
+            if sent > most * (1 + SLACK):
+                yield f"{where}: {phase} puts {sent / 1e9:.3g} Gbps on network cards for {most / 1e9:.3g}"
 
 
 def _cost(problem: Problem, plan: Plan) -> Iterator[str]:

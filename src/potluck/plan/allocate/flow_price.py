@@ -6,20 +6,22 @@ reduced cost
 
     p_j (k + beta) + sum_c U_jc mu_rc - h max_b max(P_jb pi_br, Q_jb rho_br, C_jb delta_b)
 
-since its time goes where it earns most. Summed over all columns with their largest counts, what is negative
+since its time goes where it earns most. Where its network cards may bind, a copy's time earns less: that little
+linear program is priced exactly (`_carded`). Summed over all columns with their largest counts, what is negative
 in it corrects the relaxation's value to a valid bound, also before the last column has come in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import solve_milp
-from potluck.plan.allocate.program import Floats, FlowProgram, Key
+from potluck.plan.allocate.program import Floats, FlowProgram, Key, card_rows
 from potluck.plan.allocate.result import Prices
 
 PER_ROUND = 12
@@ -74,6 +76,11 @@ class Pricer:
             if pin.exactly:  # its column is always there; no others of it may be added
                 self.most[pin.key.group][pin.key.template, pin.key.region] = 0.0
         self.first_bin = np.cumsum([0, *(len(model.buckets) for model in program.models)])
+        self.cards = [card_rows(model, program.headroom) for model in program.models]
+        self.carded = [
+            np.flatnonzero(np.any([np.isfinite(limit) for _, limit in cards], axis=0)) for cards in self.cards
+        ]
+        """Per model the templates whose network cards may bind."""
 
     def earnings(self, m: int, duals: Duals) -> Floats:
         """[templates, regions]: what one copy's time earns at best."""
@@ -86,7 +93,45 @@ class Pricer:
                         np.maximum(best[:, r], table[:, b] * duals.phase[p, first + b, r], out=best[:, r])
             closed = model.closed_per_s[:, b, None] * duals.demand[first + b]
             np.maximum(best, closed, out=best)
-        return best * self.program.headroom
+        best *= self.program.headroom
+        if len(self.carded[m]):
+            self._carded(m, duals, best)
+        return best
+
+    def _carded(self, m: int, duals: Duals, best: Floats) -> None:
+        """Lower what copies earn whose network cards may bind.
+
+        A copy's time earns at most  max sum_b v_b x_b  with  sum_b x_b <= h  and  sum_b a_b x_b <= O  (v_b what a
+        copy busy with b earns, a_b the bits it makes), and likewise for what it receives. By duality that is the
+        least of  h t + O l(t) + I u(t)  over t, the price of its time, where l(t) = max_b (v_b - t)+ / a_b is the
+        price of its cards: convex, and bent only where two of its lines cross or one ends.
+        """
+        model, first, rows = self.program.models[m], int(self.first_bin[m]), self.carded[m]
+        span = slice(first, first + len(model.buckets))
+        h = self.program.headroom
+        closed = (model.closed_per_s[rows] * duals.demand[span]).max(axis=1, initial=0.0)
+        for r in range(best.shape[1]):
+            least, bends = closed.copy(), [np.zeros((len(rows), 1))]
+            sides: list[tuple[Floats, Floats, Floats]] = []
+            for p, table in enumerate((model.prefill_per_s, model.decode_per_s)):
+                value = table[rows] * duals.phase[p, span, r]
+                made, limit = self.cards[m][p][0][rows], self.cards[m][p][1][rows]
+                free = (made <= 0) | ~np.isfinite(limit)[:, None]
+                least = np.maximum(least, np.where(free, value, 0.0).max(axis=1, initial=0.0))
+                value, made = np.where(free, 0.0, value), np.where(free, 1.0, made)
+                sides.append((value, made, np.where(np.isfinite(limit), limit, 0.0)))
+                bends.append(value)
+                for a, b in combinations(range(value.shape[1]), 2):
+                    with np.errstate(divide="ignore", invalid="ignore"):
+                        cross = value[:, a] * made[:, b] - value[:, b] * made[:, a]
+                        at = cross / (made[:, b] - made[:, a])
+                    bends.append(np.where(np.isfinite(at), at, 0.0)[:, None])
+            time = np.maximum(np.concatenate(bends, axis=1), least[:, None])
+            total = h * time
+            for value, made, limit in sides:
+                over = np.maximum(value[:, None, :] - time[:, :, None], 0.0) / made[:, None, :]
+                total += limit[:, None] * over.max(axis=2, initial=0.0)
+            best[rows, r] = total.min(axis=1)
 
     def reduced(self, m: int, duals: Duals, factor: float) -> Floats:
         node_price = self.program.fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes

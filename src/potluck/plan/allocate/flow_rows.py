@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from potluck.plan.allocate.highs import INFINITY, Milp
-from potluck.plan.allocate.program import Count, Floats, FlowProgram, Key, Pin, price_of
+from potluck.plan.allocate.program import Count, Floats, FlowProgram, Key, Pin, card_rows, price_of
 from potluck.plan.allocate.result import FlowRate, Phase, Share
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "closed")
+CARDS = ("sends", "takes")
 THETA = 0
 
 
@@ -85,6 +86,7 @@ class FlowRows:
         self.shares: list[tuple[Key, int, int, int, float]] = []
         """(column, bin, phase, variable, capacity)"""
         self._first_bin = np.cumsum([0, *(len(model.buckets) for model in program.models)])
+        self._cards = [card_rows(model, program.headroom) for model in program.models]
         self._rows()
         self._flow_variables()
         running, pins = dict(program.running), {pin.key: pin for pin in program.pins}
@@ -166,6 +168,7 @@ class FlowRows:
             row = entries.new_row(f"pin {model.name}[{key.template}]@{key.region}", float(pin.copies), high)
             for variable in copies:
                 entries.put(row, variable, 1.0)
+        cards = self._card_rows(key, copies)
         for p, table in enumerate((model.prefill_per_s, model.decode_per_s, model.closed_per_s)):
             for bucket in np.flatnonzero(table[key.template]):
                 b = int(self._first_bin[key.group] + bucket)
@@ -175,6 +178,23 @@ class FlowRows:
                 row = self.demand[b] if p == 2 else self.phase[p, b, key.region]
                 entries.put(row, share, rate / self.scale[b] if self.bins[b].rate_per_s > 0 else 0.0)
                 self.shares.append((key, b, p, share, rate))
+                if p < 2 and (card := cards[p]) is not None:
+                    made, limit = self._cards[key.group][p]
+                    entries.put(card, share, float(made[key.template, bucket] / limit[key.template]))
+
+    def _card_rows(self, key: Key, copies: list[int]) -> list[int | None]:
+        """Rows of a copy's network cards, sending and receiving, scaled by what they carry; None where none binds."""
+        rows: list[int | None] = []
+        for what, (_, limit) in zip(CARDS, self._cards[key.group], strict=True):
+            if not np.isfinite(limit[key.template]):
+                rows.append(None)
+                continue
+            name = f"{what} {self.program.models[key.group].name}[{key.template}]@{key.region}"
+            row = self.entries.new_row(name, -INFINITY, 0.0)
+            for variable in copies:
+                self.entries.put(row, variable, -1.0)
+            rows.append(row)
+        return rows
 
     def milp(self, *, at_cost: bool, theta_cap: float = 1.0, priced: bool = False) -> Milp:
         """Minimise cost with theta = 1, or maximise theta up to a cap.

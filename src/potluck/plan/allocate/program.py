@@ -23,6 +23,9 @@ Rows
     nodes_rc     sum_{j in r} U_jc n_j <= A_rc
     link_rs      sum_b kv_b f_brs <= bandwidth_rs             r != s; without a link, or where the KV would be
                                                               too late (barred), f_brs does not exist
+    sends_j      sum_b kv_b P_jb x_jb <= O_j n_j              the network cards of a copy that prefills for
+    takes_j      sum_b kv_b Q_jb z_jb <= I_j n_j              others, or decodes for them; inside a template
+                                                              they are in C_jb
     budget       sum_j p_j n_j <= B                           rent only, without the penalty
     pin_j        n_j >= k or n_j = k
 
@@ -148,8 +151,15 @@ class ModelColumns:
     """C: requests/s doing both phases inside the template."""
     allowed: NDArray[np.bool_] | None = None
     """[templates, regions]; None: wherever its nodes are rented."""
+    sends_bits_per_s: Floats | None = None
+    """O, [templates]: what the network cards of a copy may send; None: more than it can make."""
+    takes_bits_per_s: Floats | None = None
+    """I: what they may receive."""
 
     def __post_init__(self) -> None:
+        for cards in (self.sends_bits_per_s, self.takes_bits_per_s):
+            if cards is not None and (cards.shape != (len(self.uses),) or not (cards > 0).all()):
+                raise InputError(f"model {self.name}: cards", "needs one rate per template, all positive")
         _check_table(
             f"model {self.name}", self.uses, (self.prefill_per_s, self.decode_per_s, self.closed_per_s)
         )
@@ -227,6 +237,25 @@ class FlowProgram:
                 for m in self.models
             ),
         )
+
+
+def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Floats], ...]:
+    """For sending and receiving: the bits/s that a copy makes in each bucket [templates, buckets], and its limit.
+
+    A limit is infinite where a copy that is busy all its planned time stays within it: such a row never binds.
+    """
+    bits = np.array([bucket.kv_bits for bucket in model.buckets])
+    found = []
+    for table, cards in (
+        (model.prefill_per_s, model.sends_bits_per_s),
+        (model.decode_per_s, model.takes_bits_per_s),
+    ):
+        if cards is None:
+            found.append((table, np.full(len(table), np.inf)))
+            continue
+        made = table * bits
+        found.append((made, np.where(made.max(axis=1, initial=0.0) * headroom <= cards, np.inf, cards)))
+    return tuple(found)
 
 
 Program = CoverProgram | FlowProgram

@@ -13,7 +13,7 @@ from potluck.plan.allocate.cover_data import Cover, Multipliers, prepare
 from potluck.plan.allocate.deadline import Clock, Deadline
 from potluck.plan.allocate.flow import FlowState, settle, solve_flow, start_vector
 from potluck.plan.allocate.flow_price import prices_of
-from potluck.plan.allocate.flow_rows import FlowRows
+from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.infeasible import largest_fraction
 from potluck.plan.allocate.primal import recheck
 from potluck.plan.allocate.program import (
@@ -172,16 +172,25 @@ def _routed(
     program: FlowProgram, counts: dict[Key, int], found: bool, deadline: Deadline
 ) -> tuple[tuple[Share, ...], tuple[FlowRate, ...], float]:
     """Shares and flows for whole counts, and what egress costs."""
-    if not counts:
-        return (), (), 0.0
+    routed = reroute(program, counts, found, deadline) if counts else None
+    return ((), (), 0.0) if routed is None else routed[:3]
+
+
+def reroute(
+    program: FlowProgram, counts: dict[Key, int], whole: bool, deadline: Deadline
+) -> tuple[tuple[Share, ...], tuple[FlowRate, ...], float, float] | None:
+    """Shares and flows for whole counts, what egress costs, and the fraction of demand that they serve.
+
+    None when all of it is asked for (`whole`) and these copies do not suffice.
+    """
     rows = FlowRows(program, sorted({*counts, *(pin.key for pin in program.pins)}))
-    settled = settle(rows, start_vector(rows, counts), found, deadline)
+    settled = settle(rows, start_vector(rows, counts), whole, deadline)
     if settled is None:
-        return (), (), 0.0
+        return None
     _, x = settled
     _, shares, flows = rows.read(x)
     egress = sum(rows.entries.cost[variable] * float(x[variable]) for variable in rows.flows.values())
-    return shares, flows, egress
+    return shares, flows, egress, float(x[THETA])
 
 
 def _fits(program: Program, warm: Allocation) -> bool:

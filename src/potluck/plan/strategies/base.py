@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.result import Allocation
-from potluck.plan.allocate.solve import solve
-from potluck.plan.columns import Columns, columns, plan_of
+from potluck.plan.codecs import solved
+from potluck.plan.columns import Columns, plan_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.tabu import Found
 from potluck.plan.strategies.pools import machines_key, search_groups
@@ -77,7 +77,7 @@ class Workshop:
         return [t for t in self.homogeneous(ask) if t.replicas[0].role != "mixed"]
 
     def combos(self, ask: Ask) -> list[Template]:
-        return self._once("combo", ask, lambda: combos(ask, self.homogeneous(ask), self.prices))
+        return self._once("combo", ask, lambda: combos(self.problem, ask, self.homogeneous(ask), self.prices))
 
     def pairs(self, ask: Ask) -> list[Template]:
         return self._once("pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask)))
@@ -116,9 +116,11 @@ def allocated(
     workshop: Workshop, settings: Settings, strategy: str, templates: Mapping[str, Sequence[Template]]
 ) -> Outcome:
     """Solve the program over some templates and turn the answer into a plan."""
-    found = columns(workshop.problem, templates, running=settings.running, pins=settings.pins)
-    answer = solve(
-        found.program,
+    found, answer = solved(
+        workshop.problem,
+        templates,
+        running=settings.running,
+        pins=settings.pins,
         time_limit_s=settings.time_limit_s,
         gap_target=settings.gap_target,
         clock=settings.clock,

@@ -1,34 +1,46 @@
 """CAUCHY's combos: prefill nodes of one type feeding decode nodes of another (or the same), 1:1 to 2:6.
 
-A combo is a closed group: it serves what the slower of its two sides can, C_b = min(n_p P_b, n_d Q_b). Of
-the two directions of a pair of types the one with the higher cost efficiency (tokens per dollar) is kept, as
-the paper does; aggregated replicas (one type, both phases) are combos too.
+A combo is a closed group: it serves what the slowest of its two sides and their network cards can,
+
+    C_b = min(n_p P_b, n_d Q_b, u G_p / (h kv_b), u G_d / (h kv_b))
+
+G are the bits a second of each side's cards, u how busy they may be so that KV is there in time (`plan.cards`;
+CAUCHY's equations 17 and 18), h the share of time that the program plans with. Of the two directions of a pair of
+types the one with the higher cost efficiency (tokens per dollar) is kept, as the paper does; aggregated replicas
+(one type, both phases) are combos too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from potluck.core.values.plan import BucketCapacity, NodeCount, Template
-from potluck.core.values.types import Role
+from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
+from potluck.core.values.types import Codec, Role
 from potluck.perf.pipeline import ORDER
-from potluck.plan.problem import Ask
-from potluck.plan.rates import useful
+from potluck.perf.step import Floats
+from potluck.plan.cards import Cards, busy_limit, cards_of, sojourn_s, wire_bits
+from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.rates import UNPROMISED_TTFT_S, replica_capacity, useful, wait_factor
 
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 3), (2, 5), (2, 6))
 """(prefill nodes, decode nodes), from 1:1 to 2:6."""
 
 
-def combos(ask: Ask, single: Sequence[Template], prices: dict[str, float]) -> list[Template]:
-    """Combos of single-node templates, and the aggregated ones; `prices` ($/h a node) settle directions."""
+def combos(
+    problem: Problem, ask: Ask, single: Sequence[Template], prices: dict[str, float]
+) -> list[Template]:
+    """Combos of single-node templates, and the aggregated ones; `prices` ($/h a node) settle directions.
+
+    KV crosses in the smallest codec that is allowed; whether a more exact one does is seen once counts are known.
+    """
     best = {role: _best_per_node(ask, single, role) for role in ("prefill", "decode", "mixed")}
     found = [replace(template, kind="combo") for template in best["mixed"].values()]
     for first in best["prefill"]:
         for second in best["decode"]:
-            forward = _pair(ask, best["prefill"][first], best["decode"][second])
+            forward = _pair(problem, ask, best["prefill"][first], best["decode"][second])
             if first < second and second in best["prefill"] and first in best["decode"]:
-                backward = _pair(ask, best["prefill"][second], best["decode"][first])
+                backward = _pair(problem, ask, best["prefill"][second], best["decode"][first])
                 forward = max((forward, backward), key=lambda ts: _best_efficiency(ask, ts, prices))
             elif first > second and first in best["decode"] and second in best["prefill"]:
                 continue  # that pair was settled the other way round
@@ -72,15 +84,67 @@ def _total(template: Template) -> float:
     return sum(c.prefill_per_s + c.decode_per_s + c.closed_per_s for c in template.capacity)
 
 
-def _pair(ask: Ask, prefill: Template, decode: Template) -> list[Template]:
+def combo_capacity(
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
+) -> tuple[BucketCapacity, ...]:
+    """What replicas of the two phases, and mixed ones beside them, serve together, from their layouts alone."""
+    mixed = _side(problem, ask, replicas, "mixed")
+    prefill, decode = (_side(problem, ask, replicas, role) for role in ("prefill", "decode"))
+    closed = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
+    if prefill is not None and decode is not None:
+        closed = _closed(problem, ask, prefill, decode, wire_bits(ask, codec))
+    if mixed is None:
+        return tuple(closed)
+    return tuple(
+        replace(one, closed_per_s=one.closed_per_s + other.closed_per_s)
+        for one, other in zip(closed, mixed.capacity, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Replicas that do one phase: their rates together, how many they are, and their network cards."""
+
+    capacity: Sequence[BucketCapacity]
+    copies: int
+    cards: Cards
+
+
+def _side(problem: Problem, ask: Ask, replicas: Sequence[Replica], role: Role) -> _Side | None:
+    members = [replica for replica in replicas if replica.role == role]
+    if not members:
+        return None
+    total = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
+    for layout in {replica.layout for replica in members}:
+        copies = sum(1 for replica in members if replica.layout == layout)
+        found = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies)
+        total = [_added(one, other) for one, other in zip(total, found, strict=True)]
+    return _Side(total, len(members), cards_of(members, problem.by_name))
+
+
+def _added(one: BucketCapacity, other: BucketCapacity) -> BucketCapacity:
+    return BucketCapacity(
+        one.bucket,
+        one.prefill_per_s + other.prefill_per_s,
+        one.decode_per_s + other.decode_per_s,
+        one.closed_per_s + other.closed_per_s,
+        max(one.ttft_s, other.ttft_s),
+        max(one.tpot_s, other.tpot_s),
+    )
+
+
+def _pair(problem: Problem, ask: Ask, prefill: Template, decode: Template) -> list[Template]:
     made = []
+    codec = problem.codecs[-1]
+    bits = wire_bits(ask, codec)
     for n_p, n_d in RATIOS:
+        replicas = prefill.replicas * n_p + decode.replicas * n_d
+        first, second = prefill.nodes[0].node, decode.nodes[0].node
         capacity = tuple(
-            _slower(n_p, p, n_d, d) for p, d in zip(prefill.capacity, decode.capacity, strict=True)
+            _closed(problem, ask, _times(problem, prefill, n_p), _times(problem, decode, n_d), bits)
         )
         if not useful(capacity):
             continue
-        first, second = prefill.nodes[0].node, decode.nodes[0].node
         same = first == second
         nodes = (NodeCount(first, n_p + n_d),) if same else (NodeCount(first, n_p), NodeCount(second, n_d))
         made.append(
@@ -89,17 +153,58 @@ def _pair(ask: Ask, prefill: Template, decode: Template) -> list[Template]:
                 kind="combo",
                 model=ask.name,
                 nodes=nodes,
-                replicas=prefill.replicas * n_p + decode.replicas * n_d,
+                replicas=replicas,
                 capacity=capacity,
                 confidence=max((prefill.confidence, decode.confidence), key=ORDER.index),
+                codec=codec,
             )
         )
     return made
 
 
-def _slower(n_p: int, prefill: BucketCapacity, n_d: int, decode: BucketCapacity) -> BucketCapacity:
-    rate = min(n_p * prefill.prefill_per_s, n_d * decode.decode_per_s)
-    return BucketCapacity(prefill.bucket, 0.0, 0.0, rate, prefill.ttft_s, decode.tpot_s)
+def _times(problem: Problem, template: Template, n: int) -> _Side:
+    """So many copies of a single-node template."""
+    capacity = [
+        replace(c, prefill_per_s=c.prefill_per_s * n, decode_per_s=c.decode_per_s * n)
+        for c in template.capacity
+    ]
+    return _Side(capacity, len(template.replicas) * n, cards_of(template.replicas * n, problem.by_name))
+
+
+def _closed(problem: Problem, ask: Ask, prefill: _Side, decode: _Side, bits: Floats) -> list[BucketCapacity]:
+    """What two sides serve, bucket by bucket; their cards are as busy as the tightest bucket lets them be."""
+    pairs = list(zip(ask.demands, prefill.capacity, decode.capacity, strict=True))
+    limits = [_busy(problem, ask, demand, p, prefill, decode, bits) for demand, p, _ in pairs]
+    asked = [u for u, demand in zip(limits, ask.demands, strict=True) if u > 0 and demand.rate_per_s > 0]
+    busy = min(asked, default=problem.headroom)
+    narrow = min(prefill.cards.all_bits_per_s, decode.cards.all_bits_per_s)
+    slow = min(prefill.cards.one_bits_per_s, decode.cards.one_bits_per_s)
+    found = []
+    for (demand, p, d), limit in zip(pairs, limits, strict=True):
+        rate = min(p.prefill_per_s, d.decode_per_s)
+        kv_bits = float(bits[demand.bucket])
+        if kv_bits > 0:
+            rate = min(rate, busy * narrow / (problem.headroom * kv_bits))
+        if not (rate > 0 and limit > 0):
+            found.append(BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0))
+            continue
+        used = problem.headroom * rate * kv_bits / narrow
+        late_s = max(0.0, sojourn_s(kv_bits / slow, used) - prefill.copies / p.prefill_per_s)
+        found.append(BucketCapacity(demand.bucket, 0.0, 0.0, rate, p.ttft_s + late_s, d.tpot_s))
+    return found
+
+
+def _busy(
+    problem: Problem, ask: Ask, demand: Demand, p: BucketCapacity, prefill: _Side, decode: _Side, bits: Floats
+) -> float:
+    """How busy the cards may be so that TTFT holds with this prefill: (w - 1) S + t / (1 - u) within it."""
+    if not p.prefill_per_s > 0:
+        return 0.0
+    service_s = prefill.copies / p.prefill_per_s
+    limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
+    within_s = limit_s - (wait_factor(problem.headroom) - 1.0) * service_s
+    slow = min(prefill.cards.one_bits_per_s, decode.cards.one_bits_per_s)
+    return busy_limit(float(bits[demand.bucket]) / slow, within_s, problem.headroom)
 
 
 def _best_efficiency(ask: Ask, templates: Sequence[Template], prices: dict[str, float]) -> float:

@@ -7,20 +7,25 @@ a rate of μ(L_p); a prompt that it takes whole costs it 1 / μ(0). So the pair 
     μ(L_p)                              when λ ≥ μ(L_p): the low-end GPU keeps up
     μ(0) + λ (1 - μ(0) / μ(L_p))        else: λ split prompts a second, the rest whole
 
-and the best L_p of a grid is where the two nearly meet. TTFT is both parts one after the other.
+and the best L_p of a grid is where the two nearly meet. TTFT is both parts one after the other. The KV of L_p
+tokens crosses the narrower of the two network cards, so λ is at most what that carries, and the first part takes as
+long as its prefill or its KV, whichever is longer (`plan.cards`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
-from potluck.core.values.types import NodeType
+from potluck.core.values.types import Codec, NodeType
+from potluck.perf.memory import kv_bytes, state_bytes
 from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import ORDER, layout_requests
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import best_operating
+from potluck.perf.transfer import wire_bytes
+from potluck.plan.cards import Cards, cards_of, sides, sojourn_s
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, replica_capacity, useful, wait_factor
 
@@ -52,77 +57,98 @@ def _weaker(low: NodeType, high: NodeType) -> bool:
 
 def _pair(problem: Problem, ask: Ask, first: Template, second: Template) -> Template:
     low, high = first.nodes[0].node, second.nodes[0].node
+    replicas, codec = first.replicas + second.replicas, problem.codecs[-1]
     return Template(
         name=f"{ask.name}: pair {low} + {high}",
         kind="pair",
         model=ask.name,
         nodes=(NodeCount(low, 1), NodeCount(high, 1)),
-        replicas=first.replicas + second.replicas,
-        capacity=pair_capacity(problem, ask, first.replicas, second.replicas),
+        replicas=replicas,
+        capacity=pair_capacity(problem, ask, replicas, codec),
         confidence=max((first.confidence, second.confidence), key=ORDER.index),
+        codec=codec,
     )
 
 
 def pair_capacity(
-    problem: Problem, ask: Ask, low: Sequence[Replica], high: Sequence[Replica]
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
     """What low-end and high-end replicas serve together, bucket by bucket."""
-    low_timer = layout_timer(ask, low[0].layout, problem.by_name)
-    high_timer = layout_timer(ask, high[0].layout, problem.by_name)
-    alone = replica_capacity(ask, high[0].layout, problem.by_name, "mixed", problem.headroom, len(high))
+    low, high = sides(replicas)
+    layout = high[0].layout
+    alone = replica_capacity(ask, layout, problem.by_name, "mixed", problem.headroom, len(high))
+    both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
+    work = _Work(
+        problem,
+        ask,
+        layout_timer(ask, low[0].layout, problem.by_name),
+        len(low),
+        layout_timer(ask, layout, problem.by_name),
+        len(high),
+        Cards(min(each.one_bits_per_s for each in both), min(each.all_bits_per_s for each in both)),
+        codec,
+    )
+    rooms = [
+        layout_requests(ask.model, layout, problem.by_name, d.longest_tokens + d.output_tokens)
+        for d in ask.demands
+    ]
     return tuple(
-        _balanced(problem, ask, demand, low_timer, len(low), high_timer, high, alone[demand.bucket])
-        for demand in ask.demands
+        _balanced(work, demand, room, alone[demand.bucket])
+        for demand, room in zip(ask.demands, rooms, strict=True)
     )
 
 
-def _balanced(
-    problem: Problem,
-    ask: Ask,
-    demand: Demand,
-    low: StepTimer,
-    low_copies: int,
-    high: StepTimer,
-    high_replicas: Sequence[Replica],
-    alone: BucketCapacity,
-) -> BucketCapacity:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The two sides of a pair and what lies between them."""
+
+    problem: Problem
+    ask: Ask
+    low: StepTimer
+    low_copies: int
+    high: StepTimer
+    high_copies: int
+    cards: Cards
+    codec: Codec
+
+
+def _balanced(work: _Work, demand: Demand, room: int, alone: BucketCapacity) -> BucketCapacity:
     """The best split of this bucket's prompts; no split at all where that serves more."""
     best, whole = alone, alone.closed_per_s
-    layout, copies = high_replicas[0].layout, len(high_replicas)
-    room = layout_requests(ask.model, layout, problem.by_name, demand.longest_tokens + demand.output_tokens)
     for share in GRID:
         part = min(max(1, round(demand.new_tokens * share)), demand.new_tokens - 1)
         if part < 1:
             continue
-        found = _split(ask, demand, part, low, low_copies, high, copies, room, problem.headroom, whole)
+        found = _split(work, demand, part, room, whole)
         if found is not None and found.closed_per_s > best.closed_per_s:
             best = found
     return best
 
 
-def _split(
-    ask: Ask,
-    demand: Demand,
-    part: int,
-    low: StepTimer,
-    low_copies: int,
-    high: StepTimer,
-    high_copies: int,
-    room: int,
-    headroom: float,
-    whole_per_s: float,
-) -> BucketCapacity | None:
-    service_s = float(prefill_s(low, part, demand.cached_tokens)[0])
-    first_s = service_s * wait_factor(headroom)
+def _split(work: _Work, demand: Demand, part: int, room: int, whole_per_s: float) -> BucketCapacity | None:
+    ask, headroom = work.ask, work.problem.headroom
+    service_s = float(prefill_s(work.low, part, demand.cached_tokens)[0])
+    bits = _wire_bits(ask, part + demand.cached_tokens, work.codec)
+    low_rate = min(work.low_copies / service_s, work.cards.all_bits_per_s / max(bits, 1e-9))
+    busy = headroom * low_rate * bits / work.cards.all_bits_per_s
+    crossing_s = sojourn_s(bits / work.cards.one_bits_per_s, busy)
+    first_s = service_s * (wait_factor(headroom) - 1.0) + max(service_s, crossing_s)
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
     if first_s >= limit_s:
         return None
     slo = replace(ask.slo, ttft_s=limit_s - first_s)
     lengths = (demand.input_tokens, demand.output_tokens)
-    rest = best_operating(high, *lengths, room, slo, "mixed", cached_tokens=demand.cached_tokens + part)
+    rest = best_operating(work.high, *lengths, room, slo, "mixed", cached_tokens=demand.cached_tokens + part)
     if rest is None:
         return None
-    low_rate, split_rate = low_copies / service_s, rest.requests_per_s * high_copies
+    split_rate = rest.requests_per_s * work.high_copies
     spare = 1.0 - min(1.0, low_rate / split_rate)
     rate = min(low_rate, split_rate) + spare * whole_per_s
     return BucketCapacity(demand.bucket, 0.0, 0.0, rate, first_s + rest.ttft_s, rest.tpot_s)
+
+
+def _wire_bits(ask: Ask, tokens: int, codec: Codec) -> float:
+    """What the KV of a prompt's first tokens puts on the wire."""
+    state = state_bytes(ask.model)
+    kv = max(float(kv_bytes(ask.model, float(tokens))) - state, 0.0)
+    return float(wire_bytes(kv, state, codec, stored_bits=ask.model.kv_bits)) * 8

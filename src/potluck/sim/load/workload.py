@@ -31,6 +31,8 @@ Scaling = Literal["stretch", "superpose"]
 
 BLOCK_TOKENS = 512
 """Tokens that a prefix block stands for, as in Mooncake's traces."""
+REQUESTS_PER_TEXT = 50
+"""Of traffic that was planned with a share of prefix hits."""
 MOST_TOKENS = 2**31 - 1
 
 
@@ -158,7 +160,8 @@ def synthetic(
 def of_traffic(traffic: Sequence[Traffic], requests: int, seed: int, cv: float = 1.0) -> Workload:
     """The traffic that was planned for: every model at its rate, `requests` in all, for the same time.
 
-    A prefix-hit share becomes shared prefixes, see `with_prefixes`.
+    A prefix-hit share becomes shared prefixes, see `with_prefixes`. The share was planned with wherever a prompt goes,
+    so texts are in use one after the other: a cache that holds one finds it, and misses it at first only.
     """
     total_per_s = sum(one.rate_per_s for one in traffic)
     if not total_per_s > 0:
@@ -172,7 +175,7 @@ def of_traffic(traffic: Sequence[Traffic], requests: int, seed: int, cv: float =
         part_seed, prefix_seed = (int(number) for number in numbers.integers(2**63, size=2))
         part = synthetic(one.model, Binned(one.lengths), one.rate_per_s, count, part_seed, cv)
         if one.prefix_hit_share > 0:
-            part = with_prefixes(part, one.prefix_hit_share, prefix_seed)
+            part = with_prefixes(part, one.prefix_hit_share, prefix_seed, run=REQUESTS_PER_TEXT)
         parts.append(part)
     return merge(parts)
 
@@ -254,11 +257,16 @@ def _merge_blocks(parts: Sequence[Workload]) -> Blocks | None:
 
 
 def with_prefixes(
-    made: Workload, hit_share: float, seed: int, groups: int = 100, block_tokens: int = BLOCK_TOKENS
+    made: Workload,
+    hit_share: float,
+    seed: int,
+    groups: int = 100,
+    block_tokens: int = BLOCK_TOKENS,
+    run: int | None = None,
 ) -> Workload:
     """Let the first `hit_share` of every prompt be one of `groups` shared texts, drawn evenly.
 
-    An endless cache then saves about that share of the prompt tokens once the groups are warm. The number of
+    With `run` there are as many texts as it takes, each shared by so many requests in a row. An endless cache then saves about that share of the prompt tokens once the groups are warm. The number of
     shared blocks is rounded at random so that the share is kept on average.
     """
     if not 0 <= hit_share < 1:
@@ -269,6 +277,8 @@ def with_prefixes(
     shared = np.floor(prompt * hit_share / block_tokens + numbers.random(len(made))).astype(np.int64)
     shared = np.minimum(shared, prompt // block_tokens)
     group = numbers.integers(groups, size=len(made))
+    if run is not None:
+        group, groups = np.arange(len(made)) // run, -(-len(made) // run)
     starts = np.concatenate(([0], np.cumsum(whole)))
     within = np.arange(starts[-1]) - np.repeat(starts[:-1], whole)
     longest = int(whole.max(initial=1))

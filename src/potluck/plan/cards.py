@@ -1,0 +1,131 @@
+"""The network inside a region: what a copy's network cards may carry, and how long KV takes over a busy one.
+
+    t   seconds that one request's KV keeps a card busy: its bits in the codec over the card's payload rate
+    u   share of its time that a card is busy
+    S   seconds of the prefill behind the KV; w S of a prompt's time is waited for and computed (`rates`)
+
+Transfers share a card evenly, so one takes t / (1 - u) on average (a queue with processor sharing, whatever the
+sizes). Layers leave as they are computed, so only what is longer than the prefill shows:
+
+    TTFT = (w - 1) S + max(S, t / (1 - u))
+
+which is CAUCHY's equation 17 where t / (1 - u) <= S: the network hides behind the prefill. A prefill template has
+w S within 0.9 of the objective T, so whichever prefills, KV that takes t / (1 - u) <= T (1 - 0.9 (w - 1) / w) is in
+time, and a card may be busy for
+
+    u = min(h, 1 - t / (T (1 - 0.9 (w - 1) / w)))           h: the share of time anything is planned to be busy
+
+at most. A bucket whose KV would need a card to be nearly idle does not pass it at all. Between replicas on one
+machine no card is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import Replica
+from potluck.core.values.types import Codec, Link, NodeType
+from potluck.perf.memory import state_bytes
+from potluck.perf.step import Floats
+from potluck.perf.transfer import alpha_beta, link_alpha_beta, wire_bytes
+from potluck.plan.problem import Ask, Demand
+from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, wait_factor
+
+MOST_BUSY = 0.99
+LEAST_BUSY = 0.1
+"""Where KV is in time only over a card that does nothing else nine tenths of its time, it does not pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cards:
+    """The network cards of some replicas that do the same."""
+
+    one_bits_per_s: float
+    """What the KV of one request can have at most."""
+    all_bits_per_s: float
+
+
+def wire_bits(ask: Ask, codec: Codec) -> Floats:
+    """Bits that a mean prompt's KV puts on the wire, bucket by bucket."""
+    state = state_bytes(ask.model)
+    kv = np.array([max(demand.kv_bytes - state, 0.0) for demand in ask.demands])
+    fixed = np.array([min(demand.kv_bytes, state) for demand in ask.demands])
+    return wire_bytes(kv, fixed, codec, stored_bits=ask.model.kv_bits) * 8
+
+
+def cards_of(replicas: Iterable[Replica], nodes: Mapping[str, NodeType]) -> Cards:
+    """The cards of replicas with their own nodes; small ones share a node as they fill it."""
+    one, total = float("inf"), 0.0
+    shared: dict[str, int] = {}
+    for replica in replicas:
+        alone, together = _layout_bits_per_s(replica.layout, nodes)
+        one = min(one, alone)
+        members = [node for stage in replica.layout.stages for node in stage.nodes]
+        if len(members) == 1:
+            shared[members[0].node] = shared.get(members[0].node, 0) + members[0].tp
+        else:
+            total += together
+    for node, gpus in shared.items():
+        total += ceil(gpus / nodes[node].gpus) * card_bits_per_s(nodes[node])
+    return Cards(one, total)
+
+
+def _layout_bits_per_s(layout: Layout, nodes: Mapping[str, NodeType]) -> tuple[float, float]:
+    """(one request's KV, all requests') of a replica: each stage sends its own layers, a request's over one node."""
+    one = total = float("inf")
+    for stage in layout.stages:
+        cards = [card_bits_per_s(nodes[node.node]) for node in stage.nodes]
+        share = layout.layer_count / stage.layers
+        one, total = min(one, share * min(cards)), min(total, share * sum(cards))
+    return one, total
+
+
+def card_bits_per_s(node: NodeType) -> float:
+    """Payload of a node's card, one direction."""
+    return alpha_beta(node.network_gbps, window_bytes=None).beta_bytes_per_s * 8
+
+
+def link_bits_per_s(link: Link, headroom: float) -> float:
+    """What a link between regions is planned to carry: its payload, for as much of the time as anything is busy."""
+    return link_alpha_beta(link).beta_bytes_per_s * 8 * min(headroom, MOST_BUSY)
+
+
+def room_s(ask: Ask, demand: Demand, headroom: float) -> float:
+    """How long KV may take, from the beginning of its prefill, after the slowest prefill that is planned with."""
+    wait = wait_factor(headroom)
+    limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
+    return limit_s * (1.0 - (1.0 - HANDOVER_SHARE) * (wait - 1.0) / wait)
+
+
+def busy_limit(alone_s: float, within_s: float, headroom: float) -> float:
+    """u: how busy a card may be so that KV that takes `alone_s` over an idle one is there in time; 0: never is."""
+    if within_s <= 0:
+        return 0.0
+    busy = min(headroom, MOST_BUSY, 1.0 - alone_s / within_s)
+    return busy if busy >= min(LEAST_BUSY, headroom) else 0.0
+
+
+def busy_limits(ask: Ask, bits: Floats, cards: Cards, headroom: float) -> tuple[float, tuple[bool, ...]]:
+    """(how busy these cards may be, which buckets may pass them): busy as the tightest bucket that is asked for."""
+    each = [
+        busy_limit(bit / cards.one_bits_per_s, room_s(ask, demand, headroom), headroom)
+        for bit, demand in zip(bits, ask.demands, strict=True)
+    ]
+    asked = [u for u, demand in zip(each, ask.demands, strict=True) if u > 0 and demand.rate_per_s > 0]
+    return min(asked, default=min(headroom, MOST_BUSY)), tuple(u > 0 for u in each)
+
+
+def sojourn_s(alone_s: float, busy: float) -> float:
+    """Seconds that KV takes over a card that is busy for so much of its time."""
+    return alone_s / (1.0 - min(busy, MOST_BUSY))
+
+
+def sides(replicas: Sequence[Replica]) -> tuple[list[Replica], list[Replica]]:
+    """Those that prefill for others, and those that take it over."""
+    senders = [replica for replica in replicas if replica.role == "prefill"]
+    return senders, [replica for replica in replicas if replica.role != "prefill"]

@@ -1,0 +1,98 @@
+"""In which codec KV crosses: the most exact one that costs no more.
+
+Fewer bits on the wire only widen the program, so it is solved with the smallest codec that is allowed, whose bound
+holds for all. Then, with the counts that were found, each model's KV is put back to the most exact codec in which
+these copies still serve as much: a lossy one stays only where it saves nodes, or serves what could not be served.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from potluck.core.values.plan import Deployment, Plan, Template
+from potluck.core.values.types import Codec
+from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.program import Count, Key
+from potluck.plan.allocate.result import Allocation
+from potluck.plan.allocate.solve import reroute, solve
+from potluck.plan.columns import EXACT, Columns, columns, hands_over
+from potluck.plan.problem import Problem
+
+SAME = 1e-6
+SETTLE_S = 10.0
+"""For the linear programs that put codecs back."""
+
+
+def solved(
+    problem: Problem,
+    templates: Mapping[str, Sequence[Template]],
+    *,
+    running: Plan | None = None,
+    pins: Sequence[Deployment] = (),
+    exactly: bool = False,
+    time_limit_s: float = 60.0,
+    gap_target: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Columns, Allocation]:
+    """The program over some templates and its answer, each model's KV in the most exact codec that will do."""
+    smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
+    found = columns(problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest)
+    answer = solve(found.program, time_limit_s=time_limit_s, gap_target=gap_target, clock=clock)
+    if len(problem.codecs) < 2 or not answer.counts:
+        return found, answer
+    return _put_back(found, answer, Deadline(SETTLE_S, clock))
+
+
+def _put_back(found: Columns, answer: Allocation, deadline: Deadline) -> tuple[Columns, Allocation]:
+    """The same copies with KV as exact as it may be."""
+    problem, best = found.problem, (found, answer)
+    names = [each.name for m, each in enumerate(problem.asks) if _crosses(found, answer, m)]
+    chosen = dict(found.codecs)
+    chosen.update((each.name, EXACT) for each in problem.asks if each.name not in names)
+    if len(names) > 1:  # nearly always nothing is short, and one look is enough
+        all_exact = chosen | dict.fromkeys(names, problem.codecs[0])
+        if (other := _rerouted(found, answer, all_exact, deadline)) is not None:
+            return other
+    for name in names:
+        for codec in problem.codecs:
+            other = _rerouted(found, answer, chosen | {name: codec}, deadline)
+            if other is not None:
+                chosen, best = chosen | {name: codec}, other
+                break
+    return best
+
+
+def _crosses(found: Columns, answer: Allocation, model: int) -> bool:
+    """Whether any of a model's KV is handed over in this plan, within a template or between them."""
+    inside = any(
+        key.group == model and hands_over(found.templates[model][key.template]) for key, _ in answer.counts
+    )
+    return inside or any(flow.model == model for flow in answer.flows)
+
+
+def _rerouted(
+    found: Columns, answer: Allocation, codecs: Mapping[str, Codec], deadline: Deadline
+) -> tuple[Columns, Allocation] | None:
+    """The same copies with KV in these codecs; None when they would serve less."""
+    used = [sorted({key.template for key, _ in answer.counts if key.group == m}) for m in _models(found)]
+    problem = found.problem
+    few = columns(
+        problem,
+        {each.name: [found.templates[m][t] for t in used[m]] for m, each in enumerate(problem.asks)},
+        codecs=codecs,
+    )
+    counts = {Key(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts}
+    routed = reroute(few.program, counts, answer.found, deadline)
+    if routed is None:
+        return None
+    shares, flows, _, fraction = routed
+    if answer.shortfall is not None and fraction < answer.shortfall.fraction - SAME:
+        return None
+    kept = tuple(Count(key, n) for key, n in sorted(counts.items()))
+    return few, replace(answer, counts=kept, shares=shares, flows=flows)
+
+
+def _models(found: Columns) -> range:
+    return range(len(found.problem.asks))
