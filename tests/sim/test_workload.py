@@ -322,3 +322,24 @@ def test_lognormals_from_what_people_know() -> None:
     mu, sigma = lognormal_from_mean(500, 0.5)
     assert LogNormal(mu, sigma).mean_tokens == pytest.approx(500, rel=1e-9)
     assert sigma == pytest.approx(log(1.25) ** 0.5)
+
+
+def test_planned_traffic_has_the_prefix_hits_it_was_planned_with() -> None:
+    lengths = (LengthBin(400, 10, 0.5), LengthBin(6000, 10, 0.5))
+    made = of_traffic([Traffic("chat", 2.0, lengths, prefix_hit_share=0.4)], 2000, seed=3)
+    assert made.blocks is not None
+    seen: set[int] = set()
+    hit = 0
+    for i in range(len(made)):
+        blocks = made.blocks.of(i)
+        hit += next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
+        seen.update(blocks)
+    assert hit * made.blocks.tokens / made.prompt_tokens.sum() == pytest.approx(0.4, abs=0.03)  # whole blocks
+    # A cache that holds the last few prompts is enough.
+    recent: list[tuple[int, ...]] = []
+    kept = 0
+    for i in range(len(made)):
+        blocks, known = made.blocks.of(i), {block for row in recent for block in row}
+        kept += next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
+        recent = [*recent[-7:], blocks]
+    assert kept >= 0.95 * hit

@@ -6,8 +6,9 @@ that hardly vary the mean wait is that of an M/D/1 queue, so
     TTFT = S (1 + h / (2 (1 - h))) + hand-over          S: seconds to prefill one prompt
 
 must stay within the objective. In a pipeline S is the time between two prompts, and the first token waits for
-all stages. A decoding replica runs the largest batch whose step is within TPOT and whose
-KV fits. A mixed one does both and must keep both (`perf.throughput`); in a pipeline of S stages S batches take
+all stages, after the round of chunks that is under way. A decoding replica runs the largest batch whose step is
+within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is taken before the first token. A
+mixed one does both and must keep both (`perf.throughput`); in a pipeline of S stages S batches take
 turns, so a request's step is a cycle of them.
 """
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil
+from math import ceil, sqrt
+from statistics import NormalDist
 
 import numpy as np
 
@@ -41,6 +43,21 @@ def wait_factor(headroom: float) -> float:
     """Sojourn over service time of an M/D/1 queue at this utilisation."""
     busy = min(headroom, 0.99)
     return 1.0 + busy / (2.0 * (1.0 - busy))
+
+
+def decode_room(ask: Ask, demand: Demand, timer: StepTimer, room: int, headroom: float) -> int:
+    """Of the requests whose KV fits a decoding replica, those that may make answers at a time when it is busy.
+
+    KV has its room from when its prompt is computed elsewhere: about as long as here. And whoever finds all room
+    taken waits for an answer to end, which is late; so that no more than the attained share do, c requests' room is
+    filled to 1 - z / sqrt(c) on average (square-root staffing, z the attained share's normal quantile).
+    """
+    if room < 1:
+        return 0
+    answer_s = demand.output_tokens * ask.slo.tpot_s
+    held_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
+    filled = 1.0 - NormalDist().inv_cdf(min(max(ask.slo.attainment, 0.5), 0.999)) / sqrt(room)
+    return max(1, int(room * min(1.0, filled / headroom) * answer_s / (answer_s + held_s)))
 
 
 def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:
@@ -95,17 +112,21 @@ def _bucket(
     if role == "prefill":
         latency_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
         longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
-        service_s = latency_s
+        service_s, round_s = latency_s, 0.0
         if isinstance(timer, PipelineTimer):
             prompt = steps(demand.new_tokens, demand.cached_tokens)
             service_s = min(latency_s, float(timer.interval_s(prompt)[0]))
-        ttft_s = latency_s + service_s * (wait_factor(headroom) - 1.0)
+            chunk = steps(min(demand.new_tokens, CHUNK_TOKENS), demand.cached_tokens)
+            round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0
+        ttft_s = latency_s + service_s * (wait_factor(headroom) - 1.0) + round_s
         room_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE)
         if demand.promised and max(ttft_s, longest_s) > room_s:
             return nothing
         return BucketCapacity(demand.bucket, copies / service_s, 0.0, 0.0, ttft_s, 0.0)
     tokens = demand.longest_tokens + demand.output_tokens
     batch = layout_requests(ask.model, layout, nodes, tokens)
+    if role == "decode":
+        batch = decode_room(ask, demand, timer, batch, headroom)
     if isinstance(timer, PipelineTimer) and role == "decode":
         rate, tpot_s = _pipeline_decode(timer, demand, batch, ask.slo.tpot_s)
         return BucketCapacity(demand.bucket, 0.0, rate * copies, 0.0, 0.0, tpot_s)

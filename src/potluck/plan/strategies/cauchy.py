@@ -130,7 +130,8 @@ def _with_counts(
     plan: Plan, chosen: tuple[Deployment, ...], kept: dict[str, list[Template]], problem: Problem
 ) -> Plan:
     """The plan with exactly the chosen counts and their price, also of copies that routing left idle."""
-    templates = tuple(t for group in kept.values() for t in group)
+    used = {template.name: template for template in plan.templates}
+    templates = tuple(used.get(t.name, t) for group in kept.values() for t in group)
     whole = replace(plan, templates=templates, deployments=chosen)
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = sum(prices[key] * count for key, count in whole.nodes.items())

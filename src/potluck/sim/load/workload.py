@@ -160,8 +160,8 @@ def synthetic(
 def of_traffic(traffic: Sequence[Traffic], requests: int, seed: int, cv: float = 1.0) -> Workload:
     """The traffic that was planned for: every model at its rate, `requests` in all, for the same time.
 
-    A prefix-hit share becomes shared prefixes, see `with_prefixes`. The share was planned with wherever a prompt goes,
-    so texts are in use one after the other: a cache that holds one finds it, and misses it at first only.
+    A prefix-hit share becomes shared prefixes, see `with_prefixes`. It was planned with wherever a prompt goes, so
+    texts are in use one after the other: a cache that holds one finds it, and misses it at first only.
     """
     total_per_s = sum(one.rate_per_s for one in traffic)
     if not total_per_s > 0:
@@ -266,7 +266,9 @@ def with_prefixes(
 ) -> Workload:
     """Let the first `hit_share` of every prompt be one of `groups` shared texts, drawn evenly.
 
-    With `run` there are as many texts as it takes, each shared by so many requests in a row. An endless cache then saves about that share of the prompt tokens once the groups are warm. The number of
+    An endless cache then saves about that share of the prompt tokens once the groups are warm. With `run` there are
+    as many texts as it takes, each shared by so many requests in a row, and so much more of every prompt is shared
+    that the share is saved with all that a cache finds for the first time. The number of
     shared blocks is rounded at random so that the share is kept on average.
     """
     if not 0 <= hit_share < 1:
@@ -274,11 +276,14 @@ def with_prefixes(
     numbers = np.random.default_rng(seed)
     prompt = made.prompt_tokens.astype(np.int64)
     whole = -(-prompt // block_tokens)
-    shared = np.floor(prompt * hit_share / block_tokens + numbers.random(len(made))).astype(np.int64)
-    shared = np.minimum(shared, prompt // block_tokens)
+    chance = numbers.random(len(made))
     group = numbers.integers(groups, size=len(made))
+    part = hit_share
     if run is not None:
         group, groups = np.arange(len(made)) // run, -(-len(made) // run)
+        part = _shared_part(prompt, run, hit_share)
+    shared = np.floor(prompt * part / block_tokens + chance).astype(np.int64)
+    shared = np.minimum(shared, prompt // block_tokens)
     starts = np.concatenate(([0], np.cumsum(whole)))
     within = np.arange(starts[-1]) - np.repeat(starts[:-1], whole)
     longest = int(whole.max(initial=1))
@@ -288,3 +293,17 @@ def with_prefixes(
         groups * longest + np.arange(starts[-1]),
     )
     return replace(made, blocks=Blocks(starts, ids.astype(np.int64), block_tokens))
+
+
+def _shared_part(prompt: Ints, run: int, hit_share: float) -> float:
+    """How much of every prompt must be its run's text so that an endless cache saves `hit_share` of all tokens.
+
+    A cache holds as much of a text as the longest prompt so far had of it; the first of a run finds nothing.
+    """
+    runs = -(-len(prompt) // run)
+    rows = np.zeros(runs * run, dtype=np.int64)
+    rows[: len(prompt)] = prompt
+    rows = rows.reshape(runs, run)
+    before = np.maximum.accumulate(rows, axis=1)[:, :-1]
+    saved = np.minimum(rows[:, 1:], before).sum() / max(int(prompt.sum()), 1)
+    return float(min(hit_share / max(saved, 1e-9), 1.0))
