@@ -32,6 +32,12 @@ def agrees(program: Program) -> str:
     assert found.shortfall.fraction == pytest.approx(fraction, abs=1e-5)
     assert found.shortfall.fraction_bound == pytest.approx(fraction, abs=1e-5)
     check(program, found, found.shortfall.fraction)
+    if fraction > 1e-3:  # and nobody pays more than that much of the demand costs
+        least = reference(program.scaled(found.shortfall.fraction * (1 - 1e-5)))
+        most = reference(program.scaled(found.shortfall.fraction * (1 - 1e-7)))
+        assert least is not None
+        assert found.cost_usd_per_h >= least * (1 - 1e-6) - 1e-6
+        assert most is None or found.cost_usd_per_h <= most * (1 + 1e-6) + 1e-6
     return found.status
 
 

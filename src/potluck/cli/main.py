@@ -31,7 +31,10 @@ COMMANDS = {
         "potluck.cli.planning.estimate:estimate",
         "How fast, how much and at what cost on one node.",
     ),
-    "plan": ("potluck.cli.planning.plan:plan", "What to rent and how to lay models out, proven cheapest."),
+    "plan": (
+        "potluck.cli.planning.plan:plan",
+        "What to rent and how to lay models out, with a proof of how cheap.",
+    ),
     "compare": ("potluck.cli.planning.plan:compare", "All planning strategies on one spec, in one table."),
     "replan": (
         "potluck.cli.planning.replan:replan",

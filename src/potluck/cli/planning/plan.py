@@ -92,7 +92,7 @@ def plan(
     as_json: bool,
     **rehearsing: object,
 ) -> None:
-    """What to rent and how to lay the models out, proven cheapest. Without SPEC, the bundled example.
+    """What to rent and how to lay the models out, with a proof of how cheap. Without SPEC, the bundled example.
 
     \b
     Examples:

@@ -100,7 +100,9 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
                 template.confidence,
             )
         )
-    proof = "proven cheapest" if found.gap < 1e-6 else f"at most {percent(found.gap)} above the cheapest"
+    proof = "proven cheapest of its own columns"
+    if found.gap >= 1e-6:
+        proof = f"at most {percent(found.gap)} above the cheapest of its own columns"
     if found.strategy == "thunderserve" and found.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if found.fraction < 1:

@@ -45,7 +45,7 @@ def solve(
 
     `warm` is the answer to an earlier program with the same templates, regions and node types: its prices
     start the column generation and its counts, where they still suffice, are the first plan. When demand
-    cannot be met the answer says so and carries the largest uniform fraction that can.
+    cannot be met the answer says so, and is the cheapest plan found for the largest uniform fraction that can.
     """
     if not time_limit_s > 0:
         raise InputError("time_limit_s", f"must be positive, is {time_limit_s}")
@@ -73,6 +73,8 @@ def _cover(
         shortfall, counts = largest_fraction(as_flow(program), deadline, gap_target)
         if shortfall.fraction >= 1 - OPTIMAL:  # a plan after all
             shortfall = None
+        else:
+            counts = _cheapest_for(as_flow(program), shortfall.fraction, counts, deadline, gap_target)
     lower = cover.fixed_cost + max(state.lower, 0.0)
     return _answer(
         program,
@@ -98,6 +100,8 @@ def _flow(
         shortfall, counts = largest_fraction(program, deadline, gap_target)
         if shortfall.fraction >= 1 - OPTIMAL:
             shortfall = None
+        else:
+            counts = _cheapest_for(program, shortfall.fraction, counts, deadline, gap_target)
     found = state.counts is not None or (shortfall is None and bool(counts))
     shares, flows, egress = _routed(program, counts, found, deadline)
     return _answer(
@@ -112,6 +116,23 @@ def _flow(
         start_cpu_s=start_cpu_s,
         routed=(shares, flows, egress),
     )
+
+
+def _cheapest_for(
+    program: FlowProgram, fraction: float, counts: dict[Key, int], deadline: Deadline, gap_target: float
+) -> dict[Key, int]:
+    """Counts for the fraction of demand that can be met: the cheapest found, for the most served may cost anything.
+
+    That is CORAL's answer to scarcity: demand is scaled down alike for all, then planned for as ever.
+    """
+    if not (fraction > 0 and counts) or deadline.over:
+        return counts
+    less = program.scaled(fraction * (1 - OPTIMAL))
+    state = solve_flow(less, deadline, gap_target, list(counts), counts)
+    if state.counts is None:
+        return counts
+    cheaper = cost_of(program, state.counts.items())[1] < cost_of(program, counts.items())[1]
+    return state.counts if cheaper else counts
 
 
 def _answer(
