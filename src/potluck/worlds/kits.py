@@ -314,18 +314,28 @@ def _replica_facts(
     longest_prompt_tokens: int,
     rounds: bool = False,
 ) -> ReplicaFacts:
-    """`rounds`: a pipeline's times are those of all its batches together, not of one alone."""
-    if rounds and isinstance(timer, PipelineTimer):
-        timer = Rounds(timer)
-    line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
+    """`rounds`: a pipeline's times are those of all its batches together, not of one alone.
+
+    Else, too, its next prompt begins long before one is done: a token of those ahead costs what the slowest stage
+    takes, and the rest of a mean prompt's way is time besides.
+    """
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
+    line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
+    per_token_s, fixed_s = line.k_p, line.b_p
+    if isinstance(timer, PipelineTimer) and (rounds or sum(map(len, timer.stages)) > 1):
+        paced = PartialPrefillPredictor.in_use(Rounds(timer), longest_prompt_tokens)
+        per_token_s, fixed_s = paced.k_p, paced.b_p
+        if rounds:
+            timer = Rounds(timer)
+        else:
+            fixed_s = max(0.0, line.b_p + (line.k_p - paced.k_p) * prompt)
     room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
     found = best_operating(timer, prompt, answer, room, slo, "decode")
     batch = room if found is None else found.batch
     step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
-    return ReplicaFacts(max(line.k_p, 1e-12), line.b_p, step_s, batch, blocks, longest, first_s)
+    return ReplicaFacts(max(per_token_s, 1e-12), fixed_s, step_s, batch, blocks, longest, first_s)
 
 
 def _split_facts(
