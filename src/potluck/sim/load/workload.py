@@ -301,9 +301,9 @@ def _shared_part(prompt: Ints, run: int, hit_share: float) -> float:
     A cache holds as much of a text as the longest prompt so far had of it; the first of a run finds nothing.
     """
     runs = -(-len(prompt) // run)
-    rows = np.zeros(runs * run, dtype=np.int64)
-    rows[: len(prompt)] = prompt
-    rows = rows.reshape(runs, run)
+    flat = np.zeros(runs * run, dtype=np.int64)
+    flat[: len(prompt)] = prompt
+    rows = flat.reshape(runs, run)
     before = np.maximum.accumulate(rows, axis=1)[:, :-1]
     saved = np.minimum(rows[:, 1:], before).sum() / max(int(prompt.sum()), 1)
     return float(min(hit_share / max(saved, 1e-9), 1.0))
