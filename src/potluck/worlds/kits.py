@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor
+from math import ceil, floor
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, GroupFacts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
-from potluck.core.values.plan import Plan, Replica, Template
+from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.budget import paced_budget
 from potluck.perf.capacity import require_fit, stage_memory
@@ -36,6 +36,7 @@ from potluck.perf.transfer import codec_ratio
 from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
+CHUNK_STEP = 64
 MEAN_TOKENS = (1024.0, 256.0)
 """Prompt and answer of a model that nothing is known of."""
 
@@ -148,7 +149,7 @@ class Kits:
         placed = places(template, scene.nodes)
         made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
         for index, replica in enumerate(template.replicas):
-            engine = scene.engines.get((template.name, index)) or self._engine(template, replica, mean)
+            engine = scene.engines.get((template.name, index)) or self._engine(template, index, mean)
             if (replica.layout, engine) not in made:
                 hops, profiles = hops_of(scene, replica.layout), scene.profiles.get(template.model, ())
                 timer = timer_of(model, replica.layout, scene.nodes, engine.host_s, hops, profiles)
@@ -204,9 +205,12 @@ class Kits:
         whole = sum(layers.values())
         return {ends: count / whole for ends, count in layers.items() if ends[0] and ends[1]}
 
-    def _engine(self, template: Template, replica: Replica, mean: tuple[float, float]) -> Engine:
+    def _engine(self, template: Template, index: int, mean: tuple[float, float]) -> Engine:
         """One that nothing is said of."""
-        scene, slo = self.scene, self.scene.slos.get(template.model)
+        scene, slo, replica = self.scene, self.scene.slos.get(template.model), template.replicas[index]
+        chunk = planned_chunk(template, index, mean)
+        if chunk:
+            return replace(DEFAULT_ENGINE, token_budget=min(DEFAULT_ENGINE.token_budget, chunk))
         if not scene.paced or slo is None or replica.role != "mixed":
             return DEFAULT_ENGINE
         model, (prompt, answer) = scene.model(template.model), (max(1, round(each)) for each in mean)
@@ -215,6 +219,21 @@ class Kits:
         timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host_s, profiles=profiles)
         budget = paced_budget(timer, prompt, answer, max(1, min(room, DEFAULT_ENGINE.slots)), slo)
         return replace(DEFAULT_ENGINE, token_budget=budget, slots=min(DEFAULT_ENGINE.slots, budget))
+
+
+def planned_chunk(template: Template, index: int, mean: tuple[float, float]) -> int:
+    """Tokens in a step of a group's pipeline that does both phases, as the planner reckons; 0: it is none.
+
+    It spreads prompts evenly over the batches that take turns. One that computes a whole prompt in a turn keeps the
+    answers of all its batches waiting, and serves a third less within their objective.
+    """
+    stages = template.replicas[index].layout.stages
+    lanes = sum(len(stage.nodes) for stage in stages)
+    alone = {flow.bucket: flow.share for flow in template.flows if flow.prefill == flow.decode == index}
+    if len(stages) < 2 or not alone:
+        return 0
+    per_s = max(each.closed_per_s * alone.get(each.bucket, 0.0) * each.tpot_s for each in template.capacity)
+    return max(CHUNK_STEP, ceil(per_s * sum(mean) / lanes / CHUNK_STEP) * CHUNK_STEP)
 
 
 def timer_of(

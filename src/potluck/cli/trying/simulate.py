@@ -20,9 +20,11 @@ from potluck.core.codec import encode
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.core.brain.policy import Policy
     from potluck.sim.results.metrics import Summary
     from potluck.sim.results.planned import Comparison
     from potluck.sim.results.records import SimResult
+    from potluck.sim.settings import Settings
     from potluck.sim.world.faults import Faults
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -83,6 +85,13 @@ def options(command: Command) -> Command:
 @click.option(
     "--paced", is_flag=True, help="Engines take steps that fit the objective; else 2048 tokens at most."
 )
+@click.option(
+    "--heartbeat",
+    "heartbeat_s",
+    type=float,
+    default=0.0,
+    help="What is lost is noticed after so many seconds.",
+)
 @click.option("--report", type=_out, help="Write an HTML report here.")
 @click.option("--records", type=_out, help="Write one row per request here (.jsonl or .parquet).")
 @click.option("--log", type=_out, help="Write every event and action here (JSON lines); it replays.")
@@ -98,6 +107,7 @@ def simulate(
     warm_up_s: float,
     cold: bool,
     paced: bool,
+    heartbeat_s: float,
     policy: tuple[str, ...],
     profile_paths: tuple[Path, ...],
     stepwise: bool,
@@ -123,7 +133,6 @@ def simulate(
     from potluck.sim.results.metrics import summarise
     from potluck.sim.results.planned import compared
     from potluck.sim.run import simulate as run
-    from potluck.sim.settings import Settings
 
     require_positive("rate", rate_per_s)
     if records is not None:
@@ -136,15 +145,13 @@ def simulate(
             paths, time_limit_s, said, lambda spec: requests(spec, *asked), profile_paths
         )
         rules = policy_of(policy, inputs.spec.policy)
-        samples = SAMPLES if report is not None else 0
-        settings = Settings(not stepwise, not bulk, warm=not cold, tick_s=rules.tick_s, samples=samples)
         scene = replace(scene_of(inputs), paced=paced)
         result = run(
             scene,
             load,
             rules,
             seed=seed,
-            settings=settings,
+            settings=_settings(rules, (not stepwise, not bulk, not cold), report is not None, heartbeat_s),
             faults=faults,
             planner=planner_of(inputs.problem, rules, time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
@@ -172,6 +179,23 @@ def _write(summary: Summary, result: SimResult, report: Path | None, records: Pa
 def _counting(said: Callable[[str], None]) -> Callable[[int, int], None] | None:
     """Say how far it is, where somebody looks."""
     return (lambda done, total: said(f"{done:,} of {total:,} requests")) if sys.stderr.isatty() else None
+
+
+def _settings(
+    rules: Policy, switches: tuple[bool, bool, bool], samples: bool, heartbeat_s: float
+) -> Settings:
+    """`switches`: fast forward, overlap, warm."""
+    from potluck.sim.settings import Settings
+
+    fast_forward, overlap, warm = switches
+    return Settings(
+        fast_forward,
+        overlap,
+        warm=warm,
+        tick_s=rules.tick_s,
+        heartbeat_s=heartbeat_s,
+        samples=SAMPLES if samples else 0,
+    )
 
 
 def _complain(found: tuple[Comparison, ...]) -> None:
