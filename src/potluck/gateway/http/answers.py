@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from potluck.api.errors import Refused
-from potluck.gateway.http.chunks import Chunks
+from potluck.gateway.http.chunks import SIZE_LINE, SIZES, Chunks
 from potluck.gateway.http.heads import CHUNKED, NO_LENGTH, fields, length_of, status_line, stays
 
 HEAD_BYTES = 65_536
@@ -32,6 +32,11 @@ class AnswerReader:
     def feed(self, data: bytes) -> bytes:
         chunks = self._chunks
         if chunks is not None:
+            if chunks.left == SIZE_LINE and not chunks.held:
+                stop = data.find(b"\r\n", 0, 10)
+                size = SIZES.get(data[:stop])
+                if size is not None and len(data) == size + stop + 4 and data.endswith(b"\r\n"):
+                    return data[stop + 2 : -2]  # Just one chunk, as most tokens come: `Chunks.feed`, written out.
             piece = chunks.feed(data)
             if chunks.over:
                 self._ends(bool(chunks.rest))

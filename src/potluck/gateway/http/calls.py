@@ -62,13 +62,13 @@ class Calls:
         head = self._heads.get((address, method, path)) or self._head(address, method, path)
         parts = [head]
         for name, value in headers:
-            parts.append(b"%b: %b\r\n" % (name, value))
+            parts += (name, b": ", value, b"\r\n")
         fields = b"".join(parts)
-        lines = head.count(b"\n") + len(parts) - 1
+        lines = len(parts) + 7 >> 2  # Two of the head, one for each header.
         if fields.count(b"\n") != lines or fields.count(b"\r") != lines:
             raise ValueError("a header of a request holds a line end")
         if body or method == b"POST":
-            data = b"%bcontent-length: %d\r\n\r\n%b" % (fields, len(body), body)
+            data = b"".join((fields, b"content-length: %d\r\n\r\n" % len(body), body))
         else:
             data = fields + b"\r\n"
         call = OpenCall(self, address, data, listener, silence_s, method == b"HEAD")

@@ -12,43 +12,45 @@ LINE_BYTES = 1024
 """Of a chunk's size with its extensions, and of a trailer."""
 TRAILERS = 32
 
-_sizes: dict[bytes, int] = {}
-"""Short ones that were read; there are not many."""
+SIZES: dict[bytes, int] = {}
+"""Lines of sizes that were read, short ones other than 0; there are not many."""
 
-_SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
+SIZE_LINE, _CLOSING, _TRAILER = 0, -1, -2
 """What is awaited where no bytes of a chunk are left: its size, its line end, a line after the last one."""
 
 
 class Chunks:
     """Fed with what comes, gives back what it holds. `over` with the last chunk; `rest` came after it."""
 
-    __slots__ = ("_held", "_left", "_trailers", "over", "rest")
+    __slots__ = ("_trailers", "held", "left", "over", "rest")
 
     def __init__(self) -> None:
-        self._left = _SIZE_LINE
-        self._held = b""
+        self.left = SIZE_LINE
+        """Bytes of a chunk that have not come, or what is awaited."""
+        self.held = b""
+        """A line that is not whole."""
         self._trailers = 0
         self.over = False
         self.rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        if self._held:
-            data, self._held = self._held + data, b""
+        if self.held:
+            data, self.held = self.held + data, b""
         pieces: list[bytes] = []
         at, end = 0, len(data)
         while at < end:
-            left = self._left
-            if left == _SIZE_LINE:
+            left = self.left
+            if left == SIZE_LINE:
                 stop = data.find(b"\r\n", at, at + LINE_BYTES)
                 if stop < 0:
                     self._hold(data, at)
                     break
                 line = data[at:stop]
-                known = _sizes.get(line)
+                known = SIZES.get(line)
                 left = self._size(line) if known is None else known
                 at = stop + 2
                 if left == 0:
-                    self._left = _TRAILER
+                    self.left = _TRAILER
                     continue
                 stop = at + left
                 if stop + 2 <= end:  # All of it is there, as it mostly is.
@@ -57,25 +59,25 @@ class Chunks:
                     pieces.append(data[at:stop])
                     at = stop + 2
                 else:
-                    self._left = left
+                    self.left = left
             elif left > 0:
                 piece = data[at : at + left]
                 pieces.append(piece)
                 at += len(piece)
-                self._left = left - len(piece) or _CLOSING
+                self.left = left - len(piece) or _CLOSING
             elif left == _CLOSING:
                 closing = data[at : at + 2]
                 if closing == b"\r\n":
                     at += 2
-                    self._left = _SIZE_LINE
+                    self.left = SIZE_LINE
                 elif closing == b"\r":
-                    self._held = closing
+                    self.held = closing
                     break
                 else:
                     raise Refused(400, "a chunk is longer than it says")
             else:
                 at = self._trailer(data, at)
-                if self.over or self._held:
+                if self.over or self.held:
                     break
         if len(pieces) == 1:
             return pieces[0]
@@ -101,12 +103,12 @@ class Chunks:
         if match is None:
             raise Refused(400, "a chunk's size cannot be read")
         size = int(match[1], 16)
-        if len(line) <= 3:
-            _sizes[line] = size
+        if len(line) <= 3 and size:
+            SIZES[line] = size
         return size
 
     def _hold(self, data: bytes, at: int) -> None:
         """A line that is not whole. What can never become one is refused at once."""
-        self._held = data[at:]
-        if len(self._held) >= LINE_BYTES or b"\n" in self._held or b"\r" in self._held[:-1]:
+        self.held = data[at:]
+        if len(self.held) >= LINE_BYTES or b"\n" in self.held or b"\r" in self.held[:-1]:
             raise Refused(400, "a chunk's size cannot be read")

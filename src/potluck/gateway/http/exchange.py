@@ -85,7 +85,8 @@ class OpenExchange:
             end = end % len(body)
         if self.method == b"HEAD":
             body = b""
-        self._over()
+        self._state, self._visit = _OVER, None  # `_over`, written out
+        self.on_gone = self.on_room = None
         if len(body) <= JOINED_BYTES:
             visit.write(b"".join((head, lines, end, body)))
         else:

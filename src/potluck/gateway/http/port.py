@@ -42,9 +42,10 @@ class Port:
         self.dropped: Counter[str] = Counter()
         """Connections that ended because of what the client did, by the reason."""
         self._crowd: Crowd[Visit] = Crowd(min(limits.connections, open_files() * SHARE_OF_FILES))
-        self.waits = self._crowd.waits
-        """A connection's request was answered."""
-        self._held: dict[Visit, int] = {}
+        self.works, self.waits = self._crowd.works, self._crowd.waits
+        """A connection's request has come whole; it was answered."""
+        self.held: dict[Visit, int] = {}
+        """Bytes of requests that are not whole."""
         self._held_bytes = 0
         self._servers: list[asyncio.Server] = []
         self._told: Counter[str] = Counter()
@@ -104,22 +105,17 @@ class Port:
         if not len(self._crowd):
             self._empty.set()
 
-    def works(self, visit: Visit) -> None:
-        self._crowd.works(visit)
-        if self._held:
-            self.released(visit)
-
     def holds(self, visit: Visit, size: int) -> None:
         """So many bytes of a request that is not whole. Where there are too many, the largest one goes."""
-        self._held_bytes += size - self._held.get(visit, 0)
-        self._held[visit] = size
+        self._held_bytes += size - self.held.get(visit, 0)
+        self.held[visit] = size
         while self._held_bytes > self.limits.bodies_bytes:
-            largest = max(self._held, key=self._held.__getitem__)
+            largest = max(self.held, key=self.held.__getitem__)
             self.released(largest)
             largest.refuse(Refused(503, "too much is being sent to this gateway; try again", "overloaded"))
 
     def released(self, visit: Visit) -> None:
-        self._held_bytes -= self._held.pop(visit, 0)
+        self._held_bytes -= self.held.pop(visit, 0)
 
     def drop(self, why: str) -> None:
         """Counted, and told of now and then."""

@@ -26,7 +26,7 @@ class Request:
         self, method: bytes, path: bytes, query: bytes, headers: dict[bytes, bytes], v11: bool
     ) -> None:
         self.method, self.path, self.query, self.headers, self.v11 = method, path, query, headers, v11
-        self.stays = stays(headers, v11)
+        self.stays = v11 if b"connection" not in headers else stays(headers, v11)
         self.body = b""
 
 
@@ -89,7 +89,8 @@ class RequestReader:
         if length == CHUNKED:
             self._chunks = Chunks()
         else:
-            self._room(length)
+            if length > self._limits.body_bytes:
+                self._room(length)
             buffer, end = self._buffer, at + length
             if len(buffer) >= end:  # As it mostly is: all came at once.
                 request.body = buffer[at:end]

@@ -137,9 +137,12 @@ class Visit(asyncio.Protocol):
                 exchange = OpenExchange(self, request, self.peer, self._came_s)
                 self._exchange = exchange
                 self._fresh = False
-                self.port.works(self)
+                port = self.port
+                port.works(self)
+                if port.held:
+                    port.released(self)
                 try:
-                    self.port.handler(exchange)
+                    port.handler(exchange)
                 except Exception:  # A fault of ours: the client hears of it, and so does the log.
                     log.exception("a request could not be handled")
                     self._fault(exchange)

@@ -41,10 +41,9 @@ class Wheel:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, watched: Watched) -> None:
-        """From now on, as long as something is awaited of it."""
-        watched.heard_s = now_s = self.now_s
-        if not 0 < watched.slot <= (now_s + watched.silence_s) / TICK_S:
-            self._put(watched)
+        """From now on, as long as something is awaited of it. Need not be called for one whose slot comes in time."""
+        watched.heard_s = self.now_s
+        self._put(watched)
 
     def close(self) -> None:
         if self._timer is not None:

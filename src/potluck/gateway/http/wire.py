@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from potluck.api.errors import Refused
 from potluck.gateway.http.answers import AnswerReader
+from potluck.gateway.http.wheel import TICK_S
 from potluck.gateway.parts import Address, Headers, Listener
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ class OpenCall:
 
     __slots__ = (
         "_calls",
-        "_paused",
         "address",
         "bodiless",
         "connecting",
@@ -47,6 +47,7 @@ class OpenCall:
         "fresh",
         "listener",
         "over",
+        "paused",
         "sent_s",
         "silence_s",
         "wire",
@@ -62,7 +63,7 @@ class OpenCall:
         bodiless: bool,
     ) -> None:
         self._calls = calls
-        self._paused = False
+        self.paused = False
         self.address, self.data = address, data
         self.listener: Listener = listener
         self.silence_s, self.bodiless = silence_s, bodiless
@@ -84,14 +85,14 @@ class OpenCall:
             self.wire.abort()
 
     def pause(self) -> None:
-        if not self.over and not self._paused:
-            self._paused = True
+        if not self.over and not self.paused:
+            self.paused = True
             if self.wire is not None:
                 self.wire.pause()
 
     def resume(self) -> None:
-        if not self.over and self._paused:
-            self._paused = False
+        if not self.over and self.paused:
+            self.paused = False
             if self.wire is not None:
                 self.wire.heard_s = self._calls.wheel.now_s
                 self.wire.resume()
@@ -107,10 +108,6 @@ class OpenCall:
             listener.lost(f"{host}:{self.address.port} {why}")
         except Exception:  # A fault of ours must not take the connection's other users along.
             log.exception("a listener failed")
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
 
 
 class Wire(asyncio.Protocol):
@@ -147,9 +144,10 @@ class Wire(asyncio.Protocol):
         self._call = call
         self._reader = AnswerReader(call.bodiless)
         call.wire = self
-        call.sent_s = self._wheel.now_s
+        call.sent_s = self.heard_s = now_s = self._wheel.now_s
         self.silence_s = call.silence_s
-        self._wheel.watch(self)
+        if not 0 < self.slot <= (now_s + call.silence_s) / TICK_S:
+            self._wheel.watch(self)
         self._transport.write(call.data)
         if call.paused:
             self.pause()
