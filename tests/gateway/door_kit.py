@@ -149,7 +149,7 @@ class FakeMeter:
 
     def __init__(self) -> None:
         self.told: list[Told] = []
-        self.gaps: list[float] = []
+        self.seen_s: list[float] = []
         self.let_in: list[tuple[str, str]] = []
         self.turned: list[tuple[int, str]] = []
 
@@ -159,8 +159,8 @@ class FakeMeter:
     def answered(self, told: Told) -> None:
         self.told.append(told)
 
-    def gap(self, model: str, gap_s: float) -> None:
-        self.gaps.append(gap_s)
+    def gaps(self, model: str) -> Callable[[float], None]:
+        return self.seen_s.append
 
     def turned_away(self, status: int, code: str) -> None:
         self.turned.append((status, code))

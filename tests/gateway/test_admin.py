@@ -78,7 +78,7 @@ def test_metrics_have_the_names_people_know() -> None:
     metrics = Metrics(tally, Fleet(), lambda: {known.KEYS: 7.0}, clock=lambda: now_s[0])
     metrics.look()
     tally.came("m", "co")
-    tally.gap("m", 0.03)
+    tally.gaps("m")(0.03)
     tally.answered(TOLD)
     tally.turned_away(401, "invalid_api_key")
     now_s[0] = 10.0
@@ -166,7 +166,7 @@ def test_tallies_of_several_processes_add_up(told: list[tuple[int, str, float]])
         one = TOLD._replace(outcome=outcome, first_s=10.0 + took_s)
         for tally in (workers[worker], together):
             tally.answered(one)
-            tally.gap("m", took_s)
+            tally.gaps("m")(took_s)
         if place % 3 == 0:
             main.add(json.loads(json.dumps(workers[worker].take())))
     for worker in workers:

@@ -90,10 +90,10 @@ def test_streamed_choices_come_as_they_come() -> None:
     second.tokens(choices("x"))
     scene.now_s = 3.0
     first.tokens(choices("ab"))
-    assert scene.meter.gaps == [], "each answer's tokens are apart from the other's"
+    assert scene.meter.seen_s == [], "each answer's tokens are apart from the other's"
     scene.now_s = 4.0
     first.tokens(choices(""))
-    assert scene.meter.gaps == [1.0]
+    assert scene.meter.seen_s == [1.0]
     second.finished("stop", 0)
     assert not found.over
     first.finished("length", 0)

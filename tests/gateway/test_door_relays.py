@@ -72,7 +72,7 @@ def test_a_stream_goes_on_as_it_comes() -> None:
     answer.relay_end()
     assert found.over
     assert (scene.meter.told[0].outcome, scene.meter.told[0].estimated) == ("stop", True)
-    assert len(scene.meter.gaps) == 1
+    assert len(scene.meter.seen_s) == 1
 
 
 def test_a_stream_that_breaks_off_says_so() -> None:

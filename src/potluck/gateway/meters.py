@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from potluck.core.brain.actions import Run
 from potluck.core.brain.events import FailureKind
 from potluck.gateway.parts import Asked, Told
+
+
+def _nobody(gap_s: float) -> None: ...
 
 
 class SilentMeter:
@@ -16,7 +21,8 @@ class SilentMeter:
 
     def turned_away(self, status: int, code: str) -> None: ...
 
-    def gap(self, model: str, gap_s: float) -> None: ...
+    def gaps(self, model: str) -> Callable[[float], None]:
+        return _nobody
 
     def routed(self, asked: Asked, run: Run) -> None: ...
 

@@ -295,8 +295,9 @@ class Meter(Protocol):
     def turned_away(self, status: int, code: str) -> None:
         """A request was not let in: no key, over its limits, nothing at that path."""
 
-    def gap(self, model: str, gap_s: float) -> None:
-        """Between two tokens of one answer, or two pieces of it where tokens are not seen."""
+    def gaps(self, model: str) -> Callable[[float], None]:
+        """Who is to hear of the seconds between two tokens of one answer, or two pieces of it where tokens are not
+        seen: one call for each, straight to where they are noted."""
 
     def routed(self, asked: Asked, run: Run) -> None:
         """An attempt is sent on its way; a further one is a retry."""

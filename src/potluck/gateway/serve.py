@@ -48,7 +48,8 @@ class Operators:
         self._settings = settings
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
-        self.meter = FullMeter(self._told, self._spans, self._region_of(center))
+        told = None if self._usage is None else self._told
+        self.meter = FullMeter(told, self._spans, self._region_of(center))
         self._keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
         self.feed = Feed(self._watched, lost=lambda: self.meter.count(families.LOST_EVENTS))
         self.metrics = Metrics(self.meter, Oversight(center), self._gauges)
@@ -66,8 +67,8 @@ class Operators:
         center.desk.at_ticks += [self.metrics.look, self._flush]
 
     def _told(self, told: Told) -> None:
-        if self._usage is not None:
-            self._usage.record(told, time.monotonic())
+        assert self._usage is not None
+        self._usage.record(told, time.monotonic())
 
     def _flush(self) -> None:
         if self._usage is not None:

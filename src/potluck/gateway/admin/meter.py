@@ -25,7 +25,8 @@ class FullMeter(Tally):
 
     def answered(self, told: Told) -> None:
         super().answered(told)
-        self.used(told)
+        if self._told is not None:
+            self._told(told)
 
     def segment(
         self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""

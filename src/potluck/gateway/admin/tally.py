@@ -53,8 +53,8 @@ class Histogram:
 class Tally:
     """Counts of everything in `families` that is not read when asked for: parts.Meter.
 
-    What comes with every request and every token is noted, and counted many at a time: when somebody reads, or when
-    so many are noted. That takes a third of the time, and none of it while a client waits.
+    What comes with every request and every token is noted, and counted many at a time: when somebody reads, as the
+    gateway itself does every second, or when so many are noted.
     """
 
     def __init__(
@@ -97,13 +97,11 @@ class Tally:
     def came(self, model: str, tenant: str) -> None:
         self.open += 1
 
-    def gap(self, model: str, gap_s: float) -> None:
+    def gaps(self, model: str) -> Callable[[float], None]:
         found = self._gaps.get(model)
         if found is None:
             found = self._gaps[model] = []
-        found.append(gap_s)
-        if len(found) >= MOST_NOTED:
-            self._settle_gaps()
+        return found.append
 
     def answered(self, told: Told) -> None:
         self.open -= bool(told.model)
@@ -123,9 +121,9 @@ class Tally:
             self.count(known.ROUTES, labels, number)
 
     def _settle_gaps(self) -> None:
-        noted, self._gaps = self._gaps, {}
-        for model, gaps in noted.items():
+        for model, gaps in self._gaps.items():
             self.histogram(known.GAP, (model,)).see_all(gaps)
+            gaps.clear()  # Others hold its `append`.
 
     def _settle_segments(self) -> None:
         noted, self._segments = self._segments, []

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
 from potluck.core.brain.events import Adopted, Arrived, Cancelled, Event, Failed, Finished, Tick
@@ -65,22 +66,21 @@ class Desk:
             return
         self._acting = True
         try:
-            self._hear(at_s, event, line)
-            while self._news:
-                self._hear(*self._news.popleft())
+            while True:
+                if line is not None and (type(event) is Arrived or type(event) is Adopted):
+                    self._owners[event.request.id] = line
+                actions = self._mind.on(at_s, event)
+                for watcher in self.watchers:
+                    watcher(at_s, event, actions)
+                if actions:
+                    self._act(actions)
+                if isinstance(event, _ENDINGS) and event.request not in self._flights:
+                    self._owners.pop(event.request, None)
+                if not self._news:
+                    break
+                at_s, event, line = self._news.popleft()
         finally:
             self._acting = False
-
-    def _hear(self, at_s: float, event: Event, line: DeskLine | None) -> None:
-        if line is not None and (type(event) is Arrived or type(event) is Adopted):
-            self._owners[event.request.id] = line
-        actions = self._mind.on(at_s, event)
-        for watcher in self.watchers:
-            watcher(at_s, event, actions)
-        if actions:
-            self._act(actions)
-        if isinstance(event, _ENDINGS) and event.request not in self._flights:
-            self._owners.pop(event.request, None)
 
     def _act(self, actions: Sequence[Action]) -> None:
         """Each to whom it concerns, in their order."""
@@ -124,15 +124,12 @@ class Desk:
 class DeskLine:
     """The line of a worker in this process."""
 
-    __slots__ = ("_desk", "act", "now_s")
+    __slots__ = ("act", "now_s", "tell")
 
     def __init__(self, desk: Desk, act: Act) -> None:
-        self._desk = desk
         self.act = act
         self.now_s = desk.now_s
-
-    def tell(self, event: Event) -> None:
-        self._desk.tell(event, self)
+        self.tell = partial(desk.tell, line=self)
 
 
 def _nobody(actions: Sequence[Action]) -> None:

@@ -21,6 +21,7 @@ REQUESTS_LEFT, TOKENS_LEFT = (
     % (name, name, name)
     for name in (b"requests", b"tokens")
 )
+ALL_LEFT = REQUESTS_LEFT + TOKENS_LEFT
 Kind = Literal["requests", "tokens", "concurrent"]
 
 
@@ -37,10 +38,6 @@ class Quota:
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1e12:
                 raise InputError(name, f"must be above 0, is {value}")
-
-    @property
-    def any(self) -> bool:
-        return not self.requests_per_min is self.tokens_per_min is self.concurrent is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class Pail:
 
     def left(self, now_s: float) -> tuple[float, float, int]:
         """How much it holds at most, how much is there, and in how many seconds it will be full."""
-        level = self.level(now_s)
+        level = self._level if now_s == self._seen_s else self.level(now_s)
         return self.most, level if level > 0.0 else 0.0, ceil((self.most - level) / self.rate_per_s)
 
     def take(self, amount: float) -> None:
@@ -153,7 +150,7 @@ class Allowance:
     def leave(self, charged: int, used: int) -> None:
         """A request has ended: what was charged for it is put right."""
         self.open -= 1
-        if self._tokens is not None and used != charged:
+        if used != charged and self._tokens is not None:
             self._tokens.take(float(used - charged))
         if self._row is not None:
             self._row.add(0.0, float(used - charged), self.open)
@@ -161,5 +158,7 @@ class Allowance:
     def headers(self, now_s: float) -> bytes:
         """OpenAI's headers, as lines of a head: what is left, and when all of it will be."""
         requests, tokens = self._requests, self._tokens
-        told = b"" if requests is None else REQUESTS_LEFT % requests.left(now_s)
-        return told if tokens is None else told + TOKENS_LEFT % tokens.left(now_s)
+        if requests is None:
+            return b"" if tokens is None else TOKENS_LEFT % tokens.left(now_s)
+        told = requests.left(now_s)
+        return REQUESTS_LEFT % told if tokens is None else ALL_LEFT % (told + tokens.left(now_s))

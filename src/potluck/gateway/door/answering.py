@@ -6,7 +6,7 @@ The status is only said with the first part, so that what fails before has its o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from potluck.api.answers import LAST_EVENT, Head, event, usage
 from potluck.api.chunks import usage_text, whole_reply
@@ -31,6 +31,13 @@ GONE = 499
 """The status that is counted where a client left before there was one."""
 
 
+class Door(Protocol):
+    """Where it came in."""
+
+    open: int
+    """Requests under way."""
+
+
 class Answering:
     """From the first word of an answer to the last, whoever says it; told to the meter once.
 
@@ -43,11 +50,15 @@ class Answering:
     voices: Sequence[Voice] = ()
     over = _begun = estimated = logprobs = False
     _choices = 1
-    _left = output = _cached = prompt_tokens = _charged = 0
+    _left = output = _cached = prompt_tokens = 0
+    charged = 0
+    """Tokens that were taken off the key's at first."""
     first_s: float | None = None
     _head: Head | None = None
     _created_s = 0.0
     _word = ""
+    gap: Callable[[float], None] | None = None
+    """Hears what is between two tokens, as soon as there was one."""
 
     def __init__(
         self,
@@ -57,10 +68,10 @@ class Answering:
         driver: Driver,
         meter: Meter,
         clock: Callable[[], float],
-        left: Callable[[], None],
+        door: Door,
     ) -> None:
         self._exchange, self._key, self._driver, self._meter = exchange, key, driver, meter
-        self._clock, self._leave = clock, left
+        self.clock, self._door = clock, door
         self.request = request
         self._tag = (b"x-request-id", request.encode())
 
@@ -97,9 +108,6 @@ class Answering:
             self._head = self.head._replace(usage_said=wish.usage_said)
         return wish
 
-    def charged(self, tokens: int) -> None:
-        self._charged = tokens
-
     @property
     def verbatim(self) -> bool:
         """Whether a server's bytes may go on as they come."""
@@ -109,12 +117,14 @@ class Answering:
 
     def came(self, tokens: int, before_s: float | None) -> float:
         """More tokens, or pieces where tokens are not seen, of a voice that spoke before; when that is."""
-        now_s = self._clock()
+        now_s = self.clock()
         if self.first_s is None:
             self.first_s = now_s
-        if before_s is not None:
+        if self.gap is None:
             assert self.wish is not None
-            self._meter.gap(self.wish.card.name, now_s - before_s)
+            self.gap = self._meter.gaps(self.wish.card.name)
+        if before_s is not None:
+            self.gap(now_s - before_s)
         self.output += tokens
         return now_s
 
@@ -227,9 +237,9 @@ class Answering:
         exchange, key, wish = self._exchange, self._key, self.wish
         exchange.on_gone = exchange.on_room = None
         self.voices = ()  # What holds each other is not left to the collector of garbage.
-        self._leave()
+        self._door.open -= 1
         served = self.prompt_tokens if self.output or status < 400 else 0
-        key.allowance.leave(self._charged, served + self.output)
+        key.allowance.leave(self.charged, served + self.output)
         self._meter.answered(
             Told(
                 self.request,
@@ -244,7 +254,7 @@ class Answering:
                 self.output,
                 exchange.came_s,
                 self.first_s,
-                self._clock(),
+                self.clock(),
                 wish is not None and wish.stream,
                 self.estimated,
                 self._choices,

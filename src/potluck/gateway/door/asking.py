@@ -50,14 +50,34 @@ class Asking:
         return made
 
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> Asked:
-        wish = self._wish
+        wish, manner = self._wish, self._wish.manner
         self.estimated = not prompts
         self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or guessed(wish)
-        output = self._room(card, prompt_tokens)
+        output = wish.limit
+        if output is None or prompt_tokens + output > card.context_tokens:
+            output = self._room(card, prompt_tokens)
         self._expect(output, 1)
-        tokens = prompts[0] if len(prompts) == 1 else ()
-        self._ends = tuple(card.ends) if card.ends else ()
-        return self._asked(word, tokens, prompt_tokens, output, GREEDY, self._body)
+        return Asked(
+            word,
+            card.name,
+            prompts[0] if len(prompts) == 1 else (),
+            prompt_tokens,
+            output,
+            GREEDY,
+            tuple(card.ends),
+            False,
+            0,
+            self._tenant,
+            manner.request_class,
+            manner.priority,
+            manner.deadline_s,
+            manner.session,
+            self._salt,
+            self._path,
+            self._body,
+            wish.stream,
+            card.vocab,
+        )
 
     def _expect(self, output: int, answers: int) -> None:
         longest = EXPECTED_OUTPUT if self._wish.limit is None and output > EXPECTED_OUTPUT else output

@@ -97,7 +97,11 @@ class FrontDoor:
         try:
             path = exchange.path
             if path in POST_ONLY:
-                key = self._who(exchange)
+                keys = self._keys
+                if keys is None:
+                    key = self._who(exchange)
+                else:
+                    key = keys.who(exchange.headers.get(b"authorization"), self._clock())
                 if exchange.method != b"POST":
                     raise Refused(405, f"{_shown(path)} takes POST", "method_not_allowed")
                 if path == b"/v1/responses":
@@ -149,14 +153,14 @@ class FrontDoor:
         if spent is not None:
             raise _limited(key, spent, now_s)
         self.open += 1
-        answering = Answering(exchange, name, key, self._driver, self._meter, self._clock, self._left)
+        answering = Answering(exchange, name, key, self._driver, self._meter, self._clock, self)
         exchange.on_gone = answering.gone
-        if allowance.quota.any and allowance.quota.tokens_per_min is None:  # else when tokens are charged
+        quota = allowance.quota
+        if (
+            quota.requests_per_min is not None and quota.tokens_per_min is None
+        ):  # else when tokens are charged
             answering.limits = allowance.headers(now_s)
         return answering
-
-    def _left(self) -> None:
-        self.open -= 1
 
     # What for.
 
@@ -206,10 +210,13 @@ class FrontDoor:
     ) -> None:
         """All is known: let the driver see to it."""
         word = random_word()
-        asking = Asking(wish, key.tenant, self._salt(key.tenant, wish.own_salt), exchange.path, exchange.body)
+        tenant, own = key.tenant, wish.own_salt
+        salt = (self._salts.get(tenant) if own is None else None) or self._salt(tenant, own)
+        asking = Asking(wish, tenant, salt, exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
         answering.estimated = asking.estimated
-        self._charge(answering, key, asking.expected_tokens)
+        if key.allowance.quota.tokens_per_min is not None:
+            self._charge(answering, key, asking.expected_tokens)
         voices: Sequence[Voice]
         if len(asks) == 1:
             voices = (Voice(answering, word, 0, None if wish.asked is None else growth_of(wish)),)
@@ -223,13 +230,11 @@ class FrontDoor:
             self._driver.begin(asked, voice)
 
     def _charge(self, answering: Answering, key: ApiKey, tokens: int) -> None:
-        if key.allowance.quota.tokens_per_min is None:
-            return
         now_s = self._clock()
         spent = key.allowance.charge(tokens, now_s)
         if spent is not None:
             raise _limited(key, spent, now_s)
-        answering.charged(tokens)
+        answering.charged = tokens
         answering.limits = key.allowance.headers(now_s)
 
     def _salt(self, tenant: str, own: str | None) -> str:

@@ -29,21 +29,25 @@ NUMBERS = re.compile(rb'"(prompt|completion|cached)_tokens"[ \t\r\n]*:[ \t\r\n]*
 class Tail:
     """The end of what went by."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("pieces",)
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self.pieces: list[bytes] = []
 
     def add(self, data: bytes) -> int:
         """How many parts of a stream begin in it."""
-        pieces = self._pieces
-        pieces.append(data)
-        if len(pieces) > PIECES:
-            self._pieces = [b"".join(pieces)[-TAIL_BYTES:]]
+        self.pieces.append(data)
+        if len(self.pieces) > PIECES:
+            self.cut()
         return data.count(PART)
 
+    def cut(self) -> None:
+        """So many pieces become one, which is not too long."""
+        self.pieces = [b"".join(self.pieces)[-TAIL_BYTES:]]
+
     def counts(self) -> Counts:
-        return counted(b"".join(self._pieces)[-TAIL_BYTES:])
+        self.cut()
+        return counted(self.pieces[0])
 
 
 def counted(data: bytes) -> Counts:
@@ -51,8 +55,13 @@ def counted(data: bytes) -> Counts:
     start = data.rfind(b'"usage"')
     if start < 0:
         return NOTHING_SAID
-    found = {name: int(digits) for name, digits in reversed(NUMBERS.findall(data, start))}
-    return Counts(found.get(b"prompt"), found.get(b"completion"), found.get(b"cached", 0))
+    found = dict(reversed(NUMBERS.findall(data, start)))
+    prompt, output, cached = found.get(b"prompt"), found.get(b"completion"), found.get(b"cached")
+    return Counts(
+        None if prompt is None else int(prompt),
+        None if output is None else int(output),
+        0 if cached is None else int(cached),
+    )
 
 
 class Parts:

@@ -18,7 +18,7 @@ from potluck.core.errors import FormatError
 from potluck.core.values.sampling import Choice
 from potluck.gateway.door.answering import Answering
 from potluck.gateway.door.asking import growth_of
-from potluck.gateway.door.relays import Parts, Tail, counted, parsed
+from potluck.gateway.door.relays import PART, PIECES, Parts, Tail, counted, parsed
 from potluck.gateway.door.replies import refused_by_brain
 
 
@@ -164,8 +164,17 @@ class Voice:
         if self._pieces is not None:
             self._pieces.append(data)
             return
-        assert self._tail is not None
-        self._spoke_s = answering.came(self._tail.add(data), self._spoke_s)
+        tail, gap, before_s = self._tail, answering.gap, self._spoke_s
+        assert tail is not None
+        if gap is None or before_s is None:
+            self._spoke_s = answering.came(tail.add(data), before_s)
+        else:  # `came` and `add`, written out: so many calls for each token would cost more than they do.
+            self._spoke_s = now_s = answering.clock()
+            gap(now_s - before_s)
+            answering.output += data.count(PART)
+            tail.pieces.append(data)
+            if len(tail.pieces) > PIECES:
+                tail.cut()
         if self._events is None:
             self._pass_on(data)
         else:
@@ -190,7 +199,7 @@ class Voice:
         if self.over:
             return
         answering = self._answering
-        if answering.verbatim and not (answering.wish is not None and answering.wish.stream):
+        if len(answering.voices) == 1 and not (answering.wish is not None and answering.wish.stream):
             self.over = answering.estimated = True
             answering.relayed(status, content_type, body, counted(body))
         else:

@@ -58,15 +58,9 @@ class Wish:
     stream: bool
     chars: int
     """Of text that is to be tokenised."""
+    own_salt: str | None = None
+    """What the client itself sets its cached prefixes apart by."""
     manner: Manner = Manner()
-
-    @property
-    def own_salt(self) -> str | None:
-        """What the client itself sets its cached prefixes apart by."""
-        if self.asked is not None:
-            return self.asked.cache_salt
-        given = self.body.get("cache_salt")
-        return given if isinstance(given, str) else None
 
     @property
     def usage_said(self) -> bool:
@@ -113,7 +107,18 @@ def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool) -> Wish:
         asked, prompts = completion_of(body, card.able)
     special, chars = asked.add_special_tokens, _chars(prompts, messages)
     return Wish(
-        card, chat, body, asked, prompts, messages, special, asked.n, asked.limit, asked.stream, chars
+        card,
+        chat,
+        body,
+        asked,
+        prompts,
+        messages,
+        special,
+        asked.n,
+        asked.limit,
+        asked.stream,
+        chars,
+        asked.cache_salt,
     )
 
 
@@ -164,7 +169,9 @@ def _plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
     n = 1 if n is None else _count(n, "n")
     if n * (len(prompts) or 1) > card.able.most_choices:
         raise InputError("n", f"more than {card.able.most_choices} answers to one request")
-    return Wish(card, chat, body, None, prompts, messages, None, n, limit, stream is True, chars)
+    salt = body.get("cache_salt")
+    salt = salt if isinstance(salt, str) else None
+    return Wish(card, chat, body, None, prompts, messages, None, n, limit, stream is True, chars, salt)
 
 
 def _count(value: object, name: str) -> int:

@@ -39,21 +39,20 @@ RECENT = 16
 class Debtor(ABC):
     """Somebody who is to hear from an engine. What it says of itself is read by the watch."""
 
-    __slots__ = ("flows", "heard_s", "owes", "pulse", "since_s", "tokens", "until_s")
+    pulse: Pulse | None = None
+    owes = False
+    """Whether the engine has something to say now."""
+    flows = False
+    """Whether it has begun to say it."""
+    since_s = 0.0
+    """Since when it owes, or last was read again."""
+    heard_s = 0.0
+    until_s = inf
+    """When something that it need not do by itself must have happened: a cache was fetched."""
 
     def __init__(self, tokens: int) -> None:
-        self.pulse: Pulse | None = None
-        self.owes = False
-        """Whether the engine has something to say now."""
-        self.flows = False
-        """Whether it has begun to say it."""
-        self.since_s = 0.0
-        """Since when it owes, or last was read again."""
-        self.heard_s = 0.0
         self.tokens = tokens
         """Of the prompt that it computes."""
-        self.until_s = inf
-        """When something that it need not do by itself must have happened: a cache was fetched."""
 
     @abstractmethod
     def stalled(self, kind: FailureKind) -> None:

@@ -15,7 +15,7 @@ from potluck.core.brain.actions import Run
 from potluck.core.brain.events import FailureKind
 from potluck.core.errors import FormatError
 from potluck.gateway.drive import rewrite
-from potluck.gateway.drive.patience import Debtor
+from potluck.gateway.drive.patience import RECENT, Debtor
 from potluck.gateway.drive.trip import JSON, Means
 from potluck.gateway.parts import Call, Endpoint, Headers
 
@@ -68,7 +68,7 @@ class Relay(Debtor):
     _rewriter: rewrite.Rewriter | None = None
 
     def __init__(self, ride: Ride, run: Run, means: Means, stream: Stream) -> None:
-        super().__init__(run.prompt_tokens)
+        self.tokens = run.prompt_tokens
         self._ride, self._means, self._stream = ride, means, stream
         self._now_s = means.now_s
         self._relay = ride.answer.relay
@@ -156,7 +156,12 @@ class Relay(Debtor):
             else:
                 self._pieces.append(data)
             return
-        self.hear(self._now_s())
+        now_s, pulse = self._now_s(), self.pulse
+        if pulse is not None:  # `hear`, written out
+            pulse.heard_s = now_s
+            if self.flows and self.owes:
+                pulse.gap_s += (now_s - self.heard_s - pulse.gap_s) / RECENT
+        self.heard_s = now_s
         if self._held or not data.endswith(EVENT_END):
             data = self._whole_events(data)
         if not data or self._over:
@@ -298,7 +303,8 @@ class Relay(Debtor):
         if not tokens:
             tokens = len(self._ride.output) or max(stream.events - (asked.path == CHAT), 1)
         self._count(tokens)
-        self._leave()
+        self._over = True
+        self._means.watch.leave(self)
         return tokens if tokens < asked.max_output_tokens else asked.max_output_tokens
 
     def _count(self, tokens: int, problem: str = "") -> None:

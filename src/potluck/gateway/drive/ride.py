@@ -90,7 +90,8 @@ class Ride:
         """Go along a route, from exactly where the user is."""
         if self._ended or run.attempt <= self._attempt:
             return
-        self._stop()
+        if self._going is not None:
+            self._stop()
         self._attempt, self._first = run.attempt, False
         if run.streamed_tokens != len(self.output):
             self.failed("link", "", "was sent from elsewhere than where its user is")

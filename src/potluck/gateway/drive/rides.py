@@ -70,7 +70,7 @@ class Rides:
             asked.max_output_tokens,
             asked.priority,
             deadline_s,
-            self._naming.names(asked),
+            self._naming.names(asked) if asked.prompt else (),
             asked.tenant,
             asked.request_class,
         )
@@ -91,7 +91,12 @@ class Rides:
         outer, self._acting = self._acting, True
         try:
             for action in actions:
-                self._do(action)
+                if type(action) is Run:
+                    ride = self._open.get(action.request)
+                    if ride is not None:
+                        ride.run(action)
+                else:
+                    self._do(action)
         finally:
             self._acting = outer
         while self._news and not self._acting:
@@ -115,11 +120,7 @@ class Rides:
         self._watch.gone(replica)
 
     def _do(self, action: Action) -> None:
-        if type(action) is Run:
-            ride = self._open.get(action.request)
-            if ride is not None:
-                ride.run(action)
-            return
+        """What is not to be run."""
         match action:
             case Refuse():
                 ride = self._open.get(action.request)

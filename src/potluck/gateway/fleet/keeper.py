@@ -72,6 +72,7 @@ class Keeper:
         self._posts: dict[str, Post] = {}
         self._engines: dict[str, Engine] = {}
         self._endpoints: dict[str, Endpoint] = {}
+        self.find: Callable[[str], Endpoint | None] = self._endpoints.get
         self._replan: Replan | None = None
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,10 +82,7 @@ class Keeper:
         self.on_gone: list[Callable[[str], None]] = []
         """Told which replica is gone, before the Brain is: what runs there has failed."""
 
-    # What workers ask (parts.Directory).
-
-    def find(self, replica: str) -> Endpoint | None:
-        return self._endpoints.get(replica)
+    # What workers ask (parts.Directory), beside `find`.
 
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         return self._codec(model, source_region, target_region)

@@ -36,7 +36,9 @@ class AnswerReader:
                 stop = data.find(b"\r\n", 0, 10)
                 size = SIZES.get(data[:stop])
                 if size is not None and len(data) == size + stop + 4 and data.endswith(b"\r\n"):
-                    return data[stop + 2 : -2]  # Just one chunk, as most tokens come: `Chunks.feed`, written out.
+                    return data[
+                        stop + 2 : -2
+                    ]  # Just one chunk, as most tokens come: `Chunks.feed`, written out.
             piece = chunks.feed(data)
             if chunks.over:
                 self._ends(bool(chunks.rest))
