@@ -274,6 +274,9 @@ class Fleet:
     def find(self, replica: str) -> Endpoint | None:
         return self.endpoints.get(replica)
 
+    def segments(self, model: str) -> bool:
+        return True
+
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         return self.codecs.get((source_region, target_region), "raw")
 

@@ -249,6 +249,9 @@ class Directory(Protocol):
 
     def find(self, replica: str) -> Endpoint | None: ...
 
+    def segments(self, model: str) -> bool:
+        """Whether engines can be reached that run segments of this model's requests, and so need their tokens."""
+
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         """How KV crosses between them: raw, int8 or int4."""
 

@@ -189,6 +189,8 @@ class Answering:
             return
         if counts.output is not None and counts.prompt is not None:
             self.prompt_tokens, self.output, self.estimated = counts.prompt, counts.output, False
+            if self.wish is not None and self.wish.length is not None:
+                self.wish.length.learn(self.wish.chars, counts.prompt)
         self._cached = counts.cached
         if body is not None:
             self._exchange.reply(status, body, ((b"content-type", kind), self._tag), self.limits)

@@ -11,7 +11,7 @@ from potluck.core.values.sampling import Sampling
 from potluck.gateway.door.allowances import EXPECTED_OUTPUT
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.replies import compact
-from potluck.gateway.door.wishes import Wish, guessed
+from potluck.gateway.door.wishes import Wish, reckoned
 from potluck.gateway.parts import Asked
 
 GREEDY = Sampling()
@@ -52,7 +52,7 @@ class Asking:
     def _plain(self, card: ModelCard, word: str, prompts: list[tuple[int, ...]]) -> Asked:
         wish, manner = self._wish, self._wish.manner
         self.estimated = not prompts
-        self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or guessed(wish)
+        self.prompt_tokens = prompt_tokens = sum(map(len, prompts)) or reckoned(wish)
         output = wish.limit
         if output is None or prompt_tokens + output > card.context_tokens:
             output = self._room(card, prompt_tokens)

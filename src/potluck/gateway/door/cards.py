@@ -16,7 +16,7 @@ ENGINES = Abilities(frozenset({"service_tier"}), most_logprobs=MOST_LOGPROBS)
 """What engines can do that run segments; a service tier is the gateway's own affair."""
 OWN_FORM = "potluck"
 """Configurations that the engine writes itself, such as the shipped hybrid model's."""
-GUESSED_CHARS = 4
+LONGEST_CHARS = 16
 """Of a token, where nobody can tokenise."""
 
 
@@ -28,7 +28,7 @@ class ModelCard:
     context_tokens: int
     """Prompt and answer together."""
     text: Text | None = None
-    """Its tokenizer; without one, only tokens can be sent to engines, and prompts to other servers are guessed at."""
+    """Its tokenizer; without one, only tokens can be sent to engines, and prompts to other servers are reckoned."""
     plain: bool = False
     """Only servers of plain OpenAI have it: what they can do is theirs to say, and bodies go on as they came."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -42,7 +42,7 @@ class ModelCard:
     """A longer prompt cannot fit, whatever its tokens."""
 
     def __post_init__(self) -> None:
-        longest = GUESSED_CHARS * 4 if self.text is None else self.text.longest_token_chars
+        longest = LONGEST_CHARS if self.text is None else self.text.longest_token_chars
         object.__setattr__(self, "most_chars", self.context_tokens * longest)
 
     def must_fit(self, chars: int) -> None:

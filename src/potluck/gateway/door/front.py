@@ -27,6 +27,7 @@ from potluck.gateway.door.asking import Asking, growth_of
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.counting import Counting
 from potluck.gateway.door.keys import ApiKey, KeyRing, nobody
+from potluck.gateway.door.lengths import Length, Lengths
 from potluck.gateway.door.replies import JSON, Limited, compact, reply_error, reply_json
 from potluck.gateway.door.responses import Responding
 from potluck.gateway.door.voice import Voice
@@ -72,6 +73,7 @@ class FrontDoor:
         keys: KeyRing | None = None,
         settings: DoorSettings | None = None,
         ready: Ready = lambda model: "",
+        segments: Callable[[str], bool] = lambda model: False,
         counting: Counting | None = None,
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,
@@ -79,6 +81,7 @@ class FrontDoor:
         self._cards, self._driver, self._meter, self._keys = dict(cards), driver, meter, keys
         self._settings = settings or DoorSettings()
         self._ready, self._clock, self._calendar = ready, clock, calendar
+        self._segments, self._lengths = segments, Lengths()
         self._counting = counting or Counting()
         self._nobody = nobody(clock())
         self._secret = self._settings.secret or secrets.token_bytes(32)
@@ -175,9 +178,13 @@ class FrontDoor:
         chars = wish.chars
         if chars > card.most_chars:
             card.must_fit(chars)
-        if card.plain and card.text is None:
-            self._begin(exchange, answering, key, wish, [])
-            return
+        if card.plain:
+            length = self._lengths.of(card.name, key.tenant)
+            if chat or all(isinstance(prompt, str) for prompt in wish.prompts):
+                wish.length = length
+            if card.text is None or not self._tokenises(card, wish, length):
+                self._begin(exchange, answering, key, wish, [])
+                return
 
         def then(found: list[tuple[int, ...]] | Exception) -> None:
             if answering.over:  # the client left meanwhile
@@ -191,6 +198,12 @@ class FrontDoor:
                 answering.fail(known, _outcome(known))
 
         self._counting.do(chars, wish.tokenised, then)
+
+    def _tokenises(self, card: ModelCard, wish: Wish, length: Length) -> bool:
+        """Whether a prompt is tokenised although servers of plain OpenAI do that themselves (`lengths.py`)."""
+        if self._segments(card.name) or length.sampled():
+            return True
+        return not length.fits(wish.chars, wish.limit or 1, card.context_tokens)
 
     def _card(self, model: object) -> ModelCard:
         if not isinstance(model, str):
@@ -214,6 +227,8 @@ class FrontDoor:
         salt = (self._salts.get(tenant) if own is None else None) or self._salt(tenant, own)
         asking = Asking(wish, tenant, salt, exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
+        if prompts and wish.length is not None:
+            wish.length.learn(wish.chars, asking.prompt_tokens)
         answering.estimated = asking.estimated
         if key.allowance.quota.tokens_per_min is not None:
             self._charge(answering, key, asking.expected_tokens)

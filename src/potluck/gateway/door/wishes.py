@@ -12,8 +12,9 @@ from potluck.api.errors import Refused
 from potluck.api.messages import Message
 from potluck.core.errors import FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.types import DEFAULT_CLASS
-from potluck.gateway.door.cards import GUESSED_CHARS, ModelCard
+from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.keys import ApiKey
+from potluck.gateway.door.lengths import GUESSED_CHARS, Length
 from potluck.gateway.parts import Headers
 
 CLASS, DEADLINE, SESSION = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-session"
@@ -60,6 +61,8 @@ class Wish:
     """Of text that is to be tokenised."""
     own_salt: str | None = None
     """What the client itself sets its cached prefixes apart by."""
+    length: Length | None = None
+    """By what its tokens are reckoned, where all of it is text for servers of plain OpenAI."""
     manner: Manner = Manner()
 
     @property
@@ -215,13 +218,13 @@ def _texts(value: object) -> list[Message]:
     return made
 
 
-def guessed(wish: Wish) -> int:
-    """Prompt tokens, where nobody can tokenise."""
-    known = 0
+def reckoned(wish: Wish) -> int:
+    """Prompt tokens, where the text is not tokenised."""
+    known, length = 0, wish.length
     for prompt in wish.prompts:
         if not isinstance(prompt, str):
             known += len(prompt)
-    return known + wish.chars // GUESSED_CHARS or 1
+    return known + int(wish.chars / (GUESSED_CHARS if length is None else length.chars_per_token)) or 1
 
 
 def manner_of(

@@ -73,6 +73,8 @@ class Keeper:
         self._engines: dict[str, Engine] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self.find: Callable[[str], Endpoint | None] = self._endpoints.get
+        self._faces: set[str] = set()
+        """Models that some of them run segments of."""
         self._replan: Replan | None = None
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,6 +85,9 @@ class Keeper:
         """Told which replica is gone, before the Brain is: what runs there has failed."""
 
     # What workers ask (parts.Directory), beside `find`.
+
+    def segments(self, model: str) -> bool:
+        return model in self._faces
 
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         return self._codec(model, source_region, target_region)
@@ -316,6 +321,7 @@ class Keeper:
     # Calls in the background.
 
     def _changed(self) -> None:
+        self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
         for call in self.on_endpoints:
             call()
 

@@ -70,6 +70,7 @@ class RemoteDirectory:
 
     def __init__(self) -> None:
         self._endpoints: dict[str, Endpoint] = {}
+        self._faces: set[str] = set()
         self._codecs: Codecs = {}
 
     def learn(self, text: str) -> None:
@@ -80,6 +81,7 @@ class RemoteDirectory:
             host, port, tls = each.pop("address")
             made = Endpoint(address=Address(host, port, tls), **each)
             self._endpoints[made.replica] = made
+        self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
 
     def find(self, replica: str) -> Endpoint | None:
         return self._endpoints.get(replica)
@@ -90,6 +92,9 @@ class RemoteDirectory:
             if each.address == endpoint.address and each.fingerprint == endpoint.fingerprint:
                 return each.replica
         return None
+
+    def segments(self, model: str) -> bool:
+        return model in self._faces
 
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         return self._codecs.get((model, source_region, target_region), "raw")

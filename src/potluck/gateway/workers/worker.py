@@ -55,6 +55,7 @@ class Worker:
                 classes=classes, secret=settings.secret, served=Served(keyed=self.keys is not None)
             ),
             ready=ready,
+            segments=directory.segments,
         )
         self.port: Port | None = None
 
