@@ -1,6 +1,7 @@
 """What load generators send as they come, written down from what they were seen to send, and what they then read.
 
-guidellm 0.8.1 and aiperf 0.13.0 against a gateway over engines that pretend; docs/gateway.md has how they fared.
+guidellm 0.8.1, aiperf 0.13.0 and vLLM 0.32's `bench serve` against a gateway over engines that pretend;
+docs/gateway.md has how they fared.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ USAGE = {"include_usage": True}
 ASKED: dict[str, dict[str, Any]] = {
     "guidellm": {"ignore_eos": True, "stream_options": {**USAGE, "continuous_usage_stats": True}},
     "aiperf": {"ignore_eos": True, "stream_options": USAGE},
+    "vllm": {"ignore_eos": True, "stream_options": USAGE, "repetition_penalty": 1.0, "logprobs": None},
 }
 
 
@@ -41,7 +43,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("chat", [True, False])
 def test_completions_and_chats(who: str, chat: bool) -> None:
     scene = Scene(saying("abcde"))
-    content = [{"type": "text", "text": "1 2 3"}] if who == "guidellm" else "1 2 3"
+    content = "1 2 3" if who == "aiperf" else [{"type": "text", "text": "1 2 3"}]
     asked = {"messages": [{"role": "user", "content": content}]} if chat else {"prompt": "1 2 3"}
     most = {"max_completion_tokens" if chat else "max_tokens": 5}
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -71,9 +73,15 @@ def test_responses(who: str) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_metrics_are_looked_for_where_clients_ask(method: str) -> None:
-    """aiperf does, and goes on without; operators have them on their own port."""
+    """aiperf and vLLM do, and go on without; operators have them on their own port."""
     found = Scene().ask("/metrics", method=method)
     assert (found.status, found.json["error"]["code"]) == (404, "not_found")
+
+
+def test_prompts_are_not_tokenised_for_clients() -> None:
+    """vLLM asks for it, and tokenises by itself then."""
+    body = {"model": NAME, "prompt": "1 2 3", "add_special_tokens": False}
+    assert Scene().ask("/tokenize", body).status == 404
 
 
 def test_what_no_model_here_can_do() -> None:

@@ -163,11 +163,6 @@ class Ride:
         route = Route(tuple(found))
         return Adopted(request, self._attempt, run.streamed_tokens, route, self._done, self._first)
 
-    def given_up(self, request: Request) -> Event:
-        """The same where nobody gets to know them: it stops there, and is to be sent again."""
-        self._stop()
-        return Adopted(request, self._attempt, len(self.output), None)
-
     # What the client wants.
 
     def cancel(self) -> None:

@@ -108,13 +108,10 @@ class Rides:
         """All that are open."""
         return list(self._open)
 
-    def whereabouts(
-        self, request: str, named: Callable[[Endpoint], str | None], give_up: bool
-    ) -> Event | None:
-        """What it must be told of a request that came before it was there. None: wait until it knows the replicas."""
+    def whereabouts(self, request: str, named: Callable[[Endpoint], str | None]) -> Event | None:
+        """What it must be told of a request that came before it did. None: it does not know the replicas yet."""
         ride = self._open[request]
-        known = self._request(ride.asked, 0.0)
-        return ride.whereabouts(named, known) or (ride.given_up(known) if give_up else None)
+        return ride.whereabouts(named, self._request(ride.asked, 0.0))
 
     def gone(self, replica: str) -> None:
         self._watch.gone(replica)

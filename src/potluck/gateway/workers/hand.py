@@ -30,8 +30,6 @@ LONELY_S = 10.0
 ORPHAN_S = 5.0
 """How long answers may then still go on."""
 RETRY_S = 0.02
-UNKNOWN_S = 2.0
-"""How long an attempt is left alone whose engines a new desk does not know yet; then it is sent again."""
 
 log = logging.getLogger(__name__)
 
@@ -116,16 +114,21 @@ class Hand:
             log.error("the desk lost this worker, and took its requests for cancelled")
             self._end(False)
             return
+        if self.meter is not None:
+            self.meter.renew()
         line.start_s, line.joined = setup.start_s, True
-        line.untold, line.waiting = set(worker.rides.names()), lambda: self._later(0.0)
+        line.untold = set(worker.rides.names())
+        line.waiting = self._soon
         self.tell_anew()
-        self._loop.call_later(UNKNOWN_S, self.tell_anew, True)
 
-    def _later(self, delay_s: float) -> None:
-        self._loop.call_later(delay_s, self.tell_anew)
+    def _soon(self) -> None:
+        self._loop.call_soon(self.tell_anew)
 
-    def tell_anew(self, give_up: bool = False) -> None:
-        """What another desk has not heard of yet, as far as it knows the engines by now."""
+    def tell_anew(self) -> None:
+        """What another desk has not heard of yet, as far as it knows the engines by now.
+
+        An attempt elsewhere goes on by itself, and is told of when it fails.
+        """
         line, worker = self.line, self.worker
         if line is None or worker is None or not line.joined:
             return
@@ -133,7 +136,7 @@ class Hand:
         for name in sorted(line.untold):
             event = None
             if name in still_open:
-                event = worker.rides.whereabouts(name, self.directory.named, give_up)
+                event = worker.rides.whereabouts(name, self.directory.named)
                 if event is None:
                     continue
             line.untold.discard(name)

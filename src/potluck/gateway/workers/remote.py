@@ -149,6 +149,10 @@ class HandMeter(Tally):
             self._said = said
             self._mail.later(COUNTS, said)
 
+    def renew(self) -> None:
+        """Another desk has to hear how many are open, although nothing changed."""
+        self._said = ""
+
     def watch(self, read: bool) -> None:
         """Whether somebody wants to see what happens."""
         self.published = self._publish if read else None
