@@ -32,7 +32,7 @@ from potluck.kv.send.shipment import Shipment, State
 from potluck.kv.send.stream import OutboxLimits
 
 MOST_AT_ONCE = 128
-"""Fetches, and parcels being put; others wait for their turn."""
+"""Fetches, and apart from these parcels being put; others wait for their turn."""
 ASK_S = 60.0
 """The loop answers between two steps."""
 Read = Callable[[int], tuple[Manifest, list[Parcel]]]
@@ -109,7 +109,9 @@ class Carriage:
             tls=tls[1] if tls else None,
             shared_memory=settings.shared_memory,
         )
-        self._pool = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv")
+        self._fetches = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-in")
+        self._puts = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-out")
+        """Fetches wait for what others put, who may wait for what is put here."""
         self._shipments: dict[str, Shipment] = {}
         self._carrying: set[asyncio.Task[None]] = set()
 
@@ -178,6 +180,7 @@ class Carriage:
     def withdraw(self, handle: str, channel: Channel) -> None:
         """The request has ended here: what was read out still goes, and nobody new may attach."""
         shipment = self._shipments.pop(handle)
+        self._driver.ask(lambda loop, _: loop.aside.taken(channel.key))
         if channel.ended is None or channel.ended.problem:
             shipment.fail(channel.ended.problem if channel.ended else "the request was cancelled")
         self._outbox.withdraw(handle)
@@ -226,7 +229,7 @@ class Carriage:
         """Off the event loop, unless it takes no time."""
         if self._freight.light:
             return call(parcel, more)
-        return await self._loop.run_in_executor(self._pool, call, parcel, more)
+        return await self._loop.run_in_executor(self._puts, call, parcel, more)
 
     # What is fetched.
 
@@ -257,7 +260,7 @@ class Carriage:
 
         degree = self._settings.degree
         fetching = Fetching(self._links, address, wanted, degree=degree, deadline_s=self._handover_s)
-        running = self._loop.run_in_executor(self._pool, fetching.run, opened, sink)
+        running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink)
         try:
             found = await asyncio.shield(running)
             self._freight.fetched(f"{address[0]}:{address[1]}", moved_bytes, found.wall_s)
@@ -277,7 +280,8 @@ class Carriage:
         await asyncio.gather(*self._carrying, return_exceptions=True)
         self._links.close()
         await asyncio.to_thread(self._outbox.close)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._fetches, self._puts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _settle(fate: Fate, found: Undelivered | None) -> None:

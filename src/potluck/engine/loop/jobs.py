@@ -23,7 +23,6 @@ class LiveJob:
         "found",
         "incoming",
         "job",
-        "kept_until_s",
         "row",
         "sent",
         "times",
@@ -46,7 +45,6 @@ class LiveJob:
         self.computed = False
         self.exact = True
         """Nothing in it came through a codec that loses something; else it must not become a prefix of others."""
-        self.kept_until_s: float | None = None
 
     def leaving(self, row: int, goal: int) -> list[Export]:
         """What goes to the receiver, if it is there, with a step that computes up to `goal`."""

@@ -124,6 +124,11 @@ class Lanes:
     def flying(self) -> bool:
         return any(lane.flight is not None for lane in self.all)
 
+    @property
+    def short(self) -> bool:
+        """Whether somebody waits who found no slot or no blocks."""
+        return any(lane.batcher.queued and lane.batcher.blocked for lane in self.all)
+
     def keys(self) -> Sequence[int]:
         return list(self._of)
 

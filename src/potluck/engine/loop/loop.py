@@ -11,6 +11,7 @@ computed is what the row lacks: a prefix that was found in the cache makes a chu
 A hand-over takes a row beside the Batcher's slots, from when it may begin until its blocks are free (sender) or it
 runs (receiver), so that there is always a row for what the Batcher lets in. Half of these rows are for those that
 receive, half for the others: receivers wait for senders, perhaps in a ring of engines, and must not keep them out.
+Nor must a cache whose receiver has not come: when somebody waits for its row or blocks it is read out (`aside.py`).
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.batch import DONE, FINISHED, Limits, Step
 from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Draw, Executor, Export, Incoming, WorkerLost
 from potluck.engine.compute.work import Work
+from potluck.engine.loop.aside import Aside
 from potluck.engine.loop.gates import Gate, spare_rows
 from potluck.engine.loop.jobs import LiveJob, Rows
 from potluck.engine.loop.lanes import Lane, Lanes, StepUnderWay
 from potluck.engine.loop.requests import NOT_FETCHED, Computed, Ended, Event, Job, RowReady, Sent, Token
 from potluck.engine.loop.status import Counters
+from potluck.engine.loop.steps import FAILURES, Steps
 from potluck.engine.memory.prefix import PrefixCache, Prefixes
 from potluck.kv.parcels import Manifest, Parcel, data_bytes, token_hash
 
 Tell = Callable[[list[tuple[int, Event]]], None]
-FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
-"""What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
 
 
 class Loop:
@@ -60,11 +61,14 @@ class Loop:
         self._awaits = awaits and len(self.lanes.all) == 1
         self.prefixes: Prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = Rows(executor, self.prefixes, chunk, self.counters)
-        self._lease_s = lease_s
+        self._steps = Steps(executor, self._rows, self._send, self._lose)
+        self._lease_s, self._now_s = lease_s, 0.0
         self._runs: dict[int, LiveJob] = {}
         self._senders, self._receivers = Gate(spare - spare // 2), Gate(spare // 2)
+        self._kept: dict[int, float] = {}
+        """Caches that are computed and whose receivers have not come, and until when they are kept."""
+        self.aside = Aside()
         self._said: list[tuple[int, Event]] = []
-        self._now_s = 0.0
 
     # What is asked between turns.
 
@@ -93,6 +97,8 @@ class Loop:
     def attach(self, key: int, have: int, now_s: float) -> Manifest:
         """The receiver of what `key` hands on is there and has `have` tokens: its cache goes out when computed."""
         self._now_s = now_s
+        if (read := self.aside.taken(key)) is not None:
+            return read
         run = self._runs.get(key)
         if run is None or not run.job.hands_on or run.fetched_from is not None:
             raise InputError("handle", "is unknown, has expired, or was used")
@@ -101,9 +107,11 @@ class Loop:
         run.fetched_from = have
         if run.computed:
             self._send_kept(run)
-        return Manifest(
-            self.executor.fingerprint, have, run.job.whole, token_hash(run.job.prompt[: run.job.whole])
-        )
+        return self._about(run, have)
+
+    def _about(self, run: LiveJob, have: int) -> Manifest:
+        whole = run.job.whole
+        return Manifest(self.executor.fingerprint, have, whole, token_hash(run.job.prompt[:whole]))
 
     def look_up(self, key: int) -> int:
         """Tokens of a cache that is to come which are here already. They are put aside until it comes."""
@@ -170,7 +178,7 @@ class Loop:
             self._rows.close(self._runs[key])
             self.counters.preemptions += 1
         lane.flight = flight = self._plan(lane, step)
-        self._begin(flight)
+        self._steps.begin(flight)
         if self._awaits or not flight.works:
             self._land(lane, flight, clock)
         return last is not None or bool(step.chunks or step.decodes)
@@ -182,7 +190,7 @@ class Loop:
 
     def next_expiry_s(self) -> float | None:
         """When a lease ends, if nothing else happens before."""
-        return min((r.kept_until_s for r in self._runs.values() if r.kept_until_s is not None), default=None)
+        return min(self._kept.values(), default=None)
 
     def check(self) -> None:
         """When idle every block, row and hand-over place is free; AssertionError if not."""
@@ -215,6 +223,21 @@ class Loop:
     # Inside a turn.
 
     def _let_in(self) -> None:
+        self._open_gates()
+        if self._kept and (self._senders.lobby or self._receivers.lobby or self.lanes.short):
+            for key in list(self._kept):
+                if not self.aside.full:
+                    self._put_aside(self._runs[key])
+            self._open_gates()
+        self.flush()
+
+    def _put_aside(self, run: LiveJob) -> None:
+        """Its receiver is to find it outside of the row, from the first token on."""
+        before, run.fetched_from = self.counters.sent_bytes, 0
+        if self._send_kept(run):
+            self.aside.put(run.job.key, self._about(run, 0), self.counters.sent_bytes - before)
+
+    def _open_gates(self) -> None:
         for key in self._senders.next():
             job = self._runs[key].job
             self.lanes.add(key, job.whole, 0, 0, *job.standing)
@@ -230,7 +253,6 @@ class Loop:
                 continue
             self._said.append((key, RowReady()))
             self._receivers.enter(key)
-        self.flush()
 
     def _plan(self, lane: Lane, step: Step) -> StepUnderWay:
         decoding = lane.batcher.decoding
@@ -268,37 +290,10 @@ class Loop:
             self.executor.grow(row, goal, since=start)
         return row, start
 
-    def _begin(self, flight: StepUnderWay) -> None:
-        """Put a step under way, without the rows that turn out to be lost."""
-        while flight.works:
-            try:
-                flight.land = self.executor.begin(flight.works, flight.draws, flight.exports, self._send)
-                return
-            except FAILURES as error:
-                self._leave_out(flight, error)
-
-    def _landed(self, flight: StepUnderWay) -> dict[int, Choice]:
-        """Wait for a step; if rows are lost on the way it is run again without them. Tokens by key."""
-        while flight.works:
-            assert flight.land is not None
-            try:
-                found = zip(flight.drawn, flight.land(), strict=True)
-                return {self._rows.keys[row]: choice for row, choice in found}
-            except FAILURES as error:
-                self._leave_out(flight, error)
-                self._begin(flight)
-        return {}
-
-    def _leave_out(self, flight: StepUnderWay, error: Exception) -> None:
-        lost = flight.lost(error) & set(self._rows.keys)
-        keys = [self._rows.keys[row] for row in lost]
-        self._lose([key for key in keys if key in self._runs], error)
-        flight.without(lost)
-
     def _land(self, lane: Lane, flight: StepUnderWay, clock: Callable[[], float] | None) -> None:
         """The end of a step: what was drawn, who is done."""
         size, count = flight.tokens, len(flight.works)
-        choices = self._landed(flight)
+        choices = self._steps.landed(flight)
         if clock is not None:
             self._now_s = clock()
         lane.flight = None
@@ -317,6 +312,7 @@ class Loop:
             self.counters.step(size, count, self._now_s - flight.began_s)
 
     def _lose(self, keys: list[int], error: Exception) -> None:
+        keys = [key for key in keys if key in self._runs]
         self.counters.failures += len(keys)
         again = isinstance(error, WorkerLost | CapacityError)
         for key in keys:
@@ -355,14 +351,14 @@ class Loop:
         self._keep(run)
         self._said.append((run.job.key, Computed(run.times)))
         if run.fetched_from is None:
-            run.kept_until_s = self._now_s + self._lease_s
+            self._kept[run.job.key] = self._now_s + self._lease_s
         elif any(export.row == run.row for export in flight.exports):
             self._end(run.job.key, "handed_on")
         else:  # the receiver came while the step was under way
             self._send_kept(run)
 
-    def _send_kept(self, run: LiveJob) -> None:
-        """The receiver came after the work was done."""
+    def _send_kept(self, run: LiveJob) -> bool:
+        """What was computed before its receiver came goes out; whether it could be read."""
         assert run.row is not None and run.fetched_from is not None  # noqa: PT018
         try:
             for layer in range(self.executor.config.model.layer_count):
@@ -370,7 +366,10 @@ class Loop:
             self._end(run.job.key, "handed_on")
         except FAILURES as error:
             self._lose([run.job.key], error)
-        self.flush()
+            return False
+        finally:
+            self.flush()
+        return True
 
     def _keep(self, run: LiveJob) -> None:
         """For the prefix cache. Where a worker that has it is gone, the next step says so."""
@@ -380,12 +379,13 @@ class Loop:
             self.counters.failures += 1
 
     def _expire(self) -> None:
-        for key, run in list(self._runs.items()):
-            if run.kept_until_s is not None and run.kept_until_s <= self._now_s:
+        for key, until_s in list(self._kept.items()):
+            if until_s <= self._now_s:
                 self._end(key, "error", "nobody fetched the cache within its lease", code=NOT_FETCHED)
 
     def _end(self, key: int, reason: str, problem: str = "", *, again: bool = False, code: str = "") -> None:
         run = self._runs.pop(key)
+        self._kept.pop(key, None)
         self._senders.leave(key)
         self._receivers.leave(key)
         flight = self.lanes.flight_of(key, run.row)

@@ -1,0 +1,53 @@
+"""Steps put under way and landed; rows that are lost meanwhile are left out, and the rest goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from potluck.core.errors import PotluckError
+from potluck.core.values.sampling import Choice
+from potluck.engine.compute.executor import Deliver, Executor
+from potluck.engine.loop.jobs import Rows
+from potluck.engine.loop.lanes import StepUnderWay
+
+FAILURES = (PotluckError, RuntimeError, ValueError, OSError)
+"""What may go wrong inside an executor: the requests at hand fail, the engine lives on."""
+
+
+class Steps:
+    """The loop's way to its executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        rows: Rows,
+        send: Deliver,
+        lose: Callable[[list[int], Exception], None],
+    ) -> None:
+        self._executor, self._rows, self._send, self._lose = executor, rows, send, lose
+
+    def begin(self, flight: StepUnderWay) -> None:
+        """Put a step under way, without the rows that turn out to be lost."""
+        while flight.works:
+            try:
+                flight.land = self._executor.begin(flight.works, flight.draws, flight.exports, self._send)
+                return
+            except FAILURES as error:
+                self._leave_out(flight, error)
+
+    def landed(self, flight: StepUnderWay) -> dict[int, Choice]:
+        """Wait for a step; if rows are lost on the way it is run again without them. Tokens by key."""
+        while flight.works:
+            assert flight.land is not None
+            try:
+                found = zip(flight.drawn, flight.land(), strict=True)
+                return {self._rows.keys[row]: choice for row, choice in found}
+            except FAILURES as error:
+                self._leave_out(flight, error)
+                self.begin(flight)
+        return {}
+
+    def _leave_out(self, flight: StepUnderWay, error: Exception) -> None:
+        lost = flight.lost(error) & set(self._rows.keys)
+        self._lose([self._rows.keys[row] for row in lost], error)
+        flight.without(lost)
