@@ -243,8 +243,9 @@ class Carriage:
         wanted: Wanted,
         begin: Callable[[Manifest], Awaitable[None]],
         accept: Callable[[Parcel], Future[None]],
+        whole: Callable[[], Future[None]] | None = None,
     ) -> Fetched:
-        """Bring a cache here: `begin` is awaited in the event loop, `accept` is called in a thread."""
+        """Bring a cache here: `begin` is awaited in the event loop, `accept` and `whole` are called in a thread."""
         waiting: list[Future[None]] = []
 
         def opened(about: Manifest) -> None:
@@ -258,9 +259,13 @@ class Carriage:
             moved_bytes += self._freight.kv_bytes(parcel)
             _result(accept(parcel), ASK_S)
 
+        def complete() -> None:
+            if whole is not None:
+                _result(whole(), ASK_S)
+
         degree = self._settings.degree
         fetching = Fetching(self._links, address, wanted, degree=degree, deadline_s=self._handover_s)
-        running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink)
+        running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:
             found = await asyncio.shield(running)
             self._freight.fetched(f"{address[0]}:{address[1]}", moved_bytes, found.wall_s)

@@ -207,8 +207,10 @@ async def _receive(service: Service, job: Job, channel: Channel, request: str, s
         plain, lossy = service.freight.restored(parcel), parcel.codec != "raw"
         return hub.driver.ask(lambda loop, _: loop.accept(channel.key, plain, lossy=lossy))
 
-    await carriage.fetch(address, wanted, lambda about: _begin(service, channel, about), accept)
-    await hub.ask(lambda loop, _: loop.arrived(job.key))
+    def whole() -> Future[None]:
+        return hub.driver.ask(lambda loop, _: loop.arrived(job.key))
+
+    await carriage.fetch(address, wanted, lambda about: _begin(service, channel, about), accept, whole)
 
 
 async def _begin(service: Service, channel: Channel, about: Manifest) -> None:

@@ -105,7 +105,10 @@ class Fetching:
 
     # The caller's thread.
 
-    def run(self, opened: Callable[[Manifest], None], sink: Sink) -> Fetched:
+    def run(
+        self, opened: Callable[[Manifest], None], sink: Sink, whole: Callable[[], None] | None = None
+    ) -> Fetched:
+        """`whole` is called when all is there, before the connections are ended, which takes a while."""
         for thread in self._threads:
             thread.start()
         moved_bytes = told = 0
@@ -122,6 +125,8 @@ class Fetching:
             assert self._opening is not None
             if not told:
                 opened(self._opening.manifest)
+            if whole is not None:
+                whole()
         finally:
             self._stop()
         wall_s = time.monotonic() - self._begun_s
