@@ -41,6 +41,8 @@ class Shot:
     chat: bool = False
     """Ask as a chat, for servers that know nothing else."""
     sent_s: float = -1.0
+    head_s: float = -1.0
+    """When the answer's head was there, whatever its status."""
     first_s: float = -1.0
     last_s: float = -1.0
     longest_gap_s: float = 0.0
@@ -122,6 +124,7 @@ class _Shooting(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._shot.status = self._parser.get_status_code()
+        self._shot.head_s = time.monotonic() - self._start_s
 
     def on_body(self, data: bytes) -> None:
         shot = self._shot
