@@ -87,7 +87,9 @@ def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     what = Pretence(like.model, node, tp, like.speed_up, options["mean_output"])
     given_mb = options["prefix_cache_mb"]
     # What the planner and the simulator count with, so that what is pretended is what was planned.
-    settings, text = _settings(options, MAX_BATCH, CHUNK_TOKENS), Text.read(common.directory)
+    # Rows cost nothing here, and what is planned with knows no bound on hand-overs.
+    settings = replace(_settings(options, MAX_BATCH, CHUNK_TOKENS), handover_rows=2 * MAX_BATCH)
+    text = Text.read(common.directory)
     return [
         pretend(
             common.directory,
