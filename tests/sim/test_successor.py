@@ -1,0 +1,170 @@
+"""A Brain that dies again and again in the middle of a simulation: each successor goes on with what is under way."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from sim_fleets import closed_plan, combo, decode_only, flow_plan, load, mixed, pair, prefill_only, problem
+
+from potluck.core.brain.actions import Abandon, Action, Refuse, Run, Start
+from potluck.core.brain.brain import Brain
+from potluck.core.brain.events import (
+    Adopted,
+    Arrived,
+    Event,
+    Failed,
+    Finished,
+    FirstToken,
+    Planned,
+    ReplicaReady,
+    SegmentDone,
+)
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.core.values.route import handed_over
+from potluck.core.values.types import Request
+from potluck.sim.results.records import ANSWERED
+from potluck.sim.run import simulate
+from potluck.worlds.kits import Kits
+from potluck.worlds.log import Logged
+from potluck.worlds.replay import replay
+
+
+@dataclass
+class Known:
+    """What a driver knows of a request."""
+
+    request: Request
+    run: Run | None = None
+    going: bool = False
+    streamed: int = 0
+    done: int = 0
+    first: bool = False
+
+    def told(self) -> Event:
+        if self.run is None:
+            return Arrived(self.request)
+        if not self.going:
+            return Adopted(self.request, self.run.attempt, self.streamed, None)
+        run = self.run
+        return Adopted(self.request, run.attempt, run.streamed_tokens, run.route, self.done, self.first)
+
+
+class Mortal:
+    """Dies behind every so many events, and stands up as another."""
+
+    def __init__(self, kits: Kits, policy: Policy, every: int) -> None:
+        self._kits, self._policy, self._every = kits, policy, every
+        self.brain = Brain(kits.facts(), policy)
+        self.deaths = self._heard = 0
+        self._known: dict[str, Known] = {}
+        self._ready: list[str] = []
+        self._plan: Plan | None = None
+        self.adopted = 0
+
+    def on(self, at_s: float, event: Event) -> list[Action]:
+        self._note(event)
+        actions = self._noted(self.brain.on(at_s, event))
+        self._heard += 1
+        if self._heard % self._every == 0 and self._plan is not None:
+            actions += self._die(at_s)
+        return actions
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case Planned(plan):
+                self._plan = plan
+            case ReplicaReady(replica):
+                self._ready.append(replica)
+            case Arrived(request):
+                self._known[request.id] = Known(request)
+            case SegmentDone(request, _, place):
+                self._known[request].done = place + 1
+            case FirstToken(request, _):
+                self._known[request].first = True
+            case Failed(request, _, _, _, streamed):
+                known = self._known[request]
+                known.going, known.streamed = False, streamed
+            case Finished(request, _, _):
+                del self._known[request]
+            case _:
+                pass
+
+    def _noted(self, actions: list[Action]) -> list[Action]:
+        for action in actions:
+            if isinstance(action, Run):
+                known = self._known[action.request]
+                known.run, known.going, known.done, known.first = action, True, 0, False
+            elif isinstance(action, Refuse):
+                self._known.pop(action.request, None)
+            else:
+                assert not isinstance(action, Abandon), "nothing fails here"
+        return actions
+
+    def _die(self, at_s: float) -> list[Action]:
+        assert self._plan is not None
+        self.deaths += 1
+        known = {view.member for view in self.brain.fleet.views.values()}
+        self.brain = Brain(self._kits.facts(), self._policy)
+        started = self.brain.on(at_s, Planned(self._plan))
+        assert {each.member for each in started if isinstance(each, Start)} == known, "the same names"
+        actions: list[Action] = []
+        for replica in self._ready:
+            actions += self._noted(self.brain.on(at_s, ReplicaReady(replica)))
+        for each in list(self._known.values()):
+            event = each.told()
+            self.adopted += isinstance(event, Adopted)
+            actions += self._noted(self.brain.on(at_s, event))
+        return actions
+
+
+PLANS = {
+    "whole": closed_plan((mixed(), "east", 3)),
+    "combo": closed_plan((combo(1, 2), "east", 2)),
+    "pair": closed_plan((pair(), "east", 2)),
+    "flow": flow_plan((prefill_only(), "west", 2), (decode_only(), "east", 2)),
+}
+
+
+@pytest.mark.parametrize("every", [7, 50])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_request_is_answered_whoever_decides(name: str, every: int) -> None:
+    """The simulator's own books must balance as well; `simulate` sees to that."""
+    minds: list[Mortal] = []
+
+    def mind(kits: Kits, policy: Policy) -> Mortal:
+        minds.append(Mortal(kits, policy, every))
+        return minds[-1]
+
+    work = load(150, 8.0, seed=every)
+    records = simulate(problem(PLANS[name]), work, Policy(admission=False), mind=mind).records
+    assert records.outcome.tolist() == [ANSWERED] * 150
+    assert np.array_equal(records.streamed_tokens, work.output_tokens)
+    assert records.attempts.max() == 1, "nothing was sent twice: it went on where it was"
+    (mortal,) = minds
+    assert mortal.deaths > 3
+    assert mortal.adopted > mortal.deaths, "some were under way at most deaths"
+    for view in mortal.brain.fleet.views.values():
+        assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
+
+
+def test_a_log_with_an_adoption_in_it_replays() -> None:
+    """The successor's own log: what it was told, adoptions included, gives the same actions again."""
+    plan, policy = PLANS["combo"], Policy()
+    kits = Kits(problem(plan))
+    kits.learn(plan)
+    out = io.StringIO()
+    logged = Logged(Brain(kits.facts(), policy), out, kits.facts(), policy)
+    members = [each.member.id for each in logged.on(0.0, Planned(plan)) if isinstance(each, Start)]
+    for replica in members:
+        logged.on(0.1, ReplicaReady(replica))
+    request = Request("r", "chat", 0.0, 100, 20)
+    logged.on(0.2, Adopted(request, 1, 4, handed_over(members[0], members[1], 104), 1, False))
+    logged.on(0.3, Adopted(Request("s", "chat", 0.0, 100, 20), 2, 5, None))
+    logged.on(0.4, Failed("r", 1, "replica", members[1], 9))
+    found = replay(io.StringIO(out.getvalue()), Brain)
+    assert (found.difference, found.runs) == ("", 1)
+    assert found.actions > len(members)
