@@ -21,7 +21,9 @@ import threading
 import time
 from pathlib import Path
 
+from potluck.core.codec import encode
 from potluck.engine.shipped import shipped_model
+from potluck.perf.profile import profile_from_json
 
 READY_S, BENCH_S, END_S = 420.0, 120.0, 90.0
 
@@ -112,6 +114,12 @@ def _bench(url: str, *load: str) -> dict[str, object]:
     return {"load": " ".join(load), **{name: found.get(name) for name in names}}
 
 
+def measured(path: Path) -> list[dict[str, float]]:
+    """The steps of a profile that have no context behind them."""
+    points = profile_from_json(path.read_text()).points
+    return [encode(each) for each in points if not each.chunk_cached][:40]
+
+
 def _logs(state: Path) -> dict[str, str]:
     return {path.name: path.read_text("utf-8", "replace")[-2000:] for path in (state / "logs").glob("*.log")}
 
@@ -131,12 +139,7 @@ def main() -> int:
         state = Path(folder, "state")
         found = served(model, state, given.device, given.more)
         found["spec"] = (state / "spec.yaml").read_text() if (state / "spec.yaml").is_file() else ""
-        found["profiles"] = {
-            path.stem: [
-                each for each in json.loads(path.read_text())["points"] if not each.get("chunk_cached")
-            ][:40]
-            for path in (state / "profiles").glob("*.json")
-        }
+        found["profiles"] = {path.stem: measured(path) for path in (state / "profiles").glob("*.json")}
     print(json.dumps(found, indent=1))
     return 0 if found["fine"] else 1
 

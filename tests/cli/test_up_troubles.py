@@ -1,0 +1,223 @@
+"""What can go wrong with `potluck up`: each is told in clear words, with what was kept and how to go on."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from live_plans import WHOLE, write_plans
+
+from potluck.cli.main import run
+from potluck.cli.serving import up as up_module
+from potluck.cli.serving.up_plan import Prepared
+from potluck.cli.trying.simulation import read_one_spec, read_plan_and_spec
+from potluck.control import stand as stand_module
+from potluck.control.ending import owner_of, stop_all
+from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.local import LocalLauncher, engines_of
+from potluck.control.launch.process import alive, spawn
+from potluck.control.launch.room import free_bytes, must_have_room
+from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings, written
+from potluck.control.store.store import Store
+from potluck.control.values import Make
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.layout import single
+
+A10 = Make("live", single("1xA10", 1, 32), "near")
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Other(EngineMaker):
+    """Engines that run some other program."""
+
+    program: str = "import time; time.sleep(600)"
+
+    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+        return [sys.executable, "-c", self.program]
+
+
+def _stand(tmp_path: Path, maker: EngineMaker, port: int | None = 0) -> tuple[Stand, Prepared]:
+    plan, spec = write_plans(tmp_path, WHOLE)
+    inputs = read_plan_and_spec(plan, read_one_spec((spec,)))
+    settings = StandSettings(tmp_path / "state", spec, port, maker)
+    return Stand(settings, inputs.plan), Prepared(inputs)
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[Stand]:
+    made, _ = _stand(tmp_path, Other("pretended"), None)
+    yield made
+    stop_all(made.store, "the test is over", 5.0)
+    made.close()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """`up` takes signals; pytest wants its own back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> str:
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_spec_that_cannot_be_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, spec = write_plans(tmp_path, WHOLE, ttft_ms=2, tpot_ms=1)
+    assert run(["up", str(spec), "--state", str(tmp_path / "state"), "--engine", "pretended"]) == 2
+    assert "live" in _said(capsys), "which model, and why"
+    assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
+
+
+def test_a_port_in_use(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port: {taken} cannot be used .*0 for a free one"):
+            stand._port({"port": taken})
+        monkeypatch.setattr(stand_module, "USUAL_PORT", taken)
+        assert stand._port({}) != taken, "nobody told which: another will do"
+        assert str(taken) in stand.said[0]
+
+
+@pytest.mark.parametrize("text", [b"this is no database at all" * 100, b""])
+def test_a_corrupt_state_file(text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, spec = write_plans(tmp_path, WHOLE)
+    state = tmp_path / "state"
+    store = Store(state / "state.db")
+    for number in range(200):
+        store.note(0.0, "kind", f"{number}", "why" * 50)
+    store.close()
+    whole = (state / "state.db").read_bytes()
+    # Garbage, or cut in the middle of what its header promises.
+    (state / "state.db").write_bytes(text or whole[: len(whole) // 2])
+    arguments = ["up", str(plan), str(spec), "--state", str(state), "--engine", "pretended"]
+    assert run([*arguments, "--averages", "--check", "--within", "1"]) == 2
+    said = _said(capsys)
+    assert "state.db is damaged" in said
+    assert "mv " in said, "how to go on"
+    assert run(["status", "--state", str(state)]) == 2
+    assert "is damaged" in _said(capsys)
+
+
+def test_what_a_lost_state_left_running_is_ended(stand: Stand) -> None:
+    folder = str(stand.folder.resolve())
+    left = spawn(
+        [sys.executable, "-c", "import time; time.sleep(600)"], {GATEWAY_MARK: folder}, Path("/dev/null")
+    )
+    stand._end_forgotten()
+    assert not alive(left), "or the new gateway would not get its port"
+    assert any("the state lost it" in each.why for each in stand.store.happenings())
+
+
+def _limited(most_bytes: int) -> Callable[[], None]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+    return limit
+
+
+@pytest.mark.parametrize("most_kb", [2, 40])
+def test_a_disk_without_room(most_kb: int, tmp_path: Path) -> None:
+    """No file may grow beyond a size, so that writes fail as on a full disk."""
+    plan, spec = write_plans(tmp_path, WHOLE)
+    state = tmp_path / "state"
+    command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec), "--state", str(state)]
+    command += ["--engine", "pretended", "--averages", "--check", "--within", "60", "--port", "0"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        preexec_fn=_limited(most_kb * KB),
+        env={**os.environ, "NUMBA_DISABLE_JIT": "0", "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cannot be written" in done.stderr or "did not start" in done.stderr, done.stderr
+    assert list(engines_of(str((state / "state.db").resolve()))) == []
+
+
+def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    written(path, "before")
+    code = (
+        "import resource, sys; from pathlib import Path; from potluck.control.stand import written\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "try:\n    written(Path(sys.argv[1]), 'x' * 1000)\nexcept Exception as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60)
+    assert "cannot be written (File too large); make room there" in done.stdout
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> None:
+    stand, prepared = _stand(tmp_path, Other("pretended"))
+    owner = owner_of(stand.store)
+    show = up_module._Show(
+        stand, prepared, False, time.monotonic(), True, 1.0, lambda line: None, lambda: None
+    )
+    with pytest.raises(CapacityError, match="not ready within 1 s: 0 of 1 engines are up; live-") as error:
+        up_module._run(show)
+    assert f"kept in {tmp_path / 'state'}" in str(error.value)
+    assert ".log" in str(error.value), "where to look"
+    assert list(engines_of(owner)) == []
+
+
+def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:
+    """Really: its address space is bounded."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28)); bytearray(1 << 30)"
+    )
+    launcher = LocalLauncher(Other("pretended", program=program), tmp_path, str(tmp_path))
+    places = {"one": launcher.start("one", A10)}
+    until_s = time.monotonic() + 60.0
+    while (seen := launcher.look(places)[0]).state != "dead":
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    assert seen.problem == "MemoryError"
+
+
+def test_memory_is_asked_for_before_anything_is_started(
+    tmp_path: Path, stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        CapacityError, match=r"5 engines need about 2\.1 GB of memory, 1\.0 GB are free; .*pretended"
+    ):
+        must_have_room("emulated", 5, lambda: 1_000_000_000, 150_000_000)
+    must_have_room("emulated", 5, lambda: None)
+    must_have_room("emulated", 0, lambda: 0)
+    launcher = LocalLauncher(Other("pretended"), tmp_path, str(tmp_path), free=lambda: 1000)
+    with pytest.raises(CapacityError, match="one more engine needs"):
+        launcher.start("one", A10)
+    assert list(engines_of(str(tmp_path))) == []
+    monkeypatch.setattr(must_have_room, "__defaults__", (lambda: 1000, 0))
+    with pytest.raises(CapacityError, match="1 engines need"):
+        stand.must_have_room()
+
+
+def test_memory_of_the_machine_and_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   50 kB\n")
+    assert free_bytes(tmp_path / "meminfo", tmp_path) == 50 * KB
+    (tmp_path / "memory.max").write_text("40000\n")
+    (tmp_path / "memory.current").write_text("30000\n")
+    assert free_bytes(tmp_path / "meminfo", tmp_path) == 10_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(tmp_path / "nothing", tmp_path) is None
