@@ -33,7 +33,7 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
-    watchdog = threading.Timer(WITHIN_S, process.kill)
+    watchdog = threading.Timer(3 * WITHIN_S, process.kill)
     watchdog.start()
     try:
         line = process.stdout.readline()
@@ -84,6 +84,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     assert engines["unit0@near#0/0"] not in ready.values(), "the engine that was drained is used no more"
     assert ready["unit1@near#1/0"] == engines["unit1@near#1/0"], "the other was left alone"
     assert "unit0@near#0/0  (by hand)" in _said(capsys, "events", "--state", state)
+    _replanned(capsys, state, store)
     gateway = store.get("gateway")
     assert _said(capsys, "down", "--state", state) == "stopped\n"
     assert not living(gateway)
@@ -91,3 +92,29 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     assert store.instances() == ()
     assert run(["status", "--state", str(state)]) == 1
     store.close()
+
+
+def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:
+    """Answers for what runs; the best is put into force, with templates that nobody here had heard of."""
+    asked = ("replan", "--live", "--state", state, "--rate", "live=14")
+    found = json.loads(_said(capsys, *asked, "--json"))
+    newest = store.plan()
+    assert newest is not None
+    assert (found["version"], found["done"], found["best"]) == (newest.version, "", "reallocate")
+    assert "is in force: reallocate" in _said(capsys, *asked, "--apply")
+    after = store.plan()
+    assert after is not None
+    assert after.version == newest.version + 1
+    assert after.reason.startswith("by hand: replan --live")
+    wanted = sum(each.count for each in after.plan.deployments)
+    until_s = time.monotonic() + WITHIN_S
+    while True:
+        status = json.loads(_said(capsys, "status", "--json", "--state", state))
+        ready = [each for each in status["replicas"] if each["state"] == "ready"]
+        if len(ready) == wanted and all("mixed 1xA10" in each["replica"] for each in ready):
+            break
+        assert time.monotonic() < until_s, status
+        time.sleep(0.2)
+    assert "nothing changed" in _said(capsys, *asked, "--apply")
+    assert run([str(each) for each in asked[:4]] + ["--apply", "plan.json", "spec.yaml"]) == 2
+    capsys.readouterr()

@@ -85,6 +85,13 @@ class Controller:
     def learn(self, plan: Plan) -> None:
         self._templates |= {template.name: template for template in plan.templates}
 
+    def _learn_of(self, wanted: dict[str, Any]) -> None:
+        """Templates of a plan that somebody else wrote down and told."""
+        if any(each["template"] not in self._templates for each in wanted.get("replicas", ())):
+            newest = self._store.plan()
+            if newest is not None:
+                self.learn(newest.plan)
+
     def turn(self) -> Turn:
         """One look and one step."""
         if not self._lease.renew():
@@ -96,6 +103,7 @@ class Controller:
             self._tell_plan(wanted)
         instances = self._seen()
         self._heed_notices(instances, wanted)
+        self._learn_of(wanted)
         wants = wants_of(wanted, self._templates)
         found = step(
             wants,

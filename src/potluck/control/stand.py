@@ -58,6 +58,8 @@ class StandSettings:
     """Prices and nodes, where a file says."""
     start_s: float = START_S
     """In which an engine must be ready; then another is tried."""
+    profiles: tuple[Path, ...] = ()
+    """Step times that were measured."""
 
 
 class Stand:
@@ -83,6 +85,8 @@ class Stand:
             settings.maker, self.folder / "logs", owner_of(self.store), nursery=nursery
         )
         self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
+        profiles = [str(path) for path in settings.profiles]
+        self.store.set("spec files", {"path": str(settings.spec), "profiles": profiles})
         self.plan = self._chosen(plan)
         self._plan_file = self.folder / "plan.json"
         self._key_file = self.folder / "admin.key"
@@ -176,6 +180,7 @@ class Stand:
             *("--port", str(port), "--admin-port", str(admin), "--json"),
             *("--admin-key-file", str(self._key_file), "--log", str(self.folder / "brain.log")),
             *("--history", str(self._history())),
+            *(f"--profile={path}" for path in settings.profiles),
             *settings.gateway,
         ]
         log = self.folder / "logs" / "gateway.log"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +13,29 @@ from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, percent, seconds, table, usd
 from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
+from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
+from potluck.cli.planning.replan_live import apply, live_of, said_of
+from potluck.cli.serving.service import opened, state_option
 from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
+    from potluck.core.values.plan import Plan
     from potluck.plan.ladder import Answer
+    from potluck.plan.problem import Problem
 
 
 @click.command()
-@click.argument("plan_path", metavar="PLAN", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.argument("spec_path", metavar="SPEC", type=click.Path(path_type=Path))
+@click.argument(
+    "plan_path",
+    metavar="[PLAN]",
+    required=False,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+)
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option("--live", is_flag=True, help="For the service that runs here, without PLAN and SPEC.")
+@click.option("--apply", "applied", is_flag=True, help="With --live: put the best answer into force.")
+@state_option
 @click.option(
     "--lose",
     multiple=True,
@@ -49,8 +64,11 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of a search.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def replan(
-    plan_path: Path,
-    spec_path: Path,
+    plan_path: Path | None,
+    spec_path: Path | None,
+    live: bool,
+    applied: bool,
+    state: Path | None,
     lose: tuple[str, ...],
     rate: tuple[str, ...],
     workload: tuple[str, ...],
@@ -70,18 +88,55 @@ def replan(
       potluck replan plan.json potluck.yaml --lose us-east-1:4xL40S=1
       potluck replan plan.json potluck.yaml --rate chat=2x --link us-east-1:lab=1gbps
       potluck replan plan.json pool.yaml --lose node3,node7 --workload coding
+      potluck replan --live --rate words=2x --apply
     """
     from potluck.core.values.plan import plan_from_json, plan_to_json
+
+    if not 0 < time_limit_s < float("inf"):
+        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
+    if applied and not live:
+        raise InputError("--apply", "is for a service that runs; add --live")
+    changes = Changes(lose, rate, workload, link, price)
+    with ExitStack() as stack:
+        if live:
+            if plan_path is not None:
+                raise InputError("--live", "takes plan and spec from the service; leave them out")
+            service = stack.enter_context(opened(state))
+            now = live_of(service)
+            running, spec = now.plan, read_spec(now.spec)
+            # What is said here counts more than what was seen, so it comes last.
+            changes = replace(changes, rate=(*now.rates, *rate))
+        elif plan_path is None or spec_path is None:
+            raise InputError("PLAN SPEC", "are needed, or --live")
+        else:
+            running, spec = plan_from_json(plan_path.read_text(encoding="utf-8")), read_spec(spec_path)
+        problem = load_problem(changed_spec(spec, changes), headroom, None, (), init_penalty)
+        problem = changed_problem(measured(problem, now.profiles if live else ()), running, changes)
+        answers, best = _answered(problem, running, time_limit_s, seed)
+        if out is not None:
+            out.write_text(plan_to_json(best.plan), encoding="utf-8")
+        done = apply(service, now, best) if live and applied else ""
+    if as_json:
+        from potluck.core.codec import encode
+
+        found = {"best": best.step, "answers": [encode(answer) for answer in answers]}
+        emit_json(found | ({"version": now.version, "done": done} if live else {}))
+        return
+    if live:
+        said_of(now)
+    _show(answers, best)
+    if done:
+        click.echo(done)
+
+
+def _answered(
+    problem: Problem, running: Plan, time_limit_s: float, seed: int
+) -> tuple[tuple[Answer, ...], Answer]:
+    """All answers, each checked, and the best of them."""
     from potluck.plan.ladder import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES, Settings
     from potluck.plan.verify import verify
 
-    running = plan_from_json(plan_path.read_text(encoding="utf-8"))
-    changes = Changes(lose, rate, workload, link, price)
-    problem = load_problem(changed_spec(read_spec(spec_path), changes), headroom, None, (), init_penalty)
-    problem = changed_problem(problem, running, changes)
-    if not 0 < time_limit_s < float("inf"):
-        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
     with progress(3) as said:
         said("rerouting, flipping, reallocating")
         settings = Settings(time_limit_s=time_limit_s, seed=seed)
@@ -95,14 +150,7 @@ def replan(
         raise CapacityError(
             "nothing that is left can serve the demand within its objective; add nodes or relax it"
         )
-    if out is not None:
-        out.write_text(plan_to_json(best.plan), encoding="utf-8")
-    if as_json:
-        from potluck.core.codec import encode
-
-        emit_json({"best": best.step, "answers": [encode(answer) for answer in answers]})
-    else:
-        _show(answers, best)
+    return answers, best
 
 
 def _show(answers: tuple[Answer, ...], best: Answer) -> None:
@@ -111,7 +159,7 @@ def _show(answers: tuple[Answer, ...], best: Answer) -> None:
             f"{answer.step} (best)" if answer is best else answer.step,
             percent(answer.served_fraction),
             usd(answer.cost_usd_per_h),
-            seconds(answer.time_s) if answer.time_s else "at once",
+            f"in {seconds(answer.time_s)}" if answer.time_s else "at once",
             usd(answer.start_cost_usd),
             answer.flips,
             answer.starts,
@@ -119,7 +167,7 @@ def _show(answers: tuple[Answer, ...], best: Answer) -> None:
         )
         for answer in answers
     ]
-    columns = ("answer", "served", "USD/h", "in force after", "start-up USD", "flips", "starts", "stops")
+    columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
     table("Answers, from cheap to dear", columns, rows)
     table(
         f"With {best.step}",

@@ -145,10 +145,10 @@ def up(
             (
                 *(f"--files={name}={path}" for name, path in ready.maker.files),
                 *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
-                *(f"--profile={path}" for path in ready.profiles),
             ),
             advise,
             None if market is None else MarketFile(market, spec.regions),
+            profiles=ready.profiles,
         )
         found = ready.prepared
         stand = Stand(settings, found.inputs.plan, _planner(found.inputs, rules, time_limit_s), nursery)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +17,10 @@ from potluck.cli.serving.up_plan import Prepared, Said, Wishes, planned_for_all,
 from potluck.control.launch.cards import VISIBLE, Card, find_cards
 from potluck.control.launch.command import EngineMaker
 from potluck.core.brain.facts import BLOCK_TOKENS
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
 if TYPE_CHECKING:
+    from potluck.cli.trying.simulation import Inputs
     from potluck.core.values.model import Model
     from potluck.core.values.types import NodeType
     from potluck.spec.values import Spec
@@ -37,6 +38,8 @@ LEAST_MEMORY = 0.85
 USUAL_PRICE_USD_PER_H = 1.0
 LESS = 0.75
 TRIES = 3
+SLOWER = (1.0, 4.0, 16.0)
+"""Times the objective: one that nobody asked for must not keep a slow machine from serving."""
 HEADER = """\
 # Made by `potluck up --model`: the GPUs of this machine. The objective and the lengths of requests are guesses, the
 # rate is what the GPUs can do with them. To serve for others, copy it, change it, and: potluck up COPY --engine gpu
@@ -87,7 +90,9 @@ def found_cards() -> tuple[Card, ...]:
     return found
 
 
-def spec_text(model: Path, name: str, counts: Counter[str], rate_per_s: float) -> str:
+def spec_text(
+    model: Path, name: str, counts: Counter[str], rate_per_s: float, slo: Mapping[str, float] = SLO
+) -> str:
     """A spec of these GPUs, each a node of its own: an engine has one."""
     nodes = [
         {"node": f"1x{gpu}", "available": count, "price_usd_per_h": _price(f"1x{gpu}")}
@@ -99,7 +104,7 @@ def spec_text(model: Path, name: str, counts: Counter[str], rate_per_s: float) -
                 "model": str(model),
                 "name": name,
                 "files": str(model),
-                "slo": SLO,
+                "slo": dict(slo),
                 "traffic": {"rate_per_s": rate_per_s, "input": INPUT, "output": OUTPUT},
             }
         ],
@@ -143,17 +148,20 @@ def prepared_for_gpus(
     said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
     path, name = folder / "spec.yaml", model.name
     written(path, spec_text(model, name, counts, 1.0))
-    spec = load_spec(path)
     profiles: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     if measure:
-        profiles, notes = measured_briefly(spec, model, cards, folder / "profiles", device, said)
+        profiles, notes = measured_briefly(load_spec(path), model, cards, folder / "profiles", device, said)
     said("planning")
     wishes = replace(wishes, profiles=profiles, single=True)
-    rate_per_s, make = planned_for_all(spec, wishes, said)
+
+    def text(rate_per_s: float, slo: Mapping[str, float]) -> str:
+        return spec_text(model, name, counts, rate_per_s, slo)
+
+    slo, rate_per_s, make = _within_reach(path, text, wishes, said)
     for attempt in range(TRIES):
         rate_per_s = _rounded(rate_per_s * LESS**attempt)
-        written(path, spec_text(model, name, counts, rate_per_s))
+        written(path, text(rate_per_s, slo))
         spec = load_spec(path)
         found = tried_as_it_is(make(spec), wishes, said)
         if found.holds:
@@ -161,6 +169,24 @@ def prepared_for_gpus(
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *found.lines)
     return Ready(path, Prepared(found.inputs, lines), maker_of(spec, cards, device), profiles)
+
+
+def _within_reach(
+    path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: Wishes, said: Said
+) -> tuple[Mapping[str, float], float, Callable[[Spec], Inputs]]:
+    """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
+    from potluck.control.stand import written
+    from potluck.spec.load import load_spec
+
+    slos = [{key: value * times for key, value in SLO.items()} for times in SLOWER]
+    for slo in slos:
+        written(path, text(1.0, slo))
+        try:
+            return slo, *planned_for_all(load_spec(path), wishes, said)
+        except CapacityError:
+            if slo is slos[-1]:
+                raise
+    raise AssertionError("one of them was the last")
 
 
 def _rounded(rate_per_s: float) -> float:

@@ -1,0 +1,81 @@
+"""`potluck replan --live`: the same answers for a service that runs, and handing one of them over."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.serving.service import nothing
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.control.view import Service
+    from potluck.core.values.plan import Plan
+    from potluck.plan.ladder import Answer
+
+LEAST_PER_S = 1e-3
+"""A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A service that runs, as far as plans go."""
+
+    version: int
+    plan: Plan
+    spec: Path
+    profiles: tuple[Path, ...]
+    rates: tuple[str, ...]
+    """What was asked of it in the last ten minutes that are over, as `--rate` has it."""
+
+
+def live_of(service: Service) -> Live:
+    from potluck.control.chronicle import history_of
+
+    newest, known = service.store.plan(), service.store.get("spec files") or {}
+    if newest is None or "path" not in known:
+        raise nothing(f"there is no plan in {service.folder} yet")
+    seen = history_of(service.store, time.time())
+    models = {template.model for template in newest.plan.templates}
+    rates = tuple(
+        f"{model}={rates[-1]:.6g}"
+        for model, rates in sorted(seen.items())
+        if model in models and rates[-1] >= LEAST_PER_S
+    )
+    profiles = tuple(Path(each) for each in known.get("profiles", ()))
+    return Live(newest.version, newest.plan, Path(known["path"]), profiles, rates)
+
+
+def apply(service: Service, running: Live, best: Answer) -> str:
+    """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
+    from potluck.control.byhand import BY_HAND
+
+    if not service.gateway_lives:
+        raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
+    if best.plan == running.plan:
+        return f"plan {running.version} is the best answer already; nothing changed"
+    newest = service.store.plan()
+    if newest is not None and newest.version != running.version:
+        raise InputError(
+            "--apply", f"plan {newest.version} came while this was reckoned; ask again, it may be enough"
+        )
+    service.client.set_plan(best.plan)
+    why = f"replan --live, {best.step}"
+    version = service.store.add_plan(best.plan, time.time(), f"{BY_HAND}: {why}")
+    service.store.note(
+        time.time(), "plan", f"version {version}, ${best.cost_usd_per_h:.2f}/h, {why}", BY_HAND
+    )
+    return (
+        f"plan {version} is in force: {best.step}, ${best.cost_usd_per_h:.2f}/h "
+        f"(was ${running.plan.cost_usd_per_h:.2f}/h); `potluck scale --auto` hands the fleet back"
+    )
+
+
+def said_of(running: Live) -> None:
+    """What the answers are for."""
+    rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
+    click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
