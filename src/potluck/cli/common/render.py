@@ -17,7 +17,7 @@ import click
 MIN_WIDTH = 100
 PIPE_WIDTH = 140
 WIDEST = 200
-_NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+)?\Z")
+_NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+|%)?\Z")
 
 
 def emit_json(value: object) -> None:
@@ -47,6 +47,23 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     console = Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
     console.print(grid)
     console.print()
+
+
+def narrow(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout with one space between columns and no lines, for names that leave little room."""
+    cells = [list(columns), *[["" if cell is None else str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    right = [
+        bool(rows) and all(_NUMBER.match(row[place]) or row[place] in ("", "-") for row in cells[1:])
+        for place in range(len(columns))
+    ]
+    for row in cells:
+        padded = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        )
+        click.echo(" ".join(padded).rstrip())
+    click.echo()
 
 
 def _width() -> int:

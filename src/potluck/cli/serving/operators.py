@@ -62,7 +62,8 @@ def _show(found: dict[str, Any], now_s: float) -> None:
     click.echo()
     if found["replicas"]:
         columns = ("replica", "role", "state", "engine", "pace", "open", "KV")
-        render.table("", columns, [_row(each) for each in found["replicas"]])
+        only = next(iter(found["models"])) if len(found["models"]) == 1 else None
+        render.narrow(columns, [_row(each, only) for each in found["replicas"]])
     for each in found["lacking"]:
         click.echo(f"missing: {each['what']}: {each['why']}")
     for line in found["problems"]:
@@ -71,9 +72,10 @@ def _show(found: dict[str, Any], now_s: float) -> None:
         click.echo(_line(note["at_s"], note["kind"], note["what"], note["why"]))
 
 
-def _row(each: dict[str, Any]) -> tuple[object, ...]:
+def _row(each: dict[str, Any], only: str | None) -> tuple[object, ...]:
+    """Where there is but one model its name goes without saying, and a row has 80 columns."""
     return (
-        each["replica"],
+        str(each["replica"]).removeprefix(f"{only}: "),
         f"{each['role']}{' (by hand)' if each['by_hand'] else ''}",
         f"{each['state']}{', doubted' if each['doubted'] else ''}",
         each["engine"] or "-",
