@@ -20,7 +20,7 @@ from potluck.cli.main import run
 from potluck.cli.serving import up_gpus
 from potluck.cli.serving.up_gpus import gpu_of, maker_of, measured_briefly, spec_text
 from potluck.cli.serving.up_plan import Wishes, planned_for_all
-from potluck.control.launch.cards import Card, find_cards
+from potluck.control.launch.chips import Chip, find_chips
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher, engines_of
 from potluck.control.launch.process import end
@@ -44,22 +44,22 @@ def _driver(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int 
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
 
 
-def test_cards_are_what_the_driver_says_within_what_is_visible(
+def test_chips_are_what_the_driver_says_within_what_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     _driver(tmp_path, monkeypatch, MIXED)
-    assert [(card.uuid, card.name) for card in find_cards()] == [
+    assert [(chip.uuid, chip.name) for chip in find_chips()] == [
         ("GPU-a", "NVIDIA L4"),
         ("GPU-b", "NVIDIA A10"),
         ("GPU-c", "NVIDIA A10"),
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-a")
-    assert [card.index for card in find_cards()] == [2, 0]
+    assert [chip.index for chip in find_chips()] == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert find_cards() == ()
+    assert find_chips() == ()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_cards() == ()
+    assert find_chips() == ()
 
 
 @pytest.mark.parametrize(("text", "code"), [("No devices were found", 6), ("what, is, this", 0)])
@@ -68,7 +68,7 @@ def test_a_driver_that_fails_is_told_in_one_line(
 ) -> None:
     _driver(tmp_path, monkeypatch, text, code)
     with pytest.raises(CapacityError, match="nvidia-smi") as error:
-        find_cards()
+        find_chips()
     assert "\n" not in str(error.value)
 
 
@@ -91,14 +91,14 @@ def test_a_driver_that_fails_is_told_in_one_line(
 )
 def test_drivers_names_are_found_in_the_catalog(name: str, found: str) -> None:
     memory = int(gpus.gpu(found).memory_gb * GB)
-    assert gpu_of(Card(0, "GPU-a", name, memory)) == found
+    assert gpu_of(Chip(0, "GPU-a", name, memory)) == found
     with pytest.raises(InputError, match="a part of one"):
-        gpu_of(Card(0, "GPU-a", name, memory // 4))
+        gpu_of(Chip(0, "GPU-a", name, memory // 4))
 
 
 def test_an_unknown_gpu_says_what_to_add() -> None:
     with pytest.raises(InputError, match="GPU 3 .*RTX 2060.*gpus:.*fp16_tflops.*CUDA_VISIBLE_DEVICES"):
-        gpu_of(Card(3, "GPU-a", "NVIDIA GeForce RTX 2060", 6 * GB))
+        gpu_of(Chip(3, "GPU-a", "NVIDIA GeForce RTX 2060", 6 * GB))
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ class Sleeper(EngineMaker):
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
-    maker = Sleeper("gpu", cards=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"), ("1xA10", "GPU-c")))
+    maker = Sleeper("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"), ("1xA10", "GPU-c")))
     yield LocalLauncher(maker, tmp_path, str(tmp_path), free=lambda: None)
     for pid in engines_of(str(tmp_path)):
         end(pid, insist=True)
@@ -159,10 +159,10 @@ def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
 def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
     a10 = Make("m", single("1xA10", 1, 2), "here")
     places = {name: launcher.start(name, a10) for name in ("one", "two")}
-    assert {place["card"] for place in places.values()} == {"GPU-b", "GPU-c"}
+    assert {place["chip"] for place in places.values()} == {"GPU-b", "GPU-c"}
     for place in places.values():
         variables = Path(f"/proc/{place['pid']}/environ").read_bytes().split(b"\0")
-        assert f"CUDA_VISIBLE_DEVICES={place['card']}".encode() in variables
+        assert f"CUDA_VISIBLE_DEVICES={place['chip']}".encode() in variables
     with pytest.raises(CapacityError, match="all 2 GPUs of type 1xA10"):
         launcher.start("three", a10)
     os.kill(int(str(places["one"]["pid"])), 9)
@@ -170,7 +170,7 @@ def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
     while launcher.look(places)[0].state != "dead":
         assert time.monotonic() < until_s
         time.sleep(0.05)
-    assert launcher.start("three", a10)["card"] == places["one"]["card"]
+    assert launcher.start("three", a10)["chip"] == places["one"]["chip"]
     with pytest.raises(InputError, match="one GPU"):
         launcher.start("four", Make("m", single("2xA10", 2, 2), "here"))
 
@@ -183,16 +183,16 @@ def test_what_cannot_be_measured_is_said_and_what_was_is_kept(
     begun = []
 
     def measuring(
-        model: Path, name: str, gpu: str, card: Card, out: Path, device: str
+        model: Path, name: str, gpu: str, chip: Chip, out: Path, device: str
     ) -> subprocess.Popen[str]:
-        begun.append((gpu, card.uuid))
+        begun.append((gpu, chip.uuid))
         code = f"import pathlib, sys; p = pathlib.Path({str(out)!r})\n"
         code += "p.write_text('{}')" if gpu == "L4" else "print('out of memory'); sys.exit(2)"
         return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
     monkeypatch.setattr(up_gpus, "_measuring", measuring)
-    cards = (Card(0, "GPU-a", "NVIDIA L4", 24 * GB), Card(1, "GPU-b", "NVIDIA A10", 24 * GB))
-    arguments = (load_spec(path), shipped_model(), cards, tmp_path / "profiles", "cpu", lambda line: None)
+    chips = (Chip(0, "GPU-a", "NVIDIA L4", 24 * GB), Chip(1, "GPU-b", "NVIDIA A10", 24 * GB))
+    arguments = (load_spec(path), shipped_model(), chips, tmp_path / "profiles", "cpu", lambda line: None)
     found, notes = measured_briefly(*arguments)
     assert [each.name for each in found] == ["L4-words.json"]
     assert "A10 could not be measured (out of memory)" in notes[0]
@@ -204,7 +204,7 @@ def test_a_spec_of_other_gpus_is_not_served_on_these(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(shipped_model(), "words", Counter({"H200": 1}), 1.0))
     with pytest.raises(InputError, match="the spec has 1xH200, this machine has 1xL4"):
-        maker_of(load_spec(path), (Card(0, "GPU-a", "NVIDIA L4", 24 * GB),))
+        maker_of(load_spec(path), (Chip(0, "GPU-a", "NVIDIA L4", 24 * GB),))
 
 
 def test_a_service_on_gpus_that_are_found(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.serving.up_gpus import Ready, found_cards, maker_of, prepared_for_gpus
+from potluck.cli.serving.up_gpus import Ready, found_chips, maker_of, prepared_for_gpus
 from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
 from potluck.cli.serving.up_show import Served, ask, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec
@@ -171,7 +171,7 @@ def _prepared(
     spec = read_one_spec(paths or (spec_path,))
     policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
     if style == "gpu":
-        maker, wishes = maker_of(spec, found_cards(), device), replace(wishes, single=True)
+        maker, wishes = maker_of(spec, found_chips(), device), replace(wishes, single=True)
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
         maker = EngineMaker(style, files, tuple((each.name, each.model.name) for each in spec.models))

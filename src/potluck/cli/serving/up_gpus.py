@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from potluck.cli.serving.up_plan import Prepared, Said, Wishes, planned_for_all, tried_as_it_is
-from potluck.control.launch.cards import VISIBLE, Card, find_cards
+from potluck.control.launch.chips import VISIBLE, Chip, find_chips
 from potluck.control.launch.command import EngineMaker
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
@@ -34,7 +34,7 @@ KV_SHARE = 0.85
 """Of what the performance model leaves for KV: the rest is for what it does not see (graphs, the driver)."""
 MEASURE_S = 300.0
 LEAST_MEMORY = 0.85
-"""Of the catalog's figure, that a card of this name has at least."""
+"""Of the catalog's figure, that a chip of this name has at least."""
 USUAL_PRICE_USD_PER_H = 1.0
 LESS = 0.75
 TRIES = 3
@@ -46,41 +46,41 @@ HEADER = """\
 """
 
 
-def gpu_of(card: Card) -> str:
-    """The catalog's name of a card; an unknown one is an error that says what to add."""
+def gpu_of(chip: Chip) -> str:
+    """The catalog's name of a chip; an unknown one is an error that says what to add."""
     from potluck.catalog import gpus
 
-    words = card.name.split()
+    words = chip.name.split()
     for start in range(len(words)):
         if all(word in MAKERS for word in words[:start]):
             try:
                 name = gpus.canonical(" ".join(words[start:]))
             except UnknownNameError:
                 continue
-            _must_have_memory(card, name)
+            _must_have_memory(chip, name)
             return name
     raise InputError(
         "--model",
-        f"GPU {card.index} is a {card.name!r}, which the catalog does not know: write a spec with its figures under "
+        f"GPU {chip.index} is a {chip.name!r}, which the catalog does not know: write a spec with its figures under "
         "`gpus:` (name, fp16_tflops, memory_gb, bandwidth_gb_per_s), or leave it out with CUDA_VISIBLE_DEVICES",
     )
 
 
-def _must_have_memory(card: Card, name: str) -> None:
+def _must_have_memory(chip: Chip, name: str) -> None:
     from potluck.catalog import gpus
 
     known = gpus.gpu(name).memory_gb * 1e9
-    if card.memory_bytes < LEAST_MEMORY * known:
-        there = f"{card.memory_bytes / 1e9:.0f} GB"
+    if chip.memory_bytes < LEAST_MEMORY * known:
+        there = f"{chip.memory_bytes / 1e9:.0f} GB"
         raise InputError(
             "--model",
-            f"GPU {card.index} is a {card.name!r} with {there}, the catalog's {name} has {known / 1e9:.0f} GB: "
+            f"GPU {chip.index} is a {chip.name!r} with {there}, the catalog's {name} has {known / 1e9:.0f} GB: "
             "is it a part of one? Leave it out with CUDA_VISIBLE_DEVICES",
         )
 
 
-def found_cards() -> tuple[Card, ...]:
-    found = find_cards()
+def found_chips() -> tuple[Chip, ...]:
+    found = find_chips()
     if not found:
         raise InputError(
             "--model",
@@ -143,15 +143,15 @@ def prepared_for_gpus(
     model = model.resolve()
     if not (model / "config.json").is_file():
         raise InputError("--model", f"{model} has no config.json; name a model's directory")
-    cards = found_cards()
-    counts = Counter(gpu_of(card) for card in cards)
+    chips = found_chips()
+    counts = Counter(gpu_of(chip) for chip in chips)
     said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
     path, name = folder / "spec.yaml", model.name
     written(path, spec_text(model, name, counts, 1.0))
     profiles: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     if measure:
-        profiles, notes = measured_briefly(load_spec(path), model, cards, folder / "profiles", device, said)
+        profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", device, said)
     said("planning")
     wishes = replace(wishes, profiles=profiles, single=True)
 
@@ -168,7 +168,7 @@ def prepared_for_gpus(
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *found.lines)
-    return Ready(path, Prepared(found.inputs, lines), maker_of(spec, cards, device), profiles)
+    return Ready(path, Prepared(found.inputs, lines), maker_of(spec, chips, device), profiles)
 
 
 def _within_reach(
@@ -193,10 +193,10 @@ def _rounded(rate_per_s: float) -> float:
     return float(f"{rate_per_s:.2g}")
 
 
-def maker_of(spec: Spec, cards: Sequence[Card], device: str = "cuda") -> EngineMaker:
-    """How engines of a spec's models are made on these cards."""
+def maker_of(spec: Spec, chips: Sequence[Chip], device: str = "cuda") -> EngineMaker:
+    """How engines of a spec's models are made on these chips."""
     known = {node.name: node for node in spec.node_types}
-    mine = tuple((f"1x{gpu_of(card)}", card.uuid) for card in cards)
+    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
     for node in known:
         if node not in {kind for kind, _ in mine}:
             there = ", ".join(sorted({kind for kind, _ in mine}))
@@ -209,7 +209,7 @@ def maker_of(spec: Spec, cards: Sequence[Card], device: str = "cuda") -> EngineM
             )
         files.append((model.name, Path(model.files)))
     flags = tuple((node.name, _flags([each.model for each in spec.models], node)) for node in known.values())
-    return EngineMaker("gpu", tuple(files), cards=mine, flags=flags, device=device)
+    return EngineMaker("gpu", tuple(files), chips=mine, flags=flags, device=device)
 
 
 def _flags(models: Sequence[Model], node: NodeType) -> tuple[str, ...]:
@@ -231,7 +231,7 @@ def _flags(models: Sequence[Model], node: NodeType) -> tuple[str, ...]:
 
 
 def measured_briefly(
-    spec: Spec, model: Path, cards: Sequence[Card], folder: Path, device: str, said: Said
+    spec: Spec, model: Path, chips: Sequence[Chip], folder: Path, device: str, said: Said
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """A profile of each kind of GPU, and what is to be said of those that could not be measured.
 
@@ -239,7 +239,7 @@ def measured_briefly(
     """
     name = spec.models[0].model.name
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = {gpu_of(card): card for card in cards}
+    kinds = {gpu_of(chip): chip for chip in chips}
     paths = {gpu: folder / f"{gpu}-{name}.json" for gpu in kinds}
     running = {
         gpu: _measuring(model, name, gpu, kinds[gpu], path, device)
@@ -262,13 +262,13 @@ def measured_briefly(
 
 
 def _measuring(
-    model: Path, name: str, gpu: str, card: Card, path: Path, device: str
+    model: Path, name: str, gpu: str, chip: Chip, path: Path, device: str
 ) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, "-m", "potluck.cli.main", "profile", "--local", "--quick", "--repeats", "3"),
         *("--model", str(model), "--device", device, "--gpu", gpu, "--name", name, "--out", str(path)),
     ]
-    environment = {**os.environ, VISIBLE: card.uuid}
+    environment = {**os.environ, VISIBLE: chip.uuid}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )

@@ -2,7 +2,7 @@
 
 base.py      the protocol
 command.py   from what an engine is to the command that starts it
-cards.py     GPUs of this machine
+chips.py     GPUs of this machine
 process.py   processes of this machine: started, recognised again, ended
 nursery.py   a process that forks engines
 room.py      memory of this machine

@@ -26,7 +26,7 @@ class EngineMaker:
     """The plan's name of a model to the one it has in the catalog."""
     max_running: int = 32
     host: str = "127.0.0.1"
-    cards: tuple[tuple[str, str], ...] = ()
+    chips: tuple[tuple[str, str], ...] = ()
     """Of this machine's GPUs the node type that each is, and its id."""
     flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Node type to further flags of an engine on one."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from potluck.control.launch.base import NodeNews, Place, Sighting
-from potluck.control.launch.cards import VISIBLE
+from potluck.control.launch.chips import VISIBLE
 from potluck.control.launch.command import EngineMaker, only_node
 from potluck.control.launch.nursery import Nursery
 from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn, title_of
@@ -44,7 +44,7 @@ class LocalLauncher:
         """Ports that were given to somebody lately, who may not listen yet."""
         self._ending: dict[str, float] = {}
         """Who was asked to end, and when."""
-        self._cards: dict[str, str] = {}
+        self._chips: dict[str, str] = {}
         """Which GPU each engine has."""
 
     def log_of(self, name: str) -> Path:
@@ -55,9 +55,9 @@ class LocalLauncher:
         port, kv_port = self._port(), self._port()
         command = self._maker.command(make, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
-        card = self._card(make) if self._maker.style == "gpu" else ""
-        if card:
-            self._cards[name], marks[VISIBLE] = card, card
+        chip = self._chip(make) if self._maker.style == "gpu" else ""
+        if chip:
+            self._chips[name], marks[VISIBLE] = chip, chip
         pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
         if pid is None:
             pid = spawn(command, marks, log)
@@ -65,16 +65,16 @@ class LocalLauncher:
             "pid": pid.number,
             "started": pid.started,
             "url": f"http://{self._maker.host}:{port}",
-            **({"card": card} if card else {}),
+            **({"chip": chip} if chip else {}),
         }
 
-    def _card(self, make: Make) -> str:
+    def _chip(self, make: Make) -> str:
         """A GPU of the right kind that no engine has."""
-        node, taken = only_node(make), set(self._cards.values())
-        mine = [card for kind, card in self._maker.cards if kind == node]
-        for card in mine:
-            if card not in taken:
-                return card
+        node, taken = only_node(make), set(self._chips.values())
+        mine = [chip for kind, chip in self._maker.chips if kind == node]
+        for chip in mine:
+            if chip not in taken:
+                return chip
         raise CapacityError(f"all {len(mine)} GPUs of type {node} on this machine are in use")
 
     def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
@@ -86,10 +86,10 @@ class LocalLauncher:
                 end(pid)
         self._insist(places)
         lost = {seen.name for seen in found if seen.state == "dead"}
-        self._cards = {
-            name: str(place["card"])
+        self._chips = {
+            name: str(place["chip"])
             for name, place in places.items()
-            if place.get("card") and name not in lost
+            if place.get("chip") and name not in lost
         }
         return tuple(found)
 

@@ -15,15 +15,15 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class Chip:
     index: int
     uuid: str
-    """The same whatever the order in which cards are counted."""
+    """The same whatever the order in which chips are counted."""
     name: str
     memory_bytes: int
 
 
-def find_cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]:
+def find_chips(environment: Mapping[str, str] | None = None) -> tuple[Chip, ...]:
     """All that may be used here; none where there is no driver."""
     variables = os.environ if environment is None else environment
     try:
@@ -35,27 +35,27 @@ def find_cards(environment: Mapping[str, str] | None = None) -> tuple[Card, ...]
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[:200]
         raise CapacityError(f"nvidia-smi failed with {done.returncode}: {said or 'it said nothing'}")
-    found = tuple(_card(line) for line in done.stdout.splitlines() if line.strip())
+    found = tuple(_chip(line) for line in done.stdout.splitlines() if line.strip())
     return _visible(found, variables.get(VISIBLE))
 
 
-def _card(line: str) -> Card:
+def _chip(line: str) -> Chip:
     parts = [part.strip() for part in line.split(",")]
     try:
         index, uuid, name, mib = parts
-        return Card(int(index), uuid, name, int(float(mib)) * 1024 * 1024)
+        return Chip(int(index), uuid, name, int(float(mib)) * 1024 * 1024)
     except ValueError as error:
         raise CapacityError(f"nvidia-smi said {line!r}, which is not index, uuid, name, MiB") from error
 
 
-def _visible(cards: tuple[Card, ...], said: str | None) -> tuple[Card, ...]:
+def _visible(chips: tuple[Chip, ...], said: str | None) -> tuple[Chip, ...]:
     """Those that CUDA_VISIBLE_DEVICES leaves, by index or by the beginning of a uuid; all where it says nothing."""
     if said is None:
-        return cards
+        return chips
     wanted = [part.strip() for part in said.split(",") if part.strip()]
     return tuple(
-        card
+        chip
         for part in wanted
-        for card in cards
-        if (part == str(card.index) if part.isdecimal() else card.uuid.startswith(part))
+        for chip in chips
+        if (part == str(chip.index) if part.isdecimal() else chip.uuid.startswith(part))
     )
