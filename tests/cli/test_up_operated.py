@@ -106,12 +106,13 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) ->
     assert after is not None
     assert after.version == newest.version + 1
     assert after.reason.startswith("by hand: replan --live")
-    wanted = sum(each.count for each in after.plan.deployments)
+    plan = after.plan
+    wanted = sum(each.count * len(plan.template(each.template).replicas) for each in plan.deployments)
     until_s = time.monotonic() + WITHIN_S
     while True:
         status = json.loads(_said(capsys, "status", "--json", "--state", state))
         ready = [each for each in status["replicas"] if each["state"] == "ready"]
-        if len(ready) == wanted and all("mixed 1xA10" in each["replica"] for each in ready):
+        if len(ready) == wanted and all(each["replica"].startswith("live: ") for each in ready):
             break
         assert time.monotonic() < until_s, status
         time.sleep(0.2)

@@ -41,10 +41,13 @@ def load() -> None:
 
     torch.set_num_threads(1)
     from potluck.cli.serving.engine_kinds import described
+    from potluck.engine.compute.local import LocalExecutor
+    from potluck.engine.compute.runner import Runner
     from potluck.engine.compute.work import Size
+    from potluck.engine.memory.cache import Pages
     from potluck.engine.model.checkpoint import Files
     from potluck.engine.model.config import read_config
-    from potluck.engine.serve import local_executor, warm_up
+    from potluck.engine.serve import warm_up
     from potluck.engine.shipped import shipped_model
     from potluck.kv.codec import convert
     from potluck.kv.wire import check
@@ -52,11 +55,16 @@ def load() -> None:
     for module in MODULES:
         import_module(module)
     check.load()
-    convert.load()
+    convert.warm(("float32",))  # what caches hold on a CPU
     directory = shipped_model()
     config = read_config(directory, described(directory))
     # Run once, so that what is made at the first step is made here.
-    warm_up(local_executor(config, Files(directory), Size(2, 4, 64, 32), "cpu"))
+    size = Size(2, 4, 64, 32)
+    runner = Runner(config, Files(directory), size, device="cpu")
+    warm_up(LocalExecutor(runner, size))
+    for kept in runner.cache.layers:
+        if isinstance(kept, Pages):
+            kept.read(torch.zeros(1, dtype=torch.int64))
     gc.collect()
     gc.freeze()  # what is shared with the engines is not written to by collecting
 
