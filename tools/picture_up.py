@@ -40,7 +40,7 @@ def printed(process: subprocess.Popen[str]) -> list[str]:
 
 def answer(curl: str) -> str:
     """What the curl line streams, as one text."""
-    done = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=120)
     pieces = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("data: {")]
     return "".join(
         str(each["choices"][0]["delta"].get("content") or "") for each in pieces if each["choices"]
