@@ -117,6 +117,24 @@ def _model(
 
 def usd_per_million_tokens(problem: Problem, plan: Plan, model: str) -> float:
     """What the nodes that serve a model cost per million of its tokens."""
+    cost = _usd_per_h(problem, plan, model)
+    ask = next(ask for ask in problem.asks if ask.name == model)
+    tokens_per_h = ask.tokens_per_s * plan.fraction * 3600
+    return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
+
+
+def tokens_per_usd(problem: Problem, plan: Plan, model: str) -> tuple[float, float]:
+    """CAUCHY's cost efficiency of a plan: prompt and answer tokens that a dollar buys; 0 where nothing is paid."""
+    cost = _usd_per_h(problem, plan, model)
+    ask = next(ask for ask in problem.asks if ask.name == model)
+    served = plan.fraction * 3600 / cost if cost > 0 else 0.0
+    prompts = sum(demand.rate_per_s * demand.input_tokens for demand in ask.demands)
+    answers = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands)
+    return prompts * served, answers * served
+
+
+def _usd_per_h(problem: Problem, plan: Plan, model: str) -> float:
+    """What the nodes that serve a model cost."""
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = 0.0
     for deployment in plan.deployments:
@@ -124,9 +142,7 @@ def usd_per_million_tokens(problem: Problem, plan: Plan, model: str) -> float:
         if template.model == model:
             each = sum(prices[deployment.region, n.node] * n.count for n in template.nodes)
             cost += each * deployment.count
-    ask = next(ask for ask in problem.asks if ask.name == model)
-    tokens_per_h = ask.tokens_per_s * plan.fraction * 3600
-    return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
+    return cost
 
 
 def _without_nodes(

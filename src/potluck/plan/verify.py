@@ -141,22 +141,31 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
         return CROSSING[template.kind](problem, ask, template.replicas, template.codec)
     if template.kind == "group":
         return group_capacity(problem, ask, template.replicas, template.codec)
+    sides = [_role(problem, ask, template, role) for role in ROLES]
     found = []
     for bucket in range(len(ask.demands)):
-        prefill, decode, mixed = (_role_rate(problem, ask, template, role, bucket) for role in ROLES)
-        found.append(BucketCapacity(bucket, prefill, decode, min(prefill, decode) + mixed, 0.0, 0.0))
+        prefill, decode, mixed = (side[bucket][0] for side in sides)
+        ttft_s, tpot_s = (max(side[bucket][place] for side in sides) for place in (1, 2))
+        found.append(BucketCapacity(bucket, prefill, decode, min(prefill, decode) + mixed, ttft_s, tpot_s))
     return tuple(found)
 
 
-def _role_rate(problem: Problem, ask: Ask, template: Template, role: Role, bucket: int) -> float:
-    total = 0.0
+def _role(problem: Problem, ask: Ask, template: Template, role: Role) -> list[tuple[float, float, float]]:
+    """(requests/s, TTFT, TPOT) in each bucket of a template's replicas of one role together."""
+    total = [(0.0, 0.0, 0.0)] * len(ask.demands)
     members = [replica for replica in template.replicas if replica.role == role]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
         timer = timer_of(problem, ask, layout)
         rates = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
-        capacity = rates[bucket]
-        total += capacity.prefill_per_s + capacity.decode_per_s + capacity.closed_per_s
+        total = [
+            (
+                rate + each.prefill_per_s + each.decode_per_s + each.closed_per_s,
+                max(ttft_s, each.ttft_s),
+                max(tpot_s, each.tpot_s),
+            )
+            for (rate, ttft_s, tpot_s), each in zip(total, rates, strict=True)
+        ]
     return total
 
 

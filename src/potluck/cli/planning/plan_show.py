@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import percent, seconds, table, usd
+from potluck.cli.common.render import percent, seconds, short, table, usd
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +112,7 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
 
 
 def _show_predictions(problem: Problem, outcome: Outcome) -> None:
-    from potluck.plan.explain import usd_per_million_tokens
+    from potluck.plan.explain import tokens_per_usd, usd_per_million_tokens
 
     found = outcome.plan
     rows = [
@@ -123,13 +123,24 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             seconds(p.ttft_s),
             seconds(p.tpot_s),
             usd(usd_per_million_tokens(problem, found, p.model)),
+            *(short(each) for each in tokens_per_usd(problem, found, p.model)),
             p.confidence,
         )
         for p in found.predictions
     ]
     table(
         "What to expect",
-        ("model", "demand/s", "could do/s", "TTFT", "TPOT", "$/M tokens", "confidence"),
+        (
+            "model",
+            "demand/s",
+            "could do/s",
+            "TTFT",
+            "TPOT",
+            "$/M tokens",
+            "prompt tokens/$",
+            "answer tokens/$",
+            "confidence",
+        ),
         rows,
     )
 

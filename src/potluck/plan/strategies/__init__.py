@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
-from potluck.plan.strategies.cauchy import cauchy_co, cauchy_mc, cauchy_mce
+from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
 from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
 
 STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
@@ -13,6 +13,7 @@ STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "homo": homo,
     "melange": melange,
     "cauchy": cauchy_co,
+    "cauchy-ce": cauchy_ce,
     "cauchy-mc": cauchy_mc,
     "cauchy-mce": cauchy_mce,
     "cronus": cronus,

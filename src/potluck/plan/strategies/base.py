@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.result import Allocation
@@ -14,9 +14,11 @@ from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.tabu import Found
 from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.combo import combos
+from potluck.plan.templates.gpu_combo import SHORTLIST, Ranked, gpu_combos, ranked
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import pipelines
 from potluck.plan.templates.pair import pairs
+from potluck.plan.verify import retimed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,22 @@ class Workshop:
     def combos(self, ask: Ask) -> list[Template]:
         return self._once("combo", ask, lambda: combos(self.problem, ask, self.homogeneous(ask), self.prices))
 
+    def ranked(self, ask: Ask) -> list[Ranked]:
+        """Pairs of node types by CAUCHY's equation 15, the most cost-efficient first."""
+        return ranked(self.problem, ask, self.homogeneous(ask), self.prices)
+
+    def gpu_combos(self, ask: Ask) -> list[Template]:
+        """Combos of the pairs that equation 15 shortlists, counted in GPUs; and aggregated ones of their types."""
+
+        def make() -> list[Template]:
+            pairs = self.ranked(ask)[:SHORTLIST]
+            alike = {each.prefill for each in pairs if each.prefill == each.decode}
+            alone = [t for t in self.combos(ask) if len(t.nodes) == 1 and t.nodes[0].node in alike]
+            alone = [t for t in alone if t.replicas[0].role == "mixed"]
+            return [*alone, *gpu_combos(self.problem, ask, pairs)]
+
+        return self._once("gpu combo", ask, make)
+
     def pairs(self, ask: Ask) -> list[Template]:
         return self._once("pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask)))
 
@@ -115,10 +133,13 @@ class Workshop:
 def allocated(
     workshop: Workshop, settings: Settings, strategy: str, templates: Mapping[str, Sequence[Template]]
 ) -> Outcome:
-    """Solve the program over some templates and turn the answer into a plan."""
+    """Solve the program over some templates and turn the answer into a plan.
+
+    What runs already stays to be chosen, also where it is no longer among what is made.
+    """
     found, answer = solved(
         workshop.problem,
-        templates,
+        with_running(workshop.problem, templates, settings.running),
         running=settings.running,
         pins=settings.pins,
         time_limit_s=settings.time_limit_s,
@@ -126,3 +147,25 @@ def allocated(
         clock=settings.clock,
     )
     return Outcome(plan_of(found, answer, strategy), answer, found)
+
+
+def with_running(
+    problem: Problem, templates: Mapping[str, Sequence[Template]], running: Plan | None
+) -> Mapping[str, Sequence[Template]]:
+    """Templates with those that run beside them, timed for the demand there is now; groups have their own way."""
+    if running is None:
+        return templates
+    deployed = {deployment.template for deployment in running.deployments}
+    merged = {model: list(group) for model, group in templates.items()}
+    for template in running.templates:
+        ask = next((each for each in problem.asks if each.name == template.model), None)
+        mine = merged.setdefault(template.model, [])
+        known = template.name in {each.name for each in mine}
+        there = all(node in problem.by_name for node in template.node_counts)
+        if ask is None or known or not there or template.kind == "group" or template.name not in deployed:
+            continue
+        capacity = retimed(problem, ask, template)
+        if len({replica.role for replica in template.replicas}) > 1:  # a closed group offers no phase alone
+            capacity = tuple(replace(each, prefill_per_s=0.0, decode_per_s=0.0) for each in capacity)
+        mine.append(replace(template, capacity=capacity))
+    return merged

@@ -1,4 +1,4 @@
-"""CAUCHY's three allocations over its combos (section 4.3), and the fallback of 3.3.2.
+"""CAUCHY's allocations over its combos (section 4.3), and the fallback of 3.3.2.
 
     minimise   Σ_n w_n x_n        x_n copies of combo n, whole
     subject to Σ_n T_mn x_n ≥ D_m for every model m, and the nodes of each type within what there is
@@ -7,13 +7,15 @@
     MCE-LP   w_n = 1 / C_n          the most cost-efficient combos, whatever they cost
     CO-LP    w_n = P_n / C_n        both (equation 16)
 
-P_n is the combo's price, C_n its tokens per dollar, T_mn the goodput of the model's own mix of requests. When
-demand cannot be met, the largest fraction that can is planned instead of giving up.
+P_n is the combo's price, T_mn the goodput of the model's own mix of requests, C_n its tokens per dollar: those that
+it is seen to serve, or in *cauchy-ce*, as printed, equation 15 of its two GPU types, which also shortlists them
+(`templates.gpu_combo`). When the shortlist cannot meet demand, all combos are tried for the least cost, and when
+these cannot either, the largest fraction that can is planned instead of giving up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,11 +27,15 @@ from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
 
 Weight = Callable[[float, float], float]
+Efficiency = Callable[[Ask, Template], float]
+ByModel = Mapping[str, Sequence[Template]]
+BOUND_SHARE = 0.25
+"""Of the time limit, for the bound that says how far a choice is from the cheapest."""
 
 
 def cauchy_co(workshop: Workshop, settings: Settings) -> Outcome:
     """CO-LP: price over cost efficiency."""
-    return _cauchy(workshop, settings, "cauchy", lambda price, efficiency: price / efficiency)
+    return _cauchy(workshop, settings, "cauchy", _over)
 
 
 def cauchy_mc(workshop: Workshop, settings: Settings) -> Outcome:
@@ -42,26 +48,67 @@ def cauchy_mce(workshop: Workshop, settings: Settings) -> Outcome:
     return _cauchy(workshop, settings, "cauchy-mce", lambda price, efficiency: 1.0 / efficiency)
 
 
+def cauchy_ce(workshop: Workshop, settings: Settings) -> Outcome:
+    """CO-LP over combos counted in GPUs, ranked and shortlisted by equation 15."""
+    asks = workshop.problem.asks
+    templates = {ask.name: workshop.gpu_combos(ask) for ask in asks}
+    ranks = {ask.name: {(r.prefill, r.decode): r for r in workshop.ranked(ask)} for ask in asks}
+
+    def printed(ask: Ask, template: Template) -> float:
+        first, last = (
+            r.layout.stages[0].nodes[0].node for r in (template.replicas[0], template.replicas[-1])
+        )
+        return ranks[ask.name][first, last].ce_tokens_per_usd
+
+    chosen = _choose(workshop, settings, templates, _over, printed)
+    if chosen is None:
+        return _cauchy(workshop, settings, "cauchy-ce", lambda price, efficiency: price)
+    return _settled(workshop, settings, "cauchy-ce", templates, chosen)
+
+
+def _over(price: float, efficiency: float) -> float:
+    return price / efficiency
+
+
 def _cauchy(workshop: Workshop, settings: Settings, name: str, weight: Weight) -> Outcome:
     templates = {ask.name: workshop.combos(ask) for ask in workshop.problem.asks}
-    chosen = _choose(workshop, settings, weight)
+    chosen = _choose(workshop, settings, templates, weight, _served(workshop))
     if chosen is None:  # the fallback: as much as the fleet can do
         return allocated(workshop, settings, name, templates)
-    # The counts are the paper's; routing within them is the program's with the counts pinned.
+    return _settled(workshop, settings, name, templates, chosen)
+
+
+def _served(workshop: Workshop) -> Efficiency:
+    """Tokens per dollar as combos are timed."""
+    prices = workshop.prices
+    return lambda ask, template: efficiency_tokens_per_usd(ask, template, prices)
+
+
+def _settled(
+    workshop: Workshop, settings: Settings, name: str, templates: ByModel, chosen: tuple[Deployment, ...]
+) -> Outcome:
+    """The plan with the paper's counts; routing within them is the program's with the counts pinned.
+
+    How far it is from the cheapest plan of the same combos is seen by asking for that one.
+    """
     pinned = replace(settings, pins=chosen, running=None)
-    kept = {ask.name: _only(templates[ask.name], chosen) for ask in workshop.problem.asks}
+    kept = {model: _only(group, chosen) for model, group in templates.items()}
     outcome = allocated(workshop, pinned, name, kept)
-    return replace(outcome, plan=_with_counts(outcome.plan, chosen, kept, workshop.problem))
+    plan = _with_counts(outcome.plan, chosen, kept, workshop.problem)
+    short = replace(settings, time_limit_s=settings.time_limit_s * BOUND_SHARE, running=None, pins=())
+    bound = allocated(workshop, short, name, templates).allocation.lower_bound_usd_per_h
+    gap = max(0.0, plan.cost_usd_per_h - bound) / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
+    return replace(outcome, plan=replace(plan, gap=gap))
 
 
 Columns = list[tuple[Ask, Template, str, float]]
 
 
-def _columns(workshop: Workshop) -> Columns:
+def _columns(workshop: Workshop, templates: ByModel) -> Columns:
     """(ask, combo, region, price) for every combo that a region could host."""
     found: Columns = []
     for ask in workshop.problem.asks:
-        for template in workshop.combos(ask):
+        for template in templates[ask.name]:
             if served_per_s(ask, template) <= 0:
                 continue
             for region in workshop.problem.regions:
@@ -74,8 +121,10 @@ def _columns(workshop: Workshop) -> Columns:
     return found
 
 
-def _choose(workshop: Workshop, settings: Settings, weight: Weight) -> tuple[Deployment, ...] | None:
-    problem, found = workshop.problem, _columns(workshop)
+def _choose(
+    workshop: Workshop, settings: Settings, templates: ByModel, weight: Weight, efficiency: Efficiency
+) -> tuple[Deployment, ...] | None:
+    problem, found = workshop.problem, _columns(workshop, templates)
     if not found:
         return None
     rows = {("demand", ask.name): i for i, ask in enumerate(problem.asks)}
@@ -89,13 +138,12 @@ def _choose(workshop: Workshop, settings: Settings, weight: Weight) -> tuple[Dep
     entries: list[tuple[int, int, float]] = []
     cost = []
     for column, (ask, template, region_name, price) in enumerate(found):
-        efficiency = efficiency_tokens_per_usd(ask, template, workshop.prices)
-        cost.append(weight(price, efficiency))
+        cost.append(weight(price, efficiency(ask, template)))
         goodput = served_per_s(ask, template) * problem.headroom
         entries.append((rows["demand", ask.name], column, goodput))
         entries += [(rows[region_name, each.node], column, float(each.count)) for each in template.nodes]
     row, place, value = (np.array(each) for each in zip(*entries, strict=True))
-    scale = max(cost)
+    scale = max(cost) or 1.0
     answer = solve_milp(
         Milp(
             cost=np.array(cost) / scale,
@@ -121,13 +169,13 @@ def _choose(workshop: Workshop, settings: Settings, weight: Weight) -> tuple[Dep
     )
 
 
-def _only(templates: list[Template], chosen: tuple[Deployment, ...]) -> list[Template]:
+def _only(templates: Sequence[Template], chosen: tuple[Deployment, ...]) -> list[Template]:
     names = {deployment.template for deployment in chosen}
     return [template for template in templates if template.name in names]
 
 
 def _with_counts(
-    plan: Plan, chosen: tuple[Deployment, ...], kept: dict[str, list[Template]], problem: Problem
+    plan: Plan, chosen: tuple[Deployment, ...], kept: Mapping[str, list[Template]], problem: Problem
 ) -> Plan:
     """The plan with exactly the chosen counts and their price, also of copies that routing left idle."""
     used = {template.name: template for template in plan.templates}
@@ -135,4 +183,4 @@ def _with_counts(
     whole = replace(plan, templates=templates, deployments=chosen)
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     cost = sum(prices[key] * count for key, count in whole.nodes.items())
-    return replace(whole, cost_usd_per_h=cost, gap=0.0)
+    return replace(whole, cost_usd_per_h=cost)

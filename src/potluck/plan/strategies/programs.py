@@ -17,7 +17,7 @@ from dataclasses import replace
 from potluck.core.values.plan import Template
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
-from potluck.plan.strategies.cauchy import cauchy_mc
+from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_mc
 from potluck.plan.strategies.pools import require_pool, worth_searching
 
 
@@ -37,6 +37,7 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
             [
                 *workshop.homogeneous(ask),
                 *workshop.combos(ask),
+                *workshop.gpu_combos(ask),
                 *workshop.pairs(ask),
                 *workshop.pipelines(ask),
                 *(workshop.groups(ask, settings) if inside else ()),
@@ -54,7 +55,16 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     if (
         whole.allocation.gap > settings.gap_target
     ):  # else a proof leaves nothing to gain from the same columns
-        rivals += [homo, melange, cronus, prfaas, coral, cauchy_mc, *([thunderserve] if inside else [])]
+        rivals += [
+            homo,
+            melange,
+            cronus,
+            prfaas,
+            coral,
+            cauchy_mc,
+            cauchy_ce,
+            *([thunderserve] if inside else []),
+        ]
     short = replace(settings, time_limit_s=settings.time_limit_s / 8)
     tried = [strategy(workshop, short) for strategy in rivals]
     best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.cost_usd_per_h))

@@ -92,12 +92,22 @@ def combo_capacity(
     prefill, decode = (_side(problem, ask, replicas, role) for role in ("prefill", "decode"))
     closed = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
     if prefill is not None and decode is not None:
-        closed = _closed(problem, ask, prefill, decode, wire_bits(ask, codec))
+        bits = wire_bits(ask, codec)
+        closed = _closed(problem, ask, prefill, decode, bits * (not _one_node(problem, replicas)))
     if mixed is None:
         return tuple(closed)
     return tuple(
         replace(one, closed_per_s=one.closed_per_s + other.closed_per_s)
         for one, other in zip(closed, mixed.capacity, strict=True)
+    )
+
+
+def _one_node(problem: Problem, replicas: Sequence[Replica]) -> bool:
+    """Whether all of them stand on one node, which then is all that they rent: their KV uses no network card."""
+    members = [node for replica in replicas for stage in replica.layout.stages for node in stage.nodes]
+    first = members[0].node
+    return all(each.node == first for each in members) and sum(each.tp for each in members) <= (
+        problem.node(first).gpus
     )
 
 

@@ -1,0 +1,182 @@
+"""CAUCHY's combos as the paper counts them: in GPUs, <2 x H800, 4 x H20>, for pairs of types ranked by equation 15.
+
+*Ranking* (3.3.1). A pair's cost efficiency is equation 15 of `perf.cauchy` with the demand's mean lengths, the price
+of one GPU of a node, and the batch that the decoding GPUs run at. Of the two directions of a pair the better one is
+kept, and the SHORTLIST best pairs whose sides keep the objective are candidates. A model that the closed form does
+not cover is ranked by what its combos are seen to serve per dollar.
+
+*Counts.* One or two units of GPUs prefill for one to six that decode (1:1 to 2:6), a unit being as many GPUs as the
+model needs on that node. GPUs of one phase are one tensor-parallel instance, as far as a node and the model allow.
+Nodes are rented whole, so a template is as many combos as fill its nodes; two sides that fit one node share it,
+and their KV uses no network card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout, single
+from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.types import NodeType, Role
+from potluck.perf.cauchy import CauchyModel, Side, ce
+from potluck.perf.pipeline import ORDER
+from potluck.perf.roofline import check_tp
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.rates import fits, layout_timer, useful
+from potluck.plan.templates.combo import combo_capacity, efficiency_tokens_per_usd
+
+SHORTLIST = 4
+"""Pairs of types that are passed on, as in the paper's example."""
+PREFILL_UNITS, DECODE_UNITS = (1, 2), (1, 2, 3, 4, 5, 6)
+MOST_NODES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A pair of node types, prefill first, and its cost efficiency in tokens per dollar."""
+
+    prefill: str
+    decode: str
+    ce_tokens_per_usd: float
+    printed: bool
+    """By equation 15; otherwise by what its combos serve."""
+
+
+def ranked(
+    problem: Problem, ask: Ask, single_node: Sequence[Template], prices: Mapping[str, float]
+) -> list[Ranked]:
+    """All pairs whose sides keep the objective, in their better direction, the most efficient first."""
+    able = {
+        role: sorted({t.nodes[0].node for t in single_node if t.replicas[0].role == role})
+        for role in ("prefill", "decode")
+    }
+    found: dict[frozenset[str], Ranked] = {}
+    for first in able["prefill"]:
+        for second in able["decode"]:
+            value = _efficiency(problem, ask, single_node, prices, first, second)
+            best = found.get(frozenset((first, second)))
+            if best is None or value.ce_tokens_per_usd > best.ce_tokens_per_usd:
+                found[frozenset((first, second))] = value
+    return sorted(found.values(), key=lambda each: (-each.ce_tokens_per_usd, each.prefill, each.decode))
+
+
+def gpu_combos(problem: Problem, ask: Ask, pairs: Sequence[Ranked]) -> list[Template]:
+    """The combos of some pairs of types, counted in GPUs."""
+    found: dict[str, Template] = {}
+    for pair in pairs:
+        first, second = problem.node(pair.prefill), problem.node(pair.decode)
+        for n_p in PREFILL_UNITS:
+            for n_d in DECODE_UNITS:
+                template = _combo(problem, ask, first, second, n_p, n_d)
+                if template is not None:
+                    found.setdefault(template.name, template)
+    return list(found.values())
+
+
+def _combo(
+    problem: Problem, ask: Ask, first: NodeType, second: NodeType, n_p: int, n_d: int
+) -> Template | None:
+    prefill = _instances(problem, ask, first, "prefill", n_p)
+    decode = _instances(problem, ask, second, "decode", n_d)
+    if prefill is None or decode is None:
+        return None
+    gpus_p, gpus_d = (sum(_gpus(replica) for replica in side) for side in (prefill, decode))
+    if first.name == second.name and first.gpus % (gpus_p + gpus_d) == 0:
+        times, nodes = first.gpus // (gpus_p + gpus_d), (NodeCount(first.name, 1),)
+    else:
+        times = _lcm(first.gpus // gcd(first.gpus, gpus_p), second.gpus // gcd(second.gpus, gpus_d))
+        counts = (times * gpus_p // first.gpus, times * gpus_d // second.gpus)
+        if sum(counts) > MOST_NODES:
+            return None
+        nodes = (NodeCount(first.name, counts[0]), NodeCount(second.name, counts[1]))
+        if first.name == second.name:
+            nodes = (NodeCount(first.name, sum(counts)),)
+    replicas = tuple(prefill) * times + tuple(decode) * times
+    codec = problem.codecs[-1]
+    capacity = combo_capacity(problem, ask, replicas, codec)
+    if not useful(capacity):
+        return None
+    timers = [layout_timer(ask, side[0].layout, problem.by_name) for side in (prefill, decode)]
+    name = f"{times} x <{gpus_p} {first.gpu.name}, {gpus_d} {second.gpu.name}>"
+    on = " + ".join(f"{each.count} {each.node}" for each in nodes)
+    return Template(
+        name=f"{ask.name}: combo {name} on {on}",
+        kind="combo",
+        model=ask.name,
+        nodes=nodes,
+        replicas=replicas,
+        capacity=capacity,
+        confidence=max((timer.confidence for timer in timers), key=ORDER.index),
+        codec=codec,
+    )
+
+
+def _instances(problem: Problem, ask: Ask, node: NodeType, role: Role, units: int) -> list[Replica] | None:
+    """So many units of a node's GPUs as few instances of the largest tensor-parallel degree there is."""
+    degrees = [
+        tp for tp in range(1, node.gpus + 1) if node.gpus % tp == 0 and _layout(problem, ask, node, tp)
+    ]
+    if not degrees:
+        return None
+    gpus = degrees[0] * units
+    tp = max(tp for tp in degrees if gpus % tp == 0)
+    layout = _layout(problem, ask, node, tp)
+    assert layout is not None
+    return [Replica(role, layout)] * (gpus // tp)
+
+
+def _layout(problem: Problem, ask: Ask, node: NodeType, tp: int) -> Layout | None:
+    try:
+        check_tp(ask.model, node, tp)
+    except InputError:
+        return None
+    layout = single(node.name, tp, ask.model.layer_count)
+    return layout if fits(ask, layout, problem.by_name) else None
+
+
+def _gpus(replica: Replica) -> int:
+    return sum(node.tp for stage in replica.layout.stages for node in stage.nodes)
+
+
+def _lcm(a: int, b: int) -> int:
+    return a * b // gcd(a, b)
+
+
+def _efficiency(
+    problem: Problem,
+    ask: Ask,
+    single_node: Sequence[Template],
+    prices: Mapping[str, float],
+    first: str,
+    second: str,
+) -> Ranked:
+    rate = ask.rate_per_s or 1.0
+    r_in = sum(d.rate_per_s * d.input_tokens for d in ask.demands) / rate or ask.demands[0].input_tokens
+    r_out = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate or ask.demands[0].output_tokens
+    try:
+        model = CauchyModel.from_model(ask.model)
+        sides = [
+            Side(node.gpu, node.gpus, prices[node.name] / node.gpus)
+            for node in (problem.node(first), problem.node(second))
+        ]
+    except InputError:  # not covered, or free of charge
+        pair = [Ranked(first, second, 0.0, False)]
+        made = gpu_combos(problem, ask, pair)
+        best = max((efficiency_tokens_per_usd(ask, each, dict(prices)) for each in made), default=0.0)
+        return Ranked(first, second, best, False)
+    batch = max(_batch(ask, t) for t in single_node if _is(t, second, "decode"))
+    return Ranked(first, second, ce(model, batch, r_in, r_out, sides[0], sides[1]), True)
+
+
+def _is(template: Template, node: str, role: Role) -> bool:
+    return template.nodes[0].node == node and template.replicas[0].role == role
+
+
+def _batch(ask: Ask, template: Template) -> float:
+    """Answers that one of its replicas makes at a time, at its rate in the bucket that most requests are of."""
+    most = max(ask.demands, key=lambda demand: demand.rate_per_s)
+    capacity = template.capacity[most.bucket]
+    return max(1.0, capacity.decode_per_s * most.output_tokens * capacity.tpot_s / len(template.replicas))
