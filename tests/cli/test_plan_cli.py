@@ -86,7 +86,7 @@ def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.Ca
     assert run(["compare", str(spec), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     names = [row["strategy"] for row in rows]
-    cauchys = ["cauchy", "cauchy-mc", "cauchy-mce"]
+    cauchys = ["cauchy", "cauchy-ce", "cauchy-mc", "cauchy-mce"]
     assert names == ["auto", "homo", "melange", *cauchys, "cronus", "prfaas", "coral", "thunderserve"]
     assert all(row["cost_usd_per_h"] >= rows[0]["cost_usd_per_h"] - 1e-6 for row in rows)
     assert all(row["violations"] == [] for row in rows)

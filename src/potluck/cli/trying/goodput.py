@@ -86,7 +86,7 @@ def goodput(
             profile_paths,
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
-        problem, planner = scene_of(inputs), planner_of(inputs.problem, rules, time_limit_s)
+        problem, planner = scene_of(inputs), planner_of(inputs, rules, time_limit_s)
         how = Settings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0
         if base_per_s <= 0:

@@ -153,7 +153,7 @@ def simulate(
             seed=seed,
             settings=_settings(rules, (not stepwise, not bulk, not cold), report is not None, heartbeat_s),
             faults=faults,
-            planner=planner_of(inputs.problem, rules, time_limit_s),
+            planner=planner_of(inputs, rules, time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(said),
         )

@@ -77,11 +77,12 @@ def read_one_spec(paths: tuple[Path, ...]) -> Spec:
     return read_spec(paths[-1] if paths else None)
 
 
-def planned(problem: Problem, time_limit_s: float) -> Plan:
-    """The plan of `auto`."""
+def planned(problem: Problem, time_limit_s: float, running: Plan | None = None) -> Plan:
+    """The plan of `auto`, or of the strategy that made the one that runs."""
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
-    outcome = STRATEGIES["auto"](Workshop(problem), Settings(time_limit_s=time_limit_s))
+    strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
+    outcome = strategy(Workshop(problem), Settings(time_limit_s=time_limit_s, running=running))
     if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
         raise CapacityError("no plan was found to simulate; see `potluck plan`")
     return outcome.plan
@@ -216,10 +217,21 @@ def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
     return replace(base or Policy(), **{name: getattr(said, name) for name in values})
 
 
-def planner_of(problem: Problem, policy: Policy, time_limit_s: float) -> Planner | None:
-    """Answers a Replan with `auto` at the observed rates; None for policies that never ask."""
+def planner_of(inputs: Inputs, policy: Policy, time_limit_s: float) -> Planner | None:
+    """Answers a Replan at the observed rates; None for policies that never ask.
+
+    It plans by the strategy that made the plan in force and pays for what it starts: CORAL's K is the longest
+    start-up over the time between two plans.
+    """
+    from potluck.perf.memory import weight_bytes
+    from potluck.perf.startup import startup_s
+
     if policy.scaling == "none":
         return None
+    problem = inputs.problem
+    slowest_s = max(startup_s(weight_bytes(ask.model)).total_s for ask in problem.asks)
+    penalty = slowest_s / policy.replan_s
+    running = [inputs.plan]
 
     def plan(rates: tuple[tuple[str, float], ...], at_s: float) -> Plan | None:
         wanted = dict(rates)
@@ -228,10 +240,13 @@ def planner_of(problem: Problem, policy: Policy, time_limit_s: float) -> Planner
             factor = wanted[ask.name] / ask.rate_per_s if ask.name in wanted and ask.rate_per_s > 0 else 1.0
             demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
             asks.append(replace(ask, demands=demands))
+        changed = replace(problem, asks=tuple(asks), init_penalty=penalty)
         try:
-            return planned(replace(problem, asks=tuple(asks)), time_limit_s)
+            found = planned(changed, time_limit_s, running[0])
         except CapacityError:
             return None
+        running[0] = found
+        return found
 
     return plan
 

@@ -32,7 +32,7 @@ def largest_fraction(
         return Shortfall(0.0, 1.0, (), missing), {}
     state = FlowState(pricer, deadline, gap_target, at_cost=False, relaxed=relaxed, lower=relaxed.bound)
     close(state)
-    fraction = 0.0 if state.counts is None else min(max(-state.upper, 0.0), 1.0)
+    fraction = 0.0 if state.counts is None else min(max(0.0, -state.upper), 1.0)
     most = min(max(-state.lower, fraction), 1.0)
     return Shortfall(fraction, most, _binding(program, relaxed), missing), state.counts or {}
 
