@@ -28,7 +28,7 @@ from math import ceil
 import numpy as np
 
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import Replica
+from potluck.core.values.plan import Replica, Share, Template
 from potluck.core.values.types import Codec, Link, NodeType
 from potluck.perf.memory import state_bytes
 from potluck.perf.step import Floats
@@ -129,3 +129,41 @@ def sides(replicas: Sequence[Replica]) -> tuple[list[Replica], list[Replica]]:
     """Those that prefill for others, and those that take it over."""
     senders = [replica for replica in replicas if replica.role == "prefill"]
     return senders, [replica for replica in replicas if replica.role != "prefill"]
+
+
+def late_s(
+    ask: Ask,
+    bits: Floats,
+    nodes: Mapping[str, NodeType],
+    templates: Mapping[str, Template],
+    copies: Mapping[tuple[str, str], int],
+    shares: Iterable[Share],
+) -> float:
+    """By how much KV comes after its prefill on average, with cards as busy as these shares make them.
+
+    `copies` has how many of a template there are in a region. A prompt's KV takes as long as over the busier of both
+    sides' cards; what of that is longer than its prefill is late.
+    """
+    mine = [share for share in shares if share.phase != "closed" and share.rate_per_s > 0]
+    load: dict[tuple[str, str, str], float] = {}
+    for share in mine:
+        key = (share.template, share.region, share.phase)
+        load[key] = load.get(key, 0.0) + share.rate_per_s * float(bits[share.bucket])
+    times: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    for share in mine:
+        cards = cards_of(templates[share.template].replicas, nodes)
+        count = copies[share.template, share.region]
+        busy = load[share.template, share.region, share.phase] / (cards.all_bits_per_s * count)
+        taken_s = sojourn_s(float(bits[share.bucket]) / cards.one_bits_per_s, busy)
+        rate = templates[share.template].capacity[share.bucket].prefill_per_s
+        service_s = len(templates[share.template].replicas) / rate if rate > 0 else 0.0
+        times.setdefault((share.phase, share.bucket), []).append((share.rate_per_s, taken_s, service_s))
+    total = late = 0.0
+    for demand in ask.demands:
+        into = times.get(("decode", demand.bucket), [])
+        there = sum(rate for rate, _, _ in into)
+        decode_s = sum(rate * taken_s for rate, taken_s, _ in into) / there if there > 0 else 0.0
+        for rate, taken_s, service_s in times.get(("prefill", demand.bucket), []):
+            total += rate
+            late += rate * max(0.0, max(taken_s, decode_s) - service_s)
+    return late / total if total > 0 else 0.0

@@ -26,7 +26,7 @@ from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.program import Bucket as DemandRow
 from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
 from potluck.plan.allocate.result import Allocation
-from potluck.plan.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
+from potluck.plan.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
 from potluck.plan.machines import machine_of
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
@@ -213,7 +213,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
         ),
         shares,
         flows,
-        tuple(_prediction(each, used, deployments, shares, problem.headroom) for each in problem.asks),
+        tuple(_prediction(found, each, used, deployments, shares) for each in problem.asks),
         allocation.rent_usd_per_h,
         max(0.0, gap),
         fraction,
@@ -295,20 +295,27 @@ def _pin(found: Columns, pin: Deployment, exactly: bool) -> Pin:
 
 
 def _prediction(
+    found: Columns,
     each: Ask,
     used: Mapping[str, Template],
     deployments: Sequence[Deployment],
     shares: Sequence[Share],
-    headroom: float,
 ) -> Prediction:
+    """What to expect of a model; TTFT with what its KV is late over cards as busy as planned."""
     mine = [share for share in shares if used[share.template].model == each.name]
     finished = [share for share in mine if share.phase in ("decode", "closed")]
     served = sum(share.rate_per_s for share in finished)
+    prefilled = sum(share.rate_per_s for share in mine if share.phase == "prefill")
     ttft = _mean([(s.rate_per_s, _capacity(used, s).ttft_s) for s in mine if s.phase != "decode"])
+    if prefilled > 0:
+        bits = wire_bits(each, found.codecs.get(each.name, EXACT))
+        copies = {(d.template, d.region): d.count for d in deployments}
+        begun = sum(share.rate_per_s for share in mine if share.phase != "decode")
+        ttft += late_s(each, bits, found.problem.by_name, used, copies, mine) * prefilled / begun
     tpot = _mean([(s.rate_per_s, _capacity(used, s).tpot_s) for s in finished])
     trust = [used[d.template].confidence for d in deployments if used[d.template].model == each.name]
     confidence: Confidence = max(trust, key=ORDER.index) if trust else "assumed"
-    return Prediction(each.name, each.rate_per_s, served / headroom, ttft, tpot, confidence)
+    return Prediction(each.name, each.rate_per_s, served / found.problem.headroom, ttft, tpot, confidence)
 
 
 def _capacity(used: Mapping[str, Template], share: Share) -> BucketCapacity:
