@@ -83,6 +83,7 @@ def _combo(
     decode = _instances(problem, ask, second, "decode", n_d)
     if prefill is None or decode is None:
         return None
+    nodes: tuple[NodeCount, ...]
     gpus_p, gpus_d = (sum(_gpus(replica) for replica in side) for side in (prefill, decode))
     if first.name == second.name and first.gpus % (gpus_p + gpus_d) == 0:
         times, nodes = first.gpus // (gpus_p + gpus_d), (NodeCount(first.name, 1),)
