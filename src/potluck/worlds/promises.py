@@ -68,6 +68,8 @@ class ReplicaPromise:
     """By the plan's program alone: what it counts on this replica for."""
     busy: Span | None
     """Share of time; None where the Brain decides request by request."""
+    interchangeable: bool = False
+    """Whether nothing tells it apart from others of its copy for which the same is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,8 @@ def _replica(
             busy_span(template.model, timer, work.prompts, work.answers, lengths, side) for side in (0, 1)
         ]
         busy = Span(min(each.low for each in spans), max(each.high for each in spans))
-    return ReplicaPromise(place, template.model, Span(min(said, spread), max(said, spread)), said, busy)
+    rate = Span(min(said, spread), max(said, spread))
+    return ReplicaPromise(place, template.model, rate, said, busy, not template.flows)
 
 
 def busy_span(

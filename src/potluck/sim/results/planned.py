@@ -15,7 +15,7 @@ compared: the plan it began with says nothing of that.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, sqrt
 from typing import Literal
 
@@ -166,32 +166,37 @@ def _at_least(what: What, name: str, planned: float, ran: float, slack: float) -
 
 
 def _replicas(said: Promises, result: SimResult, span_s: float, over: set[str]) -> Iterable[Comparison]:
+    """Replicas of a copy that are alike and do the same are one: which of them gets a request is nobody's promise."""
     records = result.records
     size = len(result.replicas)
     first = np.bincount(records.prefill_replica[records.prefill_replica >= 0], minlength=size)
     both = records.prefill_replica == records.decode_replica
     second = np.bincount(records.decode_replica[(records.decode_replica >= 0) & ~both], minlength=size)
     promised: dict[Place, ReplicaPromise] = {each.place: each for each in said.replicas}
+    alike: dict[tuple[str, ReplicaPromise], list[int]] = {}
     for number, replica in enumerate(result.replicas):
         each = promised.get(place_of(replica))
-        if each is None:
-            continue
-        got = int(first[number] + second[number])
+        if each is not None:
+            kind = replace(each, place=(*each.place[:2], 0)) if each.interchangeable else each
+            alike.setdefault((replica.unit, kind), []).append(number)
+    for (_, each), numbers in alike.items():
+        one, count = result.replicas[numbers[0]], len(numbers)
+        name = one.id if count == 1 else f"{one.id} and {count - 1} like it"
+        got = sum(int(first[number] + second[number]) for number in numbers) / count
         expected = float(round(each.counted_per_s * span_s))
         if not got and expected >= LEAST_REQUESTS:
-            yield Comparison("work", replica.id, Span(expected, expected), 0.0, "broken")
+            yield Comparison("work", name, Span(expected, expected), 0.0, "broken")
         if each.busy is None:
             continue
-        open_end = replica.model in over
+        open_end = one.model in over
         rate = each.rate_per_s
         slack = max(RATE * rate.high, NOISE * sqrt(rate.high / span_s))
-        yield _within("rate", replica.id, rate, got / span_s, slack, open_end)
-        share = min(1.0, replica.busy_s / result.end_s) if result.end_s > 0 else 0.0
+        yield _within("rate", name, rate, got / span_s, slack, open_end)
+        busy_s = sum(result.replicas[number].busy_s for number in numbers) / count
+        share = min(1.0, busy_s / result.end_s) if result.end_s > 0 else 0.0
         # Chance in how many came while it ran.
-        noise = (
-            NOISE * each.busy.high * sqrt(1.0 / max(rate.high * span_s, 1.0)) if each.busy.high < 1 else 0.0
-        )
-        yield _within("busy", replica.id, each.busy, share, BUSY + min(noise, BUSY), open_end)
+        noise = NOISE * each.busy.high / sqrt(max(rate.high * span_s, 1.0)) if each.busy.high < 1 else 0.0
+        yield _within("busy", name, each.busy, share, BUSY + min(noise, BUSY), open_end)
 
 
 def place_of(replica: ReplicaRecord) -> Place:
