@@ -48,7 +48,7 @@ def local(count: int, prefills: int, facts: ReplicaFacts = SLOW) -> list[Flippab
 
 
 def site(remote: int, here: list[Flippable], gbps: float = 100.0) -> Site:
-    return Site(Counter({FAST: remote} if remote else {}), tuple(here), gbps * 1e9 / 8, CARGO, 1.0)
+    return Site(Counter({FAST: remote} if remote else {}), tuple(here), gbps * 1e9 / 8, CARGO)
 
 
 def window_of(lengths: list[int]) -> ModelObserved:

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
+from potluck.core.values.kv import codec_ratio
+from potluck.core.values.model import Model
 from potluck.core.values.types import Codec, Link
+from potluck.perf.memory import state_bytes as model_state_bytes
 from potluck.perf.step import Floats
-
-CODEC_BITS: dict[Codec, tuple[float, float]] = {"fp16": (16.0, 0.0), "int8": (8.0, 16.0), "int4": (4.0, 32.0)}
-"""Bits per element, and bits per group beside them: int8 a fp16 scale, int4 a fp16 scale and zero point."""
 
 EFFICIENCY = 0.94
 """Payload share of TCP over Ethernet: 1448 of 1538 bytes on the wire with a 1500-byte MTU, more with jumbo
@@ -96,22 +96,6 @@ def transfer_s(
     return alpha_beta(gbps, rtt_s, connections, efficiency).time_s(wire_bytes)
 
 
-def codec_ratio(codec: Codec, group: int = 128, stored_bits: float = 16.0) -> float:
-    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1.
-
-    With groups of 128 int8 sends 50.8 % and int4 26.6 % of fp16. A cache already held in fewer bits than the
-    codec needs is sent as it is.
-    """
-    if codec not in CODEC_BITS:
-        raise InputError("codec", f"{codec!r} is not one of {', '.join(CODEC_BITS)}")
-    if group < 1:
-        raise InputError("codec: group", f"must be at least 1, is {group}")
-    if not stored_bits > 0:
-        raise InputError("codec: stored_bits", f"must be positive, is {stored_bits}")
-    bits, side_bits = CODEC_BITS[codec]
-    return min(1.0, (bits + side_bits / group) / stored_bits)
-
-
 def wire_bytes(
     kv_bytes: ArrayLike,
     state_bytes: ArrayLike = 0.0,
@@ -122,6 +106,12 @@ def wire_bytes(
     """Bytes that cross: the per-token KV through the codec, the fixed state as it is."""
     kv, state = _not_negative("kv_bytes", kv_bytes), _not_negative("state_bytes", state_bytes)
     return kv * codec_ratio(codec, group, stored_bits) + state
+
+
+def crossing_bytes(model: Model, held_bytes: float, codec: Codec) -> float:
+    """What a request's KV of so many bytes, its state among them, puts on the wire."""
+    state = min(held_bytes, model_state_bytes(model))
+    return (held_bytes - state) * codec_ratio(codec, stored_bits=model.kv_bits) + state
 
 
 def kv_transfer_s(

@@ -30,9 +30,8 @@ import numpy as np
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Replica, Share, Template
 from potluck.core.values.types import Codec, Link, NodeType
-from potluck.perf.memory import state_bytes
 from potluck.perf.step import Floats
-from potluck.perf.transfer import alpha_beta, link_alpha_beta, wire_bytes
+from potluck.perf.transfer import alpha_beta, crossing_bytes, link_alpha_beta
 from potluck.plan.problem import Ask, Demand
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, wait_factor
 
@@ -52,10 +51,7 @@ class Cards:
 
 def wire_bits(ask: Ask, codec: Codec) -> Floats:
     """Bits that a mean prompt's KV puts on the wire, bucket by bucket."""
-    state = state_bytes(ask.model)
-    kv = np.array([max(demand.kv_bytes - state, 0.0) for demand in ask.demands])
-    fixed = np.array([min(demand.kv_bytes, state) for demand in ask.demands])
-    return wire_bytes(kv, fixed, codec, stored_bits=ask.model.kv_bits) * 8
+    return np.array([crossing_bytes(ask.model, demand.kv_bytes, codec) for demand in ask.demands]) * 8
 
 
 def cards_of(replicas: Iterable[Replica], nodes: Mapping[str, NodeType]) -> Cards:

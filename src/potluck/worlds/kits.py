@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, GroupFacts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.values.kv import wire_bytes
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
@@ -32,7 +33,6 @@ from potluck.perf.roofline import HOST_S, roofline
 from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import best_operating
-from potluck.perf.transfer import codec_ratio
 from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
@@ -53,13 +53,8 @@ class Kv:
 
     def wire_bytes(self, start: int, stop: int, codec: Codec = "fp16") -> float:
         """Bytes of the KV of tokens [start, stop) of a request, with its state; nothing for no tokens."""
-        if stop <= start:
-            return 0.0
-        size = self.growing_bytes * (stop - start)
-        for window, rate in self.windows:
-            size += rate * (stop - max(start, stop - window, 0))
-        ratio = 1.0 if codec == "fp16" else codec_ratio(codec, stored_bits=self.kv_bits)
-        return size * ratio + self.state_bytes
+        span = (start, stop)
+        return wire_bytes(self.growing_bytes, self.windows, self.state_bytes, span, codec, self.kv_bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +314,9 @@ def kv_of(model: Model) -> Kv:
 def _model_facts(model: Model, block_tokens: int, slo: Slo | None, idle_s: float | None = None) -> ModelFacts:
     kv = kv_of(model)
     exact = bool(kv.windows) or kv.state_bytes > 0
-    fixed = kv.state_bytes + sum(window * rate for window, rate in kv.windows)
-    return ModelFacts(kv.growing_bytes, fixed, exact, block_tokens, slo, idle_s)
+    return ModelFacts(
+        kv.growing_bytes, kv.state_bytes, exact, block_tokens, slo, idle_s, kv.windows, kv.kv_bits
+    )
 
 
 def _replica_facts(

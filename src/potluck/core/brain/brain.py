@@ -154,7 +154,7 @@ class Brain:
 
     def _planned(self, at_s: float, event: told.Planned) -> list[Action]:
         self.table.adopt(event.plan)
-        self.router.adopt()
+        self.router.adopt(event.plan)
         actions = self._carry_out(at_s, self.steward.adopt(at_s, event.plan))
         actions += self._carry_out(at_s, self.steward.step(at_s))
         return actions + self._flights.planned(at_s)

@@ -115,7 +115,7 @@ class Caches:
         if not hot:
             return []
         costs = Costs(
-            round(facts.kv_bytes_per_token * facts.block_tokens), round(facts.state_bytes), facts.exact_prefix
+            round(facts.kv_bytes_per_token * facts.block_tokens), round(facts.fixed_bytes), facts.exact_prefix
         )
         return rebalance(self.index, hot, loads, self._room_bytes(views), costs)
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from potluck.core.values.types import Region, Slo
+from potluck.core.values.kv import wire_bytes
+from potluck.core.values.types import Codec, Region, Slo
 
 BLOCK_TOKENS: Final = 16
 OUTBOX_BYTES: Final = 1 << 32
@@ -32,6 +33,20 @@ class ModelFacts:
     """None: every answer counts as in time."""
     idle_s: float | None = None
     """After so long without a request all of its copies go, until the next one comes; None: never."""
+    windows: tuple[tuple[int, float], ...] = ()
+    """Of layers with a window: its tokens, and bytes per token."""
+    kv_bits: float = 16.0
+    """In which the KV of tokens is held."""
+
+    def wire_bytes(self, tokens: float, codec: Codec = "fp16", start: float = 0) -> float:
+        """What the KV of a prompt's tokens from `start` on puts on the wire."""
+        span = (start, tokens)
+        return wire_bytes(self.kv_bytes_per_token, self.windows, self.state_bytes, span, codec, self.kv_bits)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Of a long prompt: the state, and all windows full."""
+        return self.state_bytes + sum(window * rate for window, rate in self.windows)
 
 
 @dataclass(frozen=True, slots=True)

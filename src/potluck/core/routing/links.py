@@ -18,6 +18,7 @@ from typing import Final
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.flight import Flight
+from potluck.core.values.types import Codec
 
 LATE_S: Final = 0.5
 """A way over a link at its full rate that is later than planned by more than this is compared with others."""
@@ -49,6 +50,8 @@ class Links:
         """Link to requests on their way over it, in the order they were sent, with their bytes."""
         self._shares: dict[str, dict[str, Afloat]] = {}
         """Link to tenants with KV on it."""
+        self.codecs: dict[tuple[str, str, str], Codec] = {}
+        """(model, source, target) to how KV crosses; as it is where the plan does not say."""
 
     def reported(self, event: LinkReported) -> None:
         self._gbps[f"{event.source}->{event.target}"] = event.gbps
@@ -57,7 +60,7 @@ class Links:
         """Count a request's KV as on its way; none within a region."""
         if source == target:
             return
-        link, size = f"{source}->{target}", self._size_bytes(flight, tokens)
+        link, size = f"{source}->{target}", self._size_bytes(flight, source, target, tokens)
         self._open.setdefault(link, {})[flight] = size
         shares = self._shares.setdefault(link, {})
         share = shares.setdefault(flight.request.tenant, Afloat())
@@ -102,7 +105,8 @@ class Links:
             return 0.0
         if gbps <= 0:
             return inf
-        own, tenant = self._size_bytes(flight, flight.prompt_tokens), flight.request.tenant
+        own = self._size_bytes(flight, source, target, flight.prompt_tokens)
+        tenant = flight.request.tenant
         share = self._shares.get(link, {}).get(tenant)
         before = share.size_bytes if share is not None else 0.0
         before += self._others_bytes(link, tenant, flight.weight, before + own)
@@ -132,6 +136,8 @@ class Links:
             found.append((flight.request.id, passed * 8e-9 / event.gbps))
         return found[::-1]
 
-    def _size_bytes(self, flight: Flight, tokens: int) -> float:
-        model = self._facts.models.get(flight.request.model)
-        return 0.0 if model is None else model.kv_bytes_per_token * tokens + model.state_bytes
+    def _size_bytes(self, flight: Flight, source: str, target: str, tokens: int) -> float:
+        name = flight.request.model
+        model = self._facts.models.get(name)
+        codec = self.codecs.get((name, source, target), "fp16")
+        return 0.0 if model is None else model.wire_bytes(tokens, codec)

@@ -43,6 +43,7 @@ from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, prefille
 from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
 from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
+from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment, handed_over
 
 
@@ -79,8 +80,10 @@ class Router:
         self.dead_links: set[str] = set()
         """`source->target` of links that carry nothing at present."""
 
-    def adopt(self) -> None:
+    def adopt(self, plan: Plan) -> None:
         """The table has a new plan: its length thresholds, each moved as far as the one before it was."""
+        for flow in plan.flows:
+            self.links.codecs[flow.model, flow.prefill_region, flow.decode_region] = flow.codec
         before, self.thresholds = self.thresholds, {}
         for model, table in self._table.models.items():
             if table.threshold is not None:

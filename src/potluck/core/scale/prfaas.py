@@ -37,8 +37,6 @@ LEAST_GAIN_SHORT = 0.05
 LEAST_GAIN_LONG = 0.1
 NOISE = 3.0
 LEAST_SEEN = 50
-CODEC_SHARE: dict[Codec, float] = {"fp16": 1.0, "int8": 0.508, "int4": 0.266}
-"""Of the fp16 bytes, with scales per group of 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,8 @@ class Site:
     """Relatively best at prefill first."""
     egress_bytes_per_s: float
     model: ModelFacts
-    codec_share: float
+    codec: Codec = "fp16"
+    """In which KV crosses."""
 
 
 def split_lengths(lengths: Sequence[LengthCount], threshold_tokens: int) -> tuple[float, float, float]:
@@ -119,7 +118,7 @@ def _rate_per_s(
     remote = local = inf
     if p > 0:
         compute = sum(prefill_per_s(each, long) * n for each, n in site.remote.items())
-        cargo = (site.model.kv_bytes_per_token * long + site.model.state_bytes) * site.codec_share
+        cargo = site.model.wire_bytes(long, site.codec)
         remote = min(compute, site.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
     if p < 1:
         local = sum(prefill_per_s(each, short) * n for each, n in prefill.items()) / (1 - p)
@@ -231,8 +230,8 @@ class PrfaasSplit:
         gbps.update({(link.source, link.target): link.gbps for link in observed.links})
         egress = sum(rate for (source, target), rate in gbps.items() if source in away and target in here)
         crossing = [f.codec for f in plan.flows if f.model == model and f.prefill_region != f.decode_region]
-        share = CODEC_SHARE[crossing[0]] if crossing else 1.0
-        return Site(Counter(each.facts for each in remote), tuple(local), egress * 1e9 / 8, cargo, share)
+        codec = crossing[0] if crossing else "fp16"
+        return Site(Counter(each.facts for each in remote), tuple(local), egress * 1e9 / 8, cargo, codec)
 
 
 def _least(gain: float, seen: ModelObserved) -> float:

@@ -17,7 +17,7 @@ from potluck.core.values.types import Codec, Slo
 from potluck.perf.memory import kv_bytes
 from potluck.perf.network import HANDOVER_FIXED_S, HANDOVER_SHARE
 from potluck.perf.step import Floats
-from potluck.perf.transfer import alpha_beta, codec_ratio
+from potluck.perf.transfer import alpha_beta, crossing_bytes
 from potluck.plan.problem import HEADROOM, Ask
 
 __all__ = ["Pool", "PoolNode", "Wires", "Workload", "uniform_pool", "wires_of", "workload_of"]
@@ -53,8 +53,8 @@ class Workload:
     @property
     def kv_bytes_per_layer(self) -> float:
         """What one layer of one prompt puts on the wire."""
-        whole = float(kv_bytes(self.model, float(self.input_tokens + self.cached_tokens)))
-        return whole * codec_ratio(self.codec, stored_bits=self.model.kv_bits) / self.model.layer_count
+        whole = kv_bytes(self.model, float(self.input_tokens + self.cached_tokens))
+        return crossing_bytes(self.model, whole, self.codec) / self.model.layer_count
 
 
 def workload_of(ask: Ask, codec: Codec = "int4", headroom: float = HEADROOM) -> Workload:

@@ -26,7 +26,7 @@ from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template, TemplateFlow
 from potluck.core.values.types import Codec
 from potluck.perf.pipeline import ORDER
-from potluck.perf.transfer import codec_ratio
+from potluck.perf.transfer import crossing_bytes
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.machines import kv_path, timer_of
 from potluck.plan.problem import Ask, Demand, Problem
@@ -191,8 +191,7 @@ def _pairs(
 ) -> list[Pair]:
     """Every prefilling with every decoding replica, where the KV is there in time."""
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
-    ratio = codec_ratio(codec, stored_bits=ask.model.kv_bits)
-    layer_bytes = demand.kv_bytes * ratio / ask.model.layer_count
+    layer_bytes = crossing_bytes(ask.model, demand.kv_bytes, codec) / ask.model.layer_count
     known: dict[tuple[Layout, Layout], tuple[tuple[tuple[str, str, float], ...], float]] = {}
     found = []
     for i, first in enumerate(rates):

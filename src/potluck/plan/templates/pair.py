@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import Codec, NodeType
-from potluck.perf.memory import kv_bytes, state_bytes
+from potluck.perf.memory import kv_bytes
 from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import ORDER, layout_requests
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import best_operating
-from potluck.perf.transfer import wire_bytes
+from potluck.perf.transfer import crossing_bytes
 from potluck.plan.cards import Cards, cards_of, sides, sojourn_s
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, replica_capacity, useful, wait_factor
@@ -149,6 +149,4 @@ def _split(work: _Work, demand: Demand, part: int, room: int, whole_per_s: float
 
 def _wire_bits(ask: Ask, tokens: int, codec: Codec) -> float:
     """What the KV of a prompt's first tokens puts on the wire."""
-    state = state_bytes(ask.model)
-    kv = max(float(kv_bytes(ask.model, float(tokens))) - state, 0.0)
-    return float(wire_bytes(kv, state, codec, stored_bits=ask.model.kv_bits)) * 8
+    return crossing_bytes(ask.model, kv_bytes(ask.model, float(tokens)), codec) * 8

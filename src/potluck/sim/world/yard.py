@@ -169,5 +169,5 @@ class Yard:
         facts = self._ground.kits.facts().models[model]
         blocks = self._ground.workload.blocks
         assert blocks is not None
-        state_tokens = facts.state_bytes / facts.kv_bytes_per_token if facts.kv_bytes_per_token > 0 else 0.0
+        state_tokens = facts.fixed_bytes / facts.kv_bytes_per_token if facts.kv_bytes_per_token > 0 else 0.0
         return SpareCache(blocks.tokens, facts.exact_prefix, state_tokens if facts.exact_prefix else 0.0)

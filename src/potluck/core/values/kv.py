@@ -1,0 +1,53 @@
+"""What KV weighs on the wire: the one place where its bytes go through a codec.
+
+    bytes of tokens [a, b) = ratio (growing (b - a) + sum of window rates (b - max(a, b - w))) + state
+
+The KV of tokens may be quantised; the fixed state of linear attention never is, since its errors would stay for the
+rest of the request. The planner, the simulator, routing and the scalers all count with this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from potluck.core.errors import InputError
+from potluck.core.values.types import Codec
+
+CODEC_BITS: dict[Codec, tuple[float, float]] = {"fp16": (16.0, 0.0), "int8": (8.0, 16.0), "int4": (4.0, 32.0)}
+"""Bits per element, and bits per group beside them: int8 a fp16 scale, int4 a fp16 scale and zero point."""
+
+
+def codec_ratio(codec: Codec, group: int = 128, stored_bits: float = 16.0) -> float:
+    """Wire bytes per byte of KV held at `stored_bits`: (bits + side bits / group) / stored_bits, at most 1.
+
+    With groups of 128 int8 sends 50.8 % and int4 26.6 % of fp16. A cache already held in fewer bits than the
+    codec needs is sent as it is, and under fp16 every cache is.
+    """
+    if codec not in CODEC_BITS:
+        raise InputError("codec", f"{codec!r} is not one of {', '.join(CODEC_BITS)}")
+    if group < 1:
+        raise InputError("codec: group", f"must be at least 1, is {group}")
+    if not stored_bits > 0:
+        raise InputError("codec: stored_bits", f"must be positive, is {stored_bits}")
+    if codec == "fp16":
+        return 1.0
+    bits, side_bits = CODEC_BITS[codec]
+    return min(1.0, (bits + side_bits / group) / stored_bits)
+
+
+def wire_bytes(
+    growing_bytes: float,
+    windows: Iterable[tuple[int, float]],
+    state_bytes: float,
+    span: tuple[float, float],
+    codec: Codec = "fp16",
+    stored_bits: float = 16.0,
+) -> float:
+    """Bytes of the KV of a span of a request's tokens, with its state; nothing for no tokens."""
+    start, stop = span
+    if stop <= start:
+        return 0.0
+    size = growing_bytes * (stop - start)
+    for window, rate in windows:
+        size += rate * (stop - max(start, stop - window, 0))
+    return size * codec_ratio(codec, stored_bits=stored_bits) + state_bytes
