@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.gateway.collector import calm
 from potluck.gateway.http.port import bound
 from potluck.gateway.settings import Places
 
@@ -95,7 +96,8 @@ class Child:
         self.pid = 0
         """0 while there is none."""
         self._began_s = self._due_s = 0.0
-        self._tries = 0
+        self.tries = 0
+        """Starts in a row that came to nothing."""
 
     def look(self, now_s: float) -> int | None:
         """Start it when it is time to; its code if it has just ended."""
@@ -105,9 +107,9 @@ class Child:
                 return None
             self.pid = 0
             if now_s - self._began_s > STEADY_S:
-                self._tries = 0
-            self._due_s = now_s + AGAIN_S[min(self._tries, len(AGAIN_S) - 1)]
-            self._tries += 1
+                self.tries = 0
+            self._due_s = now_s + AGAIN_S[min(self.tries, len(AGAIN_S) - 1)]
+            self.tries += 1
             log.error("%s ended with %s; another one takes its place", self.name, code)
             if now_s < self._due_s:
                 return code
@@ -163,6 +165,7 @@ class Parent:
 
     def run(self) -> None:
         """Until a signal says to end; raises what kept the first desk from serving."""
+        calm()  # No desk needs to look at what it has from here.
         woken, wake = socket.socketpair()
         wake.setblocking(False)
         woken.setblocking(False)
@@ -246,6 +249,8 @@ class Parent:
         self._desk.pid = 0
         text = os.read(self._said, 4096).decode("utf-8", "replace")
         os.close(self._said)
+        if text.startswith("+"):  # It did serve: clients wait for another, at once.
+            self._desk.tries = 0
         served, self._post.again = text.startswith("+") or self._post.again, True
         code = os.waitstatus_to_exitcode(status)
         if not served and not self._stopping:
