@@ -206,6 +206,20 @@ def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
 # Prefixes.
 
 
+def test_what_comes_is_here_no_faster_than_the_receiver_s_card_takes_it() -> None:
+    """A card of 1 GB/s: parcels that come faster queue there, slower ones do not, and pauses are not made up for."""
+    now_s = [10.0]
+    freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
+    parcels = [parcel_of(1, layer, 0, 1000) for layer in range(Cargo(LLAMA).layers)]
+    each_s = freight.kv_bytes(parcels[0]) / 1e9
+    here_s = [freight.here_s(parcel) for parcel in parcels]
+    assert here_s == pytest.approx([10.0 + place * each_s for place in range(len(parcels))])
+    now_s[0] = 11.0
+    for parcel in parcels:
+        assert freight.here_s(parcel) == pytest.approx(now_s[0])
+        now_s[0] += 2 * each_s
+
+
 @pytest.mark.parametrize("model", [LLAMA, HYBRID])
 def test_prefixes_are_found_and_make_room_for_requests(model: Model) -> None:
     cargo = Cargo(model)

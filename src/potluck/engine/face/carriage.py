@@ -198,6 +198,7 @@ class Carriage:
         try:
             async with asyncio.timeout(self._handover_s):
                 while not shipment.over:
+                    queued = not channel.parcels.empty()
                     event = await channel.parcels.get()
                     if isinstance(event, Ended):
                         shipment.fail(event.problem or event.reason)
@@ -207,19 +208,23 @@ class Carriage:
                         shipment.fail("a cache that came in fewer bits can only be handed on under a codec")
                         return
                     for parcel in event.parcels:
-                        await self._hand_in(shipment, parcel, codec)
+                        await self._hand_in(shipment, parcel, codec, queued)
+                        queued = True
                     if event.last:
                         shipment.finish()
                         return
         except (PotluckError, TimeoutError) as error:
             shipment.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
 
-    async def _hand_in(self, shipment: Shipment, parcel: Parcel, codec: Codec = "raw") -> None:
-        """Into the shipment, when its turn has come on the network card."""
+    async def _hand_in(
+        self, shipment: Shipment, parcel: Parcel, codec: Codec = "raw", queued: bool = False
+    ) -> None:
+        """Into the shipment, when its turn has come on the network card. `queued`: it was there before the one before
+        it had gone."""
         freight = self._freight
         if codec != "raw":
             parcel = await self._apart(freight.packed, parcel, codec)
-        due_s = freight.due_s(parcel)
+        due_s = freight.due_s(parcel, queued=queued)
         if due_s is not None:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         await self._apart(shipment.put, parcel, self._handover_s)
@@ -252,14 +257,23 @@ class Carriage:
             waiting.append(asyncio.run_coroutine_threadsafe(_whole(begin(about)), self._loop))
             _result(waiting[0], self._handover_s)
 
-        moved_bytes = 0
+        moved_bytes, last_s = 0, 0.0
+        taken: list[Future[None]] = []
 
         def sink(parcel: Parcel) -> None:
-            nonlocal moved_bytes
+            nonlocal moved_bytes, last_s
             moved_bytes += self._freight.kv_bytes(parcel)
-            _result(accept(parcel), ASK_S)
+            last_s = self._freight.here_s(parcel) or 0.0
+            if self._freight.light:  # a copy costs less than to wait for each
+                own = replace(parcel, data=bytes(parcel.data), parameters=bytes(parcel.parameters))
+                taken.append(accept(own))
+            else:
+                _result(accept(parcel), ASK_S)
 
         def complete() -> None:
+            time.sleep(max(0.0, last_s - time.monotonic()))
+            for future in taken:
+                _result(future, ASK_S)
             if whole is not None:
                 _result(whole(), ASK_S)
 

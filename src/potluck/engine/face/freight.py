@@ -23,8 +23,12 @@ class Freight(Protocol):
 
     def restored(self, parcel: Parcel) -> Parcel: ...
 
-    def due_s(self, parcel: Parcel) -> float | None:
-        """When a parcel that is handed in now may go, by the monotonic clock; None: at once."""
+    def due_s(self, parcel: Parcel, *, queued: bool = False) -> float | None:
+        """When a parcel that is handed in now may go, by the monotonic clock; None: at once. `queued`: it was there
+        before the one before it had gone."""
+
+    def here_s(self, parcel: Parcel) -> float | None:
+        """When a parcel that has come is here, by the monotonic clock; None: at once. Called in any thread."""
 
     def sent(self, peer: str, parcel: Parcel) -> None:
         """It went there."""
@@ -53,8 +57,11 @@ class PlainFreight:
     def restored(self, parcel: Parcel) -> Parcel:
         return restored(parcel)
 
-    def due_s(self, parcel: Parcel) -> float | None:
+    def due_s(self, parcel: Parcel, *, queued: bool = False) -> float | None:
         return None if self._card is None else self._card.due_s(parcel)
+
+    def here_s(self, parcel: Parcel) -> float | None:
+        return None
 
     def sent(self, peer: str, parcel: Parcel) -> None:
         """The connections count for themselves."""

@@ -1,11 +1,15 @@
 """A pretended network card: what crosses takes the time, and is told with the bytes, of a large model's KV.
 
+Both ends have a card, and the slower one says how long it takes: parcels leave the sender's one behind the other, and
+are there when the receiver's, which takes them one behind the other as well, has them.
+
 The parcels that cross are a few bytes, over connections that are really there. What those say of themselves (how
 many, how far, how often something was lost) stays; bytes and rates are put in their place.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, replace
 
@@ -18,6 +22,9 @@ from potluck.kv.link.report import LinkReport
 from potluck.kv.parcels import Parcel
 from potluck.perf.transfer import AlphaBeta
 
+LATE_S = 0.1
+"""More than that nobody is late for a parcel: the card had nothing to do."""
+
 
 @dataclass(slots=True)
 class _Book:
@@ -26,7 +33,7 @@ class _Book:
 
 
 class PretendFreight:
-    """How the parcels of an engine that pretends go over the wire. Used from the event loop alone."""
+    """How the parcels of an engine that pretends go over the wire. Used from the event loop, but for `here_s`."""
 
     light = True
 
@@ -37,6 +44,9 @@ class PretendFreight:
         self._bytes_per_s = link.beta_bytes_per_s * speed_up
         self._alpha_s = link.alpha_s / speed_up
         self._free_s = -float("inf")
+        self._taken_s = -float("inf")
+        """When the last parcel that came was here."""
+        self._taking = threading.Lock()
         self._books: dict[str, _Book] = {}
 
     def kv_bytes(self, parcel: Parcel) -> int:
@@ -58,10 +68,19 @@ class PretendFreight:
         data = whole[: CONTENT.size].ljust(RAW_BYTES, b"\0")
         return replace(parcel, codec="raw", parameters=b"", data=data)
 
-    def due_s(self, parcel: Parcel) -> float:
-        """When a parcel that is handed in now would be there, by the clock; those before it go first."""
-        self._free_s = max(self._free_s, self._clock()) + self._took_s(parcel)
+    def due_s(self, parcel: Parcel, *, queued: bool = False) -> float:
+        """When a parcel that is handed in now would be there, by the clock; those before it go first. One that was
+        queued follows the last one at once: that this is asked late is not the card's doing."""
+        now_s = self._clock()
+        if not queued or now_s - self._free_s > LATE_S:
+            self._free_s = max(self._free_s, now_s)
+        self._free_s += self._took_s(parcel)
         return self._free_s + self._alpha_s
+
+    def here_s(self, parcel: Parcel) -> float:
+        with self._taking:
+            self._taken_s = max(self._clock(), self._taken_s + self._took_s(parcel))
+            return self._taken_s
 
     def sent(self, peer: str, parcel: Parcel) -> None:
         """It was handed in, and is on its way there."""
