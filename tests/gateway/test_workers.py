@@ -197,6 +197,13 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
         Inquire("x", 1),
     ]
     assert remote.actions_of(remote.actions_text(actions)) == actions
+    for alone in (
+        *actions,
+        Run('"x"\n', aggregated("a\nb"), 0, 10, 0),
+        Run("x", handed_over("a", "b", 7), 0, 10, 0),
+    ):
+        assert "\n" not in remote.actions_text([alone])
+        assert remote.actions_of(remote.actions_text([alone])) == [alone]
     endpoint = Endpoint(
         "a", "m", "here", Address("::1", 9, True), "face", "h:1", "f", "s", key="k", token_ids=True
     )

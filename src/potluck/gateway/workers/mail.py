@@ -87,10 +87,11 @@ class Mail(asyncio.Protocol):
         return self._wire is not None
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._held = (self._held + data if self._held else data).split(b"\n")
+        if self._held:
+            data = self._held + data
+        data, _, self._held = data.rpartition(b"\n")
         try:
-            for line in lines:
-                text = line.decode()
+            for text in data.decode().split("\n") if data else ():
                 self._heard(text[:1], text[1:])
             if len(self._held) > MOST_BYTES:
                 raise ValueError("a line without an end")

@@ -6,11 +6,13 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from json.encoder import encode_basestring_ascii as text_of
 from typing import Any
 
-from potluck.core.brain.actions import Action
+from potluck.core.brain.actions import Action, Run
 from potluck.core.brain.events import (
+    Arrived,
     Cancelled,
     Computed,
     Event,
@@ -20,11 +22,13 @@ from potluck.core.brain.events import (
     SegmentDone,
     Tick,
 )
+from potluck.core.values.route import Route, aggregated
+from potluck.core.values.types import Request
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.tally import Tally
 from potluck.gateway.parts import Address, Asked, Endpoint, Told
 from potluck.gateway.workers.mail import Mail
-from potluck.worlds.lines import line, read_line
+from potluck.worlds.lines import blocks_of, line, names, read_line
 
 Act = Callable[[Sequence[Action]], None]
 Codecs = dict[tuple[str, str, str], str]
@@ -38,21 +42,57 @@ LASTING = frozenset({COUNTS, USED, SPAN})
 """What another desk is told if one dies before it can be."""
 
 
+# What every request brings (that it came, that it is sent to one replica, that it ended) is a mark and a list of its
+# fields; all else is as the log has it, where the desk's own clock counts.
+
+ARRIVED, FINISHED, RUN = "A", "F", "R"
+
+
 def event_text(event: Event) -> str:
-    """As the log has it; the desk's own clock counts."""
+    if type(event) is Arrived:
+        r = event.request
+        deadline_s = "null" if r.deadline_s is None else repr(r.deadline_s)
+        return (
+            f"A[{text_of(r.id)},{text_of(r.model)},{r.arrival_s!r},{r.prompt_tokens},{r.max_output_tokens},"
+            f'{r.priority},{deadline_s},"{names(r.blocks)}",{text_of(r.tenant)},{text_of(r.request_class)}]'
+        )
+    if type(event) is Finished:
+        return f"F[{text_of(event.request)},{event.attempt},{event.output_tokens}]"
     return line(0.0, event, ())[:-1]
 
 
 def event_of(text: str) -> Event:
+    mark = text[:1]
+    if mark == ARRIVED:
+        fields = json.loads(text[1:])
+        fields[7] = blocks_of(fields[7]) if fields[7] else ()
+        return Arrived(Request(*fields))
+    if mark == FINISHED:
+        return Finished(*json.loads(text[1:]))
     return read_line(text, "worker")[1]
 
 
 def actions_text(actions: Sequence[Action]) -> str:
+    run = actions[0] if len(actions) == 1 else None
+    if type(run) is Run and len(run.route.segments) == 1:
+        return (
+            f"R[{text_of(run.request)},{text_of(run.route.segments[0].replica)},{run.attempt},"
+            f"{run.prompt_tokens},{run.streamed_tokens},{run.weight!r}]"
+        )
     return line(0.0, Tick(), actions)[:-1]
 
 
 def actions_of(text: str) -> list[Action]:
+    if text[:1] == RUN:
+        request, replica, *rest = json.loads(text[1:])
+        return [Run(request, _alone(replica), *rest)]
     return read_line(text, "desk")[2]
+
+
+@lru_cache(maxsize=4096)
+def _alone(replica: str) -> Route:
+    """The same for all requests that one replica does alone."""
+    return aggregated(replica)
 
 
 def endpoints_text(endpoints: Iterable[Endpoint], codecs: Codecs) -> str:
