@@ -56,7 +56,8 @@ class Asking:
         output = wish.limit
         if output is None or prompt_tokens + output > card.context_tokens:
             output = self._room(card, prompt_tokens)
-        self._expect(output, 1)
+        longest = EXPECTED_OUTPUT if wish.limit is None and output > EXPECTED_OUTPUT else output
+        self.expected_tokens = prompt_tokens + longest
         return Asked(
             word,
             card.name,

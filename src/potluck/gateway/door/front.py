@@ -31,7 +31,7 @@ from potluck.gateway.door.lengths import Length, Lengths
 from potluck.gateway.door.replies import JSON, Limited, compact, reply_error, reply_json
 from potluck.gateway.door.responses import Responding
 from potluck.gateway.door.voice import Voice
-from potluck.gateway.door.wishes import Wish, manner_of, wish_of
+from potluck.gateway.door.wishes import Wish, manner_of, plain_wish, wish_of
 from potluck.gateway.parts import Driver, Exchange, Headers, Meter
 
 log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class FrontDoor:
         body = parse_object(exchange.body)
         model = body.get("model")
         card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
-        wish = wish_of(card, body, chat=chat)
+        wish = plain_wish(card, body, chat) if card.plain else wish_of(card, body, chat=chat)
         wish.manner = manner_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.wish = wish
         self._meter.came(card.name, key.tenant)

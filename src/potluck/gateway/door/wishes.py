@@ -100,7 +100,7 @@ class Wish:
 def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool) -> Wish:
     """Reads a body; raises at what engines cannot honour. What a plain server can do is left to it."""
     if card.plain:
-        return _plain_wish(card, body, chat)
+        return plain_wish(card, body, chat)
     asked: Completion | Chat
     prompts: list[Prompt] = []
     messages = None
@@ -145,7 +145,8 @@ def understand(wish: Wish) -> Completion | Chat:
         return (Chat if wish.chat else Completion)(wish.card.name, wish.stream)
 
 
-def _plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
+def plain_wish(card: ModelCard, body: dict[str, object], chat: bool) -> Wish:
+    """Read as far as the gateway itself must know it."""
     prompts: list[Prompt] = []
     messages: list[Message] | None = None
     if chat:
