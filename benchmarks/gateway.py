@@ -1,14 +1,18 @@
 """What the gateway costs, beside nginx, vllm-router and sglang-router, over one fake server of OpenAI's API.
 
-Each proxy has a core of its own; clients and the server share another one, and cost next to nothing. All speak plain
-OpenAI to sixteen addresses of the same server; prompts are about 1,000 tokens; the routers take turns (their cheapest
-policy), the gateway decides with its Brain, with keys and limits on.
+Each proxy has a core of its own; clients and the server have others (of those that `taskset` leaves, no two of one
+physical core where there are enough), and cost next to nothing. All speak plain OpenAI to sixteen addresses of the
+same server; prompts are about 1,000 tokens; the routers take turns (their cheapest policy), the gateway decides with
+its Brain, with keys and limits on.
 
 ..._us_per_request     CPU of the proxy, user and system, per answer that is not streamed
 ..._us_per_token       the same per part of an answer that is streamed, 50 at once, a part each 20 ms
 ..._added_p50_ms       200 requests a second: the median, less that of asking the server itself
-gateway_...            the whole gateway;  gateway_tokenising_...: it also turns each prompt into tokens, which no
-                       other does;  relay_...: its http room alone, with nobody who decides
+gateway_...            the whole gateway;  gateway_tokenising_...: it has the model's tokenizer, which no other has,
+                       and uses it as `gateway/door/lengths.py` says: servers of plain OpenAI tokenise by
+                       themselves, so most prompts are only reckoned;  relay_...: its http room alone, with nobody
+                       who decides
+tokenise_us_per_prompt what turning one such prompt into tokens costs by itself, as each does that goes to engines
 streams_...            2,000 streams at once, a part each 250 ms: the 99th percentile of gaps
                        while all are open, less the server's own
 workers_ratio          CPU per request with two workers, by that with one
@@ -55,13 +59,13 @@ class Stand:
     """The server, and every proxy before it."""
 
     def __init__(self, stack: ExitStack) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        self._proxy, self._rest = {cores[0]}, set(cores[1:2]) or {cores[0]}
-        os.sched_setaffinity(0, self._rest)
+        cores = proxies.cores_apart()
+        self._proxy = {cores[0]}
+        os.sched_setaffinity(0, {cores[1]})
         self._stack = stack
         self._home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.engines = proxies.free_ports(ENGINES)
-        self._keep(proxies.upstream(self.engines, self._rest))
+        self._keep(proxies.upstream(self.engines, {cores[2] if len(cores) > 2 else cores[1]}))
         proxies.prepare(self._home, self.engines, clients.KEY.decode())
         self.all: dict[str, tuple[proxies.Process, int]] = {}
 
@@ -158,6 +162,19 @@ def many_streams(stand: Stand, tokens: int) -> dict[str, float]:
     }
 
 
+def tokenise_s(count: int) -> float:
+    """CPU for one prompt, the least of some rounds."""
+    tokenizer = proxies.tokenizer()
+    prompts = [clients.prompt(number).decode() for number in range(count)]
+    spent: list[float] = []
+    for _ in range(5):
+        began_s = time.process_time()
+        for prompt in prompts:
+            tokenizer.encode(prompt)
+        spent.append(time.process_time() - began_s)
+    return min(spent) / count
+
+
 def measure(quick: bool) -> dict[str, float]:
     with ExitStack() as stack:
         stand = Stand(stack)
@@ -173,6 +190,7 @@ def measure(quick: bool) -> dict[str, float]:
             if name in stand.all:
                 found[f"{name}_added_p50_ms"] = 1e3 * (p50_s(stand.all[name][1], seconds) - direct_s)
         found |= many_streams(stand, 20 if quick else 60)
+    found["tokenise_us_per_prompt"] = 1e6 * tokenise_s(20 if quick else 100)
     for other in ("sglang_router", "vllm_router", "nginx"):
         if f"{other}_us_per_request" in found:
             for ours in ("gateway", "gateway_tokenising", "relay"):
@@ -186,5 +204,8 @@ def measure(quick: bool) -> dict[str, float]:
 if __name__ == "__main__":
     if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
         sys.exit(common.skip("gateway", "it takes two cores that processes can be kept on"))
-    needed = {name for name in TARGETS if "sglang" in name} if proxies.routers() is None else set()
-    sys.exit(common.run("gateway", measure, {k: v for k, v in TARGETS.items() if k not in needed}))
+    missing = proxies.program("sglang-router") is None
+    if missing:
+        print("sglang-router is not there: nothing is compared with it", file=sys.stderr)
+    wanted = {name: target for name, target in TARGETS.items() if not (missing and "sglang" in name)}
+    sys.exit(common.run("gateway", measure, wanted))

@@ -39,6 +39,20 @@ http {{
 """
 
 
+def cores_apart() -> list[int]:
+    """Cores that may be used, one of each physical core first: two threads of one would slow each other down."""
+    allowed, first, second = sorted(os.sched_getaffinity(0)), [], []
+    taken: set[str] = set()
+    for core in allowed:
+        try:
+            siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+        except OSError:
+            siblings = str(core)
+        (second if siblings in taken else first).append(core)
+        taken.add(siblings)
+    return first + second
+
+
 def free_ports(count: int) -> list[int]:
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(each.getsockname()[1]) for each in taken]
@@ -154,27 +168,27 @@ def nginx(port: int, engines: Sequence[int], cores: set[int], home: Path) -> Pro
     return Process([program, "-p", str(home), "-c", str(home / "nginx.conf")], cores)
 
 
-def routers() -> Path | None:
-    """Where the routers are installed; they are fetched if that can be done."""
-    programs = ROUTERS / "bin"
-    if not (programs / "vllm-router").exists() or not (programs / "sglang-router").exists():
-        commands = (
-            [sys.executable, "-m", "venv", str(ROUTERS)],
-            [str(programs / "pip"), "install", "-q", "vllm-router", "sglang-router"],
-        )
-        for command in commands:
-            if subprocess.run(command, capture_output=True, check=False).returncode:
-                return None
-    return programs
+def program(name: str) -> Path | None:
+    """A router's program, fetched if that can be done."""
+    found = ROUTERS / "bin" / name
+    if not found.exists():
+        if not (ROUTERS / "bin" / "pip").exists():
+            subprocess.run([sys.executable, "-m", "venv", str(ROUTERS)], capture_output=True, check=False)
+        fetch = [str(ROUTERS / "bin" / "pip"), "install", "-q", "--retries", "1", "--timeout", "10", name]
+        try:
+            subprocess.run(fetch, capture_output=True, check=False, timeout=300)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+    return found if found.exists() else None
 
 
 def router(name: str, policy: str, port: int, engines: Sequence[int], cores: set[int]) -> Process | None:
-    programs = routers()
-    if programs is None:
+    found = program(name)
+    if found is None:
         return None
     urls = [f"http://127.0.0.1:{each}" for each in engines]
     port_of_metrics = free_ports(1)[0]
-    command = [str(programs / name), *(["launch"] if name == "sglang-router" else [])]
+    command = [str(found), *(["launch"] if name == "sglang-router" else [])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", policy]
     command += ["--prometheus-port", str(port_of_metrics), "--log-level", "error"]
     return Process(command, cores, {"RUST_LOG": "error"})
@@ -219,13 +233,13 @@ def prepare(home: Path, engines: Sequence[int], key: str) -> None:
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 131072}')
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-    _tokenizer().save(str(model / "tokenizer.json"))
+    tokenizer().save(str(model / "tokenizer.json"))
 
 
 CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}<|assistant|>"
 
 
-def _tokenizer() -> Any:
+def tokenizer() -> Any:
     """Byte-level pairs, as most models have them, learnt from this project's own pages."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
