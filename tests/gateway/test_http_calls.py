@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 from collections.abc import Awaitable, Callable
 
@@ -16,6 +17,7 @@ from potluck.api.errors import Refused
 from potluck.gateway.http.answers import AnswerReader
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.fetch import Unanswered, fetch
+from potluck.gateway.http.wire import OpenCall
 from potluck.gateway.parts import Address, Headers
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -345,3 +347,47 @@ def test_an_answer_of_garbage_is_refused_or_awaited(data: bytes) -> None:
     except Refused:
         return
     assert not reader.over or data.startswith(b"HTTP/1.")
+
+
+def test_nothing_of_a_request_is_kept_when_it_was_answered() -> None:
+    """Silence is watched for by connection: a body must not wait in memory until its time would have been up."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await request(reader)
+            writer.write(OK)
+
+    async def work(calls: Calls, address: Address) -> None:
+        for _ in range(20):
+            ear = Ear()
+            calls.send(address, b"POST", b"/", b"x" * 1000, ear, silence_s=600)
+            await ear.ended.wait()
+        assert not [each for each in gc.get_objects() if type(each) is OpenCall]
+        assert sum(len(each) for each in calls.wheel._slots.values()) == 1
+
+    engine(talk, work)
+
+
+def test_a_short_patience_counts_on_a_connection_that_was_watched_for_long() -> None:
+    asked: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            asked.append(await request(reader))
+            writer.write(OK)
+        asked.append(await request(reader))
+        await reader.read()
+
+    async def work(calls: Calls, address: Address) -> None:
+        for silence_s in (600, 60):
+            ear = Ear()
+            calls.send(address, b"POST", b"/", b"", ear, silence_s=silence_s)
+            await ear.ended.wait()
+            assert ear.status == 200
+        ear = Ear()
+        calls.send(address, b"POST", b"/", b"", ear, silence_s=0.2)
+        await ear.ended.wait()
+        assert "said nothing for 0.2 s" in ear.why
+
+    engine(talk, work)
+    assert len(asked) == 3
