@@ -146,7 +146,7 @@ class Wire(asyncio.Protocol):
         call.wire = self
         call.sent_s = self.heard_s = now_s = self._wheel.now_s
         self.silence_s = call.silence_s
-        if not 0 < self.slot <= (now_s + call.silence_s) / TICK_S:
+        if not 0 < self.slot <= (now_s + call.silence_s) / TICK_S + 1:
             self._wheel.watch(self)
         self._transport.write(call.data)
         if call.paused:
