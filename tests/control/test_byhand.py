@@ -136,3 +136,25 @@ def test_a_controller_that_comes_back_keeps_a_plan_by_hand_while_it_is_served(
     assert anew.plan == PLAN
     assert "version 2, made by hand, goes" in [each.what for each in store.happenings()]
     anew.close()
+
+
+def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp_path: Path) -> None:
+    """Unless the spec is another one: then what was planned for it counts."""
+    spec = tmp_path / "potluck.yaml"
+    spec.write_text("one")
+    settings = StandSettings(tmp_path, spec)
+    Stand(settings, PLAN).close()
+    store = Store(tmp_path / "state.db")
+    other = scaled(PLAN, "t", "east", 2, {"east": 0.75})
+    store.add_plan(other, 1.0, "more is asked for")
+    store.set("gateway", {"pid": os.getpid(), "started": started_at(os.getpid())})
+    again = Stand(settings, PLAN)
+    assert again.plan == other
+    again.close()
+    spec.write_text("another")
+    anew = Stand(settings, PLAN)
+    assert anew.plan == PLAN
+    newest = store.plan()
+    assert newest is not None
+    assert newest.plan == PLAN
+    anew.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from potluck.control.store.store import Store
 from potluck.control.values import Instance, Make
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import NodeCount, Plan, Replica, Template
+from potluck.core.values.plan import NodeCount, Plan, Replica, Template, plan_mark
 
 LAYOUT = single("1xA10", 1, 2)
 TEMPLATE = Template(
@@ -78,6 +78,7 @@ class Gateway:
     fleet: tuple[Instance, ...] = ()
     plans: list[Plan] = field(default_factory=list)
     away: bool = False
+    mark: str | None = None
     urls: bool = False
     """Whether it says where replicas are reached."""
 
@@ -94,7 +95,11 @@ class Gateway:
             "unit": "t@east#0",
             "url": "http://somewhere" if self.urls else "",
         }
-        return {"replicas": [{**each, "id": name} for name in self.replicas], "replan": self.replan}
+        return {
+            "replicas": [{**each, "id": name} for name in self.replicas],
+            "replan": self.replan,
+            "plan_mark": self.mark,
+        }
 
     def set_fleet(self, instances: tuple[Instance, ...]) -> None:
         if self.away:
@@ -281,3 +286,30 @@ def test_killed_at_any_instant_it_converges_and_nothing_is_orphaned(world: World
     assert world.last.settled
     assert sorted(each.replica for each in world.gateway.fleet) == ["x", "y", "z"]
     assert sorted(world.machine.running) == sorted(each.name for each in world.gateway.fleet)
+
+
+def test_what_is_left_counts_before_the_full_plan_is_there(world: World) -> None:
+    left = replace(PLAN, cost_usd_per_h=1.0)
+    planner = Fixed(replace(PLAN, cost_usd_per_h=2.0), left=left)
+    controller = world.controller(planner)
+    world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "a node died"}
+    world.turns(controller, 1)
+    planned(world, controller)
+    assert [each.cost_usd_per_h for each in world.gateway.plans] == [1.0, 2.0]
+    assert planner.asked[0].running == left, "the full plan starts from what is left"
+
+
+def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: World) -> None:
+    store = Store(world.path)
+    newer = replace(PLAN, cost_usd_per_h=9.0)
+    store.add_plan(newer, 1.0, "more")  # and then it was killed
+    world.gateway.mark = plan_mark(PLAN)
+    world.turns(world.controller(), 1)
+    assert world.gateway.plans == [newer]
+    world.gateway.mark, world.gateway.plans = "a plan that nobody here knows", []
+    controller = world.controller()
+    world.now_s += 10.0
+    world.turns(controller, 30)
+    assert world.gateway.plans == [], "a plan by others is not fought"
+    said = [each.why for each in store.happenings() if each.kind == "plan"]
+    assert sum("serves another plan" in each for each in said) == 1

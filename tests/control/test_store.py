@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,3 +134,18 @@ def test_only_one_holds_the_lease_and_it_passes_on_when_it_ends(tmp_path: Path) 
     assert not one.renew()
     two.release()
     assert one.renew()
+
+
+def test_a_dead_process_of_this_machine_leaves_its_lease_at_once(tmp_path: Path) -> None:
+    one, two = (Lease(Store(tmp_path / "state.db")) for _ in range(2))
+    assert one.renew()
+    assert not two.inherit(), "its holder, this process, lives"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = one.holder.rsplit("-", 2)[0]
+    for holder, free in ((f"{host}-{ended.pid}-ab", True), (f"elsewhere-{ended.pid}-ab", False)):
+        store = Store(tmp_path / "state.db")
+        store.release(one.holder)
+        store.release(two.holder)
+        assert store.claim(holder, time.time(), 60.0) is not None
+        assert two.inherit() is free

@@ -8,13 +8,14 @@ from dataclasses import replace
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Refuse, Run, Start, Stop
+from potluck.core.brain.actions import Abandon, Action, Drain, Refuse, Remark, Replan, Run, Start, Stop
 from potluck.core.brain.brain import Brain
-from potluck.core.brain.events import Arrived, Cancelled, Failed, Finished, Planned, Tick
+from potluck.core.brain.events import Arrived, Cancelled, Failed, Finished, Planned, Quoted, Tick
 from potluck.core.brain.policy import Policy
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Replica
 from potluck.core.values.route import aggregated
+from potluck.core.values.types import Offer, Region, Slo
 
 ONE = build.template("one", closed=(1.0, 1.0))
 PLAIN = build.plan((ONE,), {("one", "near"): 1}, {("one", "near", "closed"): (0.5, 0.5)})
@@ -236,3 +237,72 @@ def test_every_balance_uses_every_replica_of_a_kind_alike(balance: str) -> None:
     counts = Counter(only_run(world.arrive(build.request(str(n)))).route.decoder for n in range(80))
     assert set(counts.values()) == {10}
     assert len(counts) == 8
+
+
+def test_advice_is_said_and_nothing_is_done() -> None:
+    policy = Policy(scaling="cauchy", window_s=24.0, advise=True)
+    world = build.world(PLAIN, policy)
+    for number in range(600):
+        world.now_s = number * 0.1
+        world.arrive(build.request(str(number), at_s=world.now_s))
+        if number % 10 == 9:
+            world.tell(Tick())
+        world.finish(str(number))
+    actions = [a for _, _, made in world.log for a in made]
+    assert len([a for a in actions if isinstance(a, Start)]) == 1
+    advice = [a.what for a in actions if isinstance(a, Remark)]
+    assert any("advice: " in each and "of one in near" in each for each in advice)
+    assert len(advice) == len(set(advice)), "said once"
+
+
+def test_a_slow_replica_is_said_to_be_slow_once_and_when_it_is_well_again() -> None:
+    world = build.world(TWO)
+    view = world.brain.fleet.views["one@near#0/0"]
+    said = []
+    for pace in (1.0, 1.6, 2.5, 1.4, 1.1, 1.1):
+        view.pace = pace
+        said += [each.what for each in world.tell(Tick()) if isinstance(each, Remark)]
+    assert [each.partition(" ")[2] for each in said] == [
+        "takes 1.6 times as long as planned",
+        "is about as fast as planned again",
+    ]
+
+
+@pytest.mark.parametrize("scaling", ["replan", "ahead", "cauchy"])
+def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
+    world = build.world(PLAIN, Policy(scaling=scaling))  # type: ignore[arg-type]
+    world.tell(Tick())
+    cheaper = (Region("near", (Offer("node", 0.1, 5),)),)
+    world.now_s = 1.0
+    (asked,) = [each for each in world.tell(Quoted(cheaper)) if isinstance(each, Replan)]
+    assert "prices or nodes changed" in asked.reason
+    world.now_s = 2.0
+    assert not [each for each in world.tell(Tick()) if isinstance(each, Replan)]
+
+
+def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
+    known = replace(build.facts((ONE,)), regions=(Region("near", (Offer("node", 1.0, 1),)),))
+    world = build.world(TWO, known=known)
+    assert len(world.brain.fleet.views) == 1
+    actions = world.tell(Quoted((Region("near", (Offer("node", 1.0, 2),)),)))
+    assert [type(each) for each in actions] == [Start]
+
+
+def test_requests_that_wait_for_room_are_demand_to_scaling() -> None:
+    """With an objective requests wait before the replicas, where no replica reports them."""
+    known = build.facts((ONE,))
+    known = replace(known, models={"m": replace(known.models["m"], slo=Slo(60.0, 0.05))})
+    world = build.world(PLAIN, Policy(scaling="cauchy"), known=known)
+    for number in range(200):
+        world.arrive(build.request(str(number)))
+    waiting = world.brain.admission.backlogs["m"].count
+    assert waiting > 50
+    seen: list[int] = []
+    scaler = world.brain.steward._scaler
+    told = scaler.on_tick
+    scaler.on_tick = lambda at_s, observed, fleet, plan: (  # type: ignore[method-assign]
+        seen.append(observed.of("m").held),  # type: ignore[union-attr]
+        told(at_s, observed, fleet, plan),
+    )[1]
+    world.tell(Tick())
+    assert seen == [waiting]

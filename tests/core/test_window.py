@@ -177,3 +177,18 @@ def test_looking_changes_nothing(gaps: list[float]) -> None:
         looked.arrived(at_s, request(9))
         looked.observed(at_s)
     assert plain.observed(at_s) == looked.observed(at_s)
+
+
+def test_a_rate_that_jumped_is_no_noise() -> None:
+    """A quarter of an hour at 2 a second, then 6: within half a window the rise is beyond three deviations."""
+    chance = random.Random(3)
+    window, at_s = Window(120.0), 0.0
+    while at_s < 960.0:
+        at_s += chance.expovariate(2.0 if at_s < 900.0 else 6.0)
+        window.arrived(at_s, request(10))
+    got = seen(window, at_s)
+    assert got.rate_per_s - 2.0 > 3 * got.error_per_s
+    while at_s < 1800.0:
+        at_s += chance.expovariate(6.0)
+        window.arrived(at_s, request(10))
+    assert seen(window, at_s).error_per_s < 1.5 * sqrt(6.0 / 122.5)

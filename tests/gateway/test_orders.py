@@ -18,7 +18,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template
-from potluck.core.values.types import Role
+from potluck.core.values.types import Offer, Region, Role
 from potluck.gateway.admin.app import Office, build_admin
 from potluck.gateway.admin.feed import Feed
 from potluck.gateway.admin.meter import FullMeter
@@ -142,3 +142,44 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
     assert statuses == (401, 200, 400, 404)
     assert "nobody to prefill" in bodies[2]["error"]["message"], "the other one is being drained"
     assert [event for event in heard if isinstance(event, Ordered)] == [Ordered(fleet.names[0], "drain")]
+
+
+def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
+    regions = (Region("east", (Offer("1xA10", 1.0, 1),)),)
+    fleet = Fleet("mixed", "mixed")
+    told: list[tuple[Region, ...]] = []
+    center = SimpleNamespace(
+        brain=fleet.brain,
+        desk=fleet.desk,
+        herald=fleet.desk.watchers[0],
+        kits=SimpleNamespace(scene=SimpleNamespace(regions=regions)),
+        quote=told.append,
+    )
+    oversight = Oversight(center)  # type: ignore[arg-type]
+    office = Office(Metrics(FullMeter(lambda told: None, None, lambda name: "")), oversight, Feed())
+
+    async def run() -> list[tuple[int, Any]]:
+        found = []
+        async with TestServer(build_admin(office)) as server, ClientSession() as client:
+            for listed in (
+                [{"name": "east", "offers": [{"node": "1xA10", "price_usd_per_h": 0.5, "available": 3}]}],
+                [{"name": "mars", "offers": []}],
+                [{"name": "east", "offers": [{"node": "1xL5", "price_usd_per_h": 0.5, "available": 3}]}],
+                "all of it",
+            ):
+                async with client.put(server.make_url("/market"), json={"regions": listed}) as answer:
+                    found.append((answer.status, await answer.json()))
+            for after in ("0", "1", "x"):
+                url = server.make_url("/decisions").with_query(after=after)
+                async with client.get(url) as answer:
+                    found.append((answer.status, await answer.json()))
+        return found
+
+    statuses, bodies = zip(*asyncio.run(run()), strict=True)
+    assert statuses == (200, 404, 404, 400, 200, 200, 400)
+    assert told == [(Region("east", (Offer("1xA10", 0.5, 3),)),)]
+    first, second = bodies[4], bodies[5]
+    assert [each["number"] for each in first["decisions"]] == list(range(1, len(first["decisions"]) + 1))
+    assert second["decisions"] == first["decisions"][1:]
+    assert first["decisions"][0]["what"].startswith("plan of")
+    assert first["thinks"] == "scaling is off"

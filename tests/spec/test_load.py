@@ -11,6 +11,7 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Link
 from potluck.spec.load import MAX_PROBLEMS, known_keys, load_spec
 from potluck.spec.problems import SHOWN, SpecError
+from potluck.spec.values import Weights
 
 
 def test_the_sound_spec() -> None:
@@ -275,3 +276,14 @@ def test_files(tmp_path: Path) -> None:
         load_spec(tmp_path)
     with pytest.raises(SpecError, match="cannot be read"):
         load_spec("a\0b")
+
+
+def test_models_may_sleep_and_say_where_their_weights_lie(tmp_path: Path) -> None:
+    path = tmp_path / "potluck.yaml"
+    lines = "    idle_s: 600\n    weights: {place: store, path: /mnt/models, gb_per_s: 1.5}\n    slo: "
+    path.write_text(changed("    slo: ", lines))
+    (model, *_) = load_spec(path).models
+    assert (model.idle_s, model.weights) == (600.0, Weights("store", "/mnt/models", 1.5))
+    path.write_text(changed("    slo: ", "    weights: {place: attic}\n    slo: "))
+    with pytest.raises(SpecError, match=r"weights\.place"):
+        load_spec(path)

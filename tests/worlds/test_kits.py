@@ -27,9 +27,10 @@ from potluck.core.errors import CapacityError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.core.values.types import Slo
-from potluck.perf.memory import kv_bytes
+from potluck.perf.memory import kv_bytes, weight_bytes
 from potluck.perf.phases import prefill_s
 from potluck.perf.pipeline import layout_requests
+from potluck.perf.startup import from_place, startup_s
 from potluck.perf.transfer import codec_ratio
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import build, simulate
@@ -152,6 +153,28 @@ def test_paced_engines_keep_more_answers_in_time() -> None:
         for paced in (False, True)
     ]
     assert kept[1] > kept[0] + 0.03
+
+
+def test_where_weights_lie_is_counted_in_a_start_and_who_may_sleep_is_a_fact() -> None:
+    plan = closed_plan((mixed(SLOW), "east", 1))
+    scene = problem(plan)
+
+    def start_s(scene: Scene) -> float:
+        kits = Kits(scene)
+        kits.learn(plan)
+        (kit,) = kits.kits.values()
+        return kit.startup_s
+
+    usual = start_s(scene)
+    assert start_s(replace(scene, startups={MODEL: from_place("cache", None)})) < usual
+    assert start_s(replace(scene, startups={MODEL: from_place("store", None)})) > usual
+    fast = from_place("store", 100.0)
+    assert start_s(replace(scene, startups={MODEL: fast})) == pytest.approx(
+        startup_s(weight_bytes(LLAMA), 1, fast).total_s
+    )
+    kits = Kits(replace(scene, idle_s={MODEL: 60.0}))
+    kits.learn(plan)
+    assert kits.facts().models[MODEL].idle_s == 60.0
 
 
 def test_names_that_mean_nothing_are_errors() -> None:
