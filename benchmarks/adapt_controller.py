@@ -16,6 +16,7 @@ def main(state: Path, spec: Path, plan: Path) -> None:
     names = tuple((model, "Llama-3.1-8B") for model in sorted({each.model for each in made.templates}))
     files = tuple((name, shipped_model()) for name, _ in names)
     stand = Stand(StandSettings(state, spec.resolve(), 0, EngineMaker("pretended", files, names)), made)
+    stand.controller._linger_s = 1.0  # so that there is more to do between two kills
     stand.run(lambda: False, lambda turn: None)
 
 

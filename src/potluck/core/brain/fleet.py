@@ -210,18 +210,21 @@ class Fleet:
         view.open_prefill_tokens -= prefill_tokens
         view.open_context_tokens -= context_tokens
 
-    def learn(self, at_s: float, view: View, observed_s: float, planned_s: float) -> None:
-        """Something took so long that should have taken so long."""
+    def learn(
+        self, at_s: float, view: View, observed_s: float, planned_s: float, counts: bool = True
+    ) -> None:
+        """Something took so long that should have taken so long; what does not count only tells of a change."""
         if planned_s <= 0:
             return
         observed_s = min(observed_s, MOST * planned_s)
-        view.observed_s = view.observed_s * KEEP + observed_s
-        view.planned_s = view.planned_s * KEEP + planned_s
-        view.learned_s = at_s
-        self._odd(view, observed_s, planned_s)
-        self._pace(view)
+        if counts:
+            view.observed_s = view.observed_s * KEEP + observed_s
+            view.planned_s = view.planned_s * KEEP + planned_s
+            view.learned_s = at_s
+        if self._odd(view, observed_s, planned_s) or counts:
+            self._pace(view)
 
-    def _odd(self, view: View, observed_s: float, planned_s: float) -> None:
+    def _odd(self, view: View, observed_s: float, planned_s: float) -> bool:
         """A replica that has changed is believed soon: some observations in a row tell."""
         ratio = observed_s / planned_s
         way = 1 if ratio > ODD * view.pace else -1 if ratio * ODD < view.pace else 0
@@ -233,6 +236,8 @@ class Fleet:
             view.odd_planned_s += planned_s
             if abs(view.odds) >= ODDS and view.odd_planned_s >= ODD_S:
                 view.observed_s, view.planned_s = view.odd_observed_s, view.odd_planned_s
+                return True
+        return False
 
     def answered(self, view: View, late: bool) -> None:
         """An answer ended there, in time per token or not."""

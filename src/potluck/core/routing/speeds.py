@@ -29,7 +29,9 @@ FADE_S: Final = 10.0
 """A replica without news for so long is believed half as much."""
 FEW: Final = 8
 SAMPLE: Final = 4
-"""With fewer open requests all are timed, else one in so many: those open at a time see much the same."""
+TIMED: Final = 64
+"""With fewer than FEW open requests all count for a pace, else one in SAMPLE: those open at a time see much the same.
+Up to TIMED at a time the others are timed as well: whether a replica has changed shows sooner."""
 ANSWERS: Final = 32
 """Answers over which their length is averaged."""
 
@@ -73,16 +75,17 @@ class Speeds:
     # As requests go on.
 
     def began(self, at_s: float, flight: Flight, view: View) -> None:
-        """What a replica does for a request from now on is timed; of many at once, one in SAMPLE will do."""
-        if self._learns and (view.open_requests < FEW or view.done_prompts % SAMPLE == 0):
+        """What a replica does for a request from now on is timed; of very many at once, one in SAMPLE will do."""
+        if self._learns and (view.open_requests < TIMED or view.done_prompts % SAMPLE == 0):
             flight.watched_s = at_s
             flight.watched = (view.done_s, view.done_prompts, view.open_requests)
 
     def handed(self, at_s: float, flight: Flight, view: View, onto: View) -> None:
         """A timed prompt was handed on. Between regions a link takes its time, which says nothing here."""
         if view.member.region == onto.member.region:
-            done_s, _, _ = flight.watched
-            self._fleet.learn(at_s, view, at_s - flight.watched_s, view.done_s - done_s)
+            done_s, prompts, others = flight.watched
+            counts = others < FEW or prompts % SAMPLE == 0
+            self._fleet.learn(at_s, view, at_s - flight.watched_s, view.done_s - done_s, counts)
             _time(flight)
         flight.watched_s = -1.0
 
@@ -97,7 +100,10 @@ class Speeds:
         planned_s = view.done_s - done_s
         if steps > 0:
             planned_s += steps * _step_s(view.facts, 0.5 * (others + view.open_requests))
-        self._fleet.learn(at_s, view, at_s - flight.watched_s, planned_s)
+        counts = others < FEW or prompts % SAMPLE == 0
+        self._fleet.learn(at_s, view, at_s - flight.watched_s, planned_s, counts)
+        if not counts:
+            return
         facts, gaps = self._models.get(flight.request.model), output_tokens - flight.streamed_tokens - 1
         if facts is not None and facts.slo is not None and gaps > 0:
             self._fleet.answered(view, at_s - flight.watched_s > gaps * facts.slo.tpot_s)

@@ -9,7 +9,8 @@ the lengths now seen,
 and the replica whose flip raises `served` most is flipped, again and again, at most `MAX_FLIPS` a window and only
 while each gains at least `LEAST_GAIN`: the paper's tabu search with the flip as its only move, without its uphill
 moves, which a running system would have to live through. The last replica of a role in a region stays. Without a
-gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing. Flips the
+gain worth a flip the new workload just becomes the reference, so noise around a balance moves nothing. Flips are
+chosen for the lengths of the window's last quarter where those differ: in a shift the rest is of the past. Flips the
 other way than those before, within `BACK_S` of them, must begin with one that gains `BACK_GAIN`: near a balance, what
 one window shows is often the opposite of what the next one does.
 
@@ -116,6 +117,13 @@ class ShiftFlips:
                 model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
             )
             return []
+        # While a workload shifts, the window still has much of the old one; what came last is what there will be.
+        now = replace(
+            now,
+            prompt_tokens=_latest(now.prompt_tokens, seen.recent_prompt_tokens, now.prompt_error_tokens),
+            output_tokens=_latest(now.output_tokens, seen.recent_output_tokens, now.output_error_tokens),
+        )
+        replicas, _ = flippable(fleet, self._facts, model, now.prompt_tokens, now.output_tokens)
         self._references[model] = now
         towards = self._towards.get(model)
         back: Role | None = None
@@ -198,6 +206,11 @@ def _reference(seen: ModelObserved, replicas: int) -> Reference:
         seen.output_error_tokens,
         replicas,
     )
+
+
+def _latest(mean: float, recent: float, error: float) -> float:
+    """The mean of the last quarter, where it is off by more than its noise, twice that of the whole."""
+    return recent if recent and abs(recent - mean) > NOISE * 2.0 * error else mean
 
 
 def best_flips(

@@ -32,6 +32,8 @@ SLOTS = 24
 """Slots of the short window; an edge is sharp to 1/24 of it."""
 BLOCK_SLOTS = 6
 """Slots counted together where burstiness is measured: a quarter of the short window."""
+LEAST_RECENT = 10
+"""Requests in a quarter of the window from which on their mean means something."""
 SUB_BITS = 3
 """Bins per octave of lengths: 2^3, so a bin is at most an eighth of its lower end wide."""
 
@@ -79,6 +81,9 @@ class ModelObserved:
     lengths: tuple[LengthCount, ...]
     arrivals_ever: int = 0
     """Since the model was first watched."""
+    recent_prompt_tokens: float = 0.0
+    recent_output_tokens: float = 0.0
+    """The two means over the last quarter of the window; 0 where too few were seen."""
 
     @property
     def attainment(self) -> float:
@@ -272,6 +277,7 @@ class Window:
             long_rate,
             lengths,
             watch.arrivals_ever,
+            *_recent(slots[-BLOCK_SLOTS - 1 :]),
         )
 
     def _span_s(self, at_s: float, slots: int) -> float:
@@ -324,6 +330,14 @@ def _count(watch: _Watch) -> None:
     slot.output_squares += sum(tokens * tokens for tokens in watch.outputs)
     watch.prompts.clear()
     watch.outputs.clear()
+
+
+def _recent(slots: Sequence[_Slot]) -> tuple[float, float]:
+    """Mean prompt and mean answer."""
+    arrivals, finished = sum(slot.arrivals for slot in slots), sum(slot.finished for slot in slots)
+    prompts = sum(slot.prompt_tokens for slot in slots) / arrivals if arrivals >= LEAST_RECENT else 0.0
+    outputs = sum(slot.output_tokens for slot in slots) / finished if finished >= LEAST_RECENT else 0.0
+    return prompts, outputs
 
 
 def _histogram(slots: Sequence[_Slot]) -> tuple[LengthCount, ...]:
