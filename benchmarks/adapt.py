@@ -6,6 +6,7 @@
     shift      conversation becomes coding: roles flip
     cheaper    a cheaper GPU can be had
     spot       a spot machine goes, with notice
+    sleep      nobody asks for a while: no copy is left, and the next request waits for one
     restarts   the controller is killed twenty times
 
 Each scenario starts its own `potluck up` (gateway, controller, engines: real processes), loads it in an open loop and
@@ -21,7 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adapt_kills import restarts
+from adapt_plot import draw, panel
 from adapt_scenarios import SCENARIOS as HAPPENINGS
+from adapt_scenarios import SEEN, SLO
 from common import run
 
 SCENARIOS = {**HAPPENINGS, "restarts": restarts}
@@ -36,7 +39,7 @@ TARGETS = {
 }
 
 
-def measure(names: Sequence[str], seed: int, loud: bool) -> dict[str, float]:
+def measure(names: Sequence[str], seed: int, loud: bool, plot: Path | None) -> dict[str, float]:
     figures: dict[str, float] = {}
 
     def say(line: str) -> None:
@@ -49,6 +52,8 @@ def measure(names: Sequence[str], seed: int, loud: bool) -> dict[str, float]:
             found = SCENARIOS[name](Path(folder), seed, say)
         say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
         figures |= {f"{name}_{key}": value for key, value in found.items()}
+    if plot is not None:
+        draw([panel(name, rig, rig.happens_s, SLO) for name, rig in zip(names, SEEN, strict=True)], plot)
     return figures
 
 
@@ -59,11 +64,12 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--loud", action="store_true", help="say on stderr what happens")
+    parser.add_argument("--plot", type=Path, help="draw what happened here, as SVG")
     options, rest = parser.parse_known_args()
     names = options.only or list(QUICK if "--quick" in rest else SCENARIOS)
     return run(
         "adapt",
-        lambda quick: measure(names, options.seed, options.loud),
+        lambda quick: measure(names, options.seed, options.loud, options.plot),
         {key: target for key, target in TARGETS.items() if key.partition("_")[0] in names},
         seeds=(options.seed,),
         arguments=rest,

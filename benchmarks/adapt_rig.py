@@ -96,6 +96,8 @@ class Rig:
     looks: list[Seen] = field(default_factory=list)
     news: list[tuple[float, str, str]] = field(default_factory=list)
     """What the gateway said happened: when, what, why."""
+    happens_s: float = 0.0
+    """When what the scenario is about happened."""
     zero_s: float = 0.0
     """When the load began, by the time of day."""
     _over: threading.Event = field(default_factory=threading.Event)

@@ -28,7 +28,7 @@ SPEC = """models:
     name: {model}
     slo: {{ttft_ms: 4000, tpot_ms: 250}}
     traffic: {{rate_per_s: {rate}, input: {{mean: {prompt}, cv: 0.15}}, output: {{mean: {output}, cv: 0.15}}}}
-fleet:
+{more}fleet:
   regions:
     - name: east
       nodes: [{nodes}]
@@ -40,13 +40,18 @@ PROMPT, OUTPUT = 1200, 40
 FEW_L4 = "{node: 1xL4, available: 4, price_usd_per_h: 0.6}, {node: 1xA10, available: 4, price_usd_per_h: 1.6}"
 NEVER_S = 1e3
 """For what did not happen."""
+SEEN: list[Rig] = []
+"""Services that were loaded in this run, for whoever draws them."""
 Figures = dict[str, float]
 Say = Callable[[str], None]
 
 
-def write_spec(folder: Path, rate: float, nodes: str, prompt: int = PROMPT, output: int = OUTPUT) -> Path:
+def write_spec(
+    folder: Path, rate: float, nodes: str, prompt: int = PROMPT, output: int = OUTPUT, more: str = ""
+) -> Path:
     path = folder / "potluck.yaml"
-    path.write_text(SPEC.format(model=MODEL, rate=rate, nodes=nodes, prompt=prompt, output=output), "utf-8")
+    text = SPEC.format(model=MODEL, rate=rate, nodes=nodes, prompt=prompt, output=output, more=more)
+    path.write_text(text, "utf-8")
     return path
 
 
@@ -79,6 +84,7 @@ def write_market(folder: Path, offers: Mapping[str, tuple[int, float]], notices:
 
 def told(rig: Rig, happens_s: float, settled_s: float, slo: Slo = SLO) -> Figures:
     """Attainment before, during and after, and what was lost."""
+    rig.happens_s = happens_s
     end_s = max((shot.at_s for shot in rig.shots), default=0.0) + 1.0
     return {
         "requests": len(rig.shots),
@@ -266,6 +272,25 @@ def spot(folder: Path, seed: int, say: Say) -> Figures:
         }
 
 
+def sleep(folder: Path, seed: int, say: Say) -> Figures:
+    """Nobody asks for 8 s: all copies go. The next request is held until one is back."""
+    spec = write_spec(folder, 3.0, "{node: 1xL4, available: 4}", more="    idle_s: 8\n")
+    quiet_s, again_s = 6.0, 36.0
+    with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {"grace_s": 5}) as rig:
+        phases = [Phase(quiet_s, 1.5, PROMPT, OUTPUT), Phase(again_s - quiet_s, 0.0, 1, 1)]
+        with rig.loaded([*phases, Phase(15.0, 1.5, PROMPT, OUTPUT)], seed):
+            pass
+        asleep = [each.at_s for each in rig.looks if each.at_s > quiet_s and not each.replicas]
+        first = min((shot for shot in rig.shots if shot.at_s >= again_s), key=lambda shot: shot.at_s)
+        report(rig, say)
+        return {
+            "requests": len(rig.shots),
+            "lost": rig.lost,
+            "asleep_s": min(asleep, default=NEVER_S) - quiet_s,
+            "first_waited_s": first.ttft_s,
+        }
+
+
 def report(rig: Rig, say: Say) -> None:
     """What was done and said, for whoever reads along."""
     for each in sorted(rig.store.happenings(most=1000), key=lambda each: each.at_s):
@@ -273,6 +298,7 @@ def report(rig: Rig, say: Say) -> None:
             say(f"  {each.at_s - rig.zero_s:7.2f}  {each.kind:8} {each.what}  ({each.why})")
     for line in rig.problems():
         say(f"  lost: {line}")
+    SEEN.append(rig)
 
 
 def after(at_s: float | None, happens_s: float) -> float:
@@ -296,4 +322,5 @@ SCENARIOS: dict[str, Callable[[Path, int, Say], Figures]] = {
     "shift": shift,
     "cheaper": cheaper,
     "spot": spot,
+    "sleep": sleep,
 }

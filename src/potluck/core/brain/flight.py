@@ -53,6 +53,8 @@ class Flight:
     """Since when its replica is timed on what it does; below 0 when it is not."""
     watched: tuple[float, int, int] = (0.0, 0, 0)
     """That replica's `done_s`, `done_prompts` and open requests then."""
+    sent: tuple[float, float, int] = (-1.0, 0.0, 0)
+    """When it was sent to where it is computed whole, and that replica's `done_s` and `done_prompts` then."""
     mixed: tuple[View, ...] = ()
     """Replicas that count it among its tenant's."""
     long = False

@@ -146,6 +146,8 @@ class Flights:
         flight.heard_s = at_s
         if flight.earlier:
             self._speeds.began(at_s, flight, flight.earlier[0][0])
+        elif flight.last is not None:
+            flight.sent = (at_s, flight.last.done_s, flight.last.done_prompts)
         if self._room.several:
             self._between.sent(flight)
         return flight.run()
@@ -222,6 +224,8 @@ class Flights:
                 self._fleet.prefilled(flight.last, flight.last_tokens)
                 flight.last_tokens = 0
                 self._prompt_done(flight)
+                if flight.sent[0] >= 0:
+                    self._speeds.computed(at_s, flight, flight.last)
             self._speeds.began(at_s, flight, flight.last)
             if flight.long or flight.light_tokens:
                 self._between.computed(flight)

@@ -10,7 +10,8 @@
 Both sums are of the Brain's own making, so no report can be late or wrong. What others do on a replica shows, too. A
 replica that is not sent anything is believed to be as planned again after a while: sums fade, the prior stays. So
 nobody is left out for ever for what was once true. One that is suddenly much slower (or faster) several times in a
-row has changed: what was observed before that is forgotten. A pace is never below LEAST nor above MOST.
+row has changed: what was observed before that is forgotten. For that first tokens count too, which come sooner. A
+pace is never below LEAST nor above MOST.
 
 How long answers get is learned as well, per model; a request's own limit is the most that is believed.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.routing.balance import decode_seconds
@@ -32,6 +33,8 @@ SAMPLE: Final = 4
 TIMED: Final = 64
 """With fewer than FEW open requests all count for a pace, else one in SAMPLE: those open at a time see much the same.
 Up to TIMED at a time the others are timed as well: whether a replica has changed shows sooner."""
+ROOMY: Final = 0.8
+"""Share of its KV that may be spoken for where prompts are not waiting for memory."""
 ANSWERS: Final = 32
 """Answers over which their length is averaged."""
 
@@ -79,6 +82,23 @@ class Speeds:
         if self._learns and (view.open_requests < TIMED or view.done_prompts % SAMPLE == 0):
             flight.watched_s = at_s
             flight.watched = (view.done_s, view.done_prompts, view.open_requests)
+
+    def computed(self, at_s: float, flight: Flight, view: View) -> None:
+        """A prompt was computed where it is answered. As long as one waits, a replica computes prompts, a step each
+        and the one that was under way; so much is planned at most. It only tells whether the replica has changed,
+        and nothing where prompts may have waited for memory."""
+        sent_s, done_s, prompts = flight.sent
+        flight.sent = (-1.0, 0.0, 0)
+        facts = view.facts
+        if not self._learns or facts is None or view.open_requests > facts.decode_batch:
+            return
+        if view.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
+            return
+        steps = view.done_prompts - prompts + 1
+        planned_s = view.done_s - done_s + steps * _step_s(facts, view.open_requests)
+        self._fleet.learn(at_s, view, at_s - sent_s, planned_s, False)
+        if flight.charges:
+            _time(flight)
 
     def handed(self, at_s: float, flight: Flight, view: View, onto: View) -> None:
         """A timed prompt was handed on. Between regions a link takes its time, which says nothing here."""
