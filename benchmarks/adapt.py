@@ -18,16 +18,20 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from adapt_kills import restarts
 from adapt_plot import draw, panel
 from adapt_scenarios import SCENARIOS as HAPPENINGS
-from adapt_scenarios import SEEN, SLO
+from adapt_scenarios import SEEN, SLO, slow
 from common import run
 
-SCENARIOS = {**HAPPENINGS, "restarts": restarts}
+SCENARIOS: dict[str, Callable[[Path, int, Callable[[str], None]], dict[str, float]]] = {
+    **HAPPENINGS,
+    "restarts": restarts,
+}
 QUICK = ("slow",)
 TARGETS = {
     "slow_noticed_s": ("<=", 10.0),
@@ -47,7 +51,7 @@ def measure(names: Sequence[str], seed: int, loud: bool, plot: Path | None) -> d
             print(line, file=sys.stderr, flush=True)
 
     for name in names:
-        say(f"{name}: {(SCENARIOS[name].__doc__ or '').splitlines()[0]}")
+        say(f"{name}:")
         with tempfile.TemporaryDirectory(prefix="adapt-") as folder:
             found = SCENARIOS[name](Path(folder), seed, say)
         say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in found.items()))
@@ -67,6 +71,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw what happened here, as SVG")
     options, rest = parser.parse_known_args()
     names = options.only or list(QUICK if "--quick" in rest else SCENARIOS)
+    if "--quick" in rest:
+        SCENARIOS["slow"] = partial(slow, happens_s=8.0, lasts_s=26.0)
     return run(
         "adapt",
         lambda quick: measure(names, options.seed, options.loud, options.plot),

@@ -95,10 +95,9 @@ def told(rig: Rig, happens_s: float, settled_s: float, slo: Slo = SLO) -> Figure
     }
 
 
-def slow(folder: Path, seed: int, say: Say) -> Figures:
+def slow(folder: Path, seed: int, say: Say, happens_s: float = 20.0, lasts_s: float = 50.0) -> Figures:
     """One replica takes three times as long as planned: it is noticed, and gets less to do."""
     spec = write_spec(folder, 6.0, "{node: 1xL4, available: 8}")
-    happens_s, lasts_s = 20.0, 50.0
     with service(folder, [write_plan(plan_as("melange", spec), spec), spec], {}) as rig:
         with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)

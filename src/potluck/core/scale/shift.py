@@ -22,7 +22,7 @@ Whether roles change or not, its requests are shared anew for the lengths now se
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import hypot
+from math import hypot, inf
 
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, Unit
@@ -38,6 +38,8 @@ from potluck.core.values.types import Region, Role
 MAX_FLIPS = 4
 LEAST_GAIN = 0.1
 """Relative rise of what is served that is worth a flip."""
+ON = 0.25
+"""Share of a window after which further flips the same way may follow others: a workload that shifts goes on."""
 BACK_GAIN = 0.3
 BACK_S = 3600.0
 NOISE = 3.0
@@ -89,15 +91,20 @@ class ShiftFlips:
                 self._notes.say(model, "has not seen a window of requests yet")
                 continue
             last_s = self._last_s.get(model)
-            if last_s is not None and at_s - last_s < self._policy.window_s:
-                self._notes.wait(model, "waits a window after the last flips")
+            since_s = inf if last_s is None else at_s - last_s
+            if since_s < ON * self._policy.window_s:
+                self._notes.wait(model, "waits after the last flips")
                 continue
-            decisions += self._model(at_s, seen, fleet)
+            decisions += self._model(at_s, seen, fleet, on=since_s < self._policy.window_s)
         return tuple(decisions)
 
-    def _model(self, at_s: float, seen: ModelObserved, fleet: Fleet) -> list[ScaleDecision]:
+    def _model(self, at_s: float, seen: ModelObserved, fleet: Fleet, on: bool) -> list[ScaleDecision]:
+        """With `on`, less than a window after other flips: only more of those."""
         model = seen.model
         groups = [u for u in fleet.units.values() if u.model == model and u.template in self._facts.groups]
+        if groups and on:
+            self._notes.wait(model, "waits a window after the last flips")
+            return []
         if groups:
             return self._groups(at_s, seen, groups)
         replicas, untimed = flippable(
@@ -110,6 +117,12 @@ class ShiftFlips:
             self._notes.say(model, "no flips: no replica prefills or decodes alone")
             return []
         now = _reference(seen, len(replicas))
+        # While a workload shifts, the window still has much of the old one; what came last is what there will be.
+        now = replace(
+            now,
+            prompt_tokens=_latest(now.prompt_tokens, seen.recent_prompt_tokens, now.prompt_error_tokens),
+            output_tokens=_latest(now.output_tokens, seen.recent_output_tokens, now.output_error_tokens),
+        )
         shift = self._shift(self._references.get(model), now, seen)
         if not shift:
             self._references.setdefault(model, now)
@@ -117,19 +130,16 @@ class ShiftFlips:
                 model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
             )
             return []
-        # While a workload shifts, the window still has much of the old one; what came last is what there will be.
-        now = replace(
-            now,
-            prompt_tokens=_latest(now.prompt_tokens, seen.recent_prompt_tokens, now.prompt_error_tokens),
-            output_tokens=_latest(now.output_tokens, seen.recent_output_tokens, now.output_error_tokens),
-        )
         replicas, _ = flippable(fleet, self._facts, model, now.prompt_tokens, now.output_tokens)
-        self._references[model] = now
         towards = self._towards.get(model)
         back: Role | None = None
         if towards is not None and at_s - self._last_s[model] < BACK_S:
             back = "decode" if towards == "prefill" else "prefill"
         flips = best_flips(replicas, back=back)
+        if on and flips and flips[-1][1] != towards:
+            self._notes.say(model, f"{shift}; waits a window before flips the other way")
+            return []
+        self._references[model] = now
         if not flips:
             self._notes.say(model, f"{shift}, but no flip gains {LEAST_GAIN:.0%}")
             return []
