@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -313,3 +314,21 @@ def test_a_plan_that_was_written_down_and_not_told_is_told_by_the_next(world: Wo
     assert world.gateway.plans == [], "a plan by others is not fought"
     said = [each.why for each in store.happenings() if each.kind == "plan"]
     assert sum("serves another plan" in each for each in said) == 1
+
+
+def test_a_planner_that_breaks_leaves_the_controller_and_says_so(world: World) -> None:
+    class Broken(Fixed):
+        def full(self, asked: Asked) -> Reply:
+            raise ZeroDivisionError
+
+    controller = world.controller(Broken(PLAN))
+    world.gateway.replicas = ["a"]
+    world.gateway.replan = {"rates_per_s": {"m": 3.0}, "reason": "more"}
+    world.turns(controller, 1)
+    while controller.planning.under_way is not None:
+        concurrent.futures.wait([controller.planning.under_way], 10)
+        world.turns(controller, 1)
+    world.turns(controller, 3)
+    assert world.last.settled
+    said = [each.why for each in Store(world.path).happenings() if each.what == "stays"]
+    assert ["the planner failed" in each for each in said] == [True]

@@ -266,8 +266,11 @@ class Controller:
         assert newest is not None
         if mark in marks:
             self.learn(newest.plan)
-            self._gateway.set_plan(newest.plan)
-            self._note("plan", f"version {newest.version} is told again", "the gateway had an older one")
+            try:
+                self._gateway.set_plan(newest.plan)
+                self._note("plan", f"version {newest.version} is told again", "the gateway had an older one")
+            except PotluckError as error:
+                self._note_once("plan", "plan", f"version {newest.version} was not taken: {error}")
             return
         self._elsewhere_s = self._elsewhere_s or self._clock()
         if self._clock() - self._elsewhere_s > ELSEWHERE_S:

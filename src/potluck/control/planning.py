@@ -7,6 +7,7 @@ A plan is advice only while `--advise` is given, or while the newest plan versio
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -22,6 +23,7 @@ from potluck.core.values.types import Region
 
 FIRST_S = 1.5
 """A turn waits so long for the first answer."""
+log = logging.getLogger(__name__)
 Note = Callable[[str, str, str], None]
 
 
@@ -103,6 +105,9 @@ class Planning:
             reply = finished.result()
         except PotluckError as error:
             reply = Reply(None, str(error))
+        except Exception as error:  # a planner that fails must not take the engines' keeper with it
+            log.error("the planner failed", exc_info=error)
+            reply = Reply(None, f"the planner failed ({type(error).__name__}); the log says more")
         if reply.plan is not None:
             self._hand_over(reply.plan, f"{asked.reason}; {reply.why}")
         if self._first:
