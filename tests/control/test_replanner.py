@@ -51,6 +51,9 @@ def test_what_is_left_is_routed_anew_and_then_replaced(running: Plan, planner: R
     assert first.plan is not None
     assert first.plan.fraction < 1
     assert sum(share.rate_per_s for share in first.plan.shares) > 0
+    gone = replace(running, deployments=(replace(running.deployments[0], count=there - 1),))
+    seen = planner.first(replace(asked, running=gone, planned=running))
+    assert seen.plan == first.plan, "also where the copy was seen to be gone before its machine"
     full = planner.full(replace(asked, running=first.plan))
     assert full.plan is not None
     assert full.plan.fraction == pytest.approx(1)

@@ -71,7 +71,9 @@ class Planning:
             self._answered = None
         elif self._planner is not None and asked != self._answered:
             self._answered = asked
-            self._asked = _asked(asked, regions, self._running(wanted))
+            newest = self._store.plan()
+            planned = None if newest is None else newest.plan
+            self._asked = _asked(asked, regions, _running(planned, wanted), planned)
             self._note("plan", "begins", self._asked.reason)
             self._first = True
             self.under_way = self._pool.submit(self._planner.first, self._asked)
@@ -79,23 +81,6 @@ class Planning:
             done, _ = wait((self.under_way,), FIRST_S)
             if done:
                 self.turn(wanted, regions)
-
-    def _running(self, wanted: dict[str, Any]) -> Plan | None:
-        """The newest plan with the copies that are wanted now: rules may have changed their number."""
-        newest = self._store.plan()
-        if newest is None:
-            return None
-        known = {template.name for template in newest.plan.templates}
-        units = {
-            each["unit"]: (each["template"], each["region"])
-            for each in wanted.get("replicas", ())
-            if not each.get("draining") and each["template"] in known
-        }
-        counts: dict[tuple[str, str], int] = {}
-        for key in units.values():
-            counts[key] = counts.get(key, 0) + 1
-        there = tuple(Deployment(name, region, count) for (name, region), count in sorted(counts.items()))
-        return replace(newest.plan, deployments=there)
 
     def _finish(self, finished: Future[Reply]) -> None:
         asked, planner = self._asked, self._planner
@@ -139,12 +124,33 @@ class Planning:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _asked(asked: dict[str, Any], regions: tuple[Region, ...] | None, running: Plan | None) -> Asked:
+def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
+    """The newest plan with the copies that are wanted now: rules may have changed their number."""
+    if planned is None:
+        return None
+    known = {template.name for template in planned.templates}
+    units = {
+        each["unit"]: (each["template"], each["region"])
+        for each in wanted.get("replicas", ())
+        if not each.get("draining") and each["template"] in known
+    }
+    counts: dict[tuple[str, str], int] = {}
+    for key in units.values():
+        counts[key] = counts.get(key, 0) + 1
+    there = tuple(Deployment(name, region, count) for (name, region), count in sorted(counts.items()))
+    return replace(planned, deployments=there)
+
+
+def _asked(
+    asked: dict[str, Any], regions: tuple[Region, ...] | None, running: Plan | None, planned: Plan | None
+) -> Asked:
     lengths = tuple(
         SeenLengths(each["model"], each["output_tokens"], tuple((a, b) for a, b in each["prompts"]))
         for each in asked.get("lengths", ())
     )
-    return Asked(dict(asked.get("rates_per_s", {})), str(asked.get("reason", "")), lengths, regions, running)
+    return Asked(
+        dict(asked.get("rates_per_s", {})), str(asked.get("reason", "")), lengths, regions, running, planned
+    )
 
 
 def _listed(plan: Plan) -> str:

@@ -37,6 +37,8 @@ class Asked:
     """Prices and nodes, where they differ from the spec's."""
     running: Plan | None = None
     """The newest plan, with the copies that are there."""
+    planned: Plan | None = None
+    """The newest plan as it was made; some of its copies may be gone already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Replanner:
     def first(self, asked: Asked) -> Reply:
         """What to do at once; nothing where all machines of the running plan are there."""
         problem = self._problem(asked)
-        if asked.running is None or set(survivors(problem, asked.running)) == set(asked.running.deployments):
+        whole = asked.planned or asked.running
+        if asked.running is None or whole is None or set(survivors(problem, whole)) == set(whole.deployments):
             return Reply(None, "no machine is missing")
         answer = self._at_once(problem, asked.running)
         if not answer.plan.deployments:
