@@ -1,6 +1,6 @@
 """Strategies that are the allocation program over some kinds of columns.
 
-- *homo* (CORAL's first baseline): each model on its most cost-efficient node type, alone or in two phases.
+- *homo* (CORAL's first baseline): each model on its most cost-efficient node types, alone or in two phases.
 - *melange*: aggregated replicas of any node types, counts chosen by the integer program.
 - *prfaas*: single nodes that do one phase; long prompts may be prefilled in another region over a link.
 - *cronus*: pairs that share prefills, beside aggregated single nodes.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 
 from potluck.core.values.plan import Template
 from potluck.plan.problem import Ask
@@ -115,21 +116,37 @@ def melange(workshop: Workshop, settings: Settings) -> Outcome:
 
 
 def homo(workshop: Workshop, settings: Settings) -> Outcome:
-    """One node type per model, chosen in isolation by what a unit of demand costs on it."""
-    templates = {ask.name: _cheapest_type(workshop, ask) for ask in workshop.problem.asks}
+    """Each replica on one node type: of each model the type that costs least for its demand, chosen in isolation.
+
+    Replicas of one model may be on different types: where there are too few nodes of the best, the next is added.
+    """
+    templates = {ask.name: _cheapest_types(workshop, ask) for ask in workshop.problem.asks}
     return allocated(workshop, settings, "homo", templates)
 
 
-def _cheapest_type(workshop: Workshop, ask: Ask) -> list[Template]:
-    best: tuple[float, list[Template]] = (float("inf"), [])
-    single = workshop.homogeneous(ask)
+def _cheapest_types(workshop: Workshop, ask: Ask) -> list[Template]:
+    """The most cost-efficient ways to serve a model on one type, until there are nodes enough for its demand."""
+    single, problem = workshop.homogeneous(ask), workshop.problem
+    ways: list[tuple[float, str, float, list[Template]]] = []
     for node in sorted({template.nodes[0].node for template in single}):
         mine = [template for template in single if template.nodes[0].node == node]
         for group in ([t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)):
-            cost = workshop.prices[node] * _nodes_needed(ask, group)
-            if cost < best[0]:
-                best = (cost, group)
-    return best[1] or list(single)
+            needed = _nodes_needed(ask, group) / problem.headroom
+            if needed < float("inf"):
+                ways.append((workshop.prices[node] * needed, node, needed, group))
+    chosen: list[Template] = []
+    covered = 0.0
+    types: set[str] = set()
+    for _, node, needed, group in sorted(ways, key=lambda way: way[:2]):
+        if node in types:
+            continue  # another way to use nodes that are taken already
+        types.add(node)
+        chosen += group
+        offers = [region.offer(node) for region in problem.regions]
+        covered += sum(offer.available for offer in offers if offer is not None) / max(ceil(needed), 1)
+        if covered >= 1:
+            return chosen
+    return chosen or list(single)
 
 
 def _phases(templates: Sequence[Template]) -> list[Template]:
