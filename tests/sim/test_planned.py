@@ -83,6 +83,13 @@ def test_bytes_that_were_not_planned_are_named() -> None:
     assert link.ran > 3 * link.planned.high
 
 
+def test_a_link_that_carries_nothing_is_named() -> None:
+    ends = (prefill_only(), "east", 1), (decode_only(), "west", 1)
+    found = found_in(problem(flow_plan(*ends)), load(500, 10.0), problem(closed_plan((mixed(), "east", 1))))
+    (link,) = found["link"]
+    assert (link.ran, link.verdict) == (0.0, "differs")
+
+
 def test_what_is_not_served_is_named() -> None:
     scene = replace(problem(closed_plan((mixed(SLOW), "east", 1))), slos={MODEL: Slo(1.0, 0.06)})
     found = found_in(scene, load(1500, 10.0))

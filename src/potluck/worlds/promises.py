@@ -349,5 +349,5 @@ def _cross(
         return
     size = kits.kv[template.model].wire_bytes(0, round(each.context_tokens), template.codec)
     for (source, target), share in kits.crossing(template.name, first[2], second[2]).items():
-        if source != target:
+        if (source, target) in kits.scene.machine_gbps:
             links[source, target] = links.get((source, target), 0.0) + rate * size * share

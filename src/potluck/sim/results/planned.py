@@ -196,7 +196,9 @@ def _replicas(said: Promises, result: SimResult, span_s: float, over: set[str]) 
         share = min(1.0, busy_s / result.end_s) if result.end_s > 0 else 0.0
         # Chance in how many came while it ran.
         noise = NOISE * each.busy.high / sqrt(max(rate.high * span_s, 1.0)) if each.busy.high < 1 else 0.0
-        yield _within("busy", name, each.busy, share, BUSY + min(noise, BUSY), open_end)
+        # Where one of those alike has most of the answers, they share steps, and all together are less busy.
+        busy = Span((1.0 - (1.0 - each.busy.low) ** count) / count, each.busy.high)
+        yield _within("busy", name, busy, share, BUSY + min(noise, BUSY), open_end)
 
 
 def place_of(replica: ReplicaRecord) -> Place:
@@ -227,8 +229,8 @@ def _links(said: Promises, result: SimResult, span_s: float, over: bool) -> Iter
     for each in said.links:
         found = records.get((each.source, each.target))
         ran = 0.0 if found is None else found.sent_bytes / span_s
-        transfers = 0 if found is None else found.transfers
-        slack = each.bytes_per_s * (BYTES + NOISE / sqrt(max(transfers, 1)))
+        noise = NOISE / sqrt(found.transfers) if found is not None and found.transfers else 0.0
+        slack = each.bytes_per_s * (BYTES + noise)
         planned = Span(each.bytes_per_s, each.bytes_per_s)
         yield _within("link", f"{each.source} -> {each.target}", planned, ran, slack, over)
 
