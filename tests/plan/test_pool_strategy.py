@@ -13,7 +13,7 @@ from search_pools import catalog_node, random_pool
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.core.values.plan import Deployment, Replica, plan_from_json, plan_to_json
+from potluck.core.values.plan import Deployment, Replica, TemplateFlow, plan_from_json, plan_to_json
 from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
@@ -225,3 +225,23 @@ def test_a_pool_is_a_value_with_sound_links() -> None:
             ((0, 0), (1, 0)),
             pool.rtt_s,
         )
+
+
+def test_flows_that_do_not_add_up_or_overload_a_replica_are_found() -> None:
+    problem = two_machines()
+    replicas = [on("a", 2, "prefill"), on("a", 2, "prefill"), on("b", 4, "decode")]
+    made = group_template(problem, problem.asks[0], replicas, "int4")
+    assert made is not None
+    assert sum(flow.share for flow in made.flows) == pytest.approx(1.0)
+    found = columns(problem, {problem.asks[0].name: [made]})
+    plan = plan_of(found, solve(found.program, time_limit_s=10.0), "test")
+    assert verify(problem, plan) == ()
+
+    def told(flows: tuple[TemplateFlow, ...]) -> str:
+        return " ".join(verify(problem, replace(plan, templates=(replace(made, flows=flows),))))
+
+    prefill = next(i for i, each in enumerate(made.replicas) if each.role == "prefill")
+    decode = next(i for i, each in enumerate(made.replicas) if each.role == "decode")
+    assert len(made.flows) == 2
+    assert "add up to" in told(made.flows[:1])
+    assert f"replica {prefill} is sent" in told((TemplateFlow(0, prefill, decode, 1.0),))

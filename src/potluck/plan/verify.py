@@ -30,7 +30,7 @@ def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     broken = broken or tuple(_memory(problem, plan))
     if broken:  # nothing else can be asked of a plan that does not hang together
         return broken
-    checks = (_capacity, _nodes, _time, _demand, _balance, _links, _cards, _cost)
+    checks = (_capacity, _shared, _nodes, _time, _demand, _balance, _links, _cards, _cost)
     return tuple(violation for check in checks for violation in check(problem, plan))
 
 
@@ -128,6 +128,30 @@ def _capacity(problem: Problem, plan: Plan) -> Iterator[str]:
                 said, seen = getattr(claimed, name), getattr(real, name)
                 if said > seen * (1 + SLACK) + SLACK:
                     yield f"{template.name}: {name} of bucket {claimed.bucket} is {seen:.4g}, not {said:.4g}"
+
+
+def _shared(problem: Problem, plan: Plan) -> Iterator[str]:
+    """What a group's copy serves is shared among its replicas without rest, none of them beyond its own rate."""
+    for template in plan.templates:
+        ask = _ask(problem, template.model)
+        if ask is None or not template.flows:
+            continue
+        for capacity in template.capacity:
+            flows = [flow for flow in template.flows if flow.bucket == capacity.bucket]
+            whole = sum(flow.share for flow in flows)
+            if capacity.closed_per_s > 0 and abs(whole - 1.0) > SLACK:
+                yield f"{template.name}: flows of bucket {capacity.bucket} add up to {whole:.4g}, not to 1"
+        for index, replica in enumerate(template.replicas):
+            timer = timer_of(problem, ask, replica.layout)
+            own = replica_capacity(
+                ask, replica.layout, problem.by_name, replica.role, problem.headroom, timer=timer
+            )
+            for capacity, most in zip(template.capacity, own, strict=True):
+                mine = (f for f in template.flows if f.bucket == capacity.bucket)
+                load = sum(f.share for f in mine if index in (f.prefill, f.decode)) * capacity.closed_per_s
+                rate = most.prefill_per_s + most.decode_per_s + most.closed_per_s
+                if load > rate * (1 + SLACK) + SLACK:
+                    yield f"{template.name}: replica {index} is sent {load:.4g} of {rate:.4g} req/s"
 
 
 def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapacity, ...]:
