@@ -24,10 +24,10 @@ from potluck.control import stand as stand_module
 from potluck.control.ending import owner_of, stop_all
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher, engines_of
-from potluck.control.launch.process import alive, spawn
+from potluck.control.launch.process import alive, end, spawn
 from potluck.control.launch.room import free_bytes, must_have_room
 from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings, written
-from potluck.control.store.store import Store
+from potluck.control.store.store import StateError, Store
 from potluck.control.values import Make
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import single
@@ -221,3 +221,25 @@ def test_memory_of_the_machine_and_of_a_container(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "meminfo", tmp_path) == 10_000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_bytes(tmp_path / "nothing", tmp_path) is None
+
+
+def test_a_controller_that_cannot_go_on_says_what_does(
+    tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full while it runs, say: engines and gateway serve on."""
+    stand, prepared = _stand(tmp_path, Other("pretended"))
+    mine = spawn([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
+    stand.store.set("gateway", {"pid": mine.number, "started": mine.started})
+    show = up_module._Show(
+        stand, prepared, False, time.monotonic(), False, 1.0, lambda line: None, lambda: None
+    )
+
+    def full(*_: object) -> None:
+        raise StateError("state.db cannot be written (database or disk is full); make room and start again")
+
+    monkeypatch.setattr(stand, "run", full)
+    with pytest.raises(CapacityError, match="disk is full.*make room") as error:
+        up_module._run(show)
+    assert "on without a controller: gateway; `potluck up` takes over" in str(error.value)
+    assert alive(mine)
+    end(mine, insist=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def apply(service: Service, running: Live, best: Answer) -> str:
 
     if not service.gateway_lives:
         raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
-    if best.plan == running.plan:
+    if is_no_better(best.plan, running.plan):
         return f"plan {running.version} is the best answer already; nothing changed"
     newest = service.store.plan()
     if newest is not None and newest.version != running.version:
@@ -72,6 +73,21 @@ def apply(service: Service, running: Live, best: Answer) -> str:
     return (
         f"plan {version} is in force: {best.step}, ${best.cost_usd_per_h:.2f}/h "
         f"(was ${running.plan.cost_usd_per_h:.2f}/h); `potluck scale --auto` hands the fleet back"
+    )
+
+
+def is_no_better(plan: Plan, running: Plan) -> bool:
+    """The same copies for the same demand, and no more of it served: other shares alone are no reason for a version."""
+    asked, before = (
+        {(each.model, each.bucket): each.rate_per_s for each in one.buckets} for one in (plan, running)
+    )
+    same = asked.keys() == before.keys() and all(
+        isclose(asked[key], before[key], rel_tol=0.01) for key in asked
+    )
+    return (
+        same
+        and set(plan.deployments) == set(running.deployments)
+        and plan.fraction <= running.fraction + 1e-6
     )
 
 

@@ -295,4 +295,4 @@ def _kept(stand: Stand) -> str:
     if not running:
         return f"nothing is left running; state and logs are kept in {stand.folder}"
     what = ", ".join(running)
-    return f"{what} go on without a controller; `potluck up` takes them over, `potluck down` stops them"
+    return f"on without a controller: {what}; `potluck up` takes over, `potluck down` stops all"
