@@ -77,7 +77,7 @@ def apply(service: Service, running: Live, best: Answer) -> str:
 
 
 def is_no_better(plan: Plan, running: Plan) -> bool:
-    """The same copies for the same demand, and no more of it served: other shares alone are no reason for a version."""
+    """The same copies for the same demand, and no more of it served: other shares alone make no version."""
     asked, before = (
         {(each.model, each.bucket): each.rate_per_s for each in one.buckets} for one in (plan, running)
     )
