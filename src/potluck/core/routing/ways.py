@@ -127,7 +127,8 @@ class Ways:
 
     def join(self, unit: str, region: str, pairs: list[tuple[Target, Target, float]]) -> None:
         """The hand-overs inside a group's copy, with their weights, instead of those before; `settle` must follow."""
-        old, new = self.pairs.pop(unit, {}), dict[tuple[Target, Target], Way]()
+        old = self.pairs.pop(unit, {})
+        new: dict[tuple[Target, Target], Way] = {}
         for first, second, weight in pairs:
             way = old.pop((first, second), None)
             if way is None:
