@@ -17,8 +17,8 @@ COMPILED = {
     "core/admission": "admission apart backlog between lobby mixes room timely",
     "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
     "core/replica": "batch batch_values lockstep sequences sharing spare",
-    "core/routing": "affinity balance charges index links offers opportunistic pairs rebalance router speeds"
-    " split table targets threshold ways weighted",
+    "core/routing": "affinity balance charges detours index links offers opportunistic pairs rebalance router speeds"
+    " split table targets threshold thresholds ways weighted",
     "sim/links": "handover link network",
     "sim/replicas": "gaps replica rounds steps",
     "sim/results": "ledger",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from potluck.core.brain.events import LinkReported
 from potluck.core.routing.offers import Crossing, Offer, Offers
 from potluck.core.routing.threshold import (
+    LEAST_TOKENS,
     MOST_RAISED,
     Prefill,
     Threshold,
@@ -77,8 +78,34 @@ def test_the_threshold_stays_between_its_base_and_a_limit(
     threshold = Threshold(base, base)
     for utilisation, queued, gbps in reports:
         threshold = after_report(threshold, report(utilisation, queued, gbps))
-        assert base - 1e-6 <= threshold.tokens <= max(base, 1.0) * MOST_RAISED + 1e-6
+        assert base - 1e-6 <= threshold.tokens <= max(base, LEAST_TOKENS) * MOST_RAISED + 1e-6
         assert threshold.base_tokens == base
+
+
+def test_loss_and_a_long_queue_of_prompts_are_congestion_too() -> None:
+    threshold = Threshold(10_000.0, 10_000.0, scarce=False)
+    calm = report(0.1)
+    assert after_report(threshold, calm._replace(lost_share=0.005)).tokens == 10_000.0
+    lossy = after_report(threshold, calm._replace(lost_share=0.05))
+    assert lossy.tokens > 10_000.0
+    assert lossy.scarce
+    assert after_report(threshold, calm, 0.9).tokens == 10_000.0
+    waiting = after_report(threshold, calm, 1.1)
+    assert waiting.tokens > 10_000.0
+    assert not waiting.scarce  # the link itself has room
+
+
+def test_a_threshold_of_nothing_rises_and_returns() -> None:
+    threshold = Threshold(0.0, 0.0)
+    for _ in range(12):
+        threshold = after_report(threshold, report(0.95))
+    assert threshold.tokens > 5000
+    assert rebased(threshold, 1000.0).tokens > 1000.0
+    for _ in range(150):
+        threshold = after_report(threshold, report(0.1))
+    assert threshold.tokens < 1.0
+    assert rebased(Threshold(0.0, 0.0), 700.0) == Threshold(700.0, 700.0)
+    assert rebased(Threshold(1000.0, 1500.0), 0.0).tokens > 512.0
 
 
 def test_the_regime_has_a_gap_between_its_two_edges() -> None:

@@ -6,8 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from potluck.core.brain.events import Status
 from potluck.gateway.fleet.engine import Engine
+from potluck.gateway.fleet.links import Passed, link_reports
 from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.fleet.status import LinkSaid, Said
 from potluck.gateway.fleet.watch import Watch
@@ -47,6 +50,17 @@ def test_what_waits_at_a_sender_waits_for_every_link_from_its_region() -> None:
     engine.replica = "a"
     engine.said = replace(SAID, links=(LinkSaid("h:55", 0, 0, 70.0),))
     assert watch._passed()["east", "west"].queued_bytes == 70.0
+
+
+def test_segments_sent_again_are_a_share_of_what_crossed() -> None:
+    watch, engine, _ = _watch()
+    engine.replica = "a"
+    for total, expected in ((0.0, 0.0), (40.0, 40.0), (40.0, 0.0), (100.0, 60.0), (3.0, 0.0)):
+        engine.said = replace(SAID, links=(LinkSaid("h:55", 0, 0, 0.0, total),))
+        assert watch._passed()["east", "west"].resent_segments == expected
+    sent = Passed(99 * 1448.0, 0.5, 0.0, 1.0)
+    (report,) = link_reports({("east", "west"): sent}, {("east", "west"): 8.0}, 1.0)
+    assert report.lost_share == pytest.approx(0.01)
 
 
 def test_an_engine_that_was_restarted_counts_from_nothing() -> None:

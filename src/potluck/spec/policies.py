@@ -47,6 +47,7 @@ class PolicyIn(Written):
     split_rule: SplitRule | None = None
     adapt_threshold: bool | None = None
     affinity: float | None = None
+    pool_caches: bool | None = None
     rebalance: bool | None = None
     split_overflow: bool | None = None
     low_decodes: bool | None = None

@@ -179,6 +179,7 @@ class Kits:
                 engine.slots,
                 longest,
                 bool(template.flows),
+                self.kits[template.name, index].card_gbps,
             )
             self._places[template.name, index] = tuple(f"{node}/{place}" for node, place in placed[index])
         if template.flows and template.machines:
@@ -328,6 +329,7 @@ def _replica_facts(
     slots: int,
     longest_prompt_tokens: int,
     rounds: bool = False,
+    card_gbps: float = 0.0,
 ) -> ReplicaFacts:
     """`rounds`: a pipeline's times are those of all its batches together, not of one alone.
 
@@ -350,7 +352,7 @@ def _replica_facts(
     step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
-    return ReplicaFacts(max(per_token_s, 1e-12), fixed_s, step_s, batch, blocks, longest, first_s)
+    return ReplicaFacts(max(per_token_s, 1e-12), fixed_s, step_s, batch, blocks, longest, first_s, card_gbps)
 
 
 def _split_facts(

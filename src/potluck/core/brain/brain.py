@@ -188,7 +188,7 @@ class Brain:
                 lengths = Lengths(decision.prompt_tokens, decision.output_tokens)
                 self.table.shifted(decision.model, lengths)
             else:
-                self.router.rebase(decision.model, decision.tokens)
+                self.router.thresholds.rebase(decision.model, decision.tokens)
         return self._carry_out(at_s, steps)
 
     def _carry_out(self, at_s: float, actions: Iterable[Action]) -> list[Action]:

@@ -15,6 +15,7 @@ from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.index import GlobalIndex
+from potluck.core.routing.links import LOCAL_GBPS
 from potluck.core.routing.rebalance import Copy, Costs, Heat, Hot, Load, rebalance
 from potluck.core.routing.table import Table
 from potluck.core.values.types import Request
@@ -28,8 +29,6 @@ LEAST_SAVED: Final = 0.01
 """Seconds of prefill per second that are asked for again and again: below, a prefix is not hot."""
 SPARE_LINK: Final = 0.5
 """Share of what a link has left that copies may take."""
-LOCAL_GBPS: Final = 10.0
-"""What copies may take inside a region, whose network is not among the facts."""
 MEMORY: Final = 0.3
 """Weight of the last look at how busy a replica is."""
 

@@ -127,6 +127,8 @@ class LinkReported(NamedTuple):
     queued_bytes: float
     gbps: float
     """What it carries at present, which may be less than it was built for."""
+    lost_share: float = 0.0
+    """Of what was sent lately, how much was lost and sent again."""
 
 
 class Cached(NamedTuple):

@@ -65,6 +65,8 @@ class ReplicaFacts:
     """Longest prompt and answer together."""
     decode_first_s: float = 0.0
     """A decode step of one request alone; 0 when not known, so that steps count as proportional to their batch."""
+    card_gbps: float = 0.0
+    """Its network cards together; 0 when not known."""
 
 
 @dataclass(frozen=True, slots=True)

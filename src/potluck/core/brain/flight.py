@@ -65,6 +65,8 @@ class Flight:
     """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
     link = ""
     """The link between regions that its KV has yet to cross, as `source->target`."""
+    cargo: tuple[tuple[str, str, float], ...] = ()
+    """From whom to whom KV goes after each of its earlier segments, and how much; only of prompts with prefixes."""
     pair: Target | None = None
     """The pair whose low-end replica it is in, or waits for."""
     route: Route | None = None

@@ -191,6 +191,8 @@ class Flights:
             self._between.computed(flight)
         going_on = flight.done < len(flight.earlier)
         onto = flight.earlier[flight.done][0] if going_on else flight.last
+        if flight.cargo:
+            self._router.links.landed(flight, flight.done - 1)
         if flight.link and not going_on:
             self._router.links.arrived(flight)
         if flight.watched_s >= 0 and onto is not None:
@@ -299,6 +301,8 @@ class Flights:
         flight.watched_s = -1.0
         if flight.link:
             self._router.links.arrived(flight)
+        if flight.cargo:
+            self._router.links.landed(flight)
         if flight.charges:
             for target, load in flight.charges:
                 target.lighten(load)

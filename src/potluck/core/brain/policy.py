@@ -36,6 +36,11 @@ class Policy:
     """Move length thresholds between regions with the link's load (PrfaaS 3.4.3)."""
     affinity: float = 1.0
     """Seconds of waiting that a second of saved prefill is worth; 0 ignores caches."""
+    pool_caches: bool = True
+    """Fetch a prefix that another replica of the region holds, where that is sooner than computing it (PrfaaS 3.2).
+
+    Engines must be able to hand over; those that tell what they hold can.
+    """
     rebalance: bool = False
     """Copy prefixes that many ask for to replicas with less to do, while links have room (PrfaaS 3.2)."""
     split_overflow: bool = True

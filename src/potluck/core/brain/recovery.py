@@ -115,7 +115,7 @@ class Recovery:
         for name, over_s in self._router.links.waits_s(event):
             flight = self._flights.open[name]
             model = flight.request.model
-            again_s = self._router.again_s(flight, before.get(model, 0))
+            again_s = self._router.detours.again_s(flight, before.get(model, 0))
             if flight.attempt or flight.recalled or verdict(flight, at_s, self._policy):
                 continue
             if over_s >= again_s + PATIENCE_S:

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from potluck.core.brain.facts import Facts
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.balance import Chooser, decode_seconds
 from potluck.core.routing.index import GlobalIndex
+from potluck.core.routing.links import Links
 from potluck.core.routing.table import Table
 from potluck.core.routing.targets import Target
 from potluck.core.routing.ways import Ways
@@ -79,36 +80,61 @@ class Affinity:
             return 0
         return self._cached_where(flight, lambda view: True)
 
-    def by_side(self, flight: Flight, ways: Ways) -> tuple[int, int]:
-        """Tokens cached where the request would be decoded, and where it could be prefilled instead."""
+    def by_region(self, flight: Flight, ways: Ways) -> dict[str, int]:
+        """Tokens cached by some replica of each region that ways over links begin or end in."""
         if not flight.request.blocks or self._policy.affinity == 0 or not len(self._index):
-            return 0, 0
-        there = {way.source for way in ways.flows if way.crosses}
-        here = {way.target for way in ways.flows if way.crosses}
-        return (
-            self._cached_where(flight, lambda view: view.member.region in here),
-            self._cached_where(flight, lambda view: view.member.region in there),
-        )
+            return {}
+        found: dict[str, int] = {}
+        for way in ways.flows:
+            for region in (way.source, way.target) if way.crosses else ():
+                if region not in found:
+                    found[region] = self._cached_in(flight, region)
+        return found
 
-    def lender(self, flight: Flight, first: View) -> tuple[View, int] | None:
-        """Who in another region holds more of the prefix than `first` does, and how much."""
-        own = self.cached(first, flight)
-        blocks = flight.request.blocks
+    def lender(
+        self, flight: Flight, first: View, links: Links, abroad: bool, but: View | None = None
+    ) -> tuple[View, int] | None:
+        """Who holds more of the prefix than `first` and can send it sooner than it is computed, and how much.
 
-        def elsewhere(replica: str) -> bool:
-            view = self._fleet.views.get(replica)
-            if view is None or not view.serves or view.member.model != flight.request.model:
-                return False
-            source, target = view.member.region, first.member.region
-            linked = (source, target) in self._facts.links_gbps
-            return source != target and linked and f"{source}->{target}" not in flight.avoid
-
-        _, holders = self._index.deepest(blocks, elsewhere, exact=self._exact(flight))
-        if not holders:
+        Replicas of its region; with `abroad` those of others too, over links that carry something.
+        """
+        blocks, facts = flight.request.blocks, first.facts
+        if not blocks or facts is None or self._policy.affinity == 0 or not len(self._index):
             return None
-        view = self._fleet.views[holders[0]]
-        held = self.cached(view, flight)
-        return (view, held) if held > own else None
+        own, region = self.cached(first, flight), first.member.region
+        model = self._facts.models.get(flight.request.model)
+        if model is None or own >= min(len(blocks) * model.block_tokens, flight.request.prompt_tokens - 1):
+            return None
+
+        def lends(replica: str) -> bool:
+            view = self._fleet.views.get(replica)
+            if view is None or view is first or view is but or not may_lend(view, flight):
+                return False
+            if view.member.region == region:
+                return self._policy.pool_caches
+            return abroad and links.carries(view.member.region, region, flight)
+
+        _, holders = self._index.deepest(blocks, lends, exact=self._exact(flight))
+        best: tuple[View, int] | None = None
+        least_s = 0.0
+        for name in holders:
+            view = self._fleet.views[name]
+            held = self.cached(view, flight)
+            if held <= own or not _roomy(view, held):
+                continue
+            saved_s = (held - own) * facts.prefill_s_per_token * first.pace
+            more_s = links.fetch_s(flight, view, first, own, held) - saved_s
+            if more_s < least_s:
+                best, least_s = (view, held), more_s
+        return best
+
+    def at_home(self, flight: Flight, first: View, second: View) -> bool:
+        """Whether who is to decode holds so much of the prefix that it has the prompt done before `first` would."""
+        if not self._policy.pool_caches or not flight.request.blocks or self._policy.affinity == 0:
+            return False
+        if self.cached(second, flight) <= self.cached(first, flight):
+            return False
+        return self._done_s(second, flight) < self._done_s(first, flight)
 
     def _holder(self, replica: str, chooser: Chooser, flight: Flight) -> Target | None:
         """The target of these ways that would prefill on a replica, if any."""
@@ -134,6 +160,9 @@ class Affinity:
         _, holders = self._index.deepest(blocks, accepts, exact=self._exact(flight))
         return max((self.cached(self._fleet.views[each], flight) for each in holders), default=0)
 
+    def _cached_in(self, flight: Flight, region: str) -> int:
+        return self._cached_where(flight, lambda view: view.serves and view.member.region == region)
+
     def cached(self, view: View, flight: Flight) -> int:
         """Tokens of the prompt that a replica is known to hold; the last one is always computed."""
         request = flight.request
@@ -153,6 +182,10 @@ class Affinity:
             return 0.0
         saved_s = self.cached(view, flight) * facts.prefill_s_per_token * view.pace
         return saved_s * (1.0 + self._beside(view))
+
+    def _done_s(self, view: View, flight: Flight) -> float:
+        """Until a prompt is computed but for what is cached."""
+        return self._wait_s(view, flight) - self._saved_s(view, flight)
 
     def _wait_s(self, view: View, flight: Flight) -> float:
         """Until the request's prefill is done but for what is cached: prompts before it, a full batch, its own."""
@@ -180,6 +213,21 @@ def best_holder(saved_s: dict[str, float], waits_s: dict[str, float], default: s
         if score > most + 1e-12:
             best, most = replica, score
     return best
+
+
+def may_lend(view: View, flight: Flight) -> bool:
+    """Whether a replica of the request's model is there and did not fail it before."""
+    return (
+        view.serves
+        and view.member.model == flight.request.model
+        and not (flight.avoid and flight.avoids(view))
+    )
+
+
+def _roomy(view: View, tokens: int) -> bool:
+    """Whether it can take up at once a prefix that it holds, by its own word: nobody waits, and it has blocks."""
+    status = view.status
+    return status is None or (not status.queued and status.free_blocks * BLOCK_TOKENS >= tokens)
 
 
 def _prefiller(target: Target) -> View:

@@ -12,12 +12,15 @@ is its due until those have passed, or all that it has: a tenant that floods a l
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 from typing import Final
 
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import Facts
+from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import Flight
+from potluck.core.values.route import Route
 from potluck.core.values.types import Codec
 
 LATE_S: Final = 0.5
@@ -26,6 +29,10 @@ SLOW: Final = 0.5
 """Share of its planned rate below which a link is slow: then what is on it may be done again elsewhere."""
 PATIENCE_S: Final = 1.0
 """What is on its way already is given up only if that saves so much."""
+LEAST_BYTES: Final = 0.5
+"""Less than that is nothing: sums of floats."""
+LOCAL_GBPS: Final = 10.0
+"""What is counted on inside a region where nobody said what network cards carry."""
 
 
 class Afloat:
@@ -50,11 +57,49 @@ class Links:
         """Link to requests on their way over it, in the order they were sent, with their bytes."""
         self._shares: dict[str, dict[str, Afloat]] = {}
         """Link to tenants with KV on it."""
+        self._cards: dict[str, float] = {}
+        """Replica to bytes that have yet to leave or reach it, of prompts with prefixes."""
+        self.dead: set[str] = set()
+        """`source->target` of those that carry nothing at present."""
         self.codecs: dict[tuple[str, str, str], Codec] = {}
         """(model, source, target) to how KV crosses; as it is where the plan does not say."""
 
     def reported(self, event: LinkReported) -> None:
-        self._gbps[f"{event.source}->{event.target}"] = event.gbps
+        link = f"{event.source}->{event.target}"
+        self._gbps[link] = event.gbps
+        (self.dead.discard if event.gbps > 0 else self.dead.add)(link)
+
+    def carries(self, source: str, target: str, flight: Flight) -> bool:
+        """Whether there is a link that carries something, and did not fail the request before."""
+        link = f"{source}->{target}"
+        return (
+            (source, target) in self._facts.links_gbps and link not in self.dead and link not in flight.avoid
+        )
+
+    def fetch_s(self, flight: Flight, holder: View, first: View, start: int, stop: int) -> float:
+        """Until a held prefix is at another replica: the holder's turn, then its bytes at the present rate.
+
+        Network cards first carry what was promised of them before. Links are asked only where they have bandwidth to
+        spare, so what is on them is not counted.
+        """
+        source, target = holder.member.region, first.member.region
+        facts, model = holder.facts, self._facts.models.get(flight.request.model)
+        if facts is None or model is None:
+            return inf
+        before, codec = 0.0, self.codecs.get((flight.request.model, source, target), "fp16")
+        if source == target:
+            cards = [each.facts.card_gbps for each in (holder, first) if each.facts is not None]
+            gbps = min((card for card in cards if card > 0), default=LOCAL_GBPS)
+            before = max(self._cards.get(each.member.id, 0.0) for each in (holder, first))
+        else:
+            link = f"{source}->{target}"
+            gbps = self._gbps.get(link, self._facts.links_gbps.get((source, target), 0.0))
+        if gbps <= 0:
+            return inf
+        turn_s = (
+            holder.open_prefill_tokens * facts.prefill_s_per_token + facts.prefill_fixed_s
+        ) * holder.pace
+        return turn_s + (before + model.wire_bytes(stop, codec, start)) * 8e-9 / gbps
 
     def send(self, flight: Flight, source: str, target: str, tokens: int) -> None:
         """Count a request's KV as on its way; none within a region."""
@@ -79,10 +124,36 @@ class Links:
             del shares[tenant]
         flight.link = ""
 
+    def load(self, flight: Flight, route: Route) -> None:
+        """Count what a request with a prefix will send between replicas."""
+        model, cargo = self._facts.models.get(flight.request.model), []
+        for here, there in pairwise(route.segments):
+            size = 0.0 if model is None else model.wire_bytes(there.start)
+            cargo.append((here.replica, there.replica, size))
+            for name in (here.replica, there.replica):
+                self._cards[name] = self._cards.get(name, 0.0) + size
+        flight.cargo = tuple(cargo)
+
+    def landed(self, flight: Flight, place: int | None = None) -> None:
+        """What follows one of its segments is over, or all of it."""
+        cargo = list(flight.cargo)
+        for at in range(len(cargo)) if place is None else (place,):
+            here, there, size = cargo[at]
+            for name in (here, there) if size else ():
+                left = self._cards[name] - size
+                if left > LEAST_BYTES:
+                    self._cards[name] = left
+                else:
+                    del self._cards[name]
+            cargo[at] = (here, there, 0.0)
+        flight.cargo = () if place is None else tuple(cargo)
+
     @property
     def open_bytes(self) -> float:
-        """On their way over all links."""
+        """On their way over all links and cards."""
         total = 0.0
+        for size in self._cards.values():
+            total += size
         for shares in self._shares.values():
             for share in shares.values():
                 total += share.size_bytes

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from math import inf
 
 from potluck.core.admission.mixes import CLOSED as CLOSED_WAY
 from potluck.core.admission.mixes import DECODE, PREFILL
@@ -19,12 +18,13 @@ from potluck.core.admission.timely import Timely
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import Fleet, View
-from potluck.core.brain.flight import RUNNING, WAITING, Flight
+from potluck.core.brain.flight import NOWHERE, RUNNING, WAITING, Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.affinity import Affinity
 from potluck.core.routing.answers import SENT, Answer
 from potluck.core.routing.balance import BY_LOAD, Chooser, unfailed
 from potluck.core.routing.charges import Charges
+from potluck.core.routing.detours import Detours
 from potluck.core.routing.links import Links
 from potluck.core.routing.opportunistic import (
     busier,
@@ -39,8 +39,8 @@ from potluck.core.routing.pairs import high_end, stays_low, waits_s
 from potluck.core.routing.speeds import Speeds
 from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, printed_tokens, sooner_whole
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
-from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, prefilled_s, unavoided
-from potluck.core.routing.threshold import Threshold, after_report, decide, rebased
+from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, unavoided
+from potluck.core.routing.thresholds import Thresholds
 from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
 from potluck.core.values.plan import Plan
@@ -75,35 +75,19 @@ class Router:
         self._by_load = policy.balance in BY_LOAD
         self._learns = policy.balance == "learned"
         self.links = Links(facts)
-        self.thresholds: dict[str, Threshold] = {}
-        """By model, where length decides between regions."""
-        self.dead_links: set[str] = set()
-        """`source->target` of links that carry nothing at present."""
+        self.detours = Detours(table, self.links)
+        self.thresholds = Thresholds(table, fleet, affinity)
 
     def adopt(self, plan: Plan) -> None:
-        """The table has a new plan: its length thresholds, each moved as far as the one before it was."""
+        """The table has a new plan."""
         for flow in plan.flows:
             self.links.codecs[flow.model, flow.prefill_region, flow.decode_region] = flow.codec
-        before, self.thresholds = self.thresholds, {}
-        for model, table in self._table.models.items():
-            if table.threshold is not None:
-                old, base_tokens = before.get(model), table.threshold.base_tokens
-                self.thresholds[model] = rebased(old, base_tokens) if old is not None else table.threshold
-
-    def rebase(self, model: str, tokens: float) -> None:
-        """A new long-term threshold."""
-        if model in self.thresholds:
-            self.thresholds[model] = rebased(self.thresholds[model], tokens)
+        self.thresholds.adopt()
 
     def linked(self, event: LinkReported) -> None:
         """A link said how full it is."""
-        link = f"{event.source}->{event.target}"
         self.links.reported(event)
-        (self.dead_links.discard if event.gbps > 0 else self.dead_links.add)(link)
-        for model, threshold in self.thresholds.items():
-            flows = self._table.models[model].offers.flows
-            if any(flow.source == event.source and flow.target == event.target for flow in flows):
-                self.thresholds[model] = after_report(threshold, event)
+        self.thresholds.linked(event)
 
     def send_to(self, target: Target, flight: Flight, table: ModelTable) -> Answer:
         """The same as `send` where only this target may have room that it had not before."""
@@ -162,78 +146,62 @@ class Router:
                     return self._over(*via, flight)
             target = self._target(ways.closed.prefills, flight)
             return self.to(target, flight) if target is not None else Answer.NOBODY
-        fetch = False
         turns, tried = [ways.turns], False
-        threshold = self.thresholds.get(flight.request.model)
-        if threshold is not None:
-            choice = decide(threshold, flight.prompt_tokens, *self._affinity.by_side(flight, ways))
-            fetch = choice.fetch
-            turns = [ways.remote, ways.local] if choice.remote else [ways.local, ways.remote]
+        choices = self.thresholds.choices(flight, ways)
+        fetches, shut = False, NOWHERE
+        if choices:
+            away = [choice for choice in choices.values() if choice.remote]
+            fetches = any(choice.fetch for choice in choices.values() if not choice.remote)
+            turns = [ways.remote, ways.local] if away else [ways.local, ways.remote]
+            if 0 < len(away) < len(choices):
+                shut = frozenset(link for link, choice in choices.items() if not choice.remote)
         for each in turns:
-            way = self._way(each, flight, ways, table)
+            way = self._way(each, flight, ways, table, shut)
             ways_left = [] if way is None else [way]
             while ways_left:
-                answer = self._along(ways_left.pop(), flight, fetch)
+                now = ways_left.pop()
+                choice = choices.get(now.link) if now.crosses else None
+                answer = self._along(now, flight, fetches if choice is None else choice.fetch)
                 if answer is not Answer.NOBODY:
                     return answer
                 if self._full and not tried:
-                    ways_left, tried = [other for other in each.members() if other is not way], True
+                    others = [other for other in each.members() if other is not way]
+                    ways_left, tried = [other for other in others if self._open(other, flight, shut)], True
         return Answer.NOBODY
 
-    def _way(self, turns: Turns[Way], flight: Flight, ways: Ways, table: ModelTable) -> Way | None:
-        """Whose turn it is, unless its link carries nothing, failed the request before, or is late for it."""
+    def _open(self, way: Way, flight: Flight, shut: frozenset[str]) -> bool:
+        """Whether a way's link carries something, did not fail the request before, and is for such lengths."""
+        return not (way.link in self.links.dead or way.link in flight.avoid or way.link in shut)
+
+    def _way(
+        self, turns: Turns[Way], flight: Flight, ways: Ways, table: ModelTable, shut: frozenset[str]
+    ) -> Way | None:
+        """Whose turn it is, unless its link is not open or is late for it."""
         way = turns.pick()
-        if way is None or not (way.crosses or self.dead_links or flight.avoid):
+        if way is None or not (way.crosses or self.links.dead or flight.avoid):
             return way
         for _ in range(len(turns)):
-            link = f"{way.source}->{way.target}"
-            shut = link in self.dead_links or link in flight.avoid
-            if not shut and not (self._learns and way.crosses and self._late(way, flight, ways, table)):
+            if self._open(way, flight, shut) and not (
+                self._learns and way.crosses and self.detours.late(way, flight, ways, table)
+            ):
                 return way
             way = turns.pick() or way
         return None
-
-    def _late(self, way: Way, flight: Flight, ways: Ways, table: ModelTable) -> bool:
-        """Whether a way's link is slow or full, and the prompt would be computed sooner without it."""
-        late_s = self.links.late_s(way.source, way.target, flight)
-        patience_s = self.links.patience_s(way.source, way.target) if late_s > 0 else inf
-        first = way.prefills.pick() if late_s > patience_s else None
-        if first is None:
-            return False
-        there_s = max(
-            prefilled_s(first, flight.prompt_tokens), late_s
-        )  # prompts are sent while others are computed
-        return self._soonest_s(flight, ways, table) + patience_s < there_s
-
-    def again_s(self, flight: Flight, before_tokens: int) -> float:
-        """Until the prompt of a request that is on its way would be computed anew, without a link, after others."""
-        table = self._table.models.get(flight.request.model)
-        return self._soonest_s(flight, None, table, before_tokens) if table is not None else inf
-
-    def _soonest_s(
-        self, flight: Flight, ways: Ways | None, table: ModelTable, before_tokens: int = 0
-    ) -> float:
-        """Until the request's prompt is computed where no link is needed; infinite if that is nowhere."""
-        spare = [self._table.ways(table, bucket, flight.total_tokens) for bucket in (CLOSED, ANY)]
-        choosers = [each.closed.prefills for each in spare]
-        if ways is not None:
-            choosers += [way.prefills for way in (ways.closed, *ways.flows) if not way.crosses]
-        tokens = flight.prompt_tokens + before_tokens / max(1, *map(len, choosers))
-        found = [chooser.pick() for chooser in choosers]
-        return min((prefilled_s(each, tokens) for each in found if each is not None), default=inf)
 
     def _along(self, way: Way, flight: Flight, fetch: bool) -> Answer:
         first = self._target(way.prefills, flight, CLOSED_WAY if way.decodes is None else PREFILL)
         if first is None:
             return Answer.NOBODY
         if way.decodes is None:
-            return self.to(first, flight)
+            return self.to(first, flight, fetch)
         second = self._target(way.decodes, flight, DECODE)
         if second is None or first.view is None or second.view is None:
             return Answer.NOBODY
         if first is second:
-            return self.to(first, flight)
-        holder = self._affinity.lender(flight, first.view) if fetch else None
+            return self.to(first, flight, fetch)
+        if not way.crosses and self._affinity.at_home(flight, first.view, second.view):
+            return self.to(second, flight, fetch)
+        holder = self._lender(flight, first.view, fetch, second.view)
         return self._over(first, second, flight, holder)
 
     def _over(
@@ -286,11 +254,19 @@ class Router:
                 target = better
         return self._roomy(chooser, target, flight, phase)
 
-    def to(self, target: Target, flight: Flight) -> Answer:
-        """Inside a target: who does what."""
+    def _lender(
+        self, flight: Flight, first: View, abroad: bool, but: View | None = None
+    ) -> tuple[View, int] | None:
+        """Whose prefix is fetched before `first` computes."""
+        if not flight.request.blocks:
+            return None
+        return self._affinity.lender(flight, first, self.links, abroad, but)
+
+    def to(self, target: Target, flight: Flight, abroad: bool = False) -> Answer:
+        """Inside a target: who does what. `abroad`: prefixes may be fetched from other regions."""
         if target.kind == PLAIN:
             assert target.view is not None
-            self._in_place(flight, target.view, target.route)
+            self._in_place(flight, target.view, target.route, abroad)
             if self._by_load:
                 self._charges.whole(flight, target, flight.last_tokens, [target.view], [target.view])
             return SENT
@@ -319,7 +295,11 @@ class Router:
             else:
                 first = shortest_queue(prefills, seconds_per_token)
             second = least_loaded(decodes, fullness)
-        self._hand_over(flight, first, second, flight.prompt_tokens)
+        if self._affinity.at_home(flight, first, second):
+            self._alone(flight, second)
+            return
+        lender = self._lender(flight, first, False, second)
+        self._hand_over(flight, first, second, flight.prompt_tokens, lender)
 
     # Pairs.
 
@@ -362,13 +342,20 @@ class Router:
 
     # Into the flight, and onto the replicas' counts.
 
-    def _in_place(self, flight: Flight, view: View, route: Route | None) -> None:
+    def _in_place(self, flight: Flight, view: View, route: Route | None, abroad: bool = False) -> None:
         flight.route = route if route is not None else Route((Segment(view.member.id, 0, None),))
         flight.state = RUNNING
         flight.earlier = ()
         flight.done = 0
         flight.last = view
         flight.last_tokens = self._to_compute(flight, view, 0, flight.prompt_tokens)
+        lender = self._lender(flight, view, abroad) if flight.request.blocks else None
+        if lender is not None:
+            holder, held = lender
+            flight.route = Route((Segment(holder.member.id, 0, held), Segment(view.member.id, held, None)))
+            flight.earlier, flight.last_tokens = ((holder, 0),), flight.prompt_tokens - held
+            self._fleet.open(holder, 0, 0)
+            self.links.load(flight, flight.route)
         self._fleet.open(view, flight.last_tokens, flight.total_tokens)
 
     def _hand_over(
@@ -384,6 +371,8 @@ class Router:
             route = Route((head, Segment(first.member.id, held, part), route.segments[-1]))
             earlier = ((holder, 0), (first, part - held))
         flight.route, flight.earlier, flight.done = route, earlier, 0
+        if flight.request.blocks:
+            self.links.load(flight, route)
         flight.state = RUNNING
         flight.last, flight.last_tokens = second, prompt - part
         for view, tokens in earlier:

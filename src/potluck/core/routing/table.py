@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from potluck.core.brain.facts import Facts
@@ -22,7 +22,7 @@ from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.balance import Chooser, Least, kv_tokens
 from potluck.core.routing.groups import Lengths, bucket_tokens, parts
-from potluck.core.routing.offers import Offer, Offers, Phase, merged, offers
+from potluck.core.routing.offers import Crossing, Offer, Offers, Phase, merged, offers
 from potluck.core.routing.targets import PLAIN, Target, intact_share, kind_of
 from potluck.core.routing.threshold import Threshold, planned
 from potluck.core.routing.ways import Ways, Weights
@@ -104,6 +104,25 @@ class Table:
         }
         for target in (*self.singles.values(), *self.groups.values()):
             target.indexes.clear()
+
+    def divide(self, model: str, threshold: Threshold) -> bool:
+        """Let length decide where the plan does not, if anything crosses; prompts may then stay at home."""
+        table = self.models.get(model)
+        by_length = self._policy.adapt_threshold and self._policy.balance != "fixed"
+        if table is None or not by_length or table.threshold is not None:
+            return False
+        flows = table.offers.flows
+        crossing = [flow for flow in flows if flow.source != flow.target]
+        at_home = {flow.target for flow in flows if flow.source == flow.target}
+        more = {flow.target: Crossing(flow.target, flow.target, flow.rates_per_s) for flow in crossing}
+        if not crossing:
+            return False
+        added = tuple(flow for region, flow in more.items() if region not in at_home)
+        table.offers, table.threshold = replace(table.offers, flows=flows + added), threshold
+        table.ways.clear()
+        for target in (*self.singles.values(), *self.groups.values()):
+            target.indexes.clear()
+        return True
 
     def update(self, unit_id: str, changed: View) -> None:
         """A replica became ready, left, changed its role, or is doubted or trusted again."""

@@ -8,11 +8,12 @@ A request is prefilled elsewhere when more than t of its tokens have to be compu
 In the second case, if the region that does not compute has the longer prefix, its KV crosses first.
 
 t starts where the plan has it: the plan's buckets are cut at lengths, and from some bucket on they cross. It
-moves with the link: congested (utilisation at least 0.9, or more than half a second of bytes waiting) raises t
-by a quarter, so that fewer and longer prompts cross, which carry more prefill per byte; a link that is clear
-again (below 0.7, no such queue) lets t go back by a tenth of what is between. A link that carries nothing is
-not used at all. The regime is scarce from a utilisation of 0.7 on and abundant below 0.5. The paper names the
-signals, not the figures; they are ours.
+moves with the link and what is behind it: congested (utilisation at least 0.9, more than half a second of bytes
+waiting, a hundredth of what was sent lost and sent again, or prompts waiting a second longer in the prefill cluster
+than at home) raises t by a quarter, so that fewer and longer prompts cross, which carry more prefill per byte; a
+link that is clear again (utilisation below 0.7, none of the others) lets t go back by a tenth of what is between. A t
+below 512, 0 too, rises as if it were 512. A link that carries nothing is not used at all. The regime is scarce from a
+utilisation of 0.7 on, and abundant below 0.5. The paper names the signals, not the figures; they are ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ CLEAR: Final = 0.7
 ABUNDANT: Final = 0.5
 """Utilisation of the link."""
 QUEUE_S: Final = 0.5
+LOST: Final = 0.01
+"""Of what was sent."""
+AHEAD_S: Final = 1.0
 RAISE: Final = 1.25
+LEAST_TOKENS: Final = 512.0
+"""From where a t rises that is lower."""
 RETURN: Final = 0.1
 MOST_RAISED: Final = 64.0
 """How far above its base t may go."""
@@ -62,16 +68,18 @@ def decide(threshold: Threshold, total_tokens: int, cached_here: int, cached_the
     return Prefill(remote, cached_here > cached_there if remote else cached_there > cached_here)
 
 
-def after_report(threshold: Threshold, report: LinkReported) -> Threshold:
-    """The threshold after a word of the link."""
+def after_report(threshold: Threshold, report: LinkReported, ahead_s: float = 0.0) -> Threshold:
+    """The threshold after a word of the link; prompts wait `ahead_s` longer in its prefill cluster than at home."""
     tokens = threshold.tokens
     queue_s = report.queued_bytes * 8 / (report.gbps * 1e9) if report.gbps > 0 else inf
-    if report.utilisation >= CONGESTED or queue_s > QUEUE_S:
-        tokens = min(max(tokens, 1.0) * RAISE, max(threshold.base_tokens, 1.0) * MOST_RAISED)
+    lossy = report.lost_share > LOST
+    if report.utilisation >= CONGESTED or queue_s > QUEUE_S or lossy or ahead_s > AHEAD_S:
+        most = max(threshold.base_tokens, LEAST_TOKENS) * MOST_RAISED
+        tokens = min(max(tokens, LEAST_TOKENS) * RAISE, most)
     elif report.utilisation < CLEAR:
         tokens += (threshold.base_tokens - tokens) * RETURN
     scarce = threshold.scarce
-    if report.utilisation >= CLEAR or queue_s > QUEUE_S:
+    if report.utilisation >= CLEAR or queue_s > QUEUE_S or lossy:
         scarce = True
     elif report.utilisation < ABUNDANT:
         scarce = False
@@ -80,8 +88,11 @@ def after_report(threshold: Threshold, report: LinkReported) -> Threshold:
 
 def rebased(threshold: Threshold, base_tokens: float) -> Threshold:
     """A new long-term value; how far congestion has moved t above it stays, as a ratio."""
-    moved = threshold.tokens / threshold.base_tokens if threshold.base_tokens > 0 else 1.0
-    return replace(threshold, base_tokens=base_tokens, tokens=base_tokens * moved)
+    if threshold.tokens <= threshold.base_tokens:
+        return replace(threshold, base_tokens=base_tokens, tokens=base_tokens)
+    moved = max(threshold.tokens, LEAST_TOKENS) / max(threshold.base_tokens, LEAST_TOKENS)
+    tokens = max(base_tokens, LEAST_TOKENS) * moved if moved > 1.0 else base_tokens
+    return replace(threshold, base_tokens=base_tokens, tokens=tokens)
 
 
 def planned(offers: Offers) -> Threshold | None:

@@ -23,7 +23,7 @@ from potluck.core.routing.weighted import Turns
 class Way:
     """One way: its closed targets (no regions), or a flow between two regions."""
 
-    __slots__ = ("decodes", "planned_per_s", "prefills", "source", "target")
+    __slots__ = ("decodes", "link", "planned_per_s", "prefills", "source", "target")
 
     def __init__(
         self, prefills: Chooser, decodes: Chooser | None, source: str = "", target: str = ""
@@ -34,6 +34,7 @@ class Way:
         """None in the closed way."""
         self.source = source
         self.target = target
+        self.link = f"{source}->{target}"
         self.planned_per_s = 0.0
 
     @property

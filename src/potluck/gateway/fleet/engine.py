@@ -46,6 +46,8 @@ class Engine:
     """Whether it was told to take nothing new."""
     watching: asyncio.Task[None] | None = None
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
+    resent: dict[str, float] = field(default_factory=dict)
+    """Segments of TCP sent again, by receiver."""
     """Peer to (bytes moved, seconds busy) when last looked at."""
 
 

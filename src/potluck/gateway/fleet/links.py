@@ -9,6 +9,8 @@ from potluck.core.brain.events import LinkReported
 
 LEAST_BUSY = 0.1
 """Share of a period in which something must have been on its way for its rate to say anything."""
+SEGMENT_BYTES = 1448
+"""Payload of a segment of TCP in a frame of 1,500 bytes."""
 
 
 @dataclass(slots=True)
@@ -19,6 +21,8 @@ class Passed:
     busy_s: float = 0.0
     """Of all transfers together."""
     queued_bytes: float = 0.0
+    resent_segments: float = 0.0
+    """By all senders of its region."""
 
 
 def link_reports(
@@ -39,5 +43,7 @@ def link_reports(
         busy_s = min(period_s, each.busy_s)
         if each.queued_bytes > 0 and busy_s >= LEAST_BUSY * period_s:
             gbps = min(gbps, each.moved_bytes * 8e-9 / busy_s)
-        found.append(LinkReported(*ends, share, each.queued_bytes, gbps))
+        resent_bytes = each.resent_segments * SEGMENT_BYTES
+        lost = resent_bytes / (each.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
+        found.append(LinkReported(*ends, share, each.queued_bytes, gbps, lost))
     return found

@@ -23,6 +23,8 @@ class LinkSaid:
     moved_bytes: float
     goodput_bytes_per_s: float
     queue_bytes: float
+    retransmits: float = 0.0
+    """Segments of TCP that it sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ def _link(data: dict[str, Any]) -> LinkSaid:
         _number(data, "moved_bytes"),
         _number(data, "goodput_bytes_per_s"),
         _number(data, "queue_bytes"),
+        _number(data, "retransmits") if "retransmits" in data else 0.0,
     )
 
 

@@ -106,9 +106,13 @@ class Watch:
             for link in engine.said.links:
                 sender = senders.get(link.peer)
                 if sender is None:  # said by the sender, whose peers have no names
+                    again = max(0.0, link.retransmits - engine.resent.get(link.peer, 0.0))
+                    engine.resent[link.peer] = link.retransmits
                     for ends in self._planned_gbps:
                         if ends[0] == endpoint.region:
-                            found.setdefault(ends, Passed()).queued_bytes += link.queue_bytes
+                            passed = found.setdefault(ends, Passed())
+                            passed.queued_bytes += link.queue_bytes
+                            passed.resent_segments += again
                     continue
                 rate = link.goodput_bytes_per_s
                 busy_s = link.moved_bytes / rate if rate > 0 else 0.0
