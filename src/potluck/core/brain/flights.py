@@ -191,10 +191,8 @@ class Flights:
             self._between.computed(flight)
         going_on = flight.done < len(flight.earlier)
         onto = flight.earlier[flight.done][0] if going_on else flight.last
-        if flight.cargo:
-            self._router.links.landed(flight, flight.done - 1)
-        if flight.link and not going_on:
-            self._router.links.arrived(flight)
+        if flight.link or flight.cargo:
+            self._router.links.handed(flight, going_on)
         if flight.watched_s >= 0 and onto is not None:
             self._speeds.handed(at_s, flight, view, onto)
         actions: list[Action] = []
@@ -299,10 +297,8 @@ class Flights:
             if flight.mixed:
                 self._between.left(flight)
         flight.watched_s = -1.0
-        if flight.link:
-            self._router.links.arrived(flight)
-        if flight.cargo:
-            self._router.links.landed(flight)
+        if flight.link or flight.cargo:
+            self._router.links.over(flight)
         if flight.charges:
             for target, load in flight.charges:
                 target.lighten(load)

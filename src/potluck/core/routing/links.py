@@ -134,7 +134,21 @@ class Links:
                 self._cards[name] = self._cards.get(name, 0.0) + size
         flight.cargo = tuple(cargo)
 
-    def landed(self, flight: Flight, place: int | None = None) -> None:
+    def handed(self, flight: Flight, going_on: bool) -> None:
+        """One of its segments is done, the last that hands over unless it is going on."""
+        if flight.cargo:
+            self._landed(flight, flight.done - 1)
+        if flight.link and not going_on:
+            self.arrived(flight)
+
+    def over(self, flight: Flight) -> None:
+        """It ended, or goes elsewhere."""
+        if flight.link:
+            self.arrived(flight)
+        if flight.cargo:
+            self._landed(flight)
+
+    def _landed(self, flight: Flight, place: int | None = None) -> None:
         """What follows one of its segments is over, or all of it."""
         cargo = list(flight.cargo)
         for at in range(len(cargo)) if place is None else (place,):
