@@ -261,3 +261,24 @@ def test_lengths_are_split_between_bins() -> None:
     assert split_lengths(bins, 8) == (0.5, 25.0, 8.0)
     assert split_lengths(bins, 0) == (1.0, 20.625 * 4 / 4 - 4.125, 0.0)
     assert split_lengths(bins, NEVER_TOKENS) == (0.0, 0.0, 16.5)
+
+
+def test_prompts_are_timed_by_their_curve_where_it_is_known() -> None:
+    curved = replace(FAST, prefill_curve=(0.1, 2e-5, 1e-9))
+    assert curved.prompt_s(1000) == pytest.approx(0.1 + 0.02 + 0.001)
+    assert curved.prompt_s(1000, 400) == pytest.approx(curved.prompt_s(1000) - curved.prompt_s(400) + 0.1)
+    assert FAST.prompt_s(1000, 400) == pytest.approx(0.2 + 600 * 5e-5)
+    here = tuple(local(8, 4))
+    bent = Site(Counter({curved: 2}), here, 1e12, CARGO)
+    t = 20_000
+    p, long, short = split_lengths(BINS, t)
+    now = [each.role == "decode" for each in here]
+    compute = 2 / (0.1 + 2e-5 * long + 1e-9 * long**2) / p
+    home = 4 / (0.3 + 1.5e-4 * short) / (1 - p)
+    assert rate_per_s(bent, BINS, t, now) == pytest.approx(min(compute, home, 4 * decode_per_s(SLOW, OUTPUT)))
+    # What the line takes for as fast is slower for long prompts: more of them stay.
+    steep = replace(FAST, prefill_curve=(0.2, 5e-5, 5e-9))
+    assert (
+        best_threshold(replace(bent, remote=Counter({steep: 2})), BINS, now)[1]
+        >= best_threshold(replace(bent, remote=Counter({FAST: 2})), BINS, now)[1]
+    )

@@ -12,7 +12,12 @@ from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
 from potluck.perf.cauchy import CauchyModel, CauchyTimer
-from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, chunked_prefill_s
+from potluck.perf.predictors import (
+    ChunkedIterationPredictor,
+    PartialPrefillPredictor,
+    chunked_prefill_s,
+    prompt_curve,
+)
 from potluck.perf.roofline import roofline
 from potluck.perf.step import steps
 
@@ -195,3 +200,17 @@ def test_planes_for_the_lengths_in_use_hold_for_any_budget(budget: int) -> None:
     chunk, decodes = max(1, budget - 8), min(8, budget - 1)
     seen = float(timer.step_s(steps(chunk, 1000.0, decodes, decodes * 1000.0))[0])
     assert float(plane.seconds(1000.0, decodes * 1000.0)) == pytest.approx(seen, rel=0.15)
+
+
+def test_a_curve_follows_long_prompts_that_a_line_cannot():
+    """Attention is quadratic: over 128K tokens the best line is off by a third, the curve by a few percent."""
+    lengths = np.linspace(2048, 131072, 64).round()
+    for timer in (A30, A100):
+        fixed, token, square = prompt_curve(timer, 131072)
+        assert min(fixed, token, square) >= 0
+        truth = timer.step_s(steps(chunk_new=lengths))
+        line = PartialPrefillPredictor.in_use(timer, 131072)
+        curved = np.abs(fixed + token * lengths + square * lengths**2 - truth) / truth
+        straight = np.abs(line.k_p * lengths + line.b_p - truth) / truth
+        assert curved.max() < 0.05
+        assert straight.max() > 0.3

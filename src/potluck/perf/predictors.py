@@ -32,6 +32,17 @@ CHUNK_BUDGET = 512
 """Tokens of an iteration, decodes included: CRONUS's own setting on the A100."""
 
 
+def prompt_curve(timer: StepTimer, longest_tokens: int) -> tuple[float, float, float]:
+    """Seconds of a prompt alone of up to so many tokens: fixed, per token, per token squared, none below zero.
+
+    A line cannot follow attention over long prompts: where these matter, decisions take this.
+    """
+    tokens = _lengths(longest_tokens)
+    columns = {"tokens": tokens, "squares": tokens * tokens}
+    fit = linear_fit(columns, timer.step_s(steps(chunk_new=tokens)), "relative", nonnegative=True)
+    return fit.intercept, fit.coefficients["tokens"], fit.coefficients["squares"]
+
+
 @dataclass(frozen=True, slots=True)
 class PartialPrefillPredictor:
     """(2) T = k_p L + b_p, for a prefill alone on its GPU."""

@@ -27,7 +27,7 @@ from potluck.perf.memory import (
 from potluck.perf.network import Hop
 from potluck.perf.phases import decode_step_s
 from potluck.perf.pipeline import PipelineTimer, Rounds, pipeline, stage_layers
-from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor
+from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
 from potluck.perf.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.roofline import HOST_S, roofline
 from potluck.perf.startup import startup_s
@@ -338,8 +338,10 @@ def _replica_facts(
     """
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
     line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
-    per_token_s, fixed_s = line.k_p, line.b_p
-    if isinstance(timer, PipelineTimer) and (rounds or sum(map(len, timer.stages)) > 1):
+    per_token_s, fixed_s, curve = line.k_p, line.b_p, (0.0, 0.0, 0.0)
+    if not isinstance(timer, PipelineTimer) or not (rounds or sum(map(len, timer.stages)) > 1):
+        curve = prompt_curve(timer, longest_prompt_tokens)
+    else:
         paced = PartialPrefillPredictor.in_use(Rounds(timer), longest_prompt_tokens)
         per_token_s, fixed_s = paced.k_p, paced.b_p
         if rounds:
@@ -352,7 +354,8 @@ def _replica_facts(
     step_s = float(decode_step_s(timer, batch, prompt + answer / 2)[0])
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
-    return ReplicaFacts(max(per_token_s, 1e-12), fixed_s, step_s, batch, blocks, longest, first_s, card_gbps)
+    per_token_s = max(per_token_s, 1e-12)
+    return ReplicaFacts(per_token_s, fixed_s, step_s, batch, blocks, longest, first_s, card_gbps, curve)
 
 
 def _split_facts(

@@ -67,6 +67,15 @@ class ReplicaFacts:
     """A decode step of one request alone; 0 when not known, so that steps count as proportional to their batch."""
     card_gbps: float = 0.0
     """Its network cards together; 0 when not known."""
+    prefill_curve: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of prompts alone: seconds, per token, per token squared (attention); nothing where only the line is known."""
+
+    def prompt_s(self, tokens: float, cached: float = 0.0) -> float:
+        """For a prompt of so many tokens, of which the first are cached: as the curve has it, or else the line."""
+        fixed_s, token_s, square_s = self.prefill_curve
+        if token_s == square_s == 0.0:
+            return self.prefill_fixed_s + self.prefill_s_per_token * (tokens - cached)
+        return fixed_s + (tokens - cached) * (token_s + square_s * (tokens + cached))
 
 
 @dataclass(frozen=True, slots=True)

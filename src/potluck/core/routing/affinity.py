@@ -122,7 +122,7 @@ class Affinity:
             held = self.cached(view, flight)
             if held <= own or not _roomy(view, held):
                 continue
-            saved_s = (held - own) * facts.prefill_s_per_token * first.pace
+            saved_s = (facts.prompt_s(held, own) - facts.prompt_s(own, own)) * first.pace
             more_s = links.fetch_s(flight, view, first, own, held) - saved_s
             if more_s < least_s:
                 best, least_s = (view, held), more_s

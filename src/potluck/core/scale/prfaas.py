@@ -25,7 +25,7 @@ from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetThreshold
-from potluck.core.scale.roles import Flippable, flippable, prefill_per_s
+from potluck.core.scale.roles import Flippable, flippable
 from potluck.core.scale.window import LengthCount, ModelObserved, Observed
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Codec, Region, Role
@@ -117,11 +117,11 @@ def _rate_per_s(
     p, long, short = split_lengths(lengths, threshold_tokens)
     remote = local = inf
     if p > 0:
-        compute = sum(prefill_per_s(each, long) * n for each, n in site.remote.items())
+        compute = sum(n / each.prompt_s(long) for each, n in site.remote.items())
         cargo = site.model.wire_bytes(long, site.codec)
         remote = min(compute, site.egress_bytes_per_s / cargo if cargo > 0 else inf) / p
     if p < 1:
-        local = sum(prefill_per_s(each, short) * n for each, n in prefill.items()) / (1 - p)
+        local = sum(n / each.prompt_s(short) for each, n in prefill.items()) / (1 - p)
     return min(remote, local, theta_decode)
 
 
