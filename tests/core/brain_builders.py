@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Refuse, Run, Start, Stop
+from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import (
     Arrived,
@@ -20,6 +20,7 @@ from potluck.core.brain.events import (
     ReplicaLost,
     ReplicaReady,
     SegmentDone,
+    Underway,
 )
 from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts, SplitFacts
 from potluck.core.brain.policy import Policy
@@ -145,6 +146,8 @@ class World:
     ended: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     log: list[tuple[float, Event, tuple[Action, ...]]] = field(default_factory=list)
+    left: dict[str, int] = field(default_factory=dict)
+    """Attempts that were abandoned, and how many tokens their users have."""
     now_s: float = 0.0
 
     def tell(self, event: Event) -> list[Action]:
@@ -166,7 +169,15 @@ class World:
             case Abandon(name, replicas):
                 assert replicas
                 assert set(replicas) <= self.members.keys() | self.dying.keys()
-                self.jobs.pop(name, None)
+                job = self.jobs.pop(name, None)
+                if job is not None:
+                    self.left[name] = job.run.streamed_tokens + int(job.first)
+            case Inquire(name, attempt):
+                if name in self.jobs:
+                    assert self.jobs[name].run.attempt == attempt
+                    self.tell(Underway(name, attempt))
+                else:
+                    self.tell(Failed(name, attempt, "timeout", "", self.left.pop(name)))
             case Start(member):
                 assert member.id not in self.members
                 self.members[member.id] = member
