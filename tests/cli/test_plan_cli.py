@@ -176,3 +176,13 @@ def test_a_fleet_of_one_node_is_explained_too(capsys: pytest.CaptureFixture[str]
     assert run(["plan", str(EXAMPLES / "one-node.yaml")]) == 0
     worth = capsys.readouterr().out.split("What a node is worth")[1]
     assert "not enough" in worth
+
+
+def test_kv_stays_as_it_is_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chat's KV needs most of a 10 Gbps card: in fewer bits, or over more nodes."""
+    spec = Path(__file__).parents[2] / "examples" / "two-regions.yaml"
+    asked = ["plan", str(spec), "--strategy", "prfaas", "--no-explain"]
+    assert run(asked) == 0
+    assert "KV of chat crosses the network in int8" in capsys.readouterr().out
+    assert run([*asked, "--exact-kv"]) == 0
+    assert "crosses the network" not in capsys.readouterr().out

@@ -64,6 +64,7 @@ def _options(command: Command) -> Command:
 )
 @click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
+@click.option("--exact-kv", is_flag=True, help="KV crosses the network as it is, never in fewer bits.")
 @click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
 @profile_option
 @rehearsal_options
@@ -81,6 +82,7 @@ def plan(
     running: Path | None,
     pinned: tuple[str, ...],
     init_penalty: float,
+    exact_kv: bool,
     explained: bool,
     profile_paths: tuple[Path, ...],
     trace_path: Path | None,
@@ -113,6 +115,8 @@ def plan(
     spec = read_spec(spec_path)
     problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
     problem = measured(problem, profile_paths)
+    if exact_kv:
+        problem = replace(problem, codecs=("fp16",))
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)

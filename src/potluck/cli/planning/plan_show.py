@@ -58,8 +58,18 @@ def show_plan(problem: Problem, outcome: Outcome) -> None:
     if outcome.allocation.shortfall is not None:
         click.echo(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
     _show_deployments(problem, outcome)
+    _show_codecs(outcome.plan)
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)
+
+
+def _show_codecs(plan: Plan) -> None:
+    """Whose KV loses bits on its way, as that saves nodes."""
+    from potluck.plan.columns import codecs_of
+
+    for model, codec in codecs_of(plan).items():
+        if codec != "fp16":
+            click.echo(f"KV of {model} crosses the network in {codec}: as it is it would take more nodes.\n")
 
 
 def show_groups(plan: Plan) -> None:
