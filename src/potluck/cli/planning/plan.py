@@ -114,9 +114,7 @@ def plan(
         require_kind(trace_path)
     spec = read_spec(spec_path)
     problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
-    problem = measured(problem, profile_paths)
-    if exact_kv:
-        problem = replace(problem, codecs=("fp16",))
+    problem = exact(measured(problem, profile_paths), exact_kv)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
@@ -128,8 +126,7 @@ def plan(
         if tried is not None:
             workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
         said("checking")
-        violations = verify(workshop.problem, outcome.plan)
-        if violations:
+        if violations := verify(workshop.problem, outcome.plan):
             raise CapacityError(f"the plan failed its own check: {violations[0]}")
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
@@ -148,6 +145,11 @@ def plan(
     show_search(searched)
     if reasons is not None:
         show_reasons(reasons)
+
+
+def exact(problem: Problem, exact_kv: bool) -> Problem:
+    """The problem with KV that is never put into fewer bits, if asked."""
+    return replace(problem, codecs=("fp16",)) if exact_kv else problem
 
 
 @click.command()
