@@ -230,3 +230,15 @@ def test_nothing_is_set_where_nothing_crosses_or_lengths_are_not_to_decide() -> 
         world = build.world(plan, policy)
         world.brain.router.thresholds.rebase("m", 4000)
         assert world.brain.router.thresholds.links == {}
+
+
+@pytest.mark.parametrize("checkpoint", [180, 100])
+def test_what_resumes_at_checkpoints_alone_is_lent_one_token_beyond(checkpoint: int) -> None:
+    facts = quick(HOME)
+    hybrid = replace(facts.models["m"], exact_prefix=True, state_bytes=1e6)
+    world = build.world(HOME, known=replace(facts, models={"m": hybrid}))
+    one = named(world, "d")[0]
+    world.tell(Cached(one, 1, BLOCKS, (), (BLOCKS[checkpoint - 1],)))
+    stops = {places(sent(world))[0][2] for _ in range(4)}
+    assert 16 * checkpoint + 1 in stops
+    at_rest(world)

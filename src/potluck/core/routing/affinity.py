@@ -114,7 +114,7 @@ class Affinity:
                 return self._policy.pool_caches
             return abroad and links.carries(view.member.region, region, flight)
 
-        _, holders = self._index.deepest(blocks, lends, exact=self._exact(flight))
+        _, holders = self._index.deepest(blocks, lends, exact=model.exact_prefix)
         best: tuple[View, int] | None = None
         least_s = 0.0
         for name in holders:
@@ -126,6 +126,9 @@ class Affinity:
             more_s = links.fetch_s(flight, view, first, own, held) - saved_s
             if more_s < least_s:
                 best, least_s = (view, held), more_s
+        if best is not None and model.exact_prefix and best[1] + 1 < flight.prompt_tokens:
+            # Up to a checkpoint an engine would have to begin at the one before: it computes its last token anew.
+            return best[0], best[1] + 1
         return best
 
     def at_home(self, flight: Flight, first: View, second: View) -> bool:
