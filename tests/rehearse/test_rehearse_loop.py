@@ -132,7 +132,9 @@ def test_a_bursty_model_gets_more_in_real_runs_and_it_is_the_same_twice() -> Non
     assert found.chosen is not None
     assert found.chosen.cost_usd_per_h > found.first.cost_usd_per_h
     held = [step for step in found.steps if step.holds and not step.fresh]
-    assert found.chosen.cost_usd_per_h == min(step.cost_usd_per_h for step in held)
+    refuted = {step.cost_usd_per_h for step in found.steps if step.fresh and not step.holds}
+    unrefuted = [step.cost_usd_per_h for step in held if step.cost_usd_per_h not in refuted]
+    assert found.chosen.cost_usd_per_h == min(unrefuted)
     again = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES)
     assert [step.evidence for step in again.steps] == [step.evidence for step in found.steps]
 
