@@ -146,6 +146,8 @@ class World:
     ended: dict[str, str] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     log: list[tuple[float, Event, tuple[Action, ...]]] = field(default_factory=list)
+    answers: bool = False
+    """Whether it says itself what is inquired after; else the test does."""
     left: dict[str, int] = field(default_factory=dict)
     """Attempts that were abandoned, and how many tokens their users have."""
     now_s: float = 0.0
@@ -172,7 +174,7 @@ class World:
                 job = self.jobs.pop(name, None)
                 if job is not None:
                     self.left[name] = job.run.streamed_tokens + int(job.first)
-            case Inquire(name, attempt):
+            case Inquire(name, attempt) if self.answers:
                 if name in self.jobs:
                     assert self.jobs[name].run.attempt == attempt
                     self.tell(Underway(name, attempt))

@@ -53,7 +53,7 @@ def read_inputs(
     if len(paths) > 2:
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
-        spec = read_spec(paths[1])
+        plan_from_json(_text(paths[0]))  # before the spec: files in the wrong order are told by it
         spec = read_spec(paths[1])
         return read_plan_and_spec(paths[0], spec, profiles), make(spec)
     spec = read_one_spec(paths)
