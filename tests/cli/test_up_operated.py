@@ -95,7 +95,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
 
 
 def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:
-    """Answers for what runs; the best is put into force, with templates that nobody here had heard of."""
+    """Answers for what runs; the best is put into force."""
     asked = ("replan", "--live", "--state", state, "--rate", "live=14")
     found = json.loads(_said(capsys, *asked, "--json"))
     newest = store.plan()
@@ -108,11 +108,12 @@ def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) ->
     assert after.reason.startswith("by hand: replan --live")
     plan = after.plan
     wanted = sum(each.count * len(plan.template(each.template).replicas) for each in plan.deployments)
+    names = {each.template for each in plan.deployments if each.count}
     until_s = time.monotonic() + WITHIN_S
     while True:
         status = json.loads(_said(capsys, "status", "--json", "--state", state))
         ready = [each for each in status["replicas"] if each["state"] == "ready"]
-        if len(ready) == wanted and all(each["replica"].startswith("live: ") for each in ready):
+        if len(ready) == wanted and {each["replica"].split("@")[0] for each in ready} == names:
             break
         assert time.monotonic() < until_s, status
         time.sleep(0.2)
