@@ -211,13 +211,14 @@ def test_nothing_is_left_when_either_dies(who: str) -> None:
             _, loan = await lent(source, blocks)
             held = asyncio.Event()
 
-            def due_s(parcel: Any) -> float:
+            def due_s(parcel: Any, *, queued: bool = False) -> float:
                 held.set()
                 return time.monotonic() + 30
 
             one.freight.due_s = due_s  # type: ignore[method-assign]
             fetching = asyncio.create_task(fetched(target, blocks, loan))
-            await held.wait()
+            async with asyncio.timeout(20):
+                await held.wait()
             if who == "source":
                 await source.opened.close()
                 status, _ = await fetching

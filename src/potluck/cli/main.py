@@ -33,7 +33,7 @@ COMMANDS = {
     ),
     "plan": (
         "potluck.cli.planning.plan:plan",
-        "What to rent and how to lay models out, with a proof of how cheap.",
+        "What to rent and how to lay models out, with a proof.",
     ),
     "compare": ("potluck.cli.planning.plan:compare", "All planning strategies on one spec, in one table."),
     "replan": (
