@@ -86,6 +86,9 @@ def test_whoever_hands_over_to_whom_all_are_answered(
     assert ran(pairs, prompts, overlap)[1].failed == []
 
 
+@pytest.mark.skipif(
+    not handover.__file__.endswith(".py"), reason="constants of compiled code stay as they are"
+)
 def test_where_nothing_can_be_put_aside_somebody_gives_up_and_goes_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
