@@ -40,12 +40,14 @@ class Machine:
     running: dict[str, str] = field(default_factory=dict)
     """Name to state."""
     started: int = 0
+    step_tokens: list[int] = field(default_factory=list)
     broken: bool = False
 
     def start(self, name: str, make: Make) -> Place:
         if self.broken:
             raise CapacityError("no memory left")
         self.started += 1
+        self.step_tokens.append(make.step_tokens)
         self.running[name] = "starting"
         return {"pid": name}
 
@@ -82,6 +84,7 @@ class Gateway:
     mark: str | None = None
     urls: bool = False
     """Whether it says where replicas are reached."""
+    step_tokens: int = 0
 
     def wanted(self) -> dict[str, Any]:
         if self.away:
@@ -94,6 +97,7 @@ class Gateway:
             "role": "mixed",
             "draining": False,
             "unit": "t@east#0",
+            "step_tokens": self.step_tokens,
             "url": "http://somewhere" if self.urls else "",
         }
         return {
@@ -184,6 +188,18 @@ def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
     kinds = [each.kind for each in Store(world.path).happenings()]
     assert kinds.count("start") == 2
     assert "stop" in kinds
+
+
+def test_engines_are_started_with_the_steps_that_were_planned_and_stay_when_others_are(world: World) -> None:
+    world.gateway.replicas, world.gateway.step_tokens = ["a"], 192
+    controller = world.controller()
+    world.turns(controller, 4)
+    world.gateway.step_tokens = 512
+    world.turns(controller, 10)
+    assert world.machine.step_tokens == [192]
+    world.gateway.replicas = ["a", "b"]
+    world.turns(controller, 4)
+    assert world.machine.step_tokens == [192, 512]
 
 
 def test_engines_serve_on_while_the_gateway_is_away_and_dead_ones_come_back(world: World) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from potluck.control.launch.command import EngineMaker, emulate_text
 from potluck.control.launch.local import LocalLauncher
 from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn
 from potluck.control.values import Make
+from potluck.core.codec import decode
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.likeness import Likeness
 
 MAKE = Make("m", single("1xA10", 1, 2), "east")
 HEALTHY = """
@@ -136,7 +139,11 @@ def test_commands_say_what_was_planned() -> None:
     long = Layout(
         (Stage(2, (StageNode("1xA10", 1),)), Stage(2, (StageNode("1xL4", 1), StageNode("1xL4", 1))))
     )
-    assert emulate_text(Make("m", long, "east"), "x") == "1xA10,1xL4+1xL4:x:1"
+    said = json.loads(emulate_text(Make("m", long, "east"), "x"))
+    assert decode(Likeness, said) == Likeness("x", long)
+    planned = EngineMaker(style="pretended").command(replace(MAKE, step_tokens=192), 1, 2)
+    assert planned[planned.index("--token-budget") + 1] == "192"
+    assert "--token-budget" not in command, "nothing was said of it"
     with pytest.raises(InputError, match="layout"):
         EngineMaker().command(Make("m", long, "east"), 1, 2)
     with pytest.raises(InputError, match="--engine"):

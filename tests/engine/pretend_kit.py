@@ -17,7 +17,7 @@ from potluck.engine.face.service import FaceLimits, Service
 from potluck.engine.loop.loop import Loop
 from potluck.engine.model.config import Config
 from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.engine import LAYER, Pretence, pretend
+from potluck.engine.pretend.engine import LAYER, on_node, pretend
 from potluck.engine.pretend.executor import PretendExecutor
 from potluck.engine.pretend.lasting import Lasting
 from potluck.engine.pretend.prefixes import PretendPrefixes
@@ -69,5 +69,5 @@ class PretendDesk(Desk):
 
 def pretend_service(limits: FaceLimits | None = None, *, mean_output: int = 0, **fields: Any) -> Service:
     settings = Settings(**{"max_running": 8, **fields})
-    what = replace(Pretence(LLAMA, A100, 1, FAST), mean_output_tokens=mean_output)
+    what = replace(on_node(LLAMA, A100, 1, FAST), mean_output_tokens=mean_output)
     return pretend(shipped_model(), what, settings, name=NAME, limits=limits, kv=TRIAL)

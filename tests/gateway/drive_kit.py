@@ -277,8 +277,8 @@ class Fleet:
     def segments(self, model: str) -> bool:
         return True
 
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
-        return self.codecs.get((source_region, target_region), "raw")
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
+        return self.codecs.get((source.region, target.region), "raw")
 
     def send(
         self,

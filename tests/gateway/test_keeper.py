@@ -53,7 +53,12 @@ class Yard:
         self.told: list[Event] = []
         self.open: dict[str, int] = {}
         self.caller = FakeCaller()
-        self.keeper = Keeper(self.told.append, None, lambda replica: self.open.get(replica, 0))  # type: ignore[arg-type]
+        self.keeper = Keeper(
+            self.told.append,
+            None,  # type: ignore[arg-type]
+            lambda replica: self.open.get(replica, 0),
+            codec_inside={"t": "int8"}.__getitem__,
+        )
         self.keeper.caller = self.caller  # type: ignore[assignment]
 
     def engine(self, port: int) -> Engine:
@@ -212,7 +217,7 @@ def test_flips_recounts_moves_and_plans_asked_for() -> None:
         await settle()
         assert ("http://h:1", "role", "prefill") in yard.caller.calls
         assert yard.engine(1).cache_epoch is None
-        assert ("http://h:1", "move", ("http://h:2", [f"{255:032x}"], "raw")) in yard.caller.calls
+        assert ("http://h:1", "move", ("http://h:2", [f"{255:032x}"], "int8")) in yard.caller.calls
         assert yard.keeper.wanted().replan == Replan((("m", 2.0),), "more")
         yard.keeper.planned()
         assert yard.keeper.wanted().replan is None

@@ -17,6 +17,7 @@ from potluck.core.brain.facts import Facts, ModelFacts
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
 from potluck.core.values.layout import single
+from potluck.core.values.member import Member
 from potluck.core.values.plan import Deployment, NodeCount, Plan, Replica, Template
 from potluck.core.values.types import Offer, Region, Role
 from potluck.gateway.admin.app import Office, build_admin
@@ -26,6 +27,8 @@ from potluck.gateway.admin.metrics import Metrics
 from potluck.gateway.desk.desk import Desk
 from potluck.gateway.desk.herald import Herald
 from potluck.gateway.desk.oversight import Oversight
+from potluck.gateway.fleet.keeper import Wanted
+from potluck.worlds.scene import Engine
 
 
 class Fleet:
@@ -183,3 +186,14 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
     assert second["decisions"] == first["decisions"][1:]
     assert first["decisions"][0]["what"].startswith("plan of")
     assert first["thinks"] == "scaling is off"
+
+
+def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
+    member = Member("a", "u", "t", 1, "group", "m", "mixed", "east")
+    keeper = SimpleNamespace(wanted=lambda: Wanted(((member, "mixed", False, ""),), (), None, 3))
+    kit = SimpleNamespace(engine=Engine(token_budget=192))
+    center = SimpleNamespace(
+        keeper=keeper, kits=SimpleNamespace(kits={("t", 1): kit}), plan_version=1, plan_mark="", market=None
+    )
+    (found,) = Oversight(center).wanted()["replicas"]  # type: ignore[arg-type]
+    assert (found["id"], found["step_tokens"]) == ("a", 192)

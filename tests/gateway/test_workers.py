@@ -7,6 +7,7 @@ import hashlib
 import json
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -211,8 +212,11 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
     directory.learn(remote.endpoints_text([endpoint], {("m", "here", "there"): "int4"}))
     assert directory.find("a") == endpoint
     assert directory.find("b") is None
-    assert directory.codec("m", "here", "there") == "int4"
-    assert directory.codec("m", "there", "here") == "raw"
+    there = replace(endpoint, replica="b", region="there")
+    assert directory.codec(endpoint, there) == "int4"
+    assert directory.codec(there, endpoint) == "raw"
+    mates = [replace(each, unit="u", codec="int8") for each in (endpoint, there)]
+    assert directory.codec(*mates) == "int8", "inside a copy its own codec counts"
 
 
 def test_a_workers_counts_are_added_once_and_end_with_it() -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
+from potluck.engine.compute.work import Work
+from potluck.engine.pretend.lasting import lasting
 from potluck.perf.pipeline import PipelineTimer, pipeline
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, StepTimer, steps
@@ -153,6 +155,27 @@ def test_a_lone_prompt_takes_the_latency_and_a_full_pipeline_the_pace() -> None:
     full_s = table.step_s([(key, 1000, 0) for key in range(3)], 0, 0)
     assert full_s == pytest.approx(max(latency_s, 3 * pace_s), rel=1e-6)
     assert full_s < 3 * latency_s
+
+
+@pytest.mark.parametrize(
+    ("chunks", "contexts"),
+    [
+        ([(900, 0)], []),
+        ([(900, 0), (1, 0), (300, 512)], [40, 700]),
+        ([], [900] * 7),
+        ([(64, 64)] * 5, [1200]),
+    ],
+)
+def test_an_engine_that_pretends_takes_the_same_rounds(
+    chunks: list[tuple[int, int]], contexts: list[int]
+) -> None:
+    source = unlike()
+    works = [Work(row, cached, (5,) * new) for row, (new, cached) in enumerate(chunks)]
+    works += [Work(len(chunks) + row, context, (5,)) for row, context in enumerate(contexts)]
+    simulated = step_table(source).step_s(
+        [(row, new, cached) for row, (new, cached) in enumerate(chunks)], len(contexts), sum(contexts)
+    )
+    assert lasting(source)(works) == pytest.approx(simulated, rel=0.01)
 
 
 @pytest.mark.parametrize("decodes", [1, 2, 3, 7, 60])

@@ -136,6 +136,6 @@ def wants_of(wanted: Mapping[str, Any], templates: Mapping[str, Template]) -> tu
         if template is None:
             continue
         layout = template.replicas[each["index"]].layout
-        make = Make(each["model"], layout, each["region"])
+        make = Make(each["model"], layout, each["region"], each.get("step_tokens", 0))
         found.append(Want(each["id"], make, each["role"], each["draining"]))
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from potluck.core.values.layout import Layout
@@ -18,6 +18,9 @@ class Make:
     model: str
     layout: Layout
     region: str
+    step_tokens: int = field(default=0, compare=False)
+    """New tokens that the plan reckons with in one of its steps, 0: nothing is said. One that was started with others
+    serves as well, so it is no other engine for that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,10 @@ class Endpoint:
     cache_salt: bool = False
     """Whether, over plain OpenAI, it keeps prefixes apart by a `cache_salt` in the body, as vLLM does. Others may
     refuse what they do not know."""
+    unit: str = ""
+    """The copy that it belongs to."""
+    codec: str = "raw"
+    """How its KV goes to others of that copy."""
 
 
 class Directory(Protocol):
@@ -252,8 +256,8 @@ class Directory(Protocol):
     def segments(self, model: str) -> bool:
         """Whether engines can be reached that run segments of this model's requests, and so need their tokens."""
 
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
-        """How KV crosses between them: raw, int8 or int4."""
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
+        """How KV crosses between them, as the plan has it inside a copy or between regions: raw, int8 or int4."""
 
 
 # What happens: heard by admin/.

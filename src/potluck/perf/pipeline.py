@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
+from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import NodeType
 from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import max_requests, require_fit, stage_memory
-from potluck.perf.network import handover_s
+from potluck.perf.network import Hop, handover_s, hop_between, hop_inside
 from potluck.perf.roofline import HOST_S, RooflineTimer, roofline
 from potluck.perf.step import Floats, Steps, steps
 
@@ -121,6 +123,30 @@ def pipeline(
             )
         stages.append(tuple(timers))
     return PipelineTimer(model, tuple(stages), hops, host_s)
+
+
+def layout_hops(
+    layout: Layout,
+    nodes: Mapping[str, NodeType],
+    machine_gbps: Mapping[tuple[str, str], tuple[float, float]],
+) -> tuple[Hop, ...]:
+    """From each stage to the next and back to the first, over the links between machines that the layout names.
+
+    `machine_gbps` has (gbps, round trip in s) between two of them; else the smaller of their cards counts. Empty
+    where machines have no names.
+    """
+    ends = [stage.nodes[0] for stage in layout.stages if len(stage.nodes) == 1 and stage.nodes[0].machine]
+    if len(ends) < len(layout.stages) or len(ends) == 1:
+        return ()
+    hops = []
+    for first, second in (*pairwise(ends), (ends[-1], ends[0])):
+        here, there = _node(nodes, first.node), _node(nodes, second.node)
+        if first.machine == second.machine:
+            hops.append(hop_inside(here))
+            continue
+        cards = (min(here.network_gbps, there.network_gbps), RTT_S)
+        hops.append(hop_between(*machine_gbps.get((first.machine, second.machine), cards)))
+    return tuple(hops)
 
 
 def stage_layers(model: Model, layout: Layout) -> list[tuple[Stage, range]]:

@@ -6,31 +6,19 @@ network cards counts, as the planner has it (`plan/machines.py`).
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from potluck.core.brain.facts import GroupFacts
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.plan import Template
 from potluck.core.values.pool import RTT_S
-from potluck.perf.network import HANDOVER_SHARE, Hop, hop_between, hop_inside
+from potluck.perf.network import HANDOVER_SHARE, Hop
+from potluck.perf.pipeline import layout_hops
 from potluck.perf.transfer import AlphaBeta, alpha_beta
 from potluck.worlds.scene import Scene
 
 
 def hops_of(scene: Scene, layout: Layout) -> tuple[Hop, ...]:
     """From each stage to the next and back to the first, over the links between machines that the layout names."""
-    ends = [stage.nodes[0] for stage in layout.stages if len(stage.nodes) == 1 and stage.nodes[0].machine]
-    if len(ends) < len(layout.stages) or len(ends) == 1:
-        return ()
-    hops = []
-    for first, second in (*pairwise(ends), (ends[-1], ends[0])):
-        here, there = scene.node(first.node), scene.node(second.node)
-        if first.machine == second.machine:
-            hops.append(hop_inside(here))
-            continue
-        cards = (min(here.network_gbps, there.network_gbps), RTT_S)
-        hops.append(hop_between(*scene.machine_gbps.get((first.machine, second.machine), cards)))
-    return tuple(hops)
+    return layout_hops(layout, scene.nodes, scene.machine_gbps)
 
 
 def group_facts(

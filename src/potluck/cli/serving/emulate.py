@@ -7,12 +7,16 @@ A10,L4+L4:llama-3.1-8b    a pipeline: its first stage on an A10, the second shar
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.core.errors import InputError
+from potluck.core.codec import decode
+from potluck.core.errors import FormatError, InputError
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.likeness import Likeness
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from potluck.engine.model.config import Config
     from potluck.engine.pipeline.launch import PipelineStage
     from potluck.engine.pipeline.messages import Emulated
+    from potluck.engine.pretend.engine import Pretence
     from potluck.engine.serve import MakeExecutor
 
 
@@ -108,10 +113,20 @@ class Emulation:
         timer = roofline(self.model, node, tp, layers=layers, host_s=0.0)
         return like, 1.0 / float(decode_step_s(timer, 16, 1024)[0])
 
-    def one_node(self) -> tuple[NodeType, int]:
-        """The only node, and how many of its GPUs share the model."""
-        node = self._only
-        return node, self._tp(node)
+    def layout(self) -> Layout:
+        """Layers as even as they can be, where nothing is said of them."""
+        many, count = self.model.layer_count, len(self.nodes)
+        if count > many:
+            raise InputError("emulate", f"names {count} stages, {self.model.name} has {many} layers")
+        return Layout(
+            tuple(
+                Stage(
+                    many * (place + 1) // count - many * place // count,
+                    tuple(StageNode(node.name, self._tp(node)) for node in stage),
+                )
+                for place, stage in enumerate(self.nodes)
+            )
+        )
 
     @property
     def _only(self) -> NodeType:
@@ -144,6 +159,36 @@ def emulation(text: str, speed_up: float = 1.0) -> Emulation:
     for node in (each for stage in named for each in stage):
         check_tp(found.model, node, found._tp(node))
     return found
+
+
+def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> Pretence:
+    """What `--emulate` says to an engine that pretends: as above, or a `Likeness` as JSON, as a controller has it."""
+    from potluck.engine.pretend.engine import Pretence
+
+    if not text.startswith("{"):
+        like = emulation(text, speed_up)
+        kinds = tuple({node.name: node for stage in like.nodes for node in stage}.values())
+        return Pretence(
+            like.model, like.layout(), kinds, speed_up=speed_up, mean_output_tokens=mean_output_tokens
+        )
+    from potluck.catalog import models, nodes
+    from potluck.perf.pipeline import layout_hops
+
+    try:
+        said = decode(Likeness, json.loads(text), "--emulate")
+    except ValueError as error:
+        raise FormatError("--emulate", f"is not JSON ({error})") from error
+    named = {each.node for stage in said.layout.stages for each in stage.nodes}
+    found = {name: nodes.node_type(name) for name in sorted(named)}
+    gbps = {(source, target): (rate, rtt_s) for source, target, rate, rtt_s in said.links}
+    return Pretence(
+        models.model(said.model),
+        said.layout,
+        tuple(found.values()),
+        layout_hops(said.layout, found, gbps),
+        speed_up,
+        mean_output_tokens,
+    )
 
 
 def executor_maker(

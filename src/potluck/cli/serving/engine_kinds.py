@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from potluck.cli.serving.emulate import emulation, executor_maker
+from potluck.cli.serving.emulate import executor_maker, pretence
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 
@@ -70,7 +70,7 @@ def computing(common: Common, options: dict[str, Any]) -> Service:
 def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     """Those that pretend, in one process."""
     from potluck.api.tokens import Text
-    from potluck.engine.pretend.engine import Pretence, pretend
+    from potluck.engine.pretend.engine import pretend
     from potluck.perf.phases import CHUNK_TOKENS
     from potluck.perf.throughput import MAX_BATCH
 
@@ -82,12 +82,13 @@ def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     count = options["count"]
     if not 1 <= count <= MOST_PRETENDED:
         raise InputError("--count", f"must be 1 to {MOST_PRETENDED}, is {count}")
-    like = emulation(options["emulate"], options["speed_up"])
-    node, tp = like.one_node()
-    what = Pretence(like.model, node, tp, like.speed_up, options["mean_output"])
+    what = pretence(options["emulate"], options["speed_up"], options["mean_output"])
     given_mb = options["prefix_cache_mb"]
     # What the planner and the simulator count with, so that what is pretended is what was planned.
     # Rows cost nothing here, and what is planned with knows no bound on hand-overs.
+    budget = options["token_budget"] or CHUNK_TOKENS
+    options = {**options, "chunk_tokens": options["chunk_tokens"] or budget}
+    options["token_budget"] = max(budget, options["max_running"] or MAX_BATCH)
     settings = replace(_settings(options, MAX_BATCH, CHUNK_TOKENS), handover_rows=2 * MAX_BATCH)
     text = Text.read(common.directory)
     return [

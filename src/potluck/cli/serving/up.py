@@ -174,7 +174,8 @@ def _prepared(
         maker, wishes = maker_of(spec, found_chips(), device), replace(wishes, single=True)
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
-        maker = EngineMaker(style, files, tuple((each.name, each.model.name) for each in spec.models))
+        names = tuple((each.name, each.model.name) for each in spec.models)
+        maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
     said("planning")
     return Ready(spec_path, prepared(paths, spec, wishes, said), maker, ())
 

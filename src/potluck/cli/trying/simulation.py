@@ -94,12 +94,8 @@ def scene_of(inputs: Inputs) -> Scene:
     from potluck.worlds.scene import Scene
 
     spec, pool = inputs.spec, inputs.spec.pool
-    machines = {}
-    if pool is not None:
-        for a, first in enumerate(pool.nodes):
-            for b, second in enumerate(pool.nodes):
-                if a != b:
-                    machines[first.name, second.name] = (pool.gbps[a][b], pool.rtt_s[a][b])
+    links = () if pool is None else pool.links
+    machines = {(source, target): (gbps, rtt_s) for source, target, gbps, rtt_s in links}
     for template in inputs.plan.templates:
         if template.model not in {model.name for model in spec.models}:
             raise UnknownNameError("plan: model", template.model, [model.name for model in spec.models])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.control.values import Make
+from potluck.core.codec import encode
 from potluck.core.errors import InputError
+from potluck.core.values.likeness import Likeness
 
 EngineStyle = str
 """`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a
@@ -31,6 +34,8 @@ class EngineMaker:
     flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Node type to further flags of an engine on one."""
     device: str = "cuda"
+    links: tuple[tuple[str, str, float, float], ...] = ()
+    """(from machine, to machine, gbps, round trip in s), where a pool names its machines."""
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -49,7 +54,9 @@ class EngineMaker:
             command += ["--model", str(folder)]
         if self.style == "gpu":
             return [*command, "--device", self.device, *dict(self.flags).get(only_node(make), ())]
-        command += ["--emulate", emulate_text(make, name)]
+        command += ["--emulate", emulate_text(make, name, self.links)]
+        if make.step_tokens:
+            command += ["--token-budget", str(make.step_tokens)]
         if self.style == "pretended":
             return [*command, "--pretend"]
         if len(make.layout.stages) > 1:
@@ -65,11 +72,12 @@ def only_node(make: Make) -> str:
     return nodes[0].node
 
 
-def emulate_text(make: Make, model: str) -> str:
-    """What `--emulate` says of a layout."""
+def emulate_text(make: Make, model: str, links: tuple[tuple[str, str, float, float], ...] = ()) -> str:
+    """What `--emulate` says of a layout: a line for one node, else all of it as JSON."""
     stages = make.layout.stages
-    nodes = ",".join("+".join(node.node for node in stage.nodes) for stage in stages)
-    degrees = {node.tp for stage in stages for node in stage.nodes}
-    if len(degrees) == 1:
-        return f"{nodes}:{model}:{degrees.pop()}"
-    return f"{nodes}:{model}"
+    if len(stages) == 1 and len(stages[0].nodes) == 1:
+        only = stages[0].nodes[0]
+        return f"{only.node}:{model}:{only.tp}"
+    mine = make.layout.machines
+    inside = tuple(each for each in links if each[0] in mine and each[1] in mine)
+    return json.dumps(encode(Likeness(model, make.layout, inside)), separators=(",", ":"))

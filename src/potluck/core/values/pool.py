@@ -72,6 +72,16 @@ class Pool:
     def gpus(self) -> int:
         return sum(node.gpus for node in self.nodes)
 
+    @property
+    def links(self) -> tuple[tuple[str, str, float, float], ...]:
+        """(from machine, to machine, gbps, round trip in s) for each two."""
+        return tuple(
+            (first.name, second.name, self.gbps[a][b], self.rtt_s[a][b])
+            for a, first in enumerate(self.nodes)
+            for b, second in enumerate(self.nodes)
+            if a != b
+        )
+
     def index(self, name: str) -> int:
         names = [node.name for node in self.nodes]
         if name not in names:

@@ -58,7 +58,9 @@ class Center:
             out = open_log(log)
             mind = self.logged = Logged(mind, out, facts, policy, zero_utc_s=time.time(), flush_s=FLUSH_S)
         self.desk = Desk(mind, self.brain.flights, tick_s=policy.tick_s, clock=clock)
-        self.keeper = Keeper(self.desk.tell, outgoing, self._busy, codec=self.codec)
+        self.keeper = Keeper(
+            self.desk.tell, outgoing, self._busy, codec=self.codec, codec_inside=self.codec_inside
+        )
         self.desk.manage = self.keeper.act
         self.watch = Watch(
             self.keeper, self.desk.tell, caches=policy.affinity > 0, planned_gbps=facts.links_gbps
@@ -134,6 +136,10 @@ class Center:
 
     def codec(self, model: str, source_region: str, target_region: str) -> str:
         return CODECS[self.kits.codecs.get((model, source_region, target_region), "fp16")]
+
+    def codec_inside(self, template: str) -> str:
+        found = self.kits.templates.get(template)
+        return CODECS["fp16" if found is None else found.codec]
 
     def lacking(self, model: str) -> str:
         """Why a model cannot be served now; empty when it can."""

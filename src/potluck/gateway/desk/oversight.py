@@ -12,6 +12,7 @@ from potluck.core.brain.flight import RUNNING
 from potluck.core.codec import decode, encode
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.scale.roles import FLIPPABLE
+from potluck.core.values.member import Member
 from potluck.core.values.plan import plan_from_json
 from potluck.core.values.types import Region
 from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen
@@ -222,7 +223,13 @@ class Oversight:
             "plan_version": self._center.plan_version,
             "plan_mark": self._center.plan_mark,
             "replicas": [
-                {**encode_member(member), "role": role, "draining": draining, "url": url}
+                {
+                    **encode_member(member),
+                    "role": role,
+                    "draining": draining,
+                    "url": url,
+                    "step_tokens": self._step_tokens(member),
+                }
                 for member, role, draining, url in found.replicas
             ],
             "idle": list(found.stop),
@@ -235,6 +242,11 @@ class Oversight:
             },
             "market": None if self._center.market is None else [encode(each) for each in self._center.market],
         }
+
+    def _step_tokens(self, member: Member) -> int:
+        """What the Brain's facts and the simulator reckon with, so that whoever starts an engine can say so."""
+        kit = self._center.kits.kits.get((member.template, member.index))
+        return 0 if kit is None else kit.engine.token_budget
 
     def set_market(self, body: Json) -> Json:
         """What nodes cost and how many can be had, region by region as the spec names them."""

@@ -88,7 +88,7 @@ class Trip:
             endpoint, target = leg.endpoint, None
             if place + 1 < len(self._legs):
                 onto = self._legs[place + 1].endpoint
-                codec = means.directory.codec(endpoint.model, endpoint.region, onto.region)
+                codec = means.directory.codec(endpoint, onto)
                 target = Handing(new_handle(), endpoint.kv, codec)
             model = endpoint.served_model or endpoint.model
             body = segment_body(

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.core.brain.actions import Action, Drain, Flip, Move, Recast, Recount, Replan, Start, Stop
@@ -64,10 +64,12 @@ class Keeper:
         busy: Callable[[str], int],
         *,
         codec: Callable[[str, str, str], str] = lambda model, source, target: "raw",
+        codec_inside: Callable[[str], str] = lambda template: "raw",
     ) -> None:
+        """How KV crosses between regions, and between the replicas of a template's copy."""
         self._tell = tell
         self._busy = busy
-        self._codec = codec
+        self._codec, self._codec_inside = codec, codec_inside
         self.caller = Caller(outgoing)
         self._posts: dict[str, Post] = {}
         self._engines: dict[str, Engine] = {}
@@ -89,8 +91,10 @@ class Keeper:
     def segments(self, model: str) -> bool:
         return model in self._faces
 
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
-        return self._codec(model, source_region, target_region)
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
+        if source.unit and source.unit == target.unit:
+            return source.codec
+        return self._codec(source.model, source.region, target.region)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -150,6 +154,11 @@ class Keeper:
                 self._change_role(self._posts[replica], role)
             case Recast(member) if member.id in self._posts:
                 self._posts[member.id].member = member
+                if (endpoint := self._endpoints.get(member.id)) is not None:
+                    self._endpoints[member.id] = replace(
+                        endpoint, unit=member.unit, codec=self._codec_inside(member.template)
+                    )
+                    self._changed()
                 self._change_role(self._posts[member.id], member.role)
             case Replan():
                 self._replan = action
@@ -174,7 +183,10 @@ class Keeper:
         source, target = (self._posts.get(name) for name in (action.source, action.target))
         if source is None or target is None or source.engine is None or target.engine is None:
             return
-        codec = self._codec(source.member.model, source.member.region, target.member.region)
+        ends = [self._endpoints.get(each.member.id) for each in (source, target)]
+        if ends[0] is None or ends[1] is None:
+            return
+        codec = self.codec(ends[0], ends[1])
         names = [f"{block:032x}" for block in action.blocks]
         moving = self.caller.move(source.engine, target.engine, f"move-{secrets.token_hex(8)}", names, codec)
         self._spawn(self._call(moving))
@@ -298,6 +310,8 @@ class Keeper:
             key=engine.entry.key,
             token_ids=engine.entry.token_ids,
             cache_salt=engine.entry.cache_salt,
+            unit=member.unit,
+            codec=self._codec_inside(member.template),
         )
         post.ready = True
         self._version += 1

@@ -124,6 +124,6 @@ class Watch:
                 passed = found.setdefault((sender.region, endpoint.region), Passed())
                 passed.moved_bytes += moved_bytes
                 passed.busy_s += took_s
-                codec = keeper.codec(endpoint.model, sender.region, endpoint.region)
+                codec = keeper.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)
         return found

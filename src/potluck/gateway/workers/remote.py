@@ -136,8 +136,10 @@ class RemoteDirectory:
     def segments(self, model: str) -> bool:
         return model in self._faces
 
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
-        return self._codecs.get((model, source_region, target_region), "raw")
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
+        if source.unit and source.unit == target.unit:
+            return source.codec
+        return self._codecs.get((source.model, source.region, target.region), "raw")
 
 
 class RemoteLine:

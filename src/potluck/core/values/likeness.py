@@ -1,0 +1,17 @@
+"""What an engine acts as that has no GPU: a model on the GPUs that a plan has for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from potluck.core.values.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """A model by its name in the catalog, laid out as planned."""
+
+    model: str
+    layout: Layout
+    links: tuple[tuple[str, str, float, float], ...] = ()
+    """(from machine, to machine, gbps, round trip in s) where the layout names machines; else their cards count."""
