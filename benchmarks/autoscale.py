@@ -134,7 +134,7 @@ def served(row: Row, workshop: Workshop, load: Workload) -> tuple[Summary, SimRe
         row.policy,
         seed=SEED,
         settings=replace(RUNNING, tick_s=row.policy.tick_s),
-        planner=lambda rates, at_s: plan(dict(rates)[NAME]),
+        planner=lambda moment: plan(dict(moment.rates_per_s)[NAME]),
     )
     return summarise(result), result
 

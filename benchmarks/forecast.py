@@ -43,6 +43,7 @@ from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import ReplicaRecord, SimResult
 from potluck.sim.run import simulate
+from potluck.sim.world.moment import Moment
 from potluck.worlds.scene import Scene
 
 SOURCE = os.environ.get("POTLUCK_SOURCE", "m-large")
@@ -98,10 +99,10 @@ class Planner:
         self.asked = [(0.0, rate_per_s, self._running.cost_usd_per_h)]
         return self._running
 
-    def next(self, rates: Sequence[tuple[str, float]], at_s: float) -> Plan:
-        rate_per_s = max(dict(rates)[NAME], 0.05)
+    def next(self, moment: Moment) -> Plan:
+        rate_per_s = max(dict(moment.rates_per_s)[NAME], 0.05)
         self._running = self._plan(rate_per_s, self._running)
-        self.asked.append((at_s, rate_per_s, self._running.cost_usd_per_h))
+        self.asked.append((moment.at_s, rate_per_s, self._running.cost_usd_per_h))
         return self._running
 
     def _plan(self, rate_per_s: float, running: Plan | None) -> Plan:

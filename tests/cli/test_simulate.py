@@ -182,3 +182,24 @@ def test_a_bad_fault_names_its_entry(
     capsys.readouterr()
     assert run(["simulate", *files, "--requests", "10", "--faults", str(faults)]) == 2
     assert "home->moon" in capsys.readouterr().err
+
+
+def test_a_market_over_time_is_followed_by_planner_and_fleet(
+    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    market = tmp_path / "day.yaml"
+    market.write_text(
+        "offers: [{region: home, node: 1xL40S, price_usd_per_h: 1.0},"
+        " {at_s: 40, region: home, node: 1xL40S, price_usd_per_h: 4.0}]"
+    )
+    options = ["--requests", "320", "--seed", "3", "--policy", "scaling=replan", "--json"]
+    assert run(["simulate", *files, "--market", str(market), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert run(["simulate", *files, *options]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert found["cost_usd"] == pytest.approx(plain["cost_usd"] / 1.9 * 2.5, rel=0.1), "40 s at 1, 40 s at 4"
+    market.write_text("offers: [{at_s: 40, region: home, node: 1xL4}]")
+    assert run(["simulate", files[1], "--market", str(market)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "offers[0].node" in said

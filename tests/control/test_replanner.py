@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.control.replanner import Asked, Replanner, drifted
+from potluck.control.replanner import Asked, Replanner
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.again import drifted
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 

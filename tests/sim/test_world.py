@@ -53,6 +53,7 @@ from potluck.sim.run import build, reads_reports, result_of, simulate
 from potluck.sim.settings import Settings
 from potluck.sim.world.checks import check
 from potluck.sim.world.faults import Fault, Faults
+from potluck.sim.world.moment import Moment
 
 TIMER = roofline(LLAMA, next(node for node in NODES.values() if "H100" in node.name), 1)
 FIRST = "chat: mixed 1xH100@east#0/0"
@@ -204,8 +205,8 @@ def test_a_plan_that_was_asked_for_is_adopted_after_its_delay() -> None:
     bigger = closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
     asked: list[float] = []
 
-    def planner(rates: tuple[tuple[str, float], ...], at_s: float) -> Plan:
-        asked.append(at_s)
+    def planner(moment: Moment) -> Plan:
+        asked.append(moment.at_s)
         return bigger
 
     class Asking(Around):

@@ -63,7 +63,8 @@ def test_supply_that_falls_takes_machines_and_keeps_new_ones_from_starting() -> 
     there = [replica for replica in result.replicas if replica.changes[-1][1] == "ready"]
     assert len(there) == 1
     assert (result.records.outcome == ANSWERED).all()
-    assert max(rate for at_s, rate in result.cost_rates if at_s > 12.0) == pytest.approx(2.0)
+    assert result.cost_rates[-1] == (12.0, pytest.approx(2.0))
+    assert len(result.replicas) == 3, "the Brain was told, so nothing is started that finds no machine"
 
 
 def test_a_broken_link_fails_what_is_on_it_and_a_slow_one_delays() -> None:

@@ -73,7 +73,7 @@ def test_templates_of_a_later_plan_replay_too() -> None:
     def mind(kits: object, policy: Policy) -> Asking:
         return Asking(kits.facts(), policy)  # type: ignore[attr-defined]
 
-    lines = a_log(mind=mind, planner=lambda rates, at_s: later)
+    lines = a_log(mind=mind, planner=lambda moment: later)
     assert sum(text.startswith("{") for text in lines) == 2
     assert replay(lines, Asking).difference == ""
 

@@ -25,8 +25,10 @@ from potluck.core.errors import FormatError, InputError, PotluckError, UnknownNa
 from potluck.core.values.types import Offer, Region
 
 MOST_LINES = 10_000
-_OFFER = {"region", "node", "price_usd_per_h", "available"}
-_NOTICE = {"engine", "region", "node", "count", "at"}
+OFFER_KEYS = {"region", "node", "price_usd_per_h", "available"}
+NOTICE_KEYS = {"engine", "region", "node", "count", "at"}
+Lines = list[tuple[dict[str, Any], str]]
+"""Mappings, each with the words that name it in errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +106,27 @@ def _quoted(offer: Offer, quote: Quote | None) -> Offer:
 
 def read_market(text: str, where: str, spec: Sequence[Region]) -> Market:
     """A file's text, checked against the regions and nodes that the spec has."""
+    offers, notices = market_lines(text, where, OFFER_KEYS, NOTICE_KEYS)
+    return Market(
+        tuple(quote_of(each, at, spec) for each, at in offers),
+        tuple(_notice(each, at, spec) for each, at in notices),
+    )
+
+
+def market_lines(text: str, where: str, offer_keys: set[str], notice_keys: set[str]) -> tuple[Lines, Lines]:
+    """A file's offers and notices, each with its place in the file."""
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise FormatError(where, f"is not YAML ({' '.join(str(error).split())[:160]})") from error
     if data is None:
-        return Market()
+        return [], []
     if not isinstance(data, dict) or set(data) - {"offers", "notices"}:
         raise FormatError(where, "must have offers and notices, and nothing else")
-    quotes = tuple(_quote(each, at, spec) for each, at in _listed(data, "offers", where))
-    notices = tuple(_notice(each, at, spec) for each, at in _listed(data, "notices", where))
-    return Market(quotes, notices)
+    return _listed(data, "offers", offer_keys, where), _listed(data, "notices", notice_keys, where)
 
 
-def _listed(data: dict[str, Any], name: str, where: str) -> list[tuple[dict[str, Any], str]]:
+def _listed(data: dict[str, Any], name: str, known: set[str], where: str) -> Lines:
     listed = data.get(name)
     if listed is None:
         return []
@@ -126,15 +135,14 @@ def _listed(data: dict[str, Any], name: str, where: str) -> list[tuple[dict[str,
     found = []
     for place, each in enumerate(listed):
         at = f"{where}: {name}[{place}]"
-        known = _OFFER if name == "offers" else _NOTICE
         if not isinstance(each, dict) or {str(key) for key in each} - known:
             raise FormatError(at, f"must be a mapping of {', '.join(sorted(known))}")
         found.append((each, at))
     return found
 
 
-def _quote(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Quote:
-    region, node = _place(each, at, spec)
+def quote_of(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Quote:
+    region, node = place_of(each, at, spec)
     price, available = each.get("price_usd_per_h"), each.get("available")
     if price is not None and not (_number(price) and 0 <= price < 1e6):
         raise InputError(f"{at}.price_usd_per_h", f"must be a price from 0, is {price!r}")
@@ -150,13 +158,17 @@ def _notice(each: dict[str, Any], at: str, spec: Sequence[Region]) -> Notice:
         if not isinstance(engine, str) or {"region", "node", "count"} & each.keys():
             raise InputError(f"{at}.engine", "is a name, and needs neither region, node nor count")
         return Notice(at_s, engine)
+    return Notice(at_s, "", *place_of(each, at, spec), count_of(each, at))
+
+
+def count_of(each: dict[str, Any], at: str) -> int:
     count = each.get("count", 1)
     if type(count) is not int or count < 1:
         raise InputError(f"{at}.count", f"must be a whole number from 1, is {count!r}")
-    return Notice(at_s, "", *_place(each, at, spec), count)
+    return count
 
 
-def _place(each: dict[str, Any], at: str, spec: Sequence[Region]) -> tuple[str, str]:
+def place_of(each: dict[str, Any], at: str, spec: Sequence[Region]) -> tuple[str, str]:
     names = {region.name: region for region in spec}
     region, node = each.get("region"), each.get("node")
     if not isinstance(region, str) or not isinstance(node, str):

@@ -1,7 +1,7 @@
 """Plans for a service that runs: for the rates and lengths now seen, at the prices of now, from what is there.
 
 first   after machines were lost: what is left, routed anew or in other roles; no weights are loaded
-full    a new plan that pays for what it starts
+full    a new plan, by the strategy that made the one in force, that pays for what it starts
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from potluck.core.brain.actions import SeenLengths
-from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import LengthBin, Region, Traffic
+from potluck.core.values.types import Region
+from potluck.plan.again import INTERVAL_S, problem_now
 from potluck.plan.ladder import Answer, at_once, best_answer, survivors
-from potluck.plan.problem import Ask, Problem, ask
+from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
-START_SHARE = 0.04
-"""CORAL's K: a start of two minutes, spread over most of an hour."""
 FIRST_S = 1.0
 """For each solve of the first answer."""
-DRIFT = 0.2
-"""Mean lengths that differ by more from the spec's are planned by."""
 SAME = 1e-9
 
 
@@ -55,7 +51,8 @@ class Replanner:
 
     problem: Problem
     time_limit_s: float = 30.0
-    start_share: float = START_SHARE
+    interval_s: float = INTERVAL_S
+    """Over which a start is spread (CORAL's K)."""
 
     def first(self, asked: Asked) -> Reply:
         """What to do at once; nothing where all machines of the running plan are there."""
@@ -78,7 +75,8 @@ class Replanner:
             now = self._at_once(problem, running)
             left = replace(running, deployments=survivors(problem, running))
             settings = replace(settings, running=left)
-        outcome = STRATEGIES["auto"](Workshop(problem), settings)
+        strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
+        outcome = strategy(Workshop(problem), settings)
         plan = outcome.plan
         if outcome.allocation.status == "unknown" or not plan.deployments:
             return Reply(None, "no plan was found in time")
@@ -98,43 +96,4 @@ class Replanner:
         return best_answer(at_once(problem, running, Settings(time_limit_s=FIRST_S)))
 
     def _problem(self, asked: Asked) -> Problem:
-        seen = {each.model: each for each in asked.lengths}
-        rates = asked.rates_per_s
-        asks = tuple(_ask(each, rates.get(each.name), seen.get(each.name)) for each in self.problem.asks)
-        regions = self.problem.regions if asked.regions is None else asked.regions
-        if not any(offer.available for region in regions for offer in region.offers):
-            raise CapacityError("no region has any node at present")
-        return replace(self.problem, asks=asks, regions=regions, init_penalty=self.start_share)
-
-
-def _ask(known: Ask, rate_per_s: float | None, seen: SeenLengths | None) -> Ask:
-    rate = known.rate_per_s if rate_per_s is None else rate_per_s
-    if seen is not None and drifted(known, seen):
-        made = ask(known.name, known.model, known.slo, _traffic(known, rate, seen))
-        return replace(made, profiles=known.profiles)
-    if known.rate_per_s <= 0:
-        return known
-    factor = rate / known.rate_per_s
-    demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in known.demands)
-    return replace(known, demands=demands)
-
-
-def drifted(known: Ask, seen: SeenLengths) -> bool:
-    """Whether requests are so much longer or shorter than the spec has them that plans must follow."""
-    count = sum(each for _, each in seen.prompts)
-    if count <= 0 or known.rate_per_s <= 0:
-        return False
-    prompt = sum(tokens * each for tokens, each in seen.prompts) / count
-    planned_prompt = sum(d.new_tokens * d.rate_per_s for d in known.demands) / known.rate_per_s
-    planned_output = sum(d.output_tokens * d.rate_per_s for d in known.demands) / known.rate_per_s
-    off = max(abs(prompt / planned_prompt - 1), abs(seen.output_tokens / planned_output - 1))
-    return off > DRIFT
-
-
-def _traffic(known: Ask, rate_per_s: float, seen: SeenLengths) -> Traffic:
-    count = sum(each for _, each in seen.prompts)
-    bins = tuple(
-        LengthBin(max(1.0, tokens), max(1.0, seen.output_tokens), each / count)
-        for tokens, each in seen.prompts
-    )
-    return Traffic(known.name, rate_per_s, bins)
+        return problem_now(self.problem, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s)

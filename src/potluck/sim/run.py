@@ -25,8 +25,9 @@ from potluck.sim.results.records import LinkRecord, ReplicaRecord, SimResult
 from potluck.sim.settings import Settings
 from potluck.sim.world.checks import check
 from potluck.sim.world.faults import Faults
+from potluck.sim.world.moment import Planner
 from potluck.sim.world.state import Site
-from potluck.sim.world.world import Planner, World
+from potluck.sim.world.world import World
 from potluck.sim.world.yard import Make
 from potluck.worlds.kits import Kit, Kits
 from potluck.worlds.log import Logged

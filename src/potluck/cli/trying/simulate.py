@@ -15,7 +15,15 @@ import click
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.trying.simulation import planner_of, policy_of, read_faults, read_inputs, requests, scene_of
+from potluck.cli.trying.simulation import (
+    planner_of,
+    policy_of,
+    read_faults,
+    read_inputs,
+    requests,
+    scene_of,
+    with_schedule,
+)
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
 
@@ -78,6 +86,7 @@ def options(command: Command) -> Command:
 @click.option(
     "--faults", "faults_path", type=_out, help="What goes wrong when (YAML); see docs/simulation.md."
 )
+@click.option("--market", type=_out, help="Prices and nodes over time (YAML); see docs/simulation.md.")
 @click.option(
     "--warm-up", "warm_up_s", type=float, default=0.0, help="Leave out who arrives in the first seconds."
 )
@@ -104,6 +113,7 @@ def simulate(
     seed: int,
     cv: float | None,
     faults_path: Path | None,
+    market: Path | None,
     warm_up_s: float,
     cold: bool,
     paced: bool,
@@ -128,6 +138,7 @@ def simulate(
       potluck simulate plan.json potluck.yaml --workload azure-conv --rate 20 --requests 100000 --seed 1
       potluck simulate plan.json potluck.yaml --faults faults.yaml --policy scaling=replan
       potluck simulate plan.json potluck.yaml --from-log gateway.log
+      potluck simulate potluck.yaml --market day.yaml --policy scaling=replan
     """
     from potluck.cli.common.record_files import require_kind
     from potluck.sim.results.metrics import summarise
@@ -142,7 +153,7 @@ def simulate(
     with progress(100) as said, ExitStack() as stack:
         asked = workload, rate_per_s, count, seed, cv, logs, said
         inputs, load = read_inputs(
-            paths, time_limit_s, said, lambda spec: requests(spec, *asked), profile_paths
+            paths, time_limit_s, said, lambda spec: requests(spec, *asked), profile_paths, market
         )
         rules = policy_of(policy, inputs.spec.policy)
         scene = replace(scene_of(inputs), paced=paced)
@@ -152,7 +163,7 @@ def simulate(
             rules,
             seed=seed,
             settings=_settings(rules, (not stepwise, not bulk, not cold), report is not None, heartbeat_s),
-            faults=faults,
+            faults=with_schedule(faults, inputs.schedule),
             planner=planner_of(inputs, rules, time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
             progress=_counting(said),

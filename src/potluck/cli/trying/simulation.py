@@ -19,10 +19,12 @@ from potluck.core.errors import CapacityError, FormatError, InputError, UnknownN
 from potluck.core.values.plan import Plan, plan_from_json
 
 if TYPE_CHECKING:
+    from potluck.control.schedule import Schedule
     from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Workshop
     from potluck.sim.load.workload import Workload
     from potluck.sim.world.faults import Faults
-    from potluck.sim.world.world import Planner
+    from potluck.sim.world.moment import Moment, Planner
     from potluck.spec.values import Spec
     from potluck.worlds.scene import Scene
 
@@ -34,6 +36,8 @@ class Inputs:
     spec: Spec
     problem: Problem
     plan: Plan
+    schedule: Schedule | None = None
+    """Prices and nodes over time, where a file has them; those of the beginning are in the spec already."""
 
 
 Made = TypeVar("Made")
@@ -45,6 +49,7 @@ def read_inputs(
     said: Callable[[str], None],
     make: Callable[[Spec], Made],
     profiles: tuple[Path, ...] = (),
+    market: Path | None = None,
 ) -> tuple[Inputs, Made]:
     """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
 
@@ -54,13 +59,23 @@ def read_inputs(
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
         plan_from_json(_text(paths[0]))  # before the spec: files in the wrong order are told by it
-        spec = read_spec(paths[1])
-        return read_plan_and_spec(paths[0], spec, profiles), make(spec)
-    spec = read_one_spec(paths)
+        spec, schedule = _at_first(read_spec(paths[1]), market)
+        return replace(read_plan_and_spec(paths[0], spec, profiles), schedule=schedule), make(spec)
+    spec, schedule = _at_first(read_one_spec(paths), market)
     made = make(spec)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     said("planning")
-    return Inputs(spec, problem, planned(problem, time_limit_s)), made
+    return Inputs(spec, problem, planned(problem, time_limit_s), schedule), made
+
+
+def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, Schedule | None]:
+    """A spec at the prices and with the nodes that a market file begins with, and what the file has in store."""
+    from potluck.control.schedule import read_schedule
+
+    if market is None:
+        return spec, None
+    schedule = read_schedule(_text(market), market.name, spec.regions)
+    return replace(spec, regions=schedule.regions(spec.regions)), schedule
 
 
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> Inputs:
@@ -77,12 +92,14 @@ def read_one_spec(paths: tuple[Path, ...]) -> Spec:
     return read_spec(paths[-1] if paths else None)
 
 
-def planned(problem: Problem, time_limit_s: float, running: Plan | None = None) -> Plan:
+def planned(
+    problem: Problem, time_limit_s: float, running: Plan | None = None, workshop: Workshop | None = None
+) -> Plan:
     """The plan of `auto`, or of the strategy that made the one that runs."""
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
     strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
-    outcome = strategy(Workshop(problem), Settings(time_limit_s=time_limit_s, running=running))
+    outcome = strategy(workshop or Workshop(problem), Settings(time_limit_s=time_limit_s, running=running))
     if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
         raise CapacityError("no plan was found to simulate; see `potluck plan`")
     return outcome.plan
@@ -214,35 +231,24 @@ def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
 
 
 def planner_of(inputs: Inputs, policy: Policy, time_limit_s: float) -> Planner | None:
-    """Answers a Replan at the observed rates; None for policies that never ask.
+    """Answers a Replan at the rates seen, for the prices and nodes of the moment; None for policies that never ask.
 
     It plans by the strategy that made the plan in force and pays for what it starts: CORAL's K is the longest
     start-up over the time between two plans.
     """
-    from potluck.perf.memory import weight_bytes
-    from potluck.perf.startup import startup_s
+    from potluck.plan.again import Workshops, problem_now
 
     if policy.scaling == "none":
         return None
-    problem = inputs.problem
-    slowest_s = max(startup_s(weight_bytes(ask.model)).total_s for ask in problem.asks)
-    penalty = slowest_s / policy.replan_s
-    running = [inputs.plan]
+    shops = Workshops()
 
-    def plan(rates: tuple[tuple[str, float], ...], at_s: float) -> Plan | None:
-        wanted = dict(rates)
-        asks = []
-        for ask in problem.asks:
-            factor = wanted[ask.name] / ask.rate_per_s if ask.name in wanted and ask.rate_per_s > 0 else 1.0
-            demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
-            asks.append(replace(ask, demands=demands))
-        changed = replace(problem, asks=tuple(asks), init_penalty=penalty)
+    def plan(moment: Moment) -> Plan | None:
+        rates = dict(moment.rates_per_s)
         try:
-            found = planned(changed, time_limit_s, running[0])
+            problem = problem_now(inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s)
+            return planned(problem, time_limit_s, moment.running, shops.at(problem))
         except CapacityError:
             return None
-        running[0] = found
-        return found
 
     return plan
 
@@ -251,6 +257,49 @@ def read_faults(path: Path | None) -> Faults | None:
     from potluck.sim.world.faults import parse_faults
 
     return None if path is None else parse_faults(_text(path), path.name)
+
+
+def with_schedule(faults: Faults | None, schedule: Schedule | None) -> Faults | None:
+    """What a market has in store, beside other trouble; what holds from the beginning is in the spec's regions."""
+    from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
+
+    if schedule is None:
+        return faults
+    faults = Faults() if faults is None else faults
+    later = [(each, each.quote) for each in schedule.changes if each.at_s > 0]
+    return replace(
+        faults,
+        faults=(
+            *faults.faults,
+            *(
+                Fault(
+                    max(0.0, each.at_s - each.notice_s),
+                    "spot",
+                    region=each.region,
+                    node=each.node,
+                    count=each.count,
+                    notice_s=each.notice_s,
+                )
+                for each in schedule.leaves
+            ),
+        ),
+        prices=(
+            *faults.prices,
+            *(
+                PriceChange(each.at_s, quote.region, quote.node, quote.price_usd_per_h)
+                for each, quote in later
+                if quote.price_usd_per_h is not None
+            ),
+        ),
+        availability=(
+            *faults.availability,
+            *(
+                SupplyChange(each.at_s, quote.region, quote.node, quote.available, each.notice_s)
+                for each, quote in later
+                if quote.available is not None
+            ),
+        ),
+    )
 
 
 def _plain(text: str) -> object:

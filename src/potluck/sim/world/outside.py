@@ -1,15 +1,22 @@
-"""What comes from outside: faults, prices and supply. Each is noted with its time, for the report."""
+"""What comes from outside: faults, prices and supply. Each is noted with its time, for the report.
+
+Of prices and supply the Brain is told (`Quoted`) once for each moment in which some change, as a live one is by the
+market file, and the planner sees them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import inf
 
+from potluck.core.brain.events import Quoted
 from potluck.core.errors import UnknownNameError
+from potluck.core.values.types import Offer, Region
 from potluck.sim.results.records import FaultRecord
 from potluck.sim.world.agenda import CALL, FAULT
 from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
-from potluck.sim.world.ground import Ground
+from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.journeys import Journeys
 from potluck.sim.world.state import Machine, Site
 from potluck.sim.world.yard import Yard
@@ -18,13 +25,20 @@ from potluck.sim.world.yard import Yard
 class Outside:
     """Carries out what a fault file or chance has in store."""
 
-    __slots__ = ("_ground", "_journeys", "_yard", "noted", "supply")
+    __slots__ = ("_falls", "_ground", "_journeys", "_quoted_s", "_tell", "_yard", "noted", "prices", "supply")
 
-    def __init__(self, ground: Ground, journeys: Journeys, yard: Yard) -> None:
+    def __init__(self, ground: Ground, journeys: Journeys, yard: Yard, tell: Tell) -> None:
         self._ground = ground
         self._journeys = journeys
         self._yard = yard
+        self._tell = tell
+        self._quoted_s = -1.0
+        """The last moment of which the Brain was told, or is about to be."""
+        self._falls: dict[tuple[str, str], float] = {}
+        """Supply that changed now, and how much notice machines beyond it get."""
         self.noted: list[FaultRecord] = []
+        self.prices: dict[tuple[str, str], float] = {}
+        """(region, node) to its price, where that ever changed."""
         self.supply: dict[tuple[str, str], int] = {}
         """(region, node) to what there is, where that was ever said."""
 
@@ -42,14 +56,38 @@ class Outside:
 
     def happen(self, at_s: float, what: Fault | PriceChange | SupplyChange) -> None:
         if isinstance(what, PriceChange):
+            self.prices[what.region, what.node] = what.usd_per_h
             self._ground.purse.reprice(at_s, what.region, what.node, what.usd_per_h)
             self._note(at_s, f"{what.node} in {what.region} now costs {what.usd_per_h:g} USD/h")
         elif isinstance(what, SupplyChange):
             self.supply[what.region, what.node] = what.available
+            self._falls[what.region, what.node] = what.notice_s
             self._note(at_s, f"{what.region} now has {what.available} {what.node}")
-            self.enforce(at_s, what.region, what.node, what.notice_s)
         else:
             getattr(self, f"_{what.kind}")(at_s, what)
+            return
+        if self._quoted_s < at_s:  # after all that changes now, which is on the agenda before
+            self._quoted_s = at_s
+            self._ground.agenda.push(at_s, CALL, self._quote)
+
+    def _quote(self, at_s: float) -> None:
+        """The Brain hears of the market before machines go, or it would start others where there are none."""
+        self._tell(at_s, Quoted(self.regions()))
+        falls, self._falls = self._falls, {}
+        for (region, node), notice_s in falls.items():
+            self.enforce(at_s, region, node, notice_s)
+
+    def regions(self) -> tuple[Region, ...]:
+        """Prices and nodes as they are now."""
+        return tuple(
+            replace(region, offers=tuple(self._offer(region.name, offer) for offer in region.offers))
+            for region in self._ground.kits.scene.regions
+        )
+
+    def _offer(self, region: str, offer: Offer) -> Offer:
+        key = (region, offer.node)
+        price = self.prices.get(key, offer.price_usd_per_h)
+        return replace(offer, price_usd_per_h=price, available=self.supply.get(key, offer.available))
 
     def started(self, at_s: float, site: Site) -> None:
         """A replica took machines: there may be fewer than that by now."""

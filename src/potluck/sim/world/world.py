@@ -58,14 +58,13 @@ from potluck.sim.world.agenda import (
 )
 from potluck.sim.world.ground import Ground
 from potluck.sim.world.journeys import Journeys
+from potluck.sim.world.moment import Moment, Planner, running_of
 from potluck.sim.world.outside import Outside
 from potluck.sim.world.sampler import Sampler
 from potluck.sim.world.yard import Make, Yard
 from potluck.worlds.kits import Kits
 from potluck.worlds.mind import Mind
 
-Planner = Callable[[tuple[tuple[str, float], ...], float], Plan | None]
-"""(rates per model, time) to a plan; None when there is none better."""
 FEED: Final = 4096
 """Requests whose columns are turned into plain numbers at once."""
 SWEEP: Final = 16 * FEED
@@ -90,12 +89,14 @@ class World(Ground):
         super().__init__(kits, workload, settings)
         self._on = mind.on
         self.planner = planner
+        self.plan = kits.scene.plan
+        """The newest."""
         self.progress = progress
         self.now_s = 0.0
         self.replans = 0
         self.journeys = Journeys(self, self.tell)
         self.yard = Yard(self, self.journeys, self.tell, make)
-        self.outside = Outside(self, self.journeys, self.yard)
+        self.outside = Outside(self, self.journeys, self.yard, self.tell)
         self.sampler = Sampler(self, self.yard)
         self.arrived = 0
         """Requests that have come so far."""
@@ -249,11 +250,14 @@ class World(Ground):
         self.replans += 1
         if self.planner is None:
             return
-        plan = self.planner(action.rates_per_s, at_s)
+        running = running_of(self.plan, self.sites.values())
+        moment = Moment(at_s, action.rates_per_s, self.outside.regions(), running, action.lengths)
+        plan = self.planner(moment)
         if plan is not None:
             self.agenda.push(at_s + self.settings.planner_s, PLAN, plan)
 
     def _planned(self, at_s: float, plan: Plan) -> None:
+        self.plan = plan
         self.kits.learn(plan)
         self.tell(at_s, Planned(plan))
 

@@ -1,0 +1,45 @@
+"""Planning again: what starts cost, and templates that are made once for a market."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_problems import a_problem, an_ask
+
+from potluck.core.errors import CapacityError
+from potluck.core.values.types import Offer, Region
+from potluck.perf.startup import DEFAULT_COSTS
+from potluck.plan.again import Workshops, problem_now, start_share
+
+PROBLEM = a_problem(an_ask(), an_ask("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})
+
+
+def at_price(usd_per_h: float, available: int = 8) -> tuple[Region, ...]:
+    (region,) = PROBLEM.regions
+    return (Region(region.name, (Offer(region.offers[0].node, usd_per_h, available),)),)
+
+
+def test_k_is_the_start_up_over_the_interval() -> None:
+    fixed_s = DEFAULT_COSTS.provision_s + DEFAULT_COSTS.container_s + DEFAULT_COSTS.engine_init_s
+    loading_s = 16.06e9 / (DEFAULT_COSTS.load_gb_per_s * 1e9)  # Llama-3.1-8B in two bytes a weight
+    assert start_share(PROBLEM, 360.0) == pytest.approx((fixed_s + loading_s) / 360.0, rel=1e-3)
+    now = problem_now(PROBLEM, {"chat": 10.0}, regions=at_price(3.0), interval_s=720.0)
+    assert now.init_penalty == pytest.approx(start_share(PROBLEM, 360.0) / 2)
+    assert [each.rate_per_s for each in now.asks] == [pytest.approx(10.0), pytest.approx(2.0)]
+    assert now.regions[0].offers[0].price_usd_per_h == 3.0
+    with pytest.raises(CapacityError, match="no region has any node"):
+        problem_now(PROBLEM, {}, regions=at_price(3.0, 0))
+
+
+def test_templates_are_made_once_for_a_market() -> None:
+    shops = Workshops()
+    first = shops.at(PROBLEM)
+    made = first.homogeneous(PROBLEM.asks[0])
+    busier = problem_now(PROBLEM, {"chat": 9.0}, regions=at_price(1.86, 3))
+    again = shops.at(busier)
+    assert again.problem is busier
+    assert again.homogeneous(busier.asks[0]) is made
+    dearer = replace(PROBLEM, regions=at_price(9.0))
+    assert shops.at(dearer).homogeneous(PROBLEM.asks[0]) is not made
+    assert shops.at(PROBLEM).homogeneous(PROBLEM.asks[0]) is made, "prices that come back"

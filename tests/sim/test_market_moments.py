@@ -1,0 +1,76 @@
+"""Prices and nodes that change: the Brain is told once a moment, and the planner sees the moment."""
+
+from __future__ import annotations
+
+from sim_fleets import SLOW, closed_plan, load, mixed, problem
+from sim_minds import Around
+
+from potluck.core.brain.actions import Action
+from potluck.core.brain.events import Event, Quoted
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.types import Offer
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings
+from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
+from potluck.sim.world.moment import Moment
+
+FAST_NODE, SLOW_NODE = "1xH100-SXM", "1xL4"
+PLAN = closed_plan((mixed(), "east", 2))
+MARKET = Faults(
+    prices=(
+        PriceChange(300.0, "east", FAST_NODE, 9.0),
+        PriceChange(300.0, "east", SLOW_NODE, 0.1),
+        PriceChange(600.0, "east", SLOW_NODE, 0.2),
+    ),
+    availability=(SupplyChange(300.0, "east", FAST_NODE, 1, notice_s=20.0),),
+)
+
+
+def offer(moment: Moment, node: str) -> Offer:
+    found = next(region for region in moment.regions if region.name == "east").offer(node)
+    assert found is not None
+    return found
+
+
+def test_the_planner_sees_the_moment_and_what_is_left() -> None:
+    asked: list[Moment] = []
+
+    def planner(moment: Moment) -> Plan:
+        asked.append(moment)
+        return closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
+
+    simulate(
+        problem(PLAN),
+        load(1300, 2.0),
+        Policy(scaling="replan", replan_s=400.0),
+        faults=MARKET,
+        planner=planner,
+        settings=Settings(planner_s=30.0),
+    )
+    assert [moment.at_s for moment in asked] == [300.0, 600.0], "at once, not with the next interval"
+    first, later = asked
+    assert (offer(first, FAST_NODE).price_usd_per_h, offer(first, FAST_NODE).available) == (9.0, 1)
+    assert offer(first, SLOW_NODE).price_usd_per_h == 0.1
+    assert first.running.deployments == (Deployment(PLAN.templates[0].name, "east", 2),)
+    counts = {each.template: each.count for each in later.running.deployments}
+    assert counts == {PLAN.templates[0].name: 1, mixed(SLOW).name: 1}, "one machine went, and one was started"
+
+
+def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
+    told: list[tuple[float, Quoted]] = []
+
+    class Listening(Around):
+        def on(self, at_s: float, event: Event) -> list[Action]:
+            if isinstance(event, Quoted):
+                told.append((at_s, event))
+            return self.brain.on(at_s, event)
+
+    result = simulate(
+        problem(PLAN),
+        load(1300, 2.0),
+        faults=MARKET,
+        mind=lambda kits, policy: Listening(kits.facts(), policy),
+    )
+    assert [at_s for at_s, _ in told] == [300.0, 600.0]
+    assert len(result.replicas) == 2, "nothing is started where there is no machine"
