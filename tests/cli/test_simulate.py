@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,25 @@ def test_no_rate_holds() -> None:
     assert len(steps) < 20
 
 
+def test_stricter_objectives_are_scaled_and_scanned(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ran(*options: str) -> dict[str, Any]:
+        capsys.readouterr()
+        common = ("--requests", "200", "--policy", "admission=false", "--json")
+        assert run(["simulate", *files, *common, *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    strict = ran("--slo-scale", "0.05", "--slo-scan")
+    assert strict["models"][0]["slo"]["tpot_s"] == pytest.approx(0.06 * 0.05)
+    scanned = strict["slo_scan"]
+    assert [part["name"] for part in scanned["parts"]] == ["TTFT", "TPOT", "all"]
+    whole = scanned["parts"][-1]
+    assert strict["total"]["attainment"] == whole["attainment"][scanned["scales"].index(1.0)] == 0.0
+    assert whole["least"][0] > 1.0
+    assert ran("--slo-scale", "100")["total"]["attainment"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -158,6 +178,7 @@ def test_no_rate_holds() -> None:
         (["PLAN", "SPEC", "--workload", "azure-con"], "did you mean 'azure-conv'"),
         (["PLAN", "SPEC", "--workload", "nothing.csv"], "nothing.csv"),
         (["PLAN", "SPEC", "--rate", "0"], "--rate: must be positive"),
+        (["PLAN", "SPEC", "--slo-scale", "0"], "--slo-scale: must be positive"),
         (["PLAN", "SPEC", "--records", "x.csv"], "must end in .jsonl or .parquet"),
         (["PLAN", "SPEC", "--faults", "none.yaml"], "none.yaml"),
         (["PLAN", "nothing.yaml"], "nothing.yaml"),

@@ -22,6 +22,7 @@ from potluck.core.values.model import (
     MoeFfn,
 )
 from potluck.core.values.plan import Deployment
+from potluck.core.values.service import RequestClass
 from potluck.core.values.types import (
     Gpu,
     Interconnect,
@@ -71,6 +72,7 @@ REFUSED: list[tuple[Any, str, tuple[Any, ...], str]] = [
     (LINK, "rtt_s", NEGATIVE, "link east->west: rtt_s"),
     (SLO, "ttft_s", NOT_POSITIVE, "slo: ttft_s"),
     (SLO, "tpot_s", NOT_POSITIVE, "slo: tpot_s"),
+    (SLO, "e2e_s", NOT_POSITIVE, "slo: e2e_s"),
     (SLO, "attainment", (0.0, -1.0, 1.01, NAN, INF), "slo: attainment"),
     (BIN, "input_tokens", NOT_POSITIVE, "lengths: input_tokens"),
     (BIN, "output_tokens", NOT_POSITIVE, "lengths: output_tokens"),
@@ -158,6 +160,30 @@ def test_mean_lengths_lie_within_the_bins(traffic: Traffic) -> None:
         (traffic.mean_output_tokens, [length.output_tokens for length in traffic.lengths]),
     ]:
         assert min(values) * (1 - 1e-9) <= mean <= max(values) * (1 + 1e-9)
+
+
+def test_an_objective_is_scaled_as_a_whole() -> None:
+    slo = Slo(2.0, 0.1, 0.95, 20.0)
+    assert slo.scaled(0.5) == Slo(1.0, 0.05, 0.95, 10.0)
+    assert SLO.scaled(3.0).e2e_s is None
+    assert RequestClass("batch", factor=10.0).objective(slo) == slo.scaled(10.0)
+    with pytest.raises(InputError, match="slo: scale"):
+        slo.scaled(0.0)
+
+
+@given(st.floats(0.01, 100), st.floats(0.001, 10), st.floats(0.1, 1000), st.integers(1, 5000))
+def test_tighter_phases_keep_an_objective_for_the_whole_answer(
+    ttft_s: float, tpot_s: float, e2e_s: float, output_tokens: int
+) -> None:
+    slo = Slo(ttft_s, tpot_s, 0.9, e2e_s)
+    limits = slo.within_e2e(output_tokens)
+    whole_s = limits.ttft_s + (output_tokens - 1) * limits.tpot_s
+    assert whole_s <= e2e_s * (1 + 1e-9)
+    assert limits.ttft_s <= ttft_s
+    assert limits.ttft_s / limits.tpot_s == pytest.approx(ttft_s / tpot_s)
+    assert limits == slo or whole_s == pytest.approx(e2e_s)  # no tighter than it must be
+    assert slo.kept(limits.ttft_s, limits.tpot_s, min(whole_s, e2e_s))
+    assert not slo.kept(limits.ttft_s, limits.tpot_s, e2e_s * 1.001)
 
 
 def test_a_region_finds_its_offer() -> None:

@@ -119,6 +119,13 @@ def test_ends_are_held_against_the_objective_and_refusals_count_as_missed() -> N
     assert seen(window, 2.0, "other").attained == 1
 
 
+def test_an_answer_that_took_too_long_as_a_whole_misses_its_objective() -> None:
+    window = Window(120.0, slos={"m": Slo(1.0, 0.1, e2e_s=5.5)})
+    for output_tokens in (51, 52):  # the first token after 0.5 s, then 0.1 s each
+        window.finished(1.0, "m", output_tokens, 0.5, 0.1)
+    assert seen(window, 2.0).attained == 1
+
+
 def test_a_mean_answer_outlives_the_short_window() -> None:
     window = Window(120.0, 1800.0)
     window.finished(1.0, "m", 100)

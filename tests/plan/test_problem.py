@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,6 +28,16 @@ def traffics(draw: st.DrawFn) -> Traffic:
     bins = tuple(LengthBin(i, o, w / total) for (i, o), w in zip(lengths, weights, strict=True))
     share = draw(st.floats(0, 0.95))
     return Traffic("m", draw(st.just(0.0) | st.floats(1e-9, 1000)), bins, share)
+
+
+def test_an_objective_for_the_whole_answer_tightens_what_is_planned_for() -> None:
+    bins = (LengthBin(1000, 50, 0.5), LengthBin(900, 101, 0.4), LengthBin(800, 4000, 0.1))
+    traffic, slo = Traffic("m", 1.0, bins), Slo(2.0, 0.1, 0.9, e2e_s=6.0)
+    # 90 % of the answers have at most 101 tokens: 2 s + 100 x 0.1 s, twice what may be
+    assert ask("m", LLAMA, slo, traffic).slo == Slo(1.0, 0.05, 0.9, 6.0)
+    longer = ask("m", LLAMA, replace(slo, attainment=0.95), traffic).slo
+    assert longer.ttft_s + 3999 * longer.tpot_s == pytest.approx(6.0)
+    assert ask("m", LLAMA, replace(slo, e2e_s=12.0), traffic).slo.tpot_s == 0.1
 
 
 @given(traffics(), st.sampled_from([LLAMA, GPT_OSS]))

@@ -16,6 +16,7 @@ from potluck.core.errors import FormatError
 from potluck.core.values.types import Slo
 from potluck.sim.results.metrics import Summary, cost_between, gap_spread, judge, merge_gaps, summarise
 from potluck.sim.results.records import ANSWERED, CANCELLED, OPEN, REASONS, REFUSED, Records, SimResult
+from potluck.sim.results.scales import SCALES, scan
 
 NAN = float("nan")
 Row = tuple[float, int, int, float, float, int]
@@ -109,6 +110,45 @@ def test_against_a_plain_loop(rows: list[Row], warm_up_s: float) -> None:
         assert getattr(total.outcomes, name) == sum(getattr(model.outcomes, name) for model in summary.models)
     assert sum(total.outcomes.refusals.values()) == total.outcomes.refused
     assert Summary.from_json(summary.to_json()) == summary
+
+
+def test_the_whole_time_of_an_answer_counts_where_it_is_promised() -> None:
+    slos = {MODELS[0]: Slo(2.0, 0.06, 0.9, e2e_s=1.55), MODELS[1]: Slo(0.8, 0.05)}
+    rows: list[Row] = [
+        (0.0, 0, 11, 1.0, 0.5, ANSWERED),
+        (1.0, 0, 11, 1.0, 0.58, ANSWERED),  # TTFT and TPOT kept, 1.58 s in all
+        (2.0, 1, 101, 0.5, 4.9, ANSWERED),  # its model promises nothing of the sort
+        (3.0, 0, 1, 0.0, 0.0, REFUSED),
+        (98.0, 0, 1, 0.0, 0.0, OPEN),  # 2 s old: its whole time is over, that to its first token is not
+        (99.0, 0, 1, 0.0, 0.0, OPEN),
+    ]
+    summary = summarise(result_of(rows, slos=slos))
+    chat, code = summary.models
+    assert chat.attainment == pytest.approx(1 / 4)
+    assert chat.tpot_attainment == pytest.approx(2 / 4)
+    assert chat.e2e_attainment == pytest.approx(1 / 4)
+    assert code.attainment == 1.0
+    assert code.e2e_attainment is None
+
+
+@given(st.lists(request_rows, max_size=40), st.sampled_from(SCALES))
+def test_one_run_tells_the_attainment_at_every_scale(rows: list[Row], scale: float) -> None:
+    rows = [row for row in rows if row[5] != OPEN]
+    slos = {MODELS[0]: Slo(2.0, 0.06, 0.9, e2e_s=3.0), MODELS[1]: Slo(0.8, 0.05)}
+    found = scan(result_of(rows, slos=slos))
+    longer = {name: slo.scaled(scale) for name, slo in slos.items()}
+    place, judged = SCALES.index(scale), summarise(result_of(rows, slos=longer)).total
+    parts = {part.name: part for part in found.parts}
+    shares = (judged.ttft_attainment, judged.tpot_attainment, judged.attainment)
+    for name, share in zip(("TTFT", "TPOT", "all"), shares, strict=True):
+        assert parts[name].attainment[place] == pytest.approx(share or 0.0)
+    for level, least in zip(found.levels, parts["all"].least, strict=True):
+        if least is not None and least > 0:
+            for factor, enough in ((least * (1 + 1e-9), True), (least * (1 - 1e-9), False)):
+                strict = {name: slo.scaled(factor) for name, slo in slos.items()}
+                share = summarise(result_of(rows, slos=strict)).total.attainment
+                assert share is not None
+                assert (share >= level - 1e-9) == enough
 
 
 def test_by_hand() -> None:

@@ -42,6 +42,8 @@ def test_a_spec_is_looked_up_by_name() -> None:
 
 BAD: list[tuple[str, str, str]] = [
     ("ttft_ms: 500", "ttft_ms: -5", "4: models[0].slo.ttft_ms: must be positive, is -5"),
+    ("ttft_ms: 500", "ttft_ms: 500, e2e_ms: 0", "4: models[0].slo.e2e_ms: must be positive, is 0"),
+    ("ttft_ms: 500", "ttft_ms: 500, e2e: x", "4: models[0].slo.e2e: must be a number, is 'x'"),
     ("ttft_ms: 500", "ttft_ms: .nan", "4: models[0].slo.ttft_ms: must be a finite number"),
     ("ttft_ms: 500", "ttft_ms: .inf", "4: models[0].slo.ttft_ms: must be a finite number"),
     (

@@ -112,7 +112,7 @@ def kept(shot: Shot, slo: Slo) -> bool:
     if not whole(shot):
         return False
     tpot_s = tpot_of(shot)
-    return shot.ttft_s <= slo.ttft_s and (tpot_s is None or tpot_s <= slo.tpot_s)
+    return slo.kept(shot.ttft_s, 0.0 if tpot_s is None else tpot_s, shot.last_s - shot.at_s)
 
 
 def measured(shots: Sequence[Shot], slo: Slo | None = None) -> Findings:

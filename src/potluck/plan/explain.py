@@ -207,5 +207,7 @@ def why_not(problem: Problem, model: str) -> str:
         return f"{model}: its weights fit on no node on offer, nor on a pipeline of them within the objective"
     ttft_s, tpot_s = min(each[0] for each in fastest), min(each[1] for each in fastest)
     wanted = f"TTFT {ask.slo.ttft_s * 1e3:.4g} ms, TPOT {ask.slo.tpot_s * 1e3:.4g} ms"
+    if ask.slo.e2e_s is not None:
+        wanted += f", E2E {ask.slo.e2e_s * 1e3:.4g} ms"
     best = f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts and {tpot_s * 1e3:.4g} ms a token"
     return f"{model}: its objective ({wanted}) is out of reach; the fastest node alone takes {best}"

@@ -59,6 +59,7 @@ class Ask:
     name: str
     model: Model
     slo: Slo
+    """Limits that keep what was promised, an E2E objective included."""
     demands: tuple[Demand, ...]
     profiles: tuple[Profile, ...] = ()
     """Measured step times of this model, for the GPUs that have them."""
@@ -115,8 +116,20 @@ class Problem:
 
 
 def ask(name: str, model: Model, slo: Slo, traffic: Traffic) -> Ask:
-    """Cut a model's traffic into buckets."""
-    return Ask(name, model, slo, _promised(demands_of(name, model, traffic), slo.attainment))
+    """Cut a model's traffic into buckets. An E2E objective makes the other two tighter (`Slo.within_e2e`)."""
+    limits = slo.within_e2e(promised_output(traffic, slo.attainment))
+    return Ask(name, model, limits, _promised(demands_of(name, model, traffic), slo.attainment))
+
+
+def promised_output(traffic: Traffic, attainment: float) -> float:
+    """Tokens of the longest answer that is among the attained share."""
+    reached = 0.0
+    bins = sorted(traffic.lengths, key=lambda each: each.output_tokens)
+    for each in bins:
+        reached += each.share
+        if reached >= attainment - 1e-9:
+            return each.output_tokens
+    return bins[-1].output_tokens
 
 
 def demands_of(

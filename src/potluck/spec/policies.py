@@ -13,7 +13,6 @@ from pydantic import Field
 from potluck.core.brain.policy import Balance, Policy, Scaling, SplitRule
 from potluck.core.errors import InputError
 from potluck.core.values.service import RequestClass, Tenant, with_built_in
-from potluck.core.values.types import Slo
 from potluck.spec.problems import Problems, shown
 from potluck.spec.schema_parts import Name, SloIn, Written
 
@@ -106,7 +105,7 @@ def _class(written: ClassIn) -> RequestClass:
     return RequestClass(
         written.name,
         written.matters,
-        None if slo is None else Slo(slo.ttft_ms / 1000, slo.tpot_ms / 1000, slo.attainment),
+        None if slo is None else slo.value(),
         written.factor,
         written.late,
         written.stops,

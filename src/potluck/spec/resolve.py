@@ -11,7 +11,7 @@ from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
 from potluck.core.values.model import Model
-from potluck.core.values.types import Link, NodeType, Offer, Region, Slo
+from potluck.core.values.types import Link, NodeType, Offer, Region
 from potluck.spec.hardware import Hardware
 from potluck.spec.policies import resolve_policy
 from potluck.spec.pools import Pooled, resolve_pool
@@ -167,12 +167,15 @@ def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[Mo
         traffic, lengths_from = resolve_traffic(entry.traffic, name, folder, problems)
         if model is None or traffic is None:
             continue
-        slo = Slo(entry.slo.ttft_ms / 1000, entry.slo.tpot_ms / 1000, entry.slo.attainment)
         trace = None if entry.traffic.trace is None else folder / entry.traffic.trace
         files = entry.files if entry.files in (None, SHIPPED) else str(folder / entry.files)
         where = entry.weights
         weights = None if where is None else Weights(where.place, where.path, where.gb_per_s)
-        models.append(ModelSpec(name, model, slo, traffic, lengths_from, trace, files, entry.idle_s, weights))
+        models.append(
+            ModelSpec(
+                name, model, entry.slo.value(), traffic, lengths_from, trace, files, entry.idle_s, weights
+            )
+        )
     return models
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from potluck.core.values.types import Slo
 from potluck.spec.problems import Loc
 
 AT = "@at"
@@ -31,4 +32,11 @@ class SloIn(Written):
 
     ttft_ms: float = Field(gt=0, le=3_600_000, validation_alias=AliasChoices("ttft_ms", "ttft"))
     tpot_ms: float = Field(gt=0, le=600_000, validation_alias=AliasChoices("tpot_ms", "tpot"))
+    e2e_ms: float | None = Field(
+        default=None, gt=0, le=36_000_000, validation_alias=AliasChoices("e2e_ms", "e2e")
+    )
     attainment: float = Field(default=0.9, gt=0, le=1)
+
+    def value(self) -> Slo:
+        e2e_s = None if self.e2e_ms is None else self.e2e_ms / 1000
+        return Slo(self.ttft_ms / 1000, self.tpot_ms / 1000, self.attainment, e2e_s)

@@ -85,6 +85,7 @@ def _model_row(model: ModelSpec) -> dict[str, Any]:
         "weight_bytes": _weight_bytes(model.model),
         "ttft_s": model.slo.ttft_s,
         "tpot_s": model.slo.tpot_s,
+        "e2e_s": model.slo.e2e_s,
         "attainment": model.slo.attainment,
         "rate_per_s": traffic.rate_per_s,
         "mean_input_tokens": traffic.mean_input_tokens,
@@ -100,7 +101,7 @@ def show(spec: Spec, file: str) -> None:
     models = [_model_row(model) for model in spec.models]
     table(
         "Models",
-        ("name", "model", "params", "TTFT", "TPOT", "for", "req/s", "in", "out", "cached", "lengths"),
+        ("name", "model", "params", "TTFT", "TPOT", "E2E", "for", "req/s", "in", "out", "cached", "lengths"),
         [
             (
                 m["name"],
@@ -108,6 +109,7 @@ def show(spec: Spec, file: str) -> None:
                 short(m["parameters"]),
                 seconds(m["ttft_s"]),
                 seconds(m["tpot_s"]),
+                "-" if m["e2e_s"] is None else seconds(m["e2e_s"]),
                 percent(m["attainment"]),
                 count(m["rate_per_s"]),
                 count(round(m["mean_input_tokens"])),

@@ -55,7 +55,7 @@ def _candidates(spec: Spec, wanted: ModelSpec) -> list[Row]:
                     spec.node_type(offer.node),
                     input_tokens=ceil(traffic.mean_input_tokens),
                     output_tokens=ceil(traffic.mean_output_tokens),
-                    slo=wanted.slo,
+                    slo=wanted.slo.within_e2e(wanted.traffic.mean_output_tokens),
                     price_usd_per_h=offer.price_usd_per_h,
                 )
             except CapacityError as error:
@@ -81,6 +81,7 @@ def _show(wanted: ModelSpec, rows: list[Row]) -> None:
     title = (
         f"{wanted.name}: {traffic.rate_per_s:g} requests/s of {traffic.mean_input_tokens:.0f} in / "
         f"{traffic.mean_output_tokens:.0f} out, TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
+        + ("" if slo.e2e_s is None else f", E2E {seconds(slo.e2e_s)}")
     )
     cells = []
     for region, found, needed, available, why in rows:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from potluck.cli.common.objectives import scale_option, scaled
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
@@ -20,7 +21,7 @@ from potluck.cli.planning.search_trace import require_kind, show_search, write_t
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from potluck.core.values.plan import Deployment
+    from potluck.core.values.plan import Deployment, Plan
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
@@ -49,6 +50,7 @@ def _options(command: Command) -> Command:
             show_default=True,
             help="Of the search on a pool.",
         ),
+        scale_option,
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ):
         command = option(command)
@@ -91,6 +93,7 @@ def plan(
     headroom: float,
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
+    slo_scale: float,
     as_json: bool,
     **rehearsing: object,
 ) -> None:
@@ -107,12 +110,11 @@ def plan(
     from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.explain import explain
     from potluck.plan.strategies import Settings, Workshop
-    from potluck.plan.verify import verify
 
     planner = _strategy(strategy)
     if trace_path is not None:
         require_kind(trace_path)
-    spec = read_spec(spec_path)
+    spec = scaled(read_spec(spec_path), slo_scale)
     problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
     problem = exact(measured(problem, profile_paths), exact_kv)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
@@ -126,8 +128,7 @@ def plan(
         if tried is not None:
             workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
         said("checking")
-        if violations := verify(workshop.problem, outcome.plan):
-            raise CapacityError(f"the plan failed its own check: {violations[0]}")
+        require_sound(workshop.problem, outcome.plan)
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
         if out is not None:
@@ -162,6 +163,7 @@ def compare(
     headroom: float,
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
+    slo_scale: float,
     as_json: bool,
 ) -> None:
     """All strategies on one spec, in one table. Without SPEC, the bundled example."""
@@ -170,7 +172,7 @@ def compare(
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
     from potluck.plan.verify import verify
 
-    problem = load_problem(read_spec(spec_path), headroom, budget_usd_per_h, what_if, 0.0)
+    problem = load_problem(scaled(read_spec(spec_path), slo_scale), headroom, budget_usd_per_h, what_if, 0.0)
     rows = []
     with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
         workshop = Workshop(problem, said=said)
@@ -228,6 +230,13 @@ def require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
     if models:
         raise CapacityError("; ".join(why_not(problem, model) for model in models))
     raise CapacityError(f"no plan serves any of the demand: {shortfall}")
+
+
+def require_sound(problem: Problem, plan: Plan) -> None:
+    from potluck.plan.verify import verify
+
+    if violations := verify(problem, plan):
+        raise CapacityError(f"the plan failed its own check: {violations[0]}")
 
 
 def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:

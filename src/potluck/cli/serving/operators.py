@@ -58,6 +58,8 @@ def _show(found: dict[str, Any], now_s: float) -> None:
         aim = ""
         if slo:
             aim = f"; TTFT <= {render.seconds(slo['ttft_s'])}, TPOT <= {render.seconds(slo['tpot_s'])}"
+            if slo.get("e2e_s"):
+                aim += f", E2E <= {render.seconds(slo['e2e_s'])}"
         click.echo(f"model {name}: {'ready' if model['ready'] else model['why']}{aim}")
     click.echo()
     if found["replicas"]:

@@ -54,6 +54,7 @@ def goodput(
     tolerance: float,
     policy: tuple[str, ...],
     profile_paths: tuple[Path, ...],
+    slo_scale: float,
     stepwise: bool,
     bulk: bool,
     time_limit_s: float,
@@ -84,6 +85,7 @@ def goodput(
             said,
             lambda spec: requests(spec, workload, rate_per_s, count, seed, cv, logs, said),
             profile_paths,
+            slo_scale=slo_scale,
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
         problem, planner = scene_of(inputs), planner_of(inputs, rules, time_limit_s)

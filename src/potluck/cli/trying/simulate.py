@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from potluck.cli.common.objectives import scale_option
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.planning.estimate import profile_option
@@ -29,11 +30,14 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.core.brain.policy import Policy
+    from potluck.sim.load.workload import Workload
     from potluck.sim.results.metrics import Summary
     from potluck.sim.results.planned import Comparison
     from potluck.sim.results.records import SimResult
+    from potluck.sim.results.scales import ScaleScan
     from potluck.sim.settings import Settings
     from potluck.sim.world.faults import Faults
+    from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
 SAMPLES = 200
@@ -45,6 +49,7 @@ def options(command: Command) -> Command:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
         profile_option,
+        scale_option,
         click.option("--bulk", is_flag=True, help="Send KV in one piece, not layer by layer."),
         click.option(
             "--no-fast-forward", "stepwise", is_flag=True, help="Go step by step; same results, slow."
@@ -101,6 +106,9 @@ def options(command: Command) -> Command:
     default=0.0,
     help="What is lost is noticed after so many seconds.",
 )
+@click.option(
+    "--slo-scan", "scans", is_flag=True, help="Attainment against SLO scale, and the least for 90 and 99 %."
+)
 @click.option("--report", type=_out, help="Write an HTML report here.")
 @click.option("--records", type=_out, help="Write one row per request here (.jsonl or .parquet).")
 @click.option("--log", type=_out, help="Write every event and action here (JSON lines); it replays.")
@@ -115,18 +123,17 @@ def simulate(
     faults_path: Path | None,
     market: Path | None,
     warm_up_s: float,
-    cold: bool,
     paced: bool,
-    heartbeat_s: float,
     policy: tuple[str, ...],
     profile_paths: tuple[Path, ...],
-    stepwise: bool,
-    bulk: bool,
+    slo_scale: float,
+    scans: bool,
     time_limit_s: float,
     report: Path | None,
     records: Path | None,
     log: Path | None,
     as_json: bool,
+    **running: Any,
 ) -> None:
     """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
 
@@ -139,22 +146,23 @@ def simulate(
       potluck simulate plan.json potluck.yaml --faults faults.yaml --policy scaling=replan
       potluck simulate plan.json potluck.yaml --from-log gateway.log
       potluck simulate potluck.yaml --market day.yaml --policy scaling=replan
+      potluck simulate plan.json potluck.yaml --slo-scan --policy admission=false
     """
-    from potluck.cli.common.record_files import require_kind
     from potluck.sim.results.metrics import summarise
     from potluck.sim.results.planned import compared
+    from potluck.sim.results.scales import scan
     from potluck.sim.run import simulate as run
 
-    require_positive("rate", rate_per_s)
-    if records is not None:
-        require_kind(records)
+    _require_sound(rate_per_s, records)
     rules = policy_of(policy)
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
         asked = workload, rate_per_s, count, seed, cv, logs, said
-        inputs, load = read_inputs(
-            paths, time_limit_s, said, lambda spec: requests(spec, *asked), profile_paths, market
-        )
+
+        def make(spec: Spec) -> Workload:
+            return requests(spec, *asked)
+
+        inputs, load = read_inputs(paths, time_limit_s, said, make, profile_paths, market, slo_scale)
         rules = policy_of(policy, inputs.spec.policy)
         scene = replace(scene_of(inputs), paced=paced)
         result = run(
@@ -162,7 +170,7 @@ def simulate(
             load,
             rules,
             seed=seed,
-            settings=_settings(rules, (not stepwise, not bulk, not cold), report is not None, heartbeat_s),
+            settings=_settings(rules, report is not None, **running),
             faults=with_schedule(faults, inputs.schedule),
             planner=planner_of(inputs, rules, time_limit_s),
             log=None if log is None else stack.enter_context(log.open("w", encoding="utf-8")),
@@ -172,8 +180,16 @@ def simulate(
         summary = summarise(result, warm_up_s)
         found = compared(scene, result, rules.balance)
         _write(summary, result, report, records)
-    _show(summary, result, found, as_json)
+    _show(summary, result, found, scan(result, warm_up_s) if scans else None, as_json)
     _complain(found)
+
+
+def _require_sound(rate_per_s: float | None, records: Path | None) -> None:
+    from potluck.cli.common.record_files import require_kind
+
+    require_positive("rate", rate_per_s)
+    if records is not None:
+        require_kind(records)
 
 
 def _write(summary: Summary, result: SimResult, report: Path | None, records: Path | None) -> None:
@@ -193,16 +209,14 @@ def _counting(said: Callable[[str], None]) -> Callable[[int, int], None] | None:
 
 
 def _settings(
-    rules: Policy, switches: tuple[bool, bool, bool], samples: bool, heartbeat_s: float
+    rules: Policy, samples: bool, *, stepwise: bool, bulk: bool, cold: bool, heartbeat_s: float
 ) -> Settings:
-    """`switches`: fast forward, overlap, warm."""
     from potluck.sim.settings import Settings
 
-    fast_forward, overlap, warm = switches
     return Settings(
-        fast_forward,
-        overlap,
-        warm=warm,
+        not stepwise,
+        not bulk,
+        warm=not cold,
         tick_s=rules.tick_s,
         heartbeat_s=heartbeat_s,
         samples=SAMPLES if samples else 0,
@@ -218,13 +232,22 @@ def _complain(found: tuple[Comparison, ...]) -> None:
         sys.exit(1)
 
 
-def _show(summary: Summary, result: SimResult, found: tuple[Comparison, ...], as_json: bool) -> None:
+def _show(
+    summary: Summary,
+    result: SimResult,
+    found: tuple[Comparison, ...],
+    scanned: ScaleScan | None,
+    as_json: bool,
+) -> None:
     if as_json:
-        emit_json({**json.loads(summary.to_json())["value"], "planned": encode(found)})
+        body = {**json.loads(summary.to_json())["value"], "planned": encode(found)}
+        emit_json(body if scanned is None else body | {"slo_scan": encode(scanned)})
         return
-    from potluck.cli.trying.simulate_show import show_planned, show_summary
+    from potluck.cli.trying.simulate_show import show_planned, show_scan, show_summary
 
     show_summary(summary, result)
+    if scanned is not None:
+        show_scan(scanned)
     show_planned(found)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from potluck.sim.results.metrics import ModelSummary, Spread, Summary
     from potluck.sim.results.planned import Comparison
     from potluck.sim.results.records import SimResult
+    from potluck.sim.results.scales import ScaleScan
 
 MOST_ROWS = 12
 
@@ -47,6 +48,23 @@ def show_planned(found: Sequence[Comparison]) -> None:
         rows.append(("", f"and {len(wrong) - MOST_ROWS} more (--json has all)", "", ""))
     if rows:
         table("Not as planned", ("what", "of", "planned", "ran"), rows)
+
+
+def show_scan(found: ScaleScan) -> None:
+    """Attainment against SLO scale, and from which scale on it is enough."""
+    names = [part.name for part in found.parts]
+    rows = []
+    for place, scale in enumerate(found.scales):
+        shares = [part.attainment[place] for part in found.parts]
+        rows.append((f"x {scale:g}", *map(percent, shares)))
+        if min(shares) == 1.0:
+            break
+    table("Within objectives of this scale", ("SLO scale", *names), rows)
+    least = [
+        (percent(level), *("none" if s is None else f"x {s:.3g}" for s in (p.least[i] for p in found.parts)))
+        for i, level in enumerate(found.levels)
+    ]
+    table("Least SLO scale", ("to attain", *names), least)
 
 
 def _latencies(models: list[ModelSummary]) -> None:

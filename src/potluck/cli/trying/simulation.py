@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from potluck.cli.common.objectives import scaled
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, Asked, load
 from potluck.cli.planning.estimate import measured
@@ -50,6 +51,7 @@ def read_inputs(
     make: Callable[[Spec], Made],
     profiles: tuple[Path, ...] = (),
     market: Path | None = None,
+    slo_scale: float = 1.0,
 ) -> tuple[Inputs, Made]:
     """`PLAN SPEC`, or a SPEC alone, which is planned first; nothing at all means the bundled example.
 
@@ -59,9 +61,9 @@ def read_inputs(
         raise InputError("files", "takes a SPEC, or a PLAN and its SPEC")
     if len(paths) == 2:
         plan_from_json(_text(paths[0]))  # before the spec: files in the wrong order are told by it
-        spec, schedule = _at_first(read_spec(paths[1]), market)
+        spec, schedule = _at_first(scaled(read_spec(paths[1]), slo_scale), market)
         return replace(read_plan_and_spec(paths[0], spec, profiles), schedule=schedule), make(spec)
-    spec, schedule = _at_first(read_one_spec(paths), market)
+    spec, schedule = _at_first(scaled(read_one_spec(paths), slo_scale), market)
     made = make(spec)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     said("planning")

@@ -209,7 +209,8 @@ class Window:
             watch = self._at(at_s, model)
         watch.outputs.append(output_tokens)
         slo = watch.slo
-        if slo is None or (ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s):
+        # (output - 1) gaps after the first token are the rest of the whole time.
+        if slo is None or slo.kept(ttft_s, tpot_s, ttft_s + tpot_s * (output_tokens - 1)):
             watch.slot.attained += 1
 
     def refused(self, at_s: float, model: str) -> None:

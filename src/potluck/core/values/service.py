@@ -36,7 +36,7 @@ class RequestClass:
     slo: Slo | None = None
     """An objective of its own; None: the model's."""
     factor: float = 1.0
-    """On both times of the objective."""
+    """On all times of the objective."""
     late: bool = False
     """A late answer is wanted too; otherwise a request that cannot be in time any more is refused at once."""
     stops: bool = False
@@ -57,9 +57,7 @@ class RequestClass:
     def objective(self, model: Slo | None) -> Slo | None:
         """What its requests to a model were promised; None: nothing."""
         slo = self.slo if self.slo is not None else model
-        if slo is None or self.factor == 1.0:
-            return slo
-        return Slo(slo.ttft_s * self.factor, slo.tpot_s * self.factor, slo.attainment)
+        return None if slo is None else slo.scaled(self.factor)
 
 
 CLASSES = (

@@ -133,12 +133,43 @@ class Slo:
     ttft_s: float
     tpot_s: float
     attainment: float = 0.9
+    e2e_s: float | None = None
+    """From a request's arrival to the last token of its answer; None: nothing was said of it."""
 
     def __post_init__(self) -> None:
         _positive("slo: ttft_s", self.ttft_s)
         _positive("slo: tpot_s", self.tpot_s)
         if not 0 < self.attainment <= 1:
             raise InputError("slo: attainment", f"must be above 0 and at most 1, is {self.attainment}")
+        if self.e2e_s is not None:
+            _positive("slo: e2e_s", self.e2e_s)
+
+    def kept(self, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
+        """Whether an answer with these times is within all of it."""
+        if ttft_s > self.ttft_s or tpot_s > self.tpot_s:
+            return False
+        return self.e2e_s is None or e2e_s <= self.e2e_s
+
+    def scaled(self, factor: float) -> Slo:
+        """All times so many times as long: an SLO scale."""
+        _positive("slo: scale", factor)
+        if factor == 1.0:
+            return self
+        e2e_s = None if self.e2e_s is None else self.e2e_s * factor
+        return Slo(self.ttft_s * factor, self.tpot_s * factor, self.attainment, e2e_s)
+
+    def within_e2e(self, output_tokens: float) -> Slo:
+        """TTFT and TPOT made tighter, by one factor, so that both together keep E2E for so long an answer.
+
+        Phases on different replicas can each be held to a time of its own, not to a sum of two.
+        """
+        if self.e2e_s is None:
+            return self
+        whole_s = self.ttft_s + max(0.0, output_tokens - 1.0) * self.tpot_s
+        if whole_s <= self.e2e_s:
+            return self
+        factor = self.e2e_s / whole_s
+        return Slo(self.ttft_s * factor, self.tpot_s * factor, self.attainment, self.e2e_s)
 
 
 @dataclass(frozen=True, slots=True)

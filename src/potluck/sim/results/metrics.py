@@ -2,9 +2,9 @@
 
 Which requests count: those that arrived at or after `warm_up_s`. For the share that met its objective (attainment):
 
-    met       answered, TTFT <= slo.ttft_s and TPOT <= slo.tpot_s (an answer of one token has no TPOT); the
-              objective is the model's, or what the request's class makes of it
-    missed    answered otherwise; refused; still open with TTFT already broken
+    met       answered, TTFT <= slo.ttft_s, TPOT <= slo.tpot_s (an answer of one token has no TPOT) and, where it
+              is promised, E2E <= slo.e2e_s; the objective is the model's, or what the request's class makes of it
+    missed    answered otherwise; refused; still open with TTFT or E2E already broken
     left out  cancelled by the user; still open in a run that was cut short
 
     TTFT = first_token_s - arrival_s           TPOT = (finish_s - first_token_s) / (streamed_tokens - 1)
@@ -100,6 +100,8 @@ class ModelSummary:
     ttft_attainment: float | None
     tpot_attainment: float | None
     goodput_per_s: float | None
+    e2e_attainment: float | None = None
+    """None, too, where nothing was promised of it."""
 
     @property
     def holds(self) -> bool | None:
@@ -212,34 +214,50 @@ class _Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """Per request: does it count, did it keep its objective, and each half of it."""
+    """Per request: does it count, did it keep its objective, and each part of it."""
 
     judged: Mask
     met: Mask
     ttft_ok: Mask
     tpot_ok: Mask
+    e2e_ok: Mask
+    e2e_promised: Mask
 
 
 def judge(
     records: Records, slos: dict[str, Slo], end_s: float, classes: Mapping[str, RequestClass] | None = None
 ) -> Verdict:
     """The rule stands at the top of this file. Models without an objective are not judged."""
+    promised, (ttft_limit_s, tpot_limit_s, e2e_limit_s) = limits_of(records, slos, classes)
+    answered, is_open = records.outcome == ANSWERED, records.outcome == OPEN
+    waited_s = end_s - records.arrival_s
+    # A comparison with nan is false: without a first token the objective is not kept.
+    in_time = records.first_token_s - records.arrival_s <= ttft_limit_s
+    late = is_open & ((~in_time & (waited_s > ttft_limit_s)) | (waited_s > e2e_limit_s))
+    judged = promised & (answered | (records.outcome == REFUSED) | late)
+    paced = (tpot(records) <= tpot_limit_s) | (records.streamed_tokens <= 1)
+    whole = records.finish_s - records.arrival_s <= e2e_limit_s
+    ttft_ok, tpot_ok, e2e_ok = (judged & answered & kept for kept in (in_time, paced, whole))
+    met = ttft_ok & tpot_ok & e2e_ok
+    return Verdict(judged, met, ttft_ok, tpot_ok, e2e_ok, e2e_limit_s < inf)
+
+
+def limits_of(
+    records: Records, slos: dict[str, Slo], classes: Mapping[str, RequestClass] | None = None
+) -> tuple[Mask, Floats]:
+    """(whether anything was promised, [TTFT, TPOT, E2E] that were) of each request; infinite where nothing was."""
     kinds = records.labels.classes if records.labels is not None else ("",)
     kind = records.labels.request_class if records.labels is not None else np.zeros(len(records), np.int32)
     promises = [[_promise(slos.get(name), (classes or {}).get(k)) for k in kinds] for name in records.models]
-    limits_s = np.array(
-        [[(slo.ttft_s, slo.tpot_s) if slo else (inf, inf) for slo in row] for row in promises]
-    )
+    limits_s = np.array([[_limits(slo) for slo in row] for row in promises])
     promised = np.array([[slo is not None for slo in row] for row in promises], np.bool_)[records.model, kind]
-    ttft_limit_s, tpot_limit_s = limits_s[records.model, kind].T
-    answered = records.outcome == ANSWERED
-    # A comparison with nan is false: without a first token the objective is not kept.
-    in_time = records.first_token_s - records.arrival_s <= ttft_limit_s
-    late = (records.outcome == OPEN) & ~in_time & (end_s - records.arrival_s > ttft_limit_s)
-    judged = promised & (answered | (records.outcome == REFUSED) | late)
-    paced = (tpot(records) <= tpot_limit_s) | (records.streamed_tokens <= 1)
-    ttft_ok, tpot_ok = judged & answered & in_time, judged & answered & paced
-    return Verdict(judged, ttft_ok & tpot_ok, ttft_ok, tpot_ok)
+    return promised, limits_s[records.model, kind].T
+
+
+def _limits(slo: Slo | None) -> tuple[float, float, float]:
+    if slo is None:
+        return inf, inf, inf
+    return slo.ttft_s, slo.tpot_s, inf if slo.e2e_s is None else slo.e2e_s
 
 
 def _promise(slo: Slo | None, known: RequestClass | None) -> Slo | None:
@@ -335,6 +353,7 @@ def _summary(
         share(verdict.ttft_ok),
         share(verdict.tpot_ok),
         int((verdict.met & asked).sum()) / arriving_s if count and arriving_s else None,
+        share(verdict.e2e_ok) if bool((asked & verdict.e2e_promised).any()) else None,
     )
 
 

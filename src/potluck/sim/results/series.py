@@ -133,7 +133,7 @@ def _curves(records: Records, slos: dict[str, Slo], what: str) -> tuple[Curve, .
     for index, model in enumerate(records.models):
         own = values[(records.model == index) & ~np.isnan(values)]
         slo = slos.get(model)
-        limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s} if slo else {}
+        limits = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "e2e": slo.e2e_s} if slo else {}
         if len(own):
             found.append(Curve(model, curve(own), limits.get(what)))
     return tuple(found)

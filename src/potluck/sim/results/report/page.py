@@ -112,7 +112,7 @@ def _tile(label: str, value: str, unit: str, note: str, name: str = "") -> str:
 def _models(summary: Summary) -> str:
     shown = [*summary.models, *([summary.total] if len(summary.models) > 1 else [])]
     columns = ("model", "requests", "rate/s", "promised", "within objective", "TTFT kept", "TPOT kept")
-    more = ("goodput/s", "output tokens/s", "refused", "sent again", "preempted")
+    more = ("E2E kept", "goodput/s", "output tokens/s", "refused", "sent again", "preempted")
     rows = [_model_row(model) for model in shown]
     text = _table("Models", (*columns, *more), rows) + _latencies(shown)
     for title, name, groups in (
@@ -137,6 +137,7 @@ def _model_row(model: ModelSummary) -> tuple[str, ...]:
         f"{_percent(model.attainment)}{mark}",
         _percent(model.ttft_attainment),
         _percent(model.tpot_attainment),
+        _percent(model.e2e_attainment),
         "–" if model.goodput_per_s is None else digits(model.goodput_per_s),
         digits(model.output_tokens_per_s),
         f"{model.outcomes.refused:,}",
