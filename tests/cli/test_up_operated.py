@@ -24,8 +24,8 @@ WITHIN_S = 120.0
 
 
 @pytest.fixture
-def up(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A state folder and the address of what runs there."""
+def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
+    """A state folder, the address of what runs there, and what looks after it."""
     plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
@@ -38,8 +38,7 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        yield state, json.loads(line)["url"]
-        assert process.wait(WITHIN_S) == 0
+        yield state, json.loads(line)["url"], process
     finally:
         watchdog.cancel()
         process.kill()
@@ -57,18 +56,30 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 
 def test_a_service_is_watched_loaded_drained_and_brought_down(
-    up: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+    up: tuple[Path, str, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state, url = up
-    found = json.loads(_said(capsys, "status", "--json", "--state", state))
-    assert found["models"]["live"]["ready"]
-    assert [each["state"] for each in found["replicas"]] == ["ready", "ready"]
+    state, url, process = up
+    until_s = time.monotonic() + WITHIN_S
+    while True:  # the model is served once one of its replicas is there
+        found = json.loads(_said(capsys, "status", "--json", "--state", state))
+        assert found["models"]["live"]["ready"]
+        if [each["state"] for each in found["replicas"]] == ["ready", "ready"]:
+            break
+        assert time.monotonic() < until_s, found
+        time.sleep(0.1)
     assert found["lacking"] == []
     load = ("--requests", "8", "--input", "20", "--output", "4", "--ttft", "30", "--tpot", "5")
     bench = json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))
     assert (bench["loop"], bench["answered"], bench["attainment"]) == ("open", 8, 1.0)
     assert bench["output_tokens"] == 32
     assert "closed loop, 2 at once" in _said(capsys, "bench", url, "--concurrency", "2", *load)
+    while True:  # records are written every second
+        rows = json.loads(_said(capsys, "usage", "--json", "--state", state))
+        if rows and rows[0]["requests"] == 16:
+            break
+        assert time.monotonic() < until_s, rows
+        time.sleep(0.2)
+    assert (rows[0]["model"], rows[0]["answered"], rows[0]["output_tokens"]) == ("live", 16, 64)
     assert "unit0@near#0/0" in _said(capsys, "top", "--once", "--every", "0.2", "--state", state)
     store = Store(state / "state.db")
     engines = {each.replica: each.name for each in store.instances()}
@@ -87,6 +98,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     _replanned(capsys, state, store)
     gateway = store.get("gateway")
     assert _said(capsys, "down", "--state", state) == "stopped\n"
+    assert process.wait(WITHIN_S) == 0
     assert not living(gateway)
     assert list(marked(OWNER_MARK, owner_of(store))) == [], "no engine is left"
     assert store.instances() == ()

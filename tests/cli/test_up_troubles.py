@@ -22,11 +22,12 @@ from potluck.cli.serving.up_plan import Prepared
 from potluck.cli.trying.simulation import read_one_spec, read_plan_and_spec
 from potluck.control import stand as stand_module
 from potluck.control.ending import owner_of, stop_all
+from potluck.control.files import written
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher, engines_of
 from potluck.control.launch.process import alive, end, spawn
 from potluck.control.launch.room import free_bytes, must_have_room
-from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings, written
+from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings
 from potluck.control.store.store import StateError, Store
 from potluck.control.values import Make
 from potluck.core.errors import CapacityError, InputError
@@ -157,7 +158,7 @@ def test_a_file_that_could_not_be_written_leaves_the_one_before(tmp_path: Path) 
     path = tmp_path / "plan.json"
     written(path, "before")
     code = (
-        "import resource, sys; from pathlib import Path; from potluck.control.stand import written\n"
+        "import resource, sys; from pathlib import Path; from potluck.control.files import written\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n    written(Path(sys.argv[1]), 'x' * 1000)\nexcept Exception as error:\n    print(error)"
     )

@@ -82,7 +82,7 @@ def test_an_older_file_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(schema, "VERSION", len(more))
     again = Store(path)
     assert [each.name for each in again.instances()] == ["i"]
-    assert again._rows("SELECT colour FROM instances") == [("red",)]
+    assert again.rows("SELECT colour FROM instances") == [("red",)]
 
 
 def test_a_file_where_no_folder_can_be(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_change_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     store = Store(tmp_path / "state.db")
 
     def breaks_off() -> None:
-        with store._change() as db:
+        with store.change() as db:
             db.execute("INSERT INTO settings VALUES ('a', '1')")
             raise RuntimeError
 

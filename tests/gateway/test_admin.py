@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -225,6 +226,15 @@ def test_usage_that_cannot_be_written_waits(tmp_path: Path, monkeypatch: pytest.
     usage.flush()
     assert (usage.problem, len(path.read_text().splitlines())) == ("", 2)
     usage.close()
+
+
+def test_records_begin_on_a_line_of_their_own_after_one_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    path.write_bytes(b'{"time":"203')  # whoever wrote it was killed
+    usage = UsageFile(path, time.time)
+    usage.record(TOLD, 0.0)
+    usage.close()
+    assert json.loads(path.read_bytes().splitlines()[1])["key"] == "ann"
 
 
 def test_a_slow_reader_of_events_loses_the_oldest_and_is_told() -> None:

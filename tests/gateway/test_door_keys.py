@@ -290,3 +290,27 @@ def test_a_new_key_is_shown_once_and_its_line_has_only_its_hash() -> None:
     assert len(key) > 40
     with pytest.raises(InputError):
         new_key("a\nb")
+
+
+def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
+    scene = Keyed(tmp_path, saying("a"))
+    scene.write('{"open": true}')
+    with pytest.raises(InputError, match="others can reach this gateway"):
+        KeyRing(scene.path, 0.0, lambda: 1e9)
+    scene.now_s = 2.0
+    assert scene.try_key(None).status == 401, "this one can be reached by others: the keys read last stay"
+    assert "is open" in scene.ring.problem
+    ring = KeyRing(scene.path, 0.0, lambda: 1e9, may_open=True)
+    door = Scene(saying("a"), keys=ring)
+    assert door.complete("x").status == 200
+    assert (door.driver.asked[0].salt, door.meter.told[0].key) == ("", "")
+    assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403
+    scene.now_s = 4.0
+    scene.write(scene.line)
+    door.now_s = 4.0
+    assert door.complete("x").status == 401
+    assert door.complete("x", headers={"authorization": f"Bearer {scene.key}"}).status == 200
+    scene.now_s = door.now_s = 6.0
+    scene.write('{"open": true}', scene.line)
+    assert door.complete("x").status == 401, "open and keyed at once is broken"
+    assert ring.problem != ""

@@ -66,7 +66,8 @@ COMMANDS = {
     "bench": ("potluck.cli.serving.bench:bench", "Load for any OpenAI server, with TTFT and TPOT."),
     "serve": ("potluck.cli.serving.serve:serve", "One OpenAI endpoint over a plan's fleet."),
     "engine": ("potluck.cli.serving.engine:engine", "Run the embedded engine behind HTTP."),
-    "keys": ("potluck.cli.serving.keys:keys", "Make API keys for the gateway."),
+    "keys": ("potluck.cli.serving.keys:keys", "API keys for clients: add, list, rotate, revoke."),
+    "usage": ("potluck.cli.serving.usage:usage", "Who used what, by key, tenant and model: to bill from."),
     "profile": ("potluck.cli.measuring.profile:profile", "Measure an engine; write a profile for estimates."),
     "accuracy": (
         "potluck.cli.measuring.accuracy:accuracy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
+from potluck.control.books import count_all
 from potluck.control.launch.local import engines_of
 from potluck.control.launch.process import Pid, alive, end
 from potluck.control.store.store import Store
@@ -58,6 +59,7 @@ def stop_all(store: Store, why: str, within_s: float = DRAIN_S) -> int:
     for pid in left:
         end(pid, insist=True)
     wait(left, INSIST_S)
+    count_all(store, store.path.parent, time.time())
     for name in places:
         store.remove(name)
     store.set("gateway", None)

@@ -3,7 +3,7 @@
     turn   prices and notices (the market) ─▶ the gateway
            wanted (the gateway, or what it wanted last) + seen (the launcher) ─▶ step ─▶ orders, each done and noted
            ─▶ the roster told to the gateway ─▶ a plan, where one was asked for (planning.py)
-           what the gateway decided meanwhile, and rates ─▶ the store (chronicle.py)
+           what the gateway decided meanwhile, and rates ─▶ the store (chronicle.py); usage and keys (books.py)
 
 A turn does not wait for anything to become ready. Everything that must be known after a crash is in the store before
 the next thing is begun; an engine is written down before it is started.
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from potluck.control.books import Books
 from potluck.control.byhand import leave, leaving
 from potluck.control.chronicle import Chronicle, gist
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
@@ -76,6 +77,7 @@ class Controller:
         self._templates: dict[str, Template] = {}
         self.planning = Planning(store, planner, self.change_plan, self._note, advise=advise)
         self._chronicle = Chronicle(store, gateway, self._note_once, clock)
+        self._books = Books(store, store.path.parent, self._note, clock)
         self._elsewhere_s: float | None = None
         self._said: dict[str, str] = {}
         newest = store.plan()
@@ -124,6 +126,7 @@ class Controller:
         if not problem:
             self.planning.turn(wanted, None if self._market is None else self._market.regions)
             self._chronicle.turn()
+        self._books.turn()
         up = {each.replica for each in there if each.state == "up"}
         return Turn(
             True,

@@ -20,6 +20,7 @@ from pathlib import Path
 from potluck.control.byhand import is_by_hand
 from potluck.control.chronicle import history_of
 from potluck.control.ending import DRAIN_S, INSIST_S, living, owner_of, stop_all, wait
+from potluck.control.files import written
 from potluck.control.gateway import GatewayClient
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import FORK_MARK, OWNER_MARK, LocalLauncher
@@ -30,8 +31,10 @@ from potluck.control.loop import Controller, Turn
 from potluck.control.market import MarketFile
 from potluck.control.planning import Planner
 from potluck.control.step import START_S
+from potluck.control.store.keys import KEY_FILE, kept_keys, publish_keys
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
+from potluck.control.store.usage import USAGE_FILE
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.plan import Plan, mark_of, plan_to_json
 
@@ -89,9 +92,7 @@ class Stand:
         self.store.set("spec files", {"path": str(settings.spec), "profiles": profiles})
         self.plan = self._chosen(plan)
         self._plan_file = self.folder / "plan.json"
-        self._key_file = self.folder / "admin.key"
-        if not self._key_file.exists():
-            written(self._key_file, secrets.token_urlsafe(32))
+        self._key_file = self._secret("admin.key")
         self.client = GatewayClient("", self._key_file.read_text("utf-8"))
         self.controller = Controller(
             self.store,
@@ -106,6 +107,18 @@ class Stand:
         self.url = ""
         self.said: list[str] = []
         """What somebody should hear of, beside what the state has."""
+
+    def _secret(self, name: str) -> Path:
+        """A file with something that nobody can guess, the same as long as the state."""
+        path = self.folder / name
+        if not path.exists():
+            written(path, secrets.token_urlsafe(32))
+        return path
+
+    @property
+    def keyed(self) -> bool:
+        """Whether clients must show a key."""
+        return bool(kept_keys(self.store))
 
     def must_have_room(self) -> None:
         """Refuse at once what this machine has no memory for, rather than engine by engine."""
@@ -173,13 +186,15 @@ class Stand:
     def _start_gateway(self, port: int) -> dict[str, object]:
         newest = self.store.plan()
         written(self._plan_file, plan_to_json(self.plan if newest is None else newest.plan))
+        publish_keys(self.store, self.folder)
         admin = _free_port()
         settings = self._settings
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
             *("--port", str(port), "--admin-port", str(admin), "--json"),
             *("--admin-key-file", str(self._key_file), "--log", str(self.folder / "brain.log")),
-            *("--history", str(self._history())),
+            *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),
+            *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
             *(f"--profile={path}" for path in settings.profiles),
             *settings.gateway,
         ]
@@ -189,6 +204,7 @@ class Stand:
             "pid": pid.number,
             "started": pid.started,
             "port": port,
+            "keyed": True,
             "url": f"http://{LOOPBACK}:{port}",
             "admin": f"http://{LOOPBACK}:{admin}",
         }
@@ -274,21 +290,6 @@ def _taken(port: int) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
-
-
-def written(path: Path, text: str) -> None:
-    """A file with this text, readable by its owner alone; the one before stays where there is no room."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
-        new.replace(path)
-    except OSError as error:
-        new.unlink(missing_ok=True)
-        raise CapacityError(
-            f"{path} cannot be written ({error.strerror or error}); make room there, or name another --state"
-        ) from error
 
 
 def _answers(port: int, path: str) -> bool:

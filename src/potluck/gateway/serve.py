@@ -50,7 +50,10 @@ class Operators:
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
         told = None if self._usage is None else self._told
         self.meter = FullMeter(told, self._spans, self._region_of(center))
-        self._keys = None if settings.keys is None else KeyRing(settings.keys, time.monotonic(), time.time)
+        self._keys = None
+        if settings.keys is not None:
+            unreachable = settings.places.unreachable
+            self._keys = KeyRing(settings.keys, time.monotonic(), time.time, may_open=unreachable)
         self.feed = Feed(self._watched, lost=lambda: self.meter.count(families.LOST_EVENTS))
         self.metrics = Metrics(self.meter, Oversight(center), self._gauges)
         self._office = Office(

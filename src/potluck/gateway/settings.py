@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_bytes
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
 
 @dataclass(frozen=True, slots=True)
 class Places:
@@ -17,6 +19,11 @@ class Places:
     admin_host: str = "127.0.0.1"
     admin_port: int = 8001
     workers: int = 1
+
+    @property
+    def unreachable(self) -> bool:
+        """For whoever is not on this machine."""
+        return self.host in LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ import click
 
 from potluck.cli.serving.up_gpus import Ready, found_chips, maker_of, prepared_for_gpus
 from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
-from potluck.cli.serving.up_show import Served, ask, ready_json, show_answer, show_ready, startup
+from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
@@ -251,13 +251,15 @@ class _Show:
     def _ready(self, now_s: float) -> None:
         models = tuple(model.name for model in self.prepared.inputs.spec.models)
         lines = (*self.stand.said, *self.prepared.lines)
-        served = Served(self.stand.url, models, self.stand.plan, lines, now_s - self.began_s)
+        keyed = self.stand.keyed
+        served = Served(self.stand.url, models, self.stand.plan, lines, now_s - self.began_s, keyed)
         if not self.check:
             click.echo(json.dumps(ready_json(served))) if self.as_json else show_ready(served)
             return
         self.stop.set()
         try:
-            answers = [ask(served.url, model) for model in models]
+            with own_key(self.stand.store, self.stand.folder) if keyed else nullcontext("") as key:
+                answers = [ask(served.url, model, key) for model in models]
         except PotluckError as error:
             self.failed = str(error)
             return

@@ -137,7 +137,7 @@ def prepared_for_gpus(
     model: Path, folder: Path, wishes: Wishes, device: str, said: Said, *, measure: bool = True
 ) -> Ready:
     """Find the GPUs, measure each kind, plan for all of them, and try how much that holds."""
-    from potluck.control.stand import written
+    from potluck.control.files import written
     from potluck.spec.load import load_spec
 
     model = model.resolve()
@@ -175,7 +175,7 @@ def _within_reach(
     path: Path, text: Callable[[float, Mapping[str, float]], str], wishes: Wishes, said: Said
 ) -> tuple[Mapping[str, float], float, Callable[[Spec], Inputs]]:
     """The first objective that these GPUs can keep, what they can do with it, and a plan for that."""
-    from potluck.control.stand import written
+    from potluck.control.files import written
     from potluck.spec.load import load_spec
 
     slos = [{key: value * times for key, value in SLO.items()} for times in SLOWER]

@@ -19,11 +19,15 @@ from potluck.cli.common.render import seconds
 from potluck.core.errors import CapacityError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from potluck.control.store.store import Store
     from potluck.core.values.plan import Plan
 
 QUESTION = "Hello"
 MOST_TOKENS = 40
 ANSWER_S = 120.0
+OWN_NAME = "potluck up --check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Served:
     lines: tuple[str, ...]
     ready_s: float
     """Since the command was given."""
+    keyed: bool = False
+    """Whether clients must show a key."""
 
 
 @contextmanager
@@ -76,8 +82,9 @@ def show_ready(served: Served) -> None:
 def curl(served: Served) -> str:
     """A command that streams an answer, in lines of 80 columns."""
     head, tail = json.dumps(body_of(served.models[0])).split(' "messages"')
+    shown = '    -H "Authorization: Bearer $OPENAI_API_KEY" \\\n' if served.keyed else ""
     return (
-        f"  curl -N {served.url}/v1/chat/completions \\\n"
+        f"  curl -N {served.url}/v1/chat/completions \\\n{shown}"
         f"    -H 'Content-Type: application/json' -d '{head}\n    \"messages\"{tail}'"
     )
 
@@ -101,6 +108,21 @@ def body_of(model: str) -> dict[str, object]:
     }
 
 
+@contextmanager
+def own_key(store: Store, folder: Path) -> Iterator[str]:
+    """A key for one question of our own, which ends with it."""
+    from potluck.control.store.keys import KeptKey, add_key, revoke_key
+    from potluck.gateway.door.keys import LOOK_S, new_key
+
+    key, line = new_key(OWN_NAME)
+    add_key(store, folder, KeptKey(json.loads(line)["sha256"], OWN_NAME, {"tenant": OWN_NAME}, time.time()))
+    try:
+        time.sleep(1.5 * LOOK_S)  # by then the gateway has read it
+        yield key
+    finally:
+        revoke_key(store, folder, OWN_NAME, time.time())
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What came back for one question."""
@@ -111,10 +133,11 @@ class Answer:
     e2e_s: float
 
 
-def ask(url: str, model: str) -> Answer:
+def ask(url: str, model: str, key: str = "") -> Answer:
     """One streamed answer; none at all is an error."""
     data = json.dumps(body_of(model)).encode()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, headers)
     began_s, first_s, text = time.monotonic(), 0.0, ""
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:

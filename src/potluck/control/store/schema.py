@@ -46,6 +46,36 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             until_s REAL NOT NULL
         )""",
     ),
+    (
+        """CREATE TABLE keys (
+            sha256 TEXT PRIMARY KEY,
+            name TEXT NOT NULL,
+            line TEXT NOT NULL,
+            made_s REAL NOT NULL,
+            expires_s REAL,
+            revoked_s REAL
+        ) WITHOUT ROWID""",
+        """CREATE TABLE usage (
+            hour INTEGER NOT NULL,
+            key TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            model TEXT NOT NULL,
+            class TEXT NOT NULL,
+            outcome TEXT NOT NULL,
+            requests INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            cached_tokens INTEGER NOT NULL,
+            output_tokens INTEGER NOT NULL,
+            estimated INTEGER NOT NULL,
+            PRIMARY KEY (hour, key, tenant, model, class, outcome)
+        ) WITHOUT ROWID""",
+        """CREATE TABLE usage_files (
+            mark TEXT PRIMARY KEY,
+            name TEXT NOT NULL,
+            read_bytes INTEGER NOT NULL,
+            garbled INTEGER NOT NULL
+        ) WITHOUT ROWID""",
+    ),
 )
 VERSION = len(MIGRATIONS)
 

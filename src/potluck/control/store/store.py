@@ -1,4 +1,4 @@
-"""The state file: plans, engines that were started, what happened and why, rates of the past.
+"""The state file: plans, engines, what happened and why, rates of the past; keys.py and usage.py have the rest.
 
 One process acts (`lease.py`), any may read; commands of operators add notes and plan versions. Every change is one
 transaction, so that a controller that is killed at any instant leaves either the state before it or the one after.
@@ -93,24 +93,26 @@ class Store:
             raise StateError(f"{self.path}: {line}") from error
 
     @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it, or nothing."""
         with self.guarded():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk has ended it already
+                    self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
 
-    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         with self.guarded():
             return self._db.execute(query, values).fetchall()
 
     # Plans.
 
     def add_plan(self, plan: Plan, at_s: float, reason: str) -> int:
-        with self._change() as db:
+        with self.change() as db:
             row = db.execute(
                 "INSERT INTO plans (at_s, reason, plan) VALUES (?, ?, ?)", (at_s, reason, plan_to_json(plan))
             )
@@ -120,7 +122,7 @@ class Store:
     def plan(self, version: int | None = None) -> PlanVersion | None:
         """One version, or the newest."""
         which = "ORDER BY version DESC LIMIT 1" if version is None else "WHERE version = ?"
-        rows = self._rows(
+        rows = self.rows(
             f"SELECT version, at_s, reason, plan FROM plans {which}", *(() if version is None else (version,))
         )
         if not rows:
@@ -130,17 +132,17 @@ class Store:
 
     def plan_marks(self, last: int = 8) -> tuple[str, ...]:
         """Of the newest versions, the newest first: what a gateway calls the plan that it serves."""
-        rows = self._rows("SELECT version FROM plans ORDER BY version DESC LIMIT ?", last)
+        rows = self.rows("SELECT version FROM plans ORDER BY version DESC LIMIT ?", last)
         for (version,) in rows:
             if version not in self._marks:
-                ((text,),) = self._rows("SELECT plan FROM plans WHERE version = ?", version)
+                ((text,),) = self.rows("SELECT plan FROM plans WHERE version = ?", version)
                 self._marks[version] = mark_of(text)
         return tuple(self._marks[version] for (version,) in rows)
 
     # Engines.
 
     def instances(self) -> tuple[Instance, ...]:
-        rows = self._rows(
+        rows = self.rows(
             "SELECT name, make, state, since_s, url, replica, problem, pinned FROM instances ORDER BY name"
         )
         return tuple(_instance(row) for row in rows)
@@ -148,7 +150,7 @@ class Store:
     def places(self) -> dict[str, dict[str, Any]]:
         """Name to what its launcher wrote down about where it runs."""
         return {
-            name: json.loads(place or "{}") for name, place in self._rows("SELECT name, place FROM instances")
+            name: json.loads(place or "{}") for name, place in self.rows("SELECT name, place FROM instances")
         }
 
     def put(self, instance: Instance, place: dict[str, Any] | None = None) -> None:
@@ -162,7 +164,7 @@ class Store:
             instance.problem,
             int(instance.pinned),
         )
-        with self._change() as db:
+        with self.change() as db:
             db.execute(
                 "INSERT INTO instances (name, make, state, since_s, url, replica, problem, pinned) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET make = excluded.make, "
@@ -176,13 +178,13 @@ class Store:
                 )
 
     def remove(self, name: str) -> None:
-        with self._change() as db:
+        with self.change() as db:
             db.execute("DELETE FROM instances WHERE name = ?", (name,))
 
     # What happened.
 
     def note(self, at_s: float, kind: str, what: str, why: str) -> None:
-        with self._change() as db:
+        with self.change() as db:
             row = db.execute(
                 "INSERT INTO events (at_s, kind, what, why) VALUES (?, ?, ?, ?)", (at_s, kind, what, why)
             )
@@ -191,7 +193,7 @@ class Store:
 
     def happenings(self, after: int = 0, most: int = BATCH) -> tuple[Happening, ...]:
         """The newest ones after a number, oldest first."""
-        rows = self._rows(
+        rows = self.rows(
             "SELECT id, at_s, kind, what, why FROM events WHERE id > ? ORDER BY id DESC LIMIT ?", after, most
         )
         return tuple(Happening(*row) for row in reversed(rows))
@@ -199,7 +201,7 @@ class Store:
     # Rates of the past, for forecasts.
 
     def add_rates(self, bin_number: int, rates_per_s: Iterable[tuple[str, float]]) -> None:
-        with self._change() as db:
+        with self.change() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO rates (model, bin, rate_per_s) VALUES (?, ?, ?)",
                 [(model, bin_number, rate) for model, rate in rates_per_s],
@@ -208,7 +210,7 @@ class Store:
     def rates(self, model: str, last_bin: int, bins: int) -> tuple[float | None, ...]:
         """Of so many bins up to and with the last one; None where nobody looked."""
         rows = dict(
-            self._rows(
+            self.rows(
                 "SELECT bin, rate_per_s FROM rates WHERE model = ? AND bin > ? AND bin <= ?",
                 model,
                 last_bin - bins,
@@ -219,16 +221,16 @@ class Store:
 
     def rated_models(self) -> tuple[str, ...]:
         """Models of which rates were kept."""
-        return tuple(model for (model,) in self._rows("SELECT DISTINCT model FROM rates ORDER BY model"))
+        return tuple(model for (model,) in self.rows("SELECT DISTINCT model FROM rates ORDER BY model"))
 
     # Few plain settings: addresses, wishes by hand.
 
     def get(self, name: str) -> Any:
-        rows = self._rows("SELECT value FROM settings WHERE name = ?", name)
+        rows = self.rows("SELECT value FROM settings WHERE name = ?", name)
         return json.loads(rows[0][0]) if rows else None
 
     def set(self, name: str, value: object) -> None:
-        with self._change() as db:
+        with self.change() as db:
             db.execute(
                 "INSERT INTO settings (name, value) VALUES (?, ?) "
                 "ON CONFLICT (name) DO UPDATE SET value = excluded.value",
@@ -239,7 +241,7 @@ class Store:
 
     def claim(self, holder: str, now_s: float, lasts_s: float) -> int | None:
         """Take or keep the lease: the number of this holder's turn, or None while somebody else has it."""
-        with self._change() as db:
+        with self.change() as db:
             row = db.execute("SELECT holder, turn, until_s FROM lease WHERE id = 1").fetchone()
             if row is not None and row[0] != holder and row[2] > now_s:
                 return None
@@ -252,11 +254,11 @@ class Store:
 
     def holder(self) -> str | None:
         """Who had the lease last."""
-        rows = self._rows("SELECT holder FROM lease WHERE id = 1")
+        rows = self.rows("SELECT holder FROM lease WHERE id = 1")
         return str(rows[0][0]) if rows else None
 
     def release(self, holder: str) -> None:
-        with self._change() as db:
+        with self.change() as db:
             db.execute("UPDATE lease SET until_s = 0 WHERE id = 1 AND holder = ?", (holder,))
 
 

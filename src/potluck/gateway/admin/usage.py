@@ -94,7 +94,12 @@ class UsageFile:
             self._file = None
 
     def _opened(self) -> int:
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """At a line's beginning: whoever wrote before may have been killed, or found no room, within one."""
+        file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            os.write(file, b"\n")
+        return file
 
     def _turn(self) -> None:
         """Begin a new file; the old one gets the day's name."""

@@ -101,7 +101,7 @@ class FrontDoor:
             path = exchange.path
             if path in POST_ONLY:
                 keys = self._keys
-                if keys is None:
+                if keys is None or keys.open:
                     key = self._who(exchange)
                 else:
                     key = keys.who(exchange.headers.get(b"authorization"), self._clock())
@@ -130,8 +130,9 @@ class FrontDoor:
     # Who.
 
     def _who(self, exchange: Exchange) -> ApiKey:
-        if self._keys is not None:
-            return self._keys.who(exchange.headers.get(b"authorization"), self._clock())
+        keys = self._keys
+        if keys is not None and not keys.opened(self._clock()):
+            return keys.who(exchange.headers.get(b"authorization"), self._clock())
         self._check_page(exchange.method, exchange.headers)
         return self._nobody
 
@@ -254,7 +255,7 @@ class FrontDoor:
 
     def _salt(self, tenant: str, own: str | None) -> str:
         """Tenants with another one share no cached prefix; `own` sets some of a tenant's requests apart as well."""
-        if self._settings.shared_prefixes or self._keys is None:
+        if self._settings.shared_prefixes or self._keys is None or self._keys.open:
             tenant = ""
         if not own:
             if not tenant:

@@ -7,6 +7,8 @@ Only `name` and `sha256` must be there (each object on one line; lines that begi
 no key, only what a key's SHA-256 is: keys are long and random, so nothing can be learnt from it. To rotate a key, add
 a line with the same name and the new hash, hand the new key out, and remove the old line: both count as one for
 limits. A file that is broken changes nothing: the keys read last stay, and `problem` says why.
+
+A file with nothing but {"open": true} asks for no key until it has one; only where others cannot reach us.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ MOST_BYTES = 32_000_000
 LONGEST_KEY = 512
 MOST_RECENT = 4096
 BEARER = b"bearer "
+OPEN = '{"open": true}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,19 @@ class KeyRing:
     """The keys of a file. `clock` is the calendar's, for when keys expire; times given are monotonic."""
 
     def __init__(
-        self, path: str | Path, now_s: float, clock: Callable[[], float], slate: Slate | None = None
+        self,
+        path: str | Path,
+        now_s: float,
+        clock: Callable[[], float],
+        slate: Slate | None = None,
+        *,
+        may_open: bool = False,
     ) -> None:
-        """With a `slate`, limits hold across the workers that share it."""
-        self._path, self._clock, self._slate = Path(path), clock, slate
+        """With a `slate`, limits hold across the workers that share it. `may_open`: only this machine reaches us."""
+        self._path, self._clock, self._slate, self._may_open = Path(path), clock, slate, may_open
         self._allowances: dict[str, Allowance] = {}
+        self.open = False
+        """Whether nobody must show a key."""
         self.problem = ""
         """Why the file as it is now is not used; empty when it is."""
         self._seen = self._stamp()
@@ -92,6 +103,12 @@ class KeyRing:
 
     def __len__(self) -> int:
         return len(self._by_digest)
+
+    def opened(self, now_s: float) -> bool:
+        """Whether nobody must show a key, now."""
+        if now_s >= self._next_look_s:
+            self.look(now_s)
+        return self.open
 
     def who(self, authorization: bytes | None, now_s: float) -> ApiKey:
         """Whose key a client shows; raises for none, an unknown or an old one."""
@@ -144,6 +161,8 @@ class KeyRing:
 
     def _read(self, now_s: float) -> dict[bytes, ApiKey]:
         lines = read_lines(self._path)
+        if not lines and not self._may_open:
+            raise InputError(str(self._path), "is open, and others can reach this gateway; add a key")
         found: dict[bytes, ApiKey] = {}
         kept: dict[str, KeyLine] = {}
         for line in lines:
@@ -165,11 +184,13 @@ class KeyRing:
             found[digest] = ApiKey(line.name, line.tenant, allowance, classes, _expiry_s(line), digest)
         for name in self._allowances.keys() - kept.keys():
             del self._allowances[name]
+        self.open = not lines
         return found
 
 
 def read_lines(path: Path) -> list[KeyLine]:
-    """The file's lines, each checked; raises for the first that is wrong, never with what it holds."""
+    """The file's lines, each checked, none where it is open; raises for the first that is wrong, never with what it
+    holds."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(str(path), f"is larger than {MOST_BYTES} bytes")
@@ -178,10 +199,14 @@ def read_lines(path: Path) -> list[KeyLine]:
         raise InputError(str(path), f"cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise FormatError(str(path), "is not text") from error
-    lines = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            lines.append(_line(line, f"{path}:{number}"))
+    texts = [
+        (line, f"{path}:{number}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if [line.strip() for line, _ in texts] == [OPEN]:
+        return []
+    lines = [_line(line, where) for line, where in texts]
     if not lines:
         raise InputError(str(path), "has no key; `potluck keys new NAME` makes one")
     return lines
@@ -214,19 +239,22 @@ def _line(text: str, where: str) -> KeyLine:
 
 
 def _expiry_s(line: KeyLine) -> float | None:
-    if line.expires is None:
-        return None
+    return None if line.expires is None else read_expiry(line.expires)
+
+
+def read_expiry(text: str) -> float:
+    """A day or a time; without a zone it is UTC."""
     try:
-        when = datetime.fromisoformat(line.expires)
-    except ValueError:
+        when = datetime.fromisoformat(text)
+        return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
         raise InputError("expires", "must be a day or a time, such as 2031-01-31") from None
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
-def new_key(name: str, tenant: str | None = None) -> tuple[str, str]:
-    """A key, to be shown once, and its line for the file."""
+def new_key(name: str, tenant: str | None = None, **more: object) -> tuple[str, str]:
+    """A key, to be shown once, and its line for the file; `more` are its limits."""
     key = "pk-" + secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
-    line = json.dumps({"name": name, "sha256": digest, "tenant": tenant or name})
+    line = json.dumps({"name": name, "sha256": digest, "tenant": tenant or name, **more})
     _line(line, "key")
     return key, line

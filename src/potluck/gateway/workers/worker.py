@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from potluck.api.origin import Served
 from potluck.core.errors import InputError
 from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.cards import ModelCard
@@ -45,15 +44,15 @@ class Worker:
         self.rides = Rides(line, directory, outgoing, time.monotonic, loop.call_later, meter=meter)
         self.keys = None
         if settings.keys is not None:
-            self.keys = KeyRing(settings.keys, time.monotonic(), time.time, slate)
+            self.keys = KeyRing(
+                settings.keys, time.monotonic(), time.time, slate, may_open=settings.places.unreachable
+            )
         self.door = FrontDoor(
             cards,
             self.rides,
             meter,
             keys=self.keys,
-            settings=DoorSettings(
-                classes=classes, secret=settings.secret, served=Served(keyed=self.keys is not None)
-            ),
+            settings=DoorSettings(classes=classes, secret=settings.secret),
             ready=ready,
             segments=directory.segments,
         )

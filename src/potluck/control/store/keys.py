@@ -1,0 +1,160 @@
+"""Clients' keys: in the state as the gateway's file has them, with hashes only, and that file made from it.
+
+The gateway reads its file alone, so that it serves without controller and state. The file is written inside the
+transaction that changes the keys: whoever writes last has read last, and where it cannot be written no key changes.
+Until the first key is added the file says that none is asked for; it never says so again, whatever is revoked.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from potluck.control.files import written
+from potluck.control.store.store import Store
+from potluck.core.errors import InputError, UnknownNameError
+
+KEY_FILE = "keys.jsonl"
+HEADER = "# Made from state.db by `potluck keys`; what is written here by hand is lost.\n"
+OPEN = json.dumps({"open": True}) + "\n"
+_COLUMNS = "sha256, name, line, made_s, expires_s, revoked_s"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKey:
+    """A key, without the key itself. Several may have one name: those that are being rotated out, and the new one."""
+
+    sha256: str
+    name: str
+    line: Mapping[str, object]
+    """Tenant and limits, as a line of the gateway's file has them."""
+    made_s: float
+    expires_s: float | None = None
+    revoked_s: float | None = None
+
+    @property
+    def ends_s(self) -> float | None:
+        found = [each for each in (self.expires_s, self.revoked_s) if each is not None]
+        return min(found) if found else None
+
+    def holds(self, now_s: float) -> bool:
+        return self.ends_s is None or self.ends_s > now_s
+
+
+def kept_keys(store: Store) -> tuple[KeptKey, ...]:
+    """All that there ever were, the oldest first."""
+    return tuple(map(_key, store.rows(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256")))
+
+
+def add_key(store: Store, folder: Path, key: KeptKey) -> None:
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        if any(each.name == key.name and each.holds(key.made_s) for each in known):
+            raise InputError(key.name, "has a key already; `potluck keys rotate` or `revoke` it")
+        _insert(db, key)
+
+    _changed(store, folder, key.made_s, change, f"{key.name} was added")
+
+
+def rotate_key(store: Store, folder: Path, name: str, sha256: str, now_s: float, grace_s: float) -> KeptKey:
+    """Another key of the same name, tenant and limits; the ones before hold for a while longer."""
+    made: list[KeptKey] = []
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        mine = [each for each in _named(name, known) if each.holds(now_s)]
+        if not mine:
+            raise InputError(name, "has no key that holds; `potluck keys add` makes one")
+        last = mine[-1]
+        for each in mine:
+            ends_s = min(now_s + grace_s, each.ends_s or now_s + grace_s)
+            db.execute("UPDATE keys SET expires_s = ? WHERE sha256 = ?", (ends_s, each.sha256))
+        made.append(replace(last, sha256=sha256, made_s=now_s))
+        _insert(db, made[0])
+
+    _changed(
+        store, folder, now_s, change, f"{name} was rotated; the key before holds for {grace_s / 3600:g} h"
+    )
+    return made[0]
+
+
+def revoke_key(store: Store, folder: Path, name: str, now_s: float) -> int:
+    """None of this name is let in any more; how many there were."""
+    ended: list[str] = []
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        ended.extend(each.sha256 for each in _named(name, known) if each.holds(now_s))
+        if not ended:
+            raise InputError(name, "has no key that holds")
+        db.execute("UPDATE keys SET revoked_s = ? WHERE name = ? AND revoked_s IS NULL", (now_s, name))
+
+    _changed(store, folder, now_s, change, f"{name} was revoked")
+    return len(ended)
+
+
+def publish_keys(store: Store, folder: Path) -> bool:
+    """Make the gateway's file what the state says; whether it was another."""
+    path = folder / KEY_FILE
+    try:
+        if path.read_text("utf-8") == _text(kept_keys(store)):
+            return False
+    except (OSError, UnicodeDecodeError):
+        pass  # it is not there, or no text: written anew
+    with store.change() as db:
+        written(path, _text(_all(db)))
+    return True
+
+
+def _changed(
+    store: Store,
+    folder: Path,
+    now_s: float,
+    change: Callable[[sqlite3.Connection, tuple[KeptKey, ...]], None],
+    what: str,
+) -> None:
+    with store.change() as db:
+        change(db, _all(db))
+        written(folder / KEY_FILE, _text(_all(db)))
+    store.note(now_s, "keys", what, "by hand")
+
+
+def _all(db: sqlite3.Connection) -> tuple[KeptKey, ...]:
+    return tuple(map(_key, db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256").fetchall()))
+
+
+def _insert(db: sqlite3.Connection, key: KeptKey) -> None:
+    row = (key.sha256, key.name, json.dumps(key.line), key.made_s, key.expires_s, key.revoked_s)
+    db.execute(f"INSERT INTO keys ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", row)
+
+
+def _named(name: str, known: tuple[KeptKey, ...]) -> list[KeptKey]:
+    found = [each for each in known if each.name == name]
+    if not found:
+        raise UnknownNameError("keys", name, [each.name for each in known])
+    return found
+
+
+def _text(keys: tuple[KeptKey, ...]) -> str:
+    """Of the gateway's file, in which keys of one name must have the same tenant and limits.
+
+    Where all were revoked the last one stays, ended: an empty file would say nothing.
+    """
+    if not keys:
+        return HEADER + OPEN
+    newest = {each.name: each.line for each in keys}
+    listed = [each for each in keys if each.revoked_s is None and each.line == newest[each.name]]
+    return HEADER + "".join(_line(each) for each in listed or keys[-1:])
+
+
+def _line(key: KeptKey) -> str:
+    line = {"name": key.name, "sha256": key.sha256, **key.line}
+    if key.ends_s is not None:
+        line["expires"] = datetime.fromtimestamp(key.ends_s, UTC).isoformat(timespec="milliseconds")
+    return json.dumps(line) + "\n"
+
+
+def _key(row: tuple[str, str, str, float, float | None, float | None]) -> KeptKey:
+    sha256, name, line, made_s, expires_s, revoked_s = row
+    return KeptKey(sha256, name, json.loads(line), made_s, expires_s, revoked_s)

@@ -1,0 +1,349 @@
+"""Keys and usage in the state: records count once whoever reads and dies, keys reach the gateway's own reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.api.errors import Refused
+from potluck.cli.main import run
+from potluck.control.books import Books, count_all
+from potluck.control.store.keys import (
+    KEY_FILE,
+    KeptKey,
+    add_key,
+    kept_keys,
+    publish_keys,
+    revoke_key,
+    rotate_key,
+)
+from potluck.control.store.schema import VERSION
+from potluck.control.store.store import StateError, Store
+from potluck.control.store.usage import Read, UsageReader, used
+from potluck.core.errors import CapacityError, InputError, PotluckError, UnknownNameError
+from potluck.gateway.door.keys import KeyRing, new_key
+
+HOUR = 480_000
+"""Of 2024."""
+
+
+def line(hour: int = HOUR, **more: Any) -> str:
+    from datetime import UTC, datetime
+
+    when = datetime.fromtimestamp(hour * 3600 + 5, UTC).isoformat(timespec="milliseconds")
+    return json.dumps(
+        {
+            "time": when,
+            "request": "req-1",
+            "key": "ann",
+            "tenant": "co",
+            "model": "m",
+            "class": "standard",
+            "prompt_tokens": 100,
+            "cached_tokens": 60,
+            "output_tokens": 11,
+            "outcome": "stop",
+            "status": 200,
+            "seconds": 1.0,
+            "estimated": False,
+        }
+        | more
+    )
+
+
+def write(path: Path, *lines: str, end: str = "\n") -> None:
+    with path.open("a") as file:
+        file.write("\n".join(lines) + end)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "state.db")
+
+
+def total(store: Store) -> dict[str, Any]:
+    (row,) = used(store, ())
+    return row
+
+
+# Usage.
+
+
+def test_records_are_counted_once_whoever_reads(tmp_path: Path, store: Store) -> None:
+    now = tmp_path / "usage.jsonl"
+    write(now, line(), line(HOUR + 1, key="bob", outcome="overloaded", output_tokens=0))
+    assert UsageReader(store, tmp_path).turn() == Read(2)
+    assert UsageReader(Store(tmp_path / "state.db"), tmp_path).turn() == Read()
+    write(now, line(estimated=True), end="")
+    reader = UsageReader(store, tmp_path)
+    assert reader.turn() == Read(), "its end has not come yet"
+    write(now, "")
+    assert reader.turn() == Read(1)
+    now.rename(tmp_path / "usage-2024-10-04.jsonl")  # a day is over
+    write(now, line(HOUR + 24))
+    assert reader.turn() == Read(1)
+    (tmp_path / "usage-copy.jsonl").write_bytes(now.read_bytes())
+    assert reader.turn() == Read()
+    assert total(store) == {
+        "requests": 4,
+        "answered": 3,
+        "prompt_tokens": 300,  # nothing was computed for the one that was refused
+        "cached_tokens": 180,
+        "output_tokens": 33,
+        "estimated": 1,
+    }
+    rows = used(store, ("day", "key"))
+    assert [(row["day"], row["key"], row["requests"]) for row in rows] == [
+        ("2024-10-04", "ann", 2),
+        ("2024-10-04", "bob", 1),
+        ("2024-10-05", "ann", 1),
+    ]
+    assert used(store, ("outcome",))[0]["prompt_tokens"] == 100, "whoever asks for outcomes sees all tokens"
+    assert [row["hour"] for row in used(store, ("hour",), HOUR * 3600 + 3599, HOUR * 3600 + 3601)] == [
+        "2024-10-04T00:00Z",
+        "2024-10-04T01:00Z",
+    ]
+
+
+def test_a_lost_state_is_counted_anew_from_the_files(tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "usage.jsonl", *[line()] * 5)
+    write(tmp_path / "usage-2024-10-03.jsonl", line(HOUR - 30))
+    count_all(store, tmp_path, 0.0)
+    before = used(store, ("hour", "key"))
+    store.close()
+    (tmp_path / "state.db").unlink()
+    again = Store(tmp_path / "state.db")
+    count_all(again, tmp_path, 0.0)
+    assert used(again, ("hour", "key")) == before
+
+
+def test_large_files_are_read_in_pieces(tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "usage.jsonl", *[line(request=f"r{number}") for number in range(2000)])
+    reader, turns = UsageReader(store, tmp_path), 0
+    while reader.turn(100_000).more:
+        turns += 1
+    assert turns >= 3
+    assert total(store)["requests"] == 2000
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "no json",
+        "[1]",
+        "null",
+        line()[:-9] + line(),  # a gateway was killed within a line
+        line(time="yesterday"),
+        line(prompt_tokens=-1),
+        line(prompt_tokens=True),
+        line(output_tokens=1e9),
+        line(key=None),
+        json.dumps({"time": "2024-10-04"}),
+        "[" * 50_000,
+        "x" * 300_000,
+    ],
+)
+def test_what_is_no_record_counts_nowhere_and_is_said(bad: str, tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "usage.jsonl", line(), bad, line())
+    count_all(store, tmp_path, 7.0)
+    assert total(store)["requests"] == 2
+    assert any(each.kind == "usage" and "no records" in each.what for each in store.happenings())
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+from potluck.control.store.store import Store
+from potluck.control.store.usage import UsageReader
+folder = Path(sys.argv[1])
+threading.Timer(float(sys.argv[2]), lambda: os._exit(9)).start()
+reader = UsageReader(Store(folder / "state.db"), folder)
+while reader.turn(1).more:
+    pass
+os._exit(0)
+"""
+
+
+def test_readers_killed_at_any_instant_count_nothing_twice(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "usage.jsonl", *[line(prompt_tokens=number) for number in range(20_000)])
+    for after_s in (0.01, 0.03):
+        two = [
+            subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(after_s)]) for _ in range(2)
+        ]
+        for each in two:
+            each.wait(60)
+    count_all(store, tmp_path, 0.0)
+    assert total(store)["requests"] == 20_000
+    assert total(store)["prompt_tokens"] == sum(range(20_000))
+
+
+def test_a_disk_without_room_is_said_as_for_all_else(tmp_path: Path, store: Store) -> None:
+    write(tmp_path / "usage.jsonl", *[line(key=f"k{number}") for number in range(3000)])
+    (pages,) = store.rows("PRAGMA page_count")[0]
+    store.rows(f"PRAGMA max_page_count = {pages + 2}")
+    with pytest.raises(StateError, match="cannot be written .*full.*make room and start again"):
+        UsageReader(store, tmp_path).turn()
+    assert used(store, ("key",)) == [], "all of it or nothing"
+    store.rows("PRAGMA max_page_count = 1000000")
+    assert UsageReader(store, tmp_path).turn().records == 3000
+
+
+# Keys.
+
+
+def made(name: str, at_s: float, **line: Any) -> tuple[str, KeptKey]:
+    key, text = new_key(name)
+    return key, KeptKey(json.loads(text)["sha256"], name, {"tenant": "co", **line}, at_s)
+
+
+class Gateway:
+    """The gateway's own reader of its file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 1000.0
+        self.ring = KeyRing(folder / KEY_FILE, 0.0, lambda: self.now_s, may_open=True)
+
+    def lets_in(self, key: str) -> bool:
+        self.ring.look(0.0)
+        assert self.ring.problem == ""
+        if self.ring.open:
+            return True
+        try:
+            return self.ring.who(f"Bearer {key}".encode(), 0.0).tenant == "co"
+        except Refused:
+            return False
+
+
+def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: Store) -> None:
+    assert publish_keys(store, tmp_path)
+    gateway = Gateway(tmp_path)
+    assert gateway.lets_in(""), "until there is a key none is asked for"
+    old, kept = made("ann", 1000.0, requests_per_min=60.0)
+    add_key(store, tmp_path, kept)
+    assert gateway.lets_in(old)
+    assert not gateway.lets_in("")
+    with pytest.raises(InputError, match="ann: has a key already"):
+        add_key(store, tmp_path, made("ann", 1000.0)[1])
+    new, text = new_key("ann")
+    rotate_key(store, tmp_path, "ann", json.loads(text)["sha256"], 1000.0, 100.0)
+    assert gateway.lets_in(old)
+    assert gateway.lets_in(new)
+    gateway.now_s = 1101.0
+    assert not gateway.lets_in(old), "its grace is over"
+    assert gateway.lets_in(new)
+    assert revoke_key(store, tmp_path, "ann", 1101.0) == 1
+    assert not gateway.lets_in(new)
+    assert not gateway.lets_in(""), "it never opens again"
+    with pytest.raises(InputError, match="no key that holds"):
+        rotate_key(store, tmp_path, "ann", "0" * 64, 1102.0, 0.0)
+    with pytest.raises(UnknownNameError, match="did you mean 'ann'"):
+        revoke_key(store, tmp_path, "anne", 1102.0)
+    other, again = made("ann", 1103.0)  # with other limits than the ones before
+    add_key(store, tmp_path, again)
+    assert gateway.lets_in(other)
+    text = (tmp_path / KEY_FILE).read_text()
+    assert other not in text
+    assert (tmp_path / KEY_FILE).stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: Store) -> None:
+    publish_keys(store, tmp_path)
+    before = (tmp_path / KEY_FILE).read_text()
+    os.mkdir(tmp_path / f"{KEY_FILE}.new")
+    with pytest.raises((CapacityError, OSError)):
+        add_key(store, tmp_path, made("ann", 0.0)[1])
+    assert kept_keys(store) == ()
+    assert (tmp_path / KEY_FILE).read_text() == before
+
+
+def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, store: Store) -> None:
+    add_key(store, tmp_path, made("ann", 0.0)[1])
+    notes: list[tuple[str, ...]] = []
+    now_s = [0.0]
+    books = Books(store, tmp_path, lambda *what: notes.append(what), lambda: now_s[0])
+    books.turn()
+    assert notes == []
+    whole = (tmp_path / KEY_FILE).read_text()
+    (tmp_path / KEY_FILE).write_text('{"open": true}\n')
+    books.turn()
+    assert notes == [], "it looks every few seconds"
+    now_s[0] = 5.0
+    books.turn()
+    assert (tmp_path / KEY_FILE).read_text() == whole
+    assert [each[0] for each in notes] == ["keys"]
+
+
+# The file, and the commands.
+
+
+def test_a_file_of_version_one_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as db:
+        db.executescript((Path(__file__).parent / "state_v1.sql").read_text())
+    store = Store(path)
+    assert store.rows("PRAGMA user_version") == [(VERSION,)]
+    newest = store.plan()
+    assert newest is not None
+    assert [each.template for each in newest.plan.deployments] == ["words: mixed 1xL4 tp1"]
+    assert [each.kind for each in store.happenings()][-1] == "down"
+    assert store.get("spec files") == {"path": "potluck.yaml", "profiles": []}
+    assert kept_keys(store) == ()
+    write(tmp_path / "usage.jsonl", line())
+    count_all(store, tmp_path, 0.0)
+    assert total(store)["requests"] == 1
+    add_key(store, tmp_path, made("ann", 0.0)[1])
+    assert [each.name for each in kept_keys(Store(path))] == ["ann"]
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = ["--state", str(tmp_path / "new")]
+    assert (
+        run(["keys", "add", "ann", "--tenant", "co", "--concurrent", "4", "--expires", "2099-01-01", *state])
+        == 0
+    )
+    shown = capsys.readouterr().out.split()[-1]
+    assert run(["keys", "list", "--json", *state]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["keys"]
+    assert (row["name"], row["tenant"], row["holds"], row["limits"]) == ("ann", "co", "yes", "concurrent 4")
+    assert Gateway(tmp_path / "new").lets_in(shown)
+    assert run(["keys", "rotate", "ann", "--grace-h", "0", *state]) == 0
+    other = capsys.readouterr().out.split()[-1]
+    gateway = Gateway(tmp_path / "new")
+    gateway.now_s = 1e12
+    assert not gateway.lets_in(other), "it expires when the first one would have"
+    assert run(["keys", "revoke", "bob", *state]) == 2
+    assert "did you mean" in (said := capsys.readouterr().err) or "known are" in said
+    assert run(["keys", "add", "bob", "--expires", "soon", *state]) == 2
+    assert "2031-01-31" in capsys.readouterr().err
+    write(tmp_path / "new" / "usage.jsonl", line(), line(model="=cmd()"))
+    assert run(["usage", "--csv", "--since", "2024-01-01", *state]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "key,tenant,model,requests,answered,prompt_tokens,cached_tokens,output_tokens,estimated",
+        "ann,co,'=cmd(),1,1,100,60,11,0",
+        "ann,co,m,1,1,100,60,11,0",
+    ]
+    assert run(["usage", "--json", "--by", "tenant", *state]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["requests"] == 2
+    assert run(["usage", "--since", "24h", *state]) == 0
+    assert "no requests were recorded since 24h" in capsys.readouterr().out
+    assert run(["usage", "--since", "tomorrow", *state]) == 2
+    assert run(["usage", "--by", "colour", *state]) == 2
+    assert "none of hour, day" in capsys.readouterr().err
+    (tmp_path / "new" / "state.db").write_bytes(b"no database" * 100)
+    assert run(["usage", *state]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_damage_is_a_line_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"no database" * 100)
+    with pytest.raises(PotluckError, match="damaged"):
+        kept_keys(Store(tmp_path / "state.db"))
