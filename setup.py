@@ -51,7 +51,8 @@ def extensions() -> list[Any]:
     ]
     found = mypycify([*options, *paths], opt_level="3", debug_level="0", group_name="potluck")
     for extension in found:
-        extension.extra_compile_args += [ONE_ROUNDING_EACH, *WITHIN]
+        # Not added in place: all of them share one list.
+        extension.extra_compile_args = [*extension.extra_compile_args, ONE_ROUNDING_EACH, *WITHIN]
     return found
 
 

@@ -102,6 +102,7 @@ class Stand:
                 raise
             print(f"left out, since it does not start: {name} ({error})", file=sys.stderr)
             return False
+        proxies.settle(process)
         self.all[name] = (process, port)
         return True
 

@@ -149,6 +149,17 @@ def await_port(process: Process, port: int, within_s: float = 60.0, path: str = 
     raise RuntimeError(f"not ready: {' '.join(process.command)}")
 
 
+def settle(process: Process, within_s: float = 30.0) -> None:
+    """Wait until it has done all that it does at its start: of several workers the first answers before the last."""
+    until_s, before_s = time.monotonic() + within_s, process.cpu_s()
+    while time.monotonic() < until_s:
+        time.sleep(0.5)
+        now_s = process.cpu_s()
+        if now_s - before_s < 0.025:
+            return
+        before_s = now_s
+
+
 def upstream(ports: Sequence[int], cores: set[int]) -> Process:
     made = Process([sys.executable, str(HERE / "gateway_upstream.py"), *map(str, ports)], cores)
     await_port(made, ports[0])
