@@ -10,10 +10,15 @@ from potluck.catalog import models, nodes
 from potluck.control.replanner import Asked, Replanner
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import CapacityError
+from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.perf.profile import ProfileTimer
+from potluck.perf.step import steps
 from potluck.plan.again import drifted
+from potluck.plan.observed import Pace, observed, profile_of, spoken
 from potluck.plan.problem import Problem, ask
+from potluck.plan.rates import layout_timer
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
 L4, A10 = nodes.node_type("1xL4"), nodes.node_type("1xA10")
@@ -104,3 +109,41 @@ def test_other_roles_are_no_start(planner: Replanner) -> None:
 def test_without_any_node_it_says_so(planner: Replanner) -> None:
     with pytest.raises(CapacityError, match="no region has any node"):
         planner.full(Asked({"m": 1.0}, "all gone", regions=regions(0, 0)))
+
+
+def test_a_kind_of_node_that_is_slower_than_its_facts_is_planned_as_slow_as_it_is(
+    running: Plan, planner: Replanner
+) -> None:
+    assert copies(running, "A10") == 0
+    asked = Asked({"m": 6.0}, "as usual", running=running)
+    assert planner.full(asked).plan is None, "at the speed of its facts it is the best there is"
+    slow = replace(asked, paces=(Pace("m", "1xL4", 1, 2.0),))
+    reply = planner.full(slow)
+    assert reply.plan is not None
+    assert copies(reply.plan, "A10") > 0, "twice the L4s are not there"
+    assert "instead of" in reply.why
+    assert planner.full(replace(asked, paces=(Pace("m", "1xL4", 1, 1.05),))).plan is None, "near enough"
+    assert planner.full(replace(asked, paces=(Pace("other", "1xL4", 1, 2.0),))).plan is None
+    assert planner.full(replace(asked, paces=(Pace("m", "1xH100", 1, 2.0),))).plan is None, "no such node"
+
+
+def test_an_observed_profile_is_the_facts_times_the_pace() -> None:
+    layout = single("1xL4", 1, len(ASK.model.layers))
+    batch = steps(
+        [300.0, 900.0, 1800.0, 0.0, 0.0, 700.0],
+        [0.0, 0.0, 500.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 8.0, 40.0, 30.0],
+        [0.0, 0.0, 0.0, 8000.0, 40.0 * 700, 30.0 * 900],
+    )
+    facts = layout_timer(ASK, layout, PROBLEM.by_name).step_s(batch)
+    for pace, believed in ((2.0, 2.0), (0.6, 0.6), (50.0, 4.0), (0.01, 0.5)):
+        found = profile_of(PROBLEM, ASK, Pace("m", "1xL4", 1, pace), "2031-01-31")
+        assert ProfileTimer(found).step_s(batch) / facts == pytest.approx(believed, rel=0.08)
+    slow = observed(PROBLEM, (Pace("m", "1xL4", 1, 2.0),), "2031-01-31")
+    assert layout_timer(slow.asks[0], layout, PROBLEM.by_name).step_s(batch) / facts == pytest.approx(
+        2, rel=0.08
+    )
+    assert observed(PROBLEM, (Pace("m", "1xL4", 1, 0.95),), "2031-01-31") == PROBLEM
+    assert spoken((Pace("m", "1xL4", 1, 1.349), Pace("m", "1xA10", 1, 1.0))) == (
+        "plans with 1xL4 at 1.35 of its facts for m"
+    )

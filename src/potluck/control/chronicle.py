@@ -34,8 +34,11 @@ class Chronicle:
         gateway: GatewayClient,
         note_once: Callable[[str, str, str], None],
         clock: Callable[[], float],
+        paces: Callable[[Sequence[dict[str, Any]]], None] = lambda said: None,
     ) -> None:
+        """`paces` hears what the Brain thinks of its replicas' speed."""
         self._store, self._gateway, self._note_once, self._clock = store, gateway, note_once, clock
+        self._paces = paces
 
     def turn(self) -> None:
         read = self._store.get(READ) or {}
@@ -49,6 +52,7 @@ class Chronicle:
                 said = self._gateway.decisions(0)
             except PotluckError:
                 return
+        self._paces(said.get("paces", ()))
         number = int(read.get("number", 0))
         for each in said.get("decisions", ()):
             if each["number"] > number:

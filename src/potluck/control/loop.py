@@ -23,6 +23,7 @@ from potluck.control.chronicle import Chronicle, gist
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
 from potluck.control.launch.base import Launcher
 from potluck.control.market import MarketFile
+from potluck.control.paces import Paces
 from potluck.control.planning import Planner, Planning
 from potluck.control.step import LINGER_S, START_S, Memory, step
 from potluck.control.store.lease import Lease
@@ -75,8 +76,9 @@ class Controller:
         self._linger_s, self._start_s = linger_s, start_s
         self._memory = Memory()
         self._templates: dict[str, Template] = {}
-        self.planning = Planning(store, planner, self.change_plan, self._note, advise=advise)
-        self._chronicle = Chronicle(store, gateway, self._note_once, clock)
+        paces = Paces(store, self._templates, clock)
+        self.planning = Planning(store, planner, self.change_plan, self._note, advise=advise, paces=paces.now)
+        self._chronicle = Chronicle(store, gateway, self._note_once, clock, paces.hear)
         self._books = Books(store, store.path.parent, self._note, clock)
         self._elsewhere_s: float | None = None
         self._said: dict[str, str] = {}

@@ -20,6 +20,7 @@ from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import Region
+from potluck.plan.observed import Pace, spoken
 
 FIRST_S = 1.5
 """A turn waits so long for the first answer."""
@@ -48,9 +49,11 @@ class Planning:
         note: Note,
         *,
         advise: bool = False,
+        paces: Callable[[], tuple[Pace, ...]] = tuple,
     ) -> None:
+        """`paces`: what replicas really take, as far as is known."""
         self._store, self._planner, self._adopt, self._note = store, planner, adopt, note
-        self._advise = advise
+        self._advise, self._paces = advise, paces
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="potluck-plan")
         self._answered: Any = None
         """The request for a plan that is being answered, or was."""
@@ -73,8 +76,9 @@ class Planning:
             self._answered = asked
             newest = self._store.plan()
             planned = None if newest is None else newest.plan
-            self._asked = _asked(asked, regions, _running(planned, wanted), planned)
-            self._note("plan", "begins", self._asked.reason)
+            made = _asked(asked, regions, _running(planned, wanted), planned)
+            self._asked = replace(made, paces=self._paces())
+            self._note("plan", "begins", "; ".join(filter(None, (made.reason, spoken(self._asked.paces)))))
             self._first = True
             self.under_way = self._pool.submit(self._planner.first, self._asked)
             # What is left after a loss should not wait for the next turn.

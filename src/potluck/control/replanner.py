@@ -1,4 +1,4 @@
-"""Plans for a service that runs: for the rates and lengths now seen, at the prices of now, from what is there.
+"""Plans for a service that runs: for rates, lengths and speeds as seen, at the prices of now, from what is there.
 
 first   after machines were lost: what is left, routed anew or in other roles; no weights are loaded
 full    a new plan, by the strategy that made the one in force, that pays for what it starts
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 from potluck.plan.again import INTERVAL_S, problem_now
 from potluck.plan.ladder import Answer, at_once, best_answer, survivors
+from potluck.plan.observed import Pace, observed
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
@@ -35,6 +37,8 @@ class Asked:
     """The newest plan, with the copies that are there."""
     planned: Plan | None = None
     """The newest plan as it was made; some of its copies may be gone already."""
+    paces: tuple[Pace, ...] = ()
+    """What replicas really take, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +100,5 @@ class Replanner:
         return best_answer(at_once(problem, running, Settings(time_limit_s=FIRST_S)))
 
     def _problem(self, asked: Asked) -> Problem:
-        return problem_now(self.problem, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s)
+        facts = observed(self.problem, asked.paces, datetime.now(UTC).date().isoformat())
+        return problem_now(facts, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s)

@@ -11,7 +11,9 @@ import click
 
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, percent, seconds, table
+from potluck.cli.measuring.profile_live import write_live
 from potluck.cli.serving.emulate import emulation
+from potluck.cli.serving.service import state_option
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
 
@@ -45,6 +47,8 @@ class Options:
 @click.command()
 @click.argument("url", required=False)
 @click.option("--local", is_flag=True, help="Measure the embedded engine in this process instead.")
+@click.option("--live", is_flag=True, help="Of a service that runs: what its replicas took, kind by kind.")
+@state_option
 @click.option("--model", type=click.Path(path_type=Path), help="With --local: a model's directory.")
 @click.option("--device", default="cpu", show_default=True, help="With --local: cpu, cuda, cuda:1, ...")
 @click.option("--threads", type=click.IntRange(1), help="With --local: threads for computing on a CPU.")
@@ -73,21 +77,33 @@ class Options:
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="The engine's key.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("profile.json"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print a summary as JSON.")
-def profile(url: str | None, local: bool, out: Path, as_json: bool, **options: object) -> None:
+def profile(
+    url: str | None,
+    local: bool,
+    live: bool,
+    state: Path | None,
+    out: Path,
+    as_json: bool,
+    **options: object,
+) -> None:
     """Measure how long an engine's steps take, and write it down for `potluck`.
 
     \b
     Examples:
       potluck profile http://127.0.0.1:8000 --gpu A10 --out a10.json
       potluck profile --local --quick
+      potluck profile --live --out observed.json
       potluck profile --local --model ~/models/Llama-3.2-1B --device cuda --gpu L40S
     """
     from potluck.perf.profile import profile_to_json
 
-    if local == (url is not None):
-        raise InputError("profile", "give an engine's URL or --local, one of them")
+    if local + live + (url is not None) != 1:
+        raise InputError("profile", "give an engine's URL, --local or --live, one of them")
     if out.is_dir() or not out.resolve().parent.is_dir():
         raise InputError("--out", f"{out} cannot be written")
+    if live:
+        write_live(state, out, as_json)
+        return
     try:
         flags = Options(**options)  # type: ignore[arg-type]
         found = _remote(url, flags) if url is not None else _local(flags)

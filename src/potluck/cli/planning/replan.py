@@ -15,7 +15,7 @@ from potluck.cli.common.render import emit_json, percent, seconds, table, usd
 from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
-from potluck.cli.planning.replan_live import apply, live_of, said_of
+from potluck.cli.planning.replan_live import apply, live_of, said_of, with_paces
 from potluck.cli.serving.service import opened, state_option
 from potluck.core.errors import CapacityError, InputError
 
@@ -111,7 +111,9 @@ def replan(
         else:
             running, spec = plan_from_json(plan_path.read_text(encoding="utf-8")), read_spec(spec_path)
         problem = load_problem(changed_spec(spec, changes), headroom, None, (), init_penalty)
-        problem = changed_problem(measured(problem, now.profiles if live else ()), running, changes)
+        if live:
+            problem = with_paces(measured(problem, now.profiles), now)
+        problem = changed_problem(problem, running, changes)
         answers, best = _answered(problem, running, time_limit_s, seed)
         if out is not None:
             out.write_text(plan_to_json(best.plan), encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from potluck.control.view import Service
     from potluck.core.values.plan import Plan
     from potluck.plan.ladder import Answer
+    from potluck.plan.observed import Pace
+    from potluck.plan.problem import Problem
 
 LEAST_PER_S = 1e-3
 """A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
@@ -32,15 +35,19 @@ class Live:
     profiles: tuple[Path, ...]
     rates: tuple[str, ...]
     """What was asked of it in the last ten minutes that are over, as `--rate` has it."""
+    paces: tuple[Pace, ...] = ()
+    """What its replicas really take."""
 
 
 def live_of(service: Service) -> Live:
     from potluck.control.chronicle import history_of
+    from potluck.control.paces import paces_of
 
     newest, known = service.store.plan(), service.store.get("spec files") or {}
     if newest is None or "path" not in known:
         raise nothing(f"there is no plan in {service.folder} yet")
-    seen = history_of(service.store, time.time())
+    now_s = time.time()
+    seen = history_of(service.store, now_s)
     models = {template.model for template in newest.plan.templates}
     rates = tuple(
         f"{model}={rates[-1]:.6g}"
@@ -48,7 +55,15 @@ def live_of(service: Service) -> Live:
         if model in models and rates[-1] >= LEAST_PER_S
     )
     profiles = tuple(Path(each) for each in known.get("profiles", ()))
-    return Live(newest.version, newest.plan, Path(known["path"]), profiles, rates)
+    paces = paces_of(service.store, now_s)
+    return Live(newest.version, newest.plan, Path(known["path"]), profiles, rates, paces)
+
+
+def with_paces(problem: Problem, running: Live) -> Problem:
+    """As fast as its replicas really are."""
+    from potluck.plan.observed import observed
+
+    return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
 
 
 def apply(service: Service, running: Live, best: Answer) -> str:
@@ -93,5 +108,9 @@ def is_no_better(plan: Plan, running: Plan) -> bool:
 
 def said_of(running: Live) -> None:
     """What the answers are for."""
+    from potluck.plan.observed import spoken
+
     rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
     click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
+    if paces := spoken(running.paces):
+        click.echo(paces)

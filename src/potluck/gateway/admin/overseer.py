@@ -57,7 +57,7 @@ class Overseer(Protocol):
         """Other prices, other nodes."""
 
     def decisions(self, after: int) -> Json:
-        """What was decided since a number, and what scaling thinks now."""
+        """What was decided since a number, what scaling thinks now, and what replicas really take."""
 
     def drain(self, body: Json) -> Json:
         """Empty a replica, by hand; says which others go with it."""

@@ -267,7 +267,7 @@ class Oversight:
         return {"regions": len(regions)}
 
     def decisions(self, after: int) -> Json:
-        """What was decided since, and what scaling thinks now."""
+        """What was decided since, what scaling thinks now, and what replicas took of late beside what they should."""
         herald = self._center.herald
         return {
             "epoch": herald.epoch,
@@ -277,6 +277,18 @@ class Oversight:
                 if each.number > after
             ],
             "thinks": self._center.brain.steward.why(),
+            "paces": [
+                {
+                    "replica": name,
+                    "template": view.member.template,
+                    "index": view.member.index,
+                    "observed_s": view.observed_s,
+                    "planned_s": view.planned_s,
+                    "learned_s": view.learned_s,
+                }
+                for name, view in self._center.brain.fleet.views.items()
+                if view.planned_s > 0
+            ],
         }
 
 
