@@ -224,3 +224,26 @@ def test_a_market_over_time_is_followed_by_planner_and_fleet(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "offers[0].node" in said
+
+
+def test_what_is_not_as_planned_fits_eighty_columns_and_keeps_every_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from potluck.cli.trying.simulate_show import show_planned
+    from potluck.sim.results.planned import Comparison
+    from potluck.worlds.promises import Span
+
+    name = "documents: pipeline 2xRTX4090 tp2 + 2xRTX4090 tp2 mixed@a-far-away-region#12/0 and 3 like it"
+    show_planned(
+        [
+            Comparison("rate", name, Span(0.123, 0.456), 0.789, "differs"),
+            Comparison("busy", "agrees", Span(0.1, 0.2), 0.2, "agrees"),
+        ]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Not as planned"
+    assert max(map(len, lines)) <= 80
+    assert "0.123 to 0.456 req/s" in lines[2]
+    assert "0.789 req/s" in lines[2]
+    assert " ".join(" ".join(lines[2:]).split()).endswith("and 3 like it")
+    assert all(word in " ".join(lines).split() for word in name.split())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Happening, Limits
+from potluck.core.replica.batch_values import LATE, LOWEST
 
 
 @dataclass
@@ -85,10 +86,18 @@ class PlainBatcher:
         chunks = []
         for s in self.all:
             s.chunk = 0
-        for s in sorted(self.of("prefill"), key=lambda s: s.began):
+        begun = sorted(self.of("prefill"), key=lambda s: (-s.priority, s.began))
+        begins = not preempted or not self.of("prefill", "decode")
+        least = max((s.priority for s in self.of("waiting")), default=LOWEST) if begins else LOWEST
+        rest = [s for s in begun if s.priority < least]
+        for s in begun[: len(begun) - len(rest)]:
             budget = self._give(s, budget, chunks)
-        if not preempted or not self.of("prefill", "decode"):
-            self._begin(budget, chunks)
+        if rest:
+            budget = self._begin(budget, chunks, rest[0].priority)
+        for s in rest:
+            budget = self._give(s, budget, chunks)
+        if begins:
+            self._begin(budget, chunks, LOWEST)
         decodes = self.of("decode", "new")
         return chunks, len(decodes), sum(s.held for s in decodes), preempted
 
@@ -111,20 +120,22 @@ class PlainBatcher:
             chunks.append((s.key, s.chunk, s.held))
         return budget - s.chunk
 
-    def _begin(self, budget: int, chunks: list[tuple[int, int, int]]) -> None:
+    def _begin(self, budget: int, chunks: list[tuple[int, int, int]], above: int) -> int:
         def turn(s: Plain) -> tuple[int, int]:
             return -s.priority, s.order
 
         while budget > 0:
             running = self.of("prefill", "decode", "new")
             line = sorted(self.of("own"), key=turn) or sorted(self.of("waiting"), key=turn)
-            if not line or len(running) >= self.limits.max_running:
-                return
+            if not line or len(running) >= self.limits.max_running or line[0].priority <= above:
+                return budget
             head = line[0]
             if head.state == "waiting":
+                if head.priority <= LATE and any(s.priority <= LATE for s in self.of("prefill")):
+                    return budget
                 needed = self.blocks(head.todo + head.held)
                 if needed + (self.limits.spare if running else 0) > self.free:
-                    return
+                    return budget
                 head.blocks = needed
             self.steps += 1
             head.began = self.steps
@@ -134,6 +145,7 @@ class PlainBatcher:
             else:
                 head.state = "prefill"
                 budget = self._give(head, budget, chunks)
+        return budget
 
     def commit(self) -> list[Happening]:
         found: list[Happening] = []

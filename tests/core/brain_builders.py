@@ -282,6 +282,7 @@ def assert_at_rest(brain: Brain) -> None:
     assert brain.flights == {}
     for view in brain.fleet.views.values():
         assert (view.open_requests, view.open_prefill_tokens, view.open_context_tokens) == (0, 0, 0)
+        assert view.yielding_tokens == 0
     assert brain.router.links.open_bytes == 0
     for target in (*brain.table.singles.values(), *brain.table.groups.values()):
         assert abs(target.load) < 1e-6

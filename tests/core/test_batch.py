@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, RESUMED, Batcher, Happening, Limits
+from potluck.core.replica.batch_values import LATE
 
 Op = tuple[str, int, int, int, int]
 """What, and four figures of which each kind of operation takes what it needs."""
@@ -31,7 +32,7 @@ operations: st.SearchStrategy[list[Op]] = st.lists(
         st.integers(1, 40),
         st.integers(0, 12),
         st.integers(1, 60),
-        st.integers(0, 2),
+        st.sampled_from([0, 0, 1, 2, LATE]),
     ),
     min_size=1,
     max_size=60,
@@ -331,3 +332,25 @@ def test_what_cannot_be_is_refused() -> None:
         batch.commit(step)
     with pytest.raises(InputError, match="token_budget"):
         Limits(10, token_budget=3, max_running=4)
+
+
+def test_prompts_that_are_late_anyway_let_others_go_before_them_and_run_one_at_a_time() -> None:
+    batch = Batcher(Limits(100, token_budget=32, max_running=4))
+    batch.add(0, 128, 0, 1, LATE)
+    batch.add(1, 64, 0, 1, LATE)
+    batch.commit(batch.next_step())
+    batch.add(2, 48, 0, 1)
+    turns = []
+    while batch.keys():
+        step = batch.next_step()
+        turns.append([(key, tokens) for key, tokens, _ in step.chunks])
+        batch.commit(step)
+    assert turns == [
+        [(2, 32)],
+        [(2, 16), (0, 16)],
+        [(0, 32)],
+        [(0, 32)],
+        [(0, 16)],
+        [(1, 32)],
+        [(1, 32)],
+    ]

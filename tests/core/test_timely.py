@@ -9,6 +9,7 @@ from brain_builders import World, assert_at_rest, facts, plan, request, template
 from potluck.core.admission.room import AHEAD
 from potluck.core.brain.actions import Action, Refuse, Run
 from potluck.core.brain.events import Cached, Cancelled, Tick
+from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.values.types import Slo
 
@@ -161,3 +162,63 @@ def test_a_prefix_is_worth_more_beside_many_answers_and_costs_more_there() -> No
         assert isinstance(run, Run)
         chosen.append(run.route.decoder == busy)  # who lends what it holds does little
     assert chosen == [False, True]
+
+
+def apart(**known: float) -> World:
+    """Prefill and decode on replicas of their own."""
+    first, second = (
+        template("p", ("prefill",), prefill=(5.0, 5.0)),
+        template("d", ("decode",), decode=(5.0, 5.0)),
+    )
+    fleet = plan(
+        [first, second],
+        {("p", "near"): 1, ("d", "near"): 1},
+        {("p", "near", "prefill"): (5.0, 5.0), ("d", "near", "decode"): (5.0, 5.0)},
+        {("m", "near", "near"): (5.0, 5.0)},
+    )
+    made = facts(fleet.templates, batch=64)
+    models = {name: replace(each, slo=SLO) for name, each in made.models.items()}
+    replicas = {key: replace(each, decode_first_s=0.01, **known) for key, each in made.replicas.items()}
+    return world(fleet, Policy(), replace(made, models=models, replicas=replicas))
+
+
+def test_over_a_flow_who_is_in_time_does_not_wait_for_room() -> None:
+    """0.95 s of prompts are ahead, more than the 0.9 that leave room; 0.5 s more is in time, 1.1 s is not."""
+    there = apart(prefill_fixed_s=0.3)
+    assert where(there.arrive(request("first", prompt=9500, output=10))) == ["p@near#1/0"]
+    assert there.arrive(request("late", prompt=11_000, output=10)) == []
+    (run,) = there.arrive(request("second", prompt=5000, output=10))
+    assert isinstance(run, Run)
+    assert [segment.replica for segment in run.route.segments] == ["p@near#1/0", "d@near#0/0"]
+
+
+def test_a_prompt_that_is_late_anyway_yields_and_nobody_waits_for_it() -> None:
+    there = apart(alone_s_per_token=2 * PROMPT_S)
+    (late,) = there.arrive(request("late", prompt=12_000))  # alone 2.4 s, of a pipeline's pace 1.2 s
+    (short,) = there.arrive(request("short", prompt=3000))
+    (long,) = there.arrive(request("long", prompt=9900))
+    assert [run.yields for run in (late, short, long) if isinstance(run, Run)] == [True, False, False]
+    view = there.brain.fleet.views["p@near#1/0"]
+    assert view.yielding_tokens == 12_000
+    there.advance("late")  # handed over
+    assert view.yielding_tokens == 0
+    (again,) = there.arrive(request("again", prompt=12_000))
+    assert isinstance(again, Run)
+    assert again.yields
+    there.tell(Cancelled("again"))
+    there.ended["again"] = "cancelled"
+    while there.jobs:
+        there.finish(next(iter(there.jobs)))
+    assert_at_rest(there.brain)
+
+
+def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> None:
+    """Answers of 100 tokens at 12 ms, of which 54 are allowed: 4.2 s of a prompt make 42 more, 4.3 s too many."""
+    there = apart(max_tokens=200_000)
+    view = there.brain.fleet.views["d@near#0/0"]
+    new = Flight(request("new", prompt=1000, output=100))
+    assert there.brain.admission.room.bears(view, new, 100_000)  # nobody is there
+    for number in range(10):
+        there.arrive(request(str(number), prompt=160, output=100))
+    assert there.brain.admission.room.bears(view, new, 42_000)
+    assert not there.brain.admission.room.bears(view, new, 43_000)

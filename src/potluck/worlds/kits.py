@@ -338,12 +338,12 @@ def _replica_facts(
     """
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
     line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
-    per_token_s, fixed_s, curve = line.k_p, line.b_p, (0.0, 0.0, 0.0)
+    per_token_s, fixed_s, curve, alone_s = line.k_p, line.b_p, (0.0, 0.0, 0.0), 0.0
     if not isinstance(timer, PipelineTimer) or not (rounds or sum(map(len, timer.stages)) > 1):
         curve = prompt_curve(timer, longest_prompt_tokens)
     else:
         paced = PartialPrefillPredictor.in_use(Rounds(timer), longest_prompt_tokens)
-        per_token_s, fixed_s = paced.k_p, paced.b_p
+        per_token_s, fixed_s, alone_s = paced.k_p, paced.b_p, max(line.k_p, 0.0)
         if rounds:
             timer = Rounds(timer)
         else:
@@ -355,7 +355,9 @@ def _replica_facts(
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
     per_token_s = max(per_token_s, 1e-12)
-    return ReplicaFacts(per_token_s, fixed_s, step_s, batch, blocks, longest, first_s, card_gbps, curve)
+    return ReplicaFacts(
+        per_token_s, fixed_s, step_s, batch, blocks, longest, first_s, card_gbps, curve, alone_s
+    )
 
 
 def _split_facts(

@@ -143,7 +143,7 @@ def _cached(event: events.Cached) -> str:
 def _run(action: actions.Run) -> str:
     return (
         f'["Run",{text_of(action.request)},{_route(action.route)},{action.attempt},{action.prompt_tokens},'
-        f"{action.streamed_tokens},{number(action.weight)}]"
+        f"{action.streamed_tokens},{number(action.weight)}{',true' if action.yields else ''}]"
     )
 
 

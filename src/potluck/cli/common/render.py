@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import click
@@ -17,6 +18,9 @@ import click
 MIN_WIDTH = 100
 PIPE_WIDTH = 140
 WIDEST = 200
+LISTING_WIDTH = 80
+"""Of listings whose last column is folded, in a terminal and in a pipe alike."""
+LEAST_LAST = 20
 _NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+|%)?\Z")
 
 
@@ -63,6 +67,18 @@ def narrow(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for cell, width, to_right in zip(row, widths, right, strict=True)
         )
         click.echo(" ".join(padded).rstrip())
+    click.echo()
+
+
+def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of 80 columns whose last column, of long names, is folded between words."""
+    widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns) - 1)]
+    room = max(LISTING_WIDTH - sum(widths) - 2 * len(widths), LEAST_LAST)
+    click.echo(title)
+    for row in (columns, *rows):
+        first = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True))
+        for place, part in enumerate(textwrap.wrap(row[-1], room, break_on_hyphens=False) or [""]):
+            click.echo(f"{first if not place else ' ' * len(first)}  {part}".rstrip())
     click.echo()
 
 

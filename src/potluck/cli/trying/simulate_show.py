@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from potluck.cli.common.render import bytes_, count, percent, seconds, short, table, usd
+from potluck.cli.common.render import bytes_, count, listing, percent, seconds, short, table, usd
 
 if TYPE_CHECKING:
     from potluck.sim.results.metrics import ModelSummary, Spread, Summary
@@ -43,11 +43,11 @@ def show_planned(found: Sequence[Comparison]) -> None:
     from potluck.sim.results.planned import described, disagreements
 
     wrong = disagreements(found)
-    rows = [(str(each.what), each.name, *described(each)) for each in wrong[:MOST_ROWS]]
+    rows = [(str(each.what), *described(each), each.name) for each in wrong[:MOST_ROWS]]
     if len(wrong) > MOST_ROWS:
-        rows.append(("", f"and {len(wrong) - MOST_ROWS} more (--json has all)", "", ""))
+        rows.append(("", "", "", f"and {len(wrong) - MOST_ROWS} more (--json has all)"))
     if rows:
-        table("Not as planned", ("what", "of", "planned", "ran"), rows)
+        listing("Not as planned", ("what", "planned", "ran", "of"), rows)
 
 
 def show_scan(found: ScaleScan) -> None:

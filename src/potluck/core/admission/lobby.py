@@ -47,6 +47,8 @@ class Lobby:
 
     def line_up(self, at_s: float, flight: Flight, table: ModelTable) -> list[Action]:
         """Let a request wait for room, or refuse it, or another in its place."""
+        if not self._admission.outranked(flight) and self._in_time(at_s, flight, flows=True):
+            return [self._run(at_s, flight)]
         refusals = self._admission.wait(at_s, flight, table.kind(flight))
         if refusals and refusals[0].flight is flight:
             goes = not self._admission.outranked(flight) and self._in_time(at_s, flight)
@@ -64,17 +66,16 @@ class Lobby:
                 actions += self._refuse(at_s, each)
         return actions
 
-    def _in_time(self, at_s: float, flight: Flight) -> bool:
-        """Send it where it is in time though there is no room; whether that is anywhere."""
+    def _in_time(self, at_s: float, flight: Flight, flows: bool = False) -> bool:
+        """Send it where it is in time though there is no room; whether that is anywhere. `flows`: over these alone,
+        where it is as well off in a replica's line as here."""
         table = self._table.models.get(flight.request.model)
         if table is None or flight.avoid:
             return False
         ways = self._table.ways(table, table.kind(flight)[0], flight.total_tokens)
-        if not ways.simple:
+        if flows and ways.simple:
             return False
-        left_s = self._admission.left_s(at_s, flight)
-        target = self._router.timely.soonest(ways.closed.prefills, flight, left_s)
-        return target is not None and self._router.to(target, flight) is SENT
+        return self._router.in_time(flight, ways, self._admission.left_s(at_s, flight))
 
     def freed(self, at_s: float, view: View) -> list[Action]:
         """Something was done at a replica: whoever waits may find room there."""

@@ -151,12 +151,30 @@ class Room:
         if facts is None or not view.open_requests:
             return True
         if phase in (CLOSED, PREFILL):
-            ahead_s = view.pace * facts.prefill_s_per_token * view.open_prefill_tokens
+            tokens = view.open_prefill_tokens - view.yielding_tokens
+            ahead_s = view.pace * facts.prefill_s_per_token * tokens
             if flight.heavy:
                 ahead_s /= 1.0 - self.between.apart.taken(flight, view)
             if ahead_s > (AHEAD_APART if view.role == "prefill" else AHEAD) * slo.ttft_s * fill:
                 return False
+        if phase == CLOSED and view.role == "decode" and not self.bears(view, flight, flight.prompt_tokens):
+            return False
         return phase == PREFILL or self.answers(view, flight, slo, phase, fill)
+
+    def bears(self, view: View, flight: Flight, tokens: int) -> bool:
+        """Whether answers that a decoding replica makes keep their pace while it computes so much of a prompt.
+
+        The planner gave it answers alone, so each of them waits once for the whole of it: with answers of A tokens
+        a token takes s(n) + prompt seconds / A.
+        """
+        slo, facts = self.slo(flight.request.model), view.facts
+        if slo is None or facts is None or not view.open_requests:
+            return True
+        prompt_s = tokens * max(facts.prefill_s_per_token, facts.alone_s_per_token) * view.pace
+        habit = self._habits.get((flight.request.model, flight.request.tenant))
+        answer_tokens = habit.answer_tokens if habit is not None else flight.output_tokens
+        step_s = view.gap_pace * step_seconds(facts, view.open_requests + 1)
+        return step_s + prompt_s / max(1.0, answer_tokens) <= MARGIN * slo.tpot_s
 
     def answers(self, view: View, flight: Flight, slo: Slo, phase: int, fill: float = 1.0) -> bool:
         """Whether it could make one answer more, whatever prompts it has."""

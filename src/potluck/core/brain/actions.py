@@ -26,6 +26,8 @@ class Run(NamedTuple):
     streamed_tokens: int
     weight: float = 1.0
     """Its tenant's: replicas share among tenants what they compute."""
+    yields: bool = False
+    """Its prompt is late wherever it is computed: others go before it, chunk by chunk (`LATE`)."""
 
 
 class Refuse(NamedTuple):

@@ -69,6 +69,8 @@ class ReplicaFacts:
     """Its network cards together; 0 when not known."""
     prefill_curve: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of prompts alone: seconds, per token, per token squared (attention); nothing where only the line is known."""
+    alone_s_per_token: float = 0.0
+    """Of a lone prompt, where that is longer: a pipeline's next prompt begins long before one is done."""
 
     def prompt_s(self, tokens: float, cached: float = 0.0) -> float:
         """For a prompt of so many tokens, of which the first are cached: as the curve has it, or else the line."""

@@ -48,6 +48,8 @@ class View:
     """Requests with a segment here that is not done."""
     open_prefill_tokens: int = 0
     """Prompt tokens sent here whose segment is not done, less what its cache was known to hold."""
+    yielding_tokens: int = 0
+    """Those of them that nobody waits for: their prompts are late anyway, and let others go before them."""
     open_context_tokens: int = 0
     """Prompt and output tokens that requests decoding (or to decode) here hold at most."""
     easy: tuple[int, int, int] = (1 << 60, 1 << 60, 1 << 60)
@@ -190,6 +192,10 @@ class Fleet:
         view.open_requests += 1
         view.open_prefill_tokens += prefill_tokens
         view.open_context_tokens += context_tokens
+
+    def yielding(self, view: View, prefill_tokens: int) -> None:
+        """So many more tokens of prompts sent there let others go before them."""
+        view.yielding_tokens += prefill_tokens
 
     def prefilled(self, view: View, prefill_tokens: int) -> None:
         """Of a segment that goes on decoding, the prompt is computed."""

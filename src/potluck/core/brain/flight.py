@@ -63,6 +63,8 @@ class Flight:
     """Whether its tenant sends little but long prompts (`core/admission/apart.py`)."""
     light_tokens = 0
     """Of its prompt, not computed where it was sent first, if its tenant is not heavy."""
+    yielding: tuple[View, int] | None = None
+    """Where its prompt lets others go before it, and how many tokens that is (`core/admission/timely.py`)."""
     link = ""
     """The link between regions that its KV has yet to cross, as `source->target`."""
     cargo: tuple[tuple[str, str, float], ...] = ()
@@ -109,7 +111,8 @@ class Flight:
         assert self.route is not None
         # One is made for every request, and the constructor of a named tuple is an interpreted function.
         tokens = self.prompt_tokens, self.streamed_tokens
-        return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight))
+        yields = self.yielding is not None
+        return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight, yields))
 
     def views(self) -> list[View]:
         """Where it is under way, later segments included; nowhere when it was not sent."""

@@ -205,6 +205,8 @@ class Flights:
 
     def _prompt_done(self, flight: Flight) -> None:
         """What balances by load count for the prompt is done."""
+        if flight.yielding is not None:
+            self._router.timely.caught_up(flight)
         if len(flight.charges) == 2:
             (target, load), rest = flight.charges
             target.lighten(load)
@@ -297,6 +299,8 @@ class Flights:
             if flight.mixed:
                 self._between.left(flight)
         flight.watched_s = -1.0
+        if flight.yielding is not None:
+            self._router.timely.caught_up(flight)
         if flight.link or flight.cargo:
             self._router.links.over(flight)
         if flight.charges:
@@ -346,12 +350,9 @@ class Flights:
 
     def sizes(self) -> dict[str, int]:
         """What is remembered, in entries."""
-        return {
-            "open": len(self.open),
-            "held": len(self.held),
-            "doubtful": len(self.doubtful),
-            "ended": len(self._ended) + len(self._ended_before),
-        }
+        open_, held, doubtful = len(self.open), len(self.held), len(self.doubtful)
+        ended = len(self._ended) + len(self._ended_before)
+        return {"open": open_, "held": held, "doubtful": doubtful, "ended": ended}
 
     # When the fleet changes.
 
@@ -389,8 +390,7 @@ class Flights:
             actions += self.abandon(flight) + self.release(at_s, flight)
             late = f"still ran at its deadline at {flight.request.deadline_s:g} s"
             actions += self.refuse(at_s, flight, "deadline", late)
-        actions += self._lobby.tick(at_s)
-        return actions
+        return actions + self._lobby.tick(at_s)
 
     def retry_held(self, at_s: float, models: Iterable[str], most: int | None = None) -> list[Action]:
         actions: list[Action] = []

@@ -4,7 +4,8 @@ The rules are those of Orca (OSDI '22: batches change between any two steps), Sa
 run in chunks beside the decodes, under a token budget) and vLLM (SOSP '23 and its v1 scheduler):
 
 1. Every decoding sequence gets one token. The budget is at least the number of slots, so all of them fit.
-2. What is left of the token budget goes to prompts that have begun, in the order in which they began.
+2. What is left of the token budget goes to prompts that have begun: higher priority first, then in the order in
+   which they began. Somebody waiting that has a higher priority than one of these begins before it goes on.
 3. Then waiting ones begin: higher priority first, then earlier arrival, and nobody overtakes. A sequence begins
    when there is a slot and room for its whole prompt; beside others a few blocks stay spare, so that those can
    grow. Sequences whose KV came from elsewhere have their blocks already and wait for nothing but a slot.
@@ -33,6 +34,8 @@ from potluck.core.replica.batch_values import (
     FIRST,
     GONE,
     KEPT,
+    LATE,
+    LOWEST,
     PREEMPTED,
     PREFILL,
     RESUMED,
@@ -74,9 +77,13 @@ class Batcher(Sequences):
         if self._shares is not None and (self._prefills or self.queued):
             self._divided(self._shares, budget, chunks, admit)
         else:
+            waits = self.queued > 0 and not self.blocked and admit
             if self._prefills:
-                budget = self._go_on(budget, chunks)
-            if self.queued and not self.blocked and admit:
+                if waits and self._queue and -self._queue[0][0] > self._prefills[-1].priority:
+                    budget = self._overtake(budget, chunks)
+                else:
+                    budget = self._go_on(self._prefills, budget, chunks)
+            if waits and not self.blocked:
                 self._admit(budget, chunks, self._queue)
         step = Step(chunks, decoding.count, decoding.context_tokens, len(self._newcomers), preempted)
         self._pending = step
@@ -160,9 +167,20 @@ class Batcher(Sequences):
             return None
         return head.key, 0 if head.todo == 1 and head.left else head.todo, head.held
 
-    def _go_on(self, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+    def _overtake(self, budget: int, chunks: list[tuple[int, int, int]]) -> int:
+        """Somebody waits that goes before prompts that have begun: these go on with what is left of the budget."""
+        head = head_of(self._queue)
+        least = head.priority if head is not None else LOWEST
+        first = [each for each in self._prefills if each.priority >= least]
+        rest = self._prefills[len(first) :]
+        budget = self._go_on(first, budget, chunks)
+        if rest:
+            budget = self._admit(budget, chunks, self._queue, rest[0].priority)
+        return self._go_on(rest, budget, chunks)
+
+    def _go_on(self, begun: list[Sequence], budget: int, chunks: list[tuple[int, int, int]]) -> int:
         """The next chunks of prompts that have begun; returns what they leave of the budget."""
-        for sequence in self._prefills:
+        for sequence in begun:
             tokens = min(sequence.todo, budget, self._chunk)
             if tokens:
                 chunks.append((sequence.key, tokens, sequence.held))
@@ -202,8 +220,11 @@ class Batcher(Sequences):
                 chunks[place] = (key, tokens + more, held)
                 budget -= more
 
-    def _admit(self, budget: int, chunks: list[tuple[int, int, int]], queue: Queue) -> int:
-        """Let waiting ones begin while there are tokens, slots and room; returns what they leave of the budget."""
+    def _admit(
+        self, budget: int, chunks: list[tuple[int, int, int]], queue: Queue, above: int = LOWEST
+    ) -> int:
+        """Let waiting ones begin, above a priority, while there are tokens, slots and room; returns what they leave
+        of the budget."""
         decoding, own, size = self.decoding, self._own, self.size
         running = decoding.count + len(self._prefills)
         while budget > 0 and self.queued:
@@ -212,6 +233,8 @@ class Batcher(Sequences):
                 return budget
             head = head_of(own) if own else None
             if head is not None:
+                if head.priority <= above:
+                    return budget
                 heappop(own)
             else:
                 while queue and queue[0][2].state != WAITING:  # it left
@@ -219,6 +242,8 @@ class Batcher(Sequences):
                 if not queue:  # the others are other tenants'
                     return budget
                 head = queue[0][2]
+                if head.priority <= above or (head.priority <= LATE and self._yields()):
+                    return budget
                 blocks = -(-(head.todo + head.held) // size)
                 room = self._total - self._other_blocks - blocks
                 if running:
@@ -241,10 +266,22 @@ class Batcher(Sequences):
             if tokens > budget or tokens > self._chunk:
                 tokens = min(budget, self._chunk)
             chunks.append((head.key, tokens, head.held))
-            self._prefills.append(head)
+            self._begun(head)
             head.state = PREFILL
             budget -= tokens
         return budget
+
+    def _yields(self) -> bool:
+        """Whether a prompt that is late anyway has begun."""
+        return bool(self._prefills) and self._prefills[-1].priority <= LATE
+
+    def _begun(self, sequence: Sequence) -> None:
+        """Prompts that have begun are in the order in which they go on."""
+        begun = self._prefills
+        place = len(begun)
+        while place and begun[place - 1].priority < sequence.priority:
+            place -= 1
+        begun.insert(place, sequence)
 
     def _computed(self, sequence: Sequence, found: list[Happening]) -> None:
         """The last chunk of a prompt is done."""

@@ -22,6 +22,12 @@ DECODE: Final = 2
 KEPT: Final = 3
 GONE: Final = 4
 
+LATE: Final = -1_000_000
+"""Priority of prompts that are late anyway, below all that users may ask for. One of them is computed at a time: its
+KV takes room from those that can be in time."""
+LOWEST: Final = -(1 << 60)
+"""Below every priority."""
+
 Happening = tuple[int, int]
 """What, to whom (key)."""
 

@@ -68,7 +68,7 @@ class Router:
         self._charges = Charges(policy, table, speeds)
         self._room = room
         """None: whoever is sent to has room."""
-        self.timely = Timely(room, affinity, speeds)
+        self.timely = Timely(room, affinity, speeds, fleet)
         self._full = False
         """Whether somebody was ready but had no room for the present request."""
         self._share = printed_tokens if policy.split_rule == "printed" else partial_tokens
@@ -117,7 +117,7 @@ class Router:
                     target = self._roomy(ways.closed.prefills, target, flight, CLOSED_WAY)
                     if target is None:
                         return Answer.FULL
-                    if target.view is not view:
+                    if target.view is not view or prompt > view.easy[1]:
                         return self.to(target, flight)
                 flight.route, flight.state, flight.last = target.route, RUNNING, view
                 flight.last_tokens = prompt
@@ -137,6 +137,14 @@ class Router:
                 if target is not None:
                     return self.to(target, flight)
         return Answer.FULL if self._full and answer is Answer.NOBODY else answer
+
+    def in_time(self, flight: Flight, ways: Ways, left_s: float) -> bool:
+        """Send a request where it is in time though there is no room; whether that is anywhere."""
+        if ways.simple:
+            target = self.timely.soonest(ways.closed.prefills, flight, left_s)
+            return target is not None and self.to(target, flight) is SENT
+        ends = self.timely.flow(ways, flight, left_s)
+        return ends is not None and self._over(*ends, flight) is SENT
 
     def _through(self, ways: Ways, flight: Flight, table: ModelTable) -> Answer:
         if ways.simple:
@@ -199,7 +207,7 @@ class Router:
             return Answer.NOBODY
         if first is second:
             return self.to(first, flight, fetch)
-        if not way.crosses and self._affinity.at_home(flight, first.view, second.view):
+        if not way.crosses and self.timely.at_home(flight, first.view, second.view):
             return self.to(second, flight, fetch)
         holder = self._lender(flight, first.view, fetch, second.view)
         return self._over(first, second, flight, holder)
@@ -229,7 +237,8 @@ class Router:
             aside = self.timely.aside(chooser, view, flight)
             if aside is not None:
                 return aside
-        if calm:
+        alien = view is not None and phase == CLOSED_WAY and view.role == "decode"  # it may bear no prompts
+        if calm and not alien:
             return picked
         found = room.other(chooser, picked, flight, phase)
         if found is None:
@@ -295,7 +304,7 @@ class Router:
             else:
                 first = shortest_queue(prefills, seconds_per_token)
             second = least_loaded(decodes, fullness)
-        if self._affinity.at_home(flight, first, second):
+        if self.timely.at_home(flight, first, second):
             self._alone(flight, second)
             return
         lender = self._lender(flight, first, False, second)
@@ -357,6 +366,7 @@ class Router:
             self._fleet.open(holder, 0, 0)
             self.links.load(flight, flight.route)
         self._fleet.open(view, flight.last_tokens, flight.total_tokens)
+        self.timely.sent(flight, view, flight.last_tokens)
 
     def _hand_over(
         self, flight: Flight, first: View, second: View, part: int, lender: tuple[View, int] | None = None
@@ -378,6 +388,7 @@ class Router:
         for view, tokens in earlier:
             self._fleet.open(view, tokens, 0)
         self._fleet.open(second, flight.last_tokens, flight.total_tokens)
+        self.timely.sent(flight, first, earlier[-1][1])
 
     def _to_compute(self, flight: Flight, view: View, start: int, stop: int) -> int:
         """Tokens of [start, stop) that a replica is not known to hold; the last one is always computed."""

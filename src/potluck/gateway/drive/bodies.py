@@ -65,11 +65,12 @@ def segment_body(
     stretch: Stretch,
     streamed: int,
     weight: float,
+    priority: int,
     tokens: str,
     source: Handing | None,
     target: Handing | None,
 ) -> bytes:
-    said: dict[str, object] = {"request": asked.id, "model": model, "priority": asked.priority}
+    said: dict[str, object] = {"request": asked.id, "model": model, "priority": priority}
     if asked.tenant:
         said["tenant"] = asked.tenant
         said["weight"] = weight

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from potluck.core.brain.actions import Run
 from potluck.core.brain.events import FailureKind
+from potluck.core.replica.batch_values import LATE
 from potluck.core.values.sampling import Choice
 from potluck.gateway.drive.bodies import Handing, new_handle, segment_body, stretches, tokens_text
 from potluck.gateway.drive.leg import DecodingLeg, HandingLeg, Leg
@@ -91,8 +92,17 @@ class Trip:
                 codec = means.directory.codec(endpoint, onto)
                 target = Handing(new_handle(), endpoint.kv, codec)
             model = endpoint.served_model or endpoint.model
+            priority = LATE if run.yields and leg.stretch.start < run.prompt_tokens else ride.asked.priority
             body = segment_body(
-                ride.asked, model, leg.stretch, run.streamed_tokens, run.weight, tokens_said, source, target
+                ride.asked,
+                model,
+                leg.stretch,
+                run.streamed_tokens,
+                run.weight,
+                priority,
+                tokens_said,
+                source,
+                target,
             )
             means.watch.join(leg, leg.replica, now_s)
             if place == 0:

@@ -77,7 +77,7 @@ def actions_text(actions: Sequence[Action]) -> str:
     if type(run) is Run and len(run.route.segments) == 1:
         return (
             f"R[{text_of(run.request)},{text_of(run.route.segments[0].replica)},{run.attempt},"
-            f"{run.prompt_tokens},{run.streamed_tokens},{run.weight!r}]"
+            f"{run.prompt_tokens},{run.streamed_tokens},{run.weight!r}{',true' if run.yields else ''}]"
         )
     return line(0.0, Tick(), actions)[:-1]
 

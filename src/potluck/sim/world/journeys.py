@@ -15,6 +15,7 @@ from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
 from potluck.core.brain.events import Computed, FailureKind, Finished, FirstToken, SegmentDone
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
+from potluck.core.replica.batch_values import LATE
 from potluck.core.values.types import Request
 from potluck.sim.results import records
 from potluck.sim.world.ground import Ground, Tell
@@ -74,7 +75,7 @@ class Journeys:
 
     def run(self, at_s: float, action: Run) -> None:
         """Send a request along a route; the plain case of one segment is most of all work here."""
-        name, route, attempt, prompt_tokens, before_tokens, weight = action
+        name, route, attempt, prompt_tokens, before_tokens, weight, yields = action
         key = int(name)
         request = self.open.get(key)
         if request is None:
@@ -97,9 +98,10 @@ class Journeys:
             self._failed(at_s, key, attempt, "memory", where, 0)
             return
         self._prefill[key] = self._decode[key] = site.index
+        priority = LATE if yields else request.priority
         journey = Journey(key, request, attempt, prompt_tokens, before_tokens, segments, (site,), weight)
         self.open[key] = site.journeys[key] = journey
-        replica.add(at_s, key, prompt_tokens, 0, output_tokens, request.priority, request.tenant, weight)
+        replica.add(at_s, key, prompt_tokens, 0, output_tokens, priority, request.tenant, weight)
         self._agenda.look(site)
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
@@ -123,6 +125,7 @@ class Journeys:
             segments,
             tuple(sites),
             action.weight,
+            action.yields,
         )
         problem = self._obstacle(journey)
         if problem is not None:
@@ -170,8 +173,9 @@ class Journeys:
                 cached = self.ledger.cached_tokens
                 cached[journey.key] = max(cached[journey.key], hit)
                 start = hit
+        priority = LATE if journey.yields and start < journey.prompt_tokens else request.priority
         site.replica.add(
-            at_s, journey.key, stop - start, start, output, request.priority, request.tenant, journey.weight
+            at_s, journey.key, stop - start, start, output, priority, request.tenant, journey.weight
         )
         self.touch(at_s, site)
         if site.waiting:  # it may need fewer blocks than were set aside for it, or give up its KV

@@ -142,6 +142,7 @@ class Journey:
         "segments",
         "sites",
         "weight",
+        "yields",
     )
 
     def __init__(
@@ -154,6 +155,7 @@ class Journey:
         segments: tuple[Segment, ...],
         sites: tuple[Site, ...],
         weight: float = 1.0,
+        yields: bool = False,
     ) -> None:
         self.key = key
         self.request = request
@@ -165,6 +167,7 @@ class Journey:
         self.sites = sites
         self.weight = weight
         """Of its tenant."""
+        self.yields = yields
         self.place = 0
         """The segment under way."""
         self.hand: Handover | None = None
