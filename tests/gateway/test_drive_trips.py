@@ -19,6 +19,7 @@ from potluck.core.brain.events import (
     SegmentDone,
     Underway,
 )
+from potluck.core.replica.batch_values import LATE
 from potluck.core.values.route import Route, Segment, aggregated, handed_over
 from potluck.core.values.sampling import Choice, Sampling
 from potluck.gateway.drive.bodies import stretches
@@ -66,6 +67,16 @@ def test_segments_are_sent_at_once_with_a_new_handle_for_each_hand_over() -> Non
         FirstToken("r", 0),
     ]
     stage.at_rest()
+
+
+def test_a_prompt_that_yields_is_asked_for_below_all_others_and_its_answer_is_not() -> None:
+    stage = Stage("a", "b")
+    what = asked(priority=3)
+    stage.rides.begin(what, Heard(what))
+    stage.rides.act(
+        [Run("r", handed_over("a", "b", what.prompt_tokens), 0, what.prompt_tokens, 0, yields=True)]
+    )
+    assert [stage.call(name).body["priority"] for name in "ab"] == [LATE, 3]
 
 
 def test_neighbours_on_one_replica_are_one_segment_and_a_last_token_alone_is_none() -> None:

@@ -202,6 +202,7 @@ def test_actions_and_endpoints_cross_as_they_are() -> None:
         *actions,
         Run('"x"\n', aggregated("a\nb"), 0, 10, 0),
         Run("x", handed_over("a", "b", 7), 0, 10, 0),
+        Run("x", aggregated("a"), 0, 10, 0, yields=True),
     ):
         assert "\n" not in remote.actions_text([alone])
         assert remote.actions_of(remote.actions_text([alone])) == [alone]
