@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kv": frozenset({"core", "native"}),
     "api": frozenset({"core"}),
     "engine": frozenset({"core", "api", "kv", "native", "perf"}),
+    "vllm": frozenset({"core", "api", "kv"}),
     "gateway": frozenset({"core", "api", "worlds"}),
     "control": frozenset({"core", "plan"}),
     "load": frozenset({"core"}),
@@ -49,15 +50,16 @@ PURE = frozenset({
 IMPURE_CALLS = frozenset({"open", "input", "print", "breakpoint", "__import__", "eval", "exec"})
 
 HEAVY: dict[str, frozenset[str]] = {
-    "torch": frozenset({"engine", "papers", "cli"}),
+    "torch": frozenset({"engine", "vllm", "papers", "cli"}),
     "transformers": frozenset({"engine", "papers", "cli"}),
-    "vllm": frozenset({"engine", "papers", "cli"}),
+    "vllm": frozenset({"vllm"}),
     "pandas": frozenset({"perf", "papers", "cli"}),
     "pyarrow": frozenset({"perf", "papers", "cli"}),
     "scipy": frozenset({"perf", "papers", "cli"}),
     "ray": frozenset({"control", "engine", "papers", "cli"}),
 }
-"""Who may use them at all; outside of engine only inside functions, so that commands start quickly."""
+"""Who may use them at all; outside of engines only inside functions, so that commands start quickly."""
+ENGINES = frozenset({"engine", "vllm"})
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _heavy(package: str, item: Import) -> str | None:
         return None
     if package not in HEAVY[item.top]:
         return f"{package} may not import {item.top}"
-    if item.on_load and package != "engine":
+    if item.on_load and package not in ENGINES:
         return f"{item.top} may only be imported inside a function"
     return None
 
@@ -274,6 +276,8 @@ BROKEN = [
     ("perf.x", "class A:\n    import scipy", "scipy may only be imported inside a function"),
     ("cli.x", "import torch", "torch may only be imported inside a function"),
     ("plan.x", "def f():\n    import scipy.optimize", "plan may not import scipy"),
+    ("engine.x", "import vllm", "engine may not import vllm"),
+    ("vllm.x", "from potluck.engine.face import peers", "vllm may not import engine"),
     ("extra.x", "", "extra is not in the table of packages"),
 ]
 
@@ -284,6 +288,7 @@ SOUND = [
     ("perf.x", "import numpy as np\ndef f():\n    import pyarrow.parquet"),
     ("perf.x", "if TYPE_CHECKING:\n    import pandas as pd"),
     ("engine.x", "import torch\nfrom potluck.kv import wire"),
+    ("vllm.x", "import torch\nimport vllm\nfrom potluck.kv import wire"),
     ("papers.x", "from potluck.sim import loop\nfrom potluck.gateway import api\ndef f():\n    import torch"),
     ("plan.x", "from potluck import __version__\nimport highspy"),
 ]

@@ -1,0 +1,250 @@
+"""KV that leaves: read out of vLLM's blocks layer by layer, and sent by an outbox.
+
+A layer is read as soon as it was computed, into the host's memory; so blocks are free when the request is done,
+whether or not its receiver has come. Where there is no room in the host's memory, blocks stay as they are, and are
+read later, or given up when the handle's time is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from potluck.core.errors import PotluckError
+from potluck.kv.codec.parcels import packed
+from potluck.kv.handles import bound_to
+from potluck.kv.parcels import Manifest, Parcel
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.shipment import Shipment, State
+from potluck.vllm.blocks import Blocks
+from potluck.vllm.booking import Offer, Read
+
+MOST_ASIDE_BYTES = 1 << 32
+PUMPS = 32
+Told = Callable[[dict[str, object]], None]
+"""Whoever wants to know how it went; called in any thread, and returns at once."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens [first, stop) of a layer, on their way into the host's memory."""
+
+    layer: int
+    first: int
+    stop: int
+    values: Tensor
+    copied: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Departure:
+    offer: Offer
+    shipment: Shipment | None = None
+    read_to: dict[int, int] = field(default_factory=dict)
+    """By layer."""
+    pieces: deque[_Piece] = field(default_factory=deque)
+    copying: list[torch.cuda.Event] = field(default_factory=list)
+    have: int | None = None
+    """What the receiver has already, once it has come."""
+    kept: Read | None = None
+    pumping: bool = False
+    finished: bool = False
+    """Whether all of it is in the shipment."""
+    over: bool = False
+
+
+class Giving:
+    def __init__(self, outbox: Outbox, layers: Mapping[int, Blocks], fingerprint: str, told: Told) -> None:
+        self._outbox, self._layers, self._fingerprint, self._told = outbox, layers, fingerprint, told
+        self.most_aside_bytes = MOST_ASIDE_BYTES
+        self._lock = threading.Lock()
+        self._departures: dict[str, _Departure] = {}
+        self._aside_bytes = 0
+        self._finished: set[str] = set()
+        self._pumps = ThreadPoolExecutor(PUMPS, thread_name_prefix="potluck-kv-give")
+
+    @property
+    def open(self) -> int:
+        return len(self._departures)
+
+    @property
+    def aside_bytes(self) -> int:
+        return self._aside_bytes
+
+    # vLLM's thread.
+
+    def offer(self, offer: Offer) -> None:
+        departure = _Departure(offer, read_to=dict.fromkeys(self._layers, 0))
+        bound = bound_to(offer.request, self._fingerprint, offer.token_hash)
+        with self._lock:
+            self._departures[offer.key] = departure
+
+        def opened(have: int) -> Manifest:
+            with self._lock:
+                departure.have = min(have, offer.stop - 1)
+            self._pump(departure)
+            return Manifest(self._fingerprint, departure.have, offer.stop, offer.token_hash)
+
+        def closed(state: State) -> None:
+            departure.over = True  # The outbox holds a lock here: no other may be waited for.
+            shipment = departure.shipment
+            self._told(
+                {
+                    "gave": offer.handle,
+                    "state": state,
+                    "claimed": shipment is not None and shipment.claimed,
+                    "problem": shipment.problem if shipment is not None else "",
+                }
+            )
+
+        try:
+            departure.shipment = self._outbox.offer(offer.handle, bound, opened, offer.lasts_s, closed)
+        except PotluckError as error:
+            departure.over = True
+            self._told({"gave": offer.handle, "state": "failed", "claimed": False, "problem": str(error)})
+
+    def lossy(self, key: str) -> None:
+        """What it was computed from had come in fewer bits."""
+        departure = self._departures.get(key)
+        if departure is None or departure.shipment is None:
+            return
+        if departure.offer.codec == "raw":
+            departure.shipment.fail("a cache that came in fewer bits can only be handed on under a codec")
+
+    def read_layer(self, layer: int, reads: Iterable[Read]) -> None:
+        """A layer was computed."""
+        for read in reads:
+            departure = self._departures.get(read.key)
+            if departure is not None and self._read(departure, layer, read):
+                self._pump(departure)
+
+    def keep(self, read: Read) -> None:
+        """A request is done."""
+        departure = self._departures.get(read.key)
+        if departure is None:
+            self._finished.add(read.key)
+        else:
+            departure.kept = read
+
+    def drop(self, key: str) -> None:
+        """A request ended before its KV was there."""
+        with self._lock:
+            departure = self._departures.pop(key, None)
+        if departure is not None:
+            self._forget(departure)
+            if departure.shipment is not None:
+                departure.shipment.fail("the request ended before its cache was computed")
+
+    def done(self) -> set[str]:
+        """Requests whose blocks may go."""
+        found, self._finished = self._finished, set()
+        for key, departure in list(self._departures.items()):
+            kept = departure.kept
+            if kept is None:
+                continue
+            if sum(self._read(departure, layer, kept) for layer in self._layers):
+                self._pump(departure)
+            whole = all(upto >= kept.upto for upto in departure.read_to.values())
+            if not departure.over and not (whole and all(event.query() for event in departure.copying)):
+                continue
+            with self._lock:
+                del self._departures[key]
+            if departure.over:
+                self._forget(departure)
+            found.add(key)
+            self._pump(departure)
+        return found
+
+    def close(self) -> None:
+        self._outbox.close()
+        self._pumps.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, departure: _Departure, layer: int, read: Read) -> bool:
+        """What was not read yet of a layer, if there is room for it; whether there was something."""
+        blocks = self._layers[layer]
+        first = max(departure.read_to[layer], departure.have or 0)
+        if departure.over or read.upto <= first:
+            return False
+        size = (read.upto - first) * blocks.shape.token_bytes
+        with self._lock:
+            if self._aside_bytes + size > self.most_aside_bytes:
+                return False
+            self._aside_bytes += size
+        values, copied = _hosted(blocks.read(torch.tensor(read.table), first, read.upto))
+        if copied is not None:
+            departure.copying.append(copied)
+        with self._lock:
+            departure.pieces.append(_Piece(layer, first, read.upto, values, copied))
+            departure.read_to[layer] = read.upto
+        return True
+
+    # Any thread.
+
+    def _pump(self, departure: _Departure) -> None:
+        with self._lock:
+            if departure.pumping or departure.have is None:
+                return
+            departure.pumping = True
+        self._pumps.submit(self._send, departure)
+
+    def _send(self, departure: _Departure) -> None:
+        shipment, offer = departure.shipment, departure.offer
+        assert shipment is not None
+        try:
+            while (piece := self._next(departure)) is not None:
+                parcel = self._parcel(piece, departure.have or 0)
+                if parcel is not None:
+                    shipment.put(packed(parcel, offer.codec), offer.lasts_s)
+            with self._lock:
+                whole = all(upto >= offer.stop for upto in departure.read_to.values())
+                last = whole and not (departure.finished or departure.over or departure.pieces)
+                departure.finished = departure.finished or last
+            if last:
+                shipment.finish()
+        except PotluckError as error:
+            shipment.fail(" ".join(str(error).split()))
+            self._forget(departure)
+
+    def _next(self, departure: _Departure) -> _Piece | None:
+        with self._lock:
+            if departure.over or not departure.pieces:
+                departure.pumping = False
+                return None
+            piece = departure.pieces.popleft()
+            self._aside_bytes -= piece.values.nbytes
+            return piece
+
+    def _parcel(self, piece: _Piece, have: int) -> Parcel | None:
+        if piece.copied is not None:
+            piece.copied.synchronize()
+        first = max(piece.first, have)
+        if first >= piece.stop:
+            return None
+        shape = self._layers[piece.layer].shape
+        raw = piece.values[first - piece.first :].view(torch.uint8).numpy()
+        data = memoryview(raw.data).cast("B")
+        tokens = piece.stop - first
+        return Parcel(piece.layer, shape.part, first, piece.stop, shape.dtype, shape.of(tokens), data)
+
+    def _forget(self, departure: _Departure) -> None:
+        with self._lock:
+            departure.over = True
+            self._aside_bytes -= sum(piece.values.nbytes for piece in departure.pieces)
+            departure.pieces.clear()
+
+
+def _hosted(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """In the host's memory, perhaps only when the event has come."""
+    if values.device.type != "cuda":
+        return values.cpu(), None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied

@@ -1,0 +1,229 @@
+"""KV that comes: fetched in a thread, checked, and written into the blocks that vLLM has taken for it.
+
+Whatever goes wrong, the request is told to be here with the blocks that are not: vLLM computes those itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from potluck.core.errors import FormatError, PotluckError
+from potluck.kv.codec.parcels import restored
+from potluck.kv.link.links import Address, Links
+from potluck.kv.parcels import Manifest, Parcel, TransferError
+from potluck.kv.receive.fetch import Fetching, Wanted
+from potluck.kv.receive.pieces import Pieces
+from potluck.vllm.blocks import Blocks
+from potluck.vllm.booking import Ask, News, Place
+from potluck.vllm.giving import Told
+from potluck.vllm.params import address_of
+
+MOST_AT_ONCE = 128
+DEGREE = 2
+"""Connections per fetch."""
+TORCH = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Arrival:
+    """One request's KV on its way in."""
+
+    def __init__(self, ask: Ask, taking: Taking) -> None:
+        self.ask, self._taking = ask, taking
+        self._until_s = time.monotonic() + ask.within_s
+        self._changed = threading.Condition()
+        self.place: Place | None = None
+        self._table = torch.empty(0, dtype=torch.long)
+        self.cancelled = False
+        self._fetching: Fetching | None = None
+        self.lossy = False
+        self._pieces = Pieces({})
+        self.moved_bytes = 0
+
+    def put(self, place: Place) -> None:
+        with self._changed:
+            self.place = place
+            self._table = torch.tensor(place.table, dtype=torch.long)
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        with self._changed:
+            self.cancelled = True
+            if self._fetching is not None:
+                self._fetching.cancel()
+            self._changed.notify_all()
+
+    # Its thread.
+
+    def run(self, links: Links, fingerprint: str, rank: int) -> None:
+        ask = self.ask
+        wanted = Wanted(ask.handle, ask.request, fingerprint, ask.token_hash, ask.have)
+        host, port = address_of(ask.kv)
+        left_s = max(0.1, self._until_s - time.monotonic())
+        fetching = Fetching(links, (host, port + rank), wanted, degree=DEGREE, deadline_s=left_s)
+        with self._changed:
+            if self.cancelled:
+                raise TransferError("hand-over: was cancelled")
+            self._fetching = fetching
+        found = fetching.run(self._opened, self._sink)
+        self.moved_bytes = found.moved_bytes
+        if self.wanted:
+            self._pieces.must_be_whole()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it goes into blocks."""
+        return self.place is not None and bool(self.place.table)
+
+    def _opened(self, about: Manifest) -> None:
+        """Something has come: only now is there a place for it."""
+        if about.stop != self.ask.stop:
+            raise FormatError("hand-over", f"ends at {about.stop}, {self.ask.stop} tokens were asked for")
+        self._taking.come(self.ask.key)
+        with self._changed:
+            while self.place is None and not self.cancelled and time.monotonic() < self._until_s:
+                self._changed.wait(self._until_s - time.monotonic())
+            if self.place is None or self.cancelled:
+                raise TransferError("hand-over: no blocks were taken for it")
+        layers = self._taking.layers
+        span = about.start, about.stop
+        self._pieces = Pieces({(layer, blocks.shape.part): span for layer, blocks in layers.items()})
+
+    def _sink(self, parcel: Parcel) -> None:
+        place = self.place
+        if place is None or not place.table:
+            return
+        self._pieces.take(parcel)
+        blocks = self._taking.layers[parcel.layer]
+        shape = blocks.shape
+        if parcel.dtype != shape.dtype or tuple(parcel.shape) != shape.of(parcel.stop - parcel.first):
+            raise FormatError(
+                f"hand-over: layer {parcel.layer}",
+                f"is {parcel.dtype} {list(parcel.shape)}, expected {shape.dtype} "
+                f"{list(shape.of(parcel.stop - parcel.first))}",
+            )
+        self.lossy = self.lossy or parcel.codec != "raw"
+        data = np.frombuffer(restored(parcel).data, np.uint8)
+        if not data.flags.writeable:
+            data = data.copy()
+        values = torch.from_numpy(data).view(TORCH[parcel.dtype]).view(parcel.shape)
+        first = max(parcel.first, place.first)
+        if first < parcel.stop:
+            with self._changed:
+                if self.cancelled:
+                    raise TransferError("hand-over: was cancelled")
+            blocks.write(self._table, first, values[first - parcel.first :])
+
+
+class Taking:
+    def __init__(
+        self, links: Links, layers: Mapping[int, Blocks], fingerprint: str, rank: int, told: Told
+    ) -> None:
+        self.links, self.layers = links, layers
+        self._fingerprint, self._rank, self._told = fingerprint, rank, told
+        self._lock = threading.Lock()
+        self._arrivals: dict[str, Arrival] = {}
+        self._news = News()
+        self._received: set[str] = set()
+        self._broken: set[int] = set()
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-take")
+
+    @property
+    def open(self) -> int:
+        return len(self._arrivals)
+
+    def allow(self, fleet: frozenset[Address]) -> None:
+        self.links.allow({(host, port + self._rank if port else 0) for host, port in fleet})
+
+    # vLLM's thread.
+
+    def ask(self, ask: Ask) -> None:
+        arrival = Arrival(ask, self)
+        with self._lock:
+            self._arrivals[ask.key] = arrival
+        self._threads.submit(self._run, arrival)
+
+    def put(self, place: Place) -> None:
+        with self._lock:
+            arrival = self._arrivals.get(place.key)
+            if arrival is not None:
+                arrival.put(place)
+            elif place.table:  # It failed while blocks were taken for it.
+                self._lost(place)
+
+    def cancel(self, key: str) -> None:
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            arrival.cancel()
+
+    def received(self) -> set[str]:
+        """Requests whose KV is here, or will not be."""
+        with self._lock:
+            found, self._received = self._received, set()
+            return found
+
+    def broken(self) -> set[int]:
+        """Blocks that have not what they should have."""
+        with self._lock:
+            found, self._broken = self._broken, set()
+            return found
+
+    def news(self) -> News:
+        with self._lock:
+            found, self._news = self._news, News()
+            return found
+
+    def close(self) -> None:
+        for arrival in list(self._arrivals.values()):
+            arrival.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.links.close()
+
+    # Their threads.
+
+    def come(self, key: str) -> None:
+        with self._lock:
+            self._news.come[key] = 1
+
+    def _run(self, arrival: Arrival) -> None:
+        problem = ""
+        try:
+            with torch.inference_mode():
+                arrival.run(self.links, self._fingerprint, self._rank)
+            for device in {str(blocks.device) for blocks in self.layers.values()}:
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize(device)
+        except (PotluckError, OSError, ValueError, RuntimeError) as error:
+            problem = " ".join(str(error).split()) or type(error).__name__
+        ask = arrival.ask
+        with self._lock:
+            del self._arrivals[ask.key]
+            place = arrival.place
+            if arrival.lossy:
+                self._news.lossy.add(ask.key)
+            if place is None and problem:
+                self._news.failed.add(ask.key)
+            elif place is not None and place.table and problem and not arrival.cancelled:
+                self._lost(place)
+            elif place is not None and place.table:
+                self._received.add(ask.key)
+        self._told(
+            {
+                "took": ask.handle,
+                "request": ask.request,
+                "problem": problem,
+                "moved_bytes": arrival.moved_bytes,
+                "tokens": ask.stop - ask.have,
+            }
+        )
+
+    def _lost(self, place: Place) -> None:
+        """All its blocks from the first that was to come: nobody knows which of them were written."""
+        size = next(iter(self.layers.values())).shape.block_tokens
+        self._broken.update(place.table[place.first // size :])
+        self._received.add(place.key)

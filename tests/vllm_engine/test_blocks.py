@@ -1,0 +1,95 @@
+"""KV in vLLM's blocks, read and written whatever their order; vLLM's own is tried by `make test-vllm`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from potluck.core.errors import InputError
+from potluck.vllm.blocks import Blocks, Packed, Plain
+from potluck.vllm.identity import Share, check_version, fingerprint, layer_of
+
+HEADS, WIDTH = 2, 8
+
+
+def turned(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """As a processor may like it: keys channel by channel, values in pairs of tokens."""
+    blocks, heads, tokens, content = cache.shape
+    halves = cache.view(blocks, heads, 2, tokens * content // 2)
+    for key, value, slot in zip(keys, values, slots.tolist(), strict=True):
+        block, place = divmod(slot, tokens)
+        for channel in range(content // 2):
+            halves[block, :, 0, channel * tokens + place] = key[:, channel]
+            halves[block, :, 1, (place // 2 * content // 2 + channel) * 2 + place % 2] = value[:, channel]
+
+
+def kinds(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Blocks]:
+    def cache(content: int, heads: int = HEADS) -> Tensor:
+        return torch.zeros(6, heads, tokens, content, dtype=dtype)
+
+    strided = torch.zeros(6, tokens, HEADS, 2 * WIDTH, dtype=dtype).transpose(1, 2)
+    return {
+        "plain": Plain(cache(2 * WIDTH), "kv"),
+        "strided": Plain(strided, "kv"),
+        "latent": Plain(cache(WIDTH, 1), "latent"),
+        "packed": Packed(cache(2 * WIDTH), turned),
+    }
+
+
+@pytest.mark.parametrize("kind", ["plain", "strided", "latent", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_written_is_read_at_any_cut(kind: str, dtype: torch.dtype) -> None:
+    blocks = kinds(4, dtype)[kind]
+    table = torch.tensor([5, 0, 3])
+    values = torch.randn(blocks.shape.of(11)).to(dtype)
+    blocks.write(table, 0, values[:6])
+    blocks.write(table, 6, values[6:])
+    assert torch.equal(blocks.read(table, 0, 11), values)
+    assert torch.equal(blocks.read(table, 3, 10), values[3:10])
+    blocks.write(table, 2, values[5:7])
+    assert torch.equal(blocks.read(table, 1, 5), torch.cat([values[1:2], values[5:7], values[4:5]]))
+
+
+def test_plain_keys_and_values_lie_side_by_side() -> None:
+    cache = torch.zeros(2, HEADS, 4, 2 * WIDTH)
+    blocks = Plain(cache, "kv")
+    values = torch.randn(blocks.shape.of(1))
+    blocks.write(torch.tensor([1]), 2, values)
+    assert torch.equal(cache[1, :, 2, :WIDTH], values[0, 0])
+    assert torch.equal(cache[1, :, 2, WIDTH:], values[0, 1])
+
+
+def test_an_order_that_cannot_be_followed_is_refused() -> None:
+    def lost(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        cache[1] = 1
+
+    with pytest.raises(InputError, match="cannot follow"):
+        Packed(torch.zeros(2, 1, 4, 8), lost)
+
+
+def test_eight_bit_caches_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match="float8_e4m3fn cannot be handed over"):
+        Plain(torch.zeros(1, 1, 4, 8, dtype=torch.float8_e4m3fn), "kv")
+
+
+def test_a_fingerprint_is_of_model_weights_format_and_share_but_not_of_blocks() -> None:
+    def mark(tokens: int = 4, dtype: torch.dtype = torch.float32, weights: str = "w", **share: int) -> str:
+        return fingerprint({"layers": 1}, weights, Share(**share), {0: kinds(tokens, dtype)["plain"]})
+
+    assert mark() == mark(tokens=8)
+    others = [mark(dtype=torch.bfloat16), mark(weights="v"), mark(tensor_size=2), mark(stages=2)]
+    assert len({mark(), *others}) == 5
+
+
+def test_a_vllm_that_was_not_tried_is_refused_unless_asked_for() -> None:
+    assert check_version("0.32.0+cpu") == ""
+    with pytest.raises(InputError, match="tried with 0.32.0, not with 0.99"):
+        check_version("0.99")
+    assert "0.99" in check_version("0.99", anyway=True)
+
+
+def test_layers_are_known_by_number() -> None:
+    assert layer_of("model.layers.13.self_attn.attn") == 13
+    with pytest.raises(InputError):
+        layer_of("model.layers.3.mixer.2.attn")
