@@ -11,6 +11,7 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.types import Offer, Region
 from potluck.perf.startup import DEFAULT_COSTS
 from potluck.plan.again import Workshops, problem_now, start_share
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
 PROBLEM = a_problem(an_ask(), an_ask("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})
 
@@ -43,3 +44,20 @@ def test_templates_are_made_once_for_a_market() -> None:
     dearer = replace(PROBLEM, regions=at_price(9.0))
     assert shops.at(dearer).homogeneous(PROBLEM.asks[0]) is not made
     assert shops.at(PROBLEM).homogeneous(PROBLEM.asks[0]) is made, "prices that come back"
+
+
+def test_starts_are_told_apart_from_the_rent_and_goodput_is_in_tokens() -> None:
+    shop = Workshop(PROBLEM)
+    first = STRATEGIES["melange"](shop, Settings(10.0)).plan
+    assert first.start_usd_per_h == 0.0, "K is 0"
+    for prediction, asked in zip(first.predictions, PROBLEM.asks, strict=True):
+        prompts = sum(demand.rate_per_s * demand.input_tokens for demand in asked.demands)
+        answers = sum(demand.rate_per_s * demand.output_tokens for demand in asked.demands)
+        assert prediction.prompt_tokens_per_s == pytest.approx(prompts)
+        assert prediction.answer_tokens_per_s == pytest.approx(answers)
+    busier = problem_now(PROBLEM, {"chat": 12.0})
+    grown = STRATEGIES["melange"](replace(shop, problem=busier), Settings(10.0, running=first)).plan
+    nodes, before = sum(grown.nodes.values()), sum(first.nodes.values())
+    assert nodes > before
+    assert grown.cost_usd_per_h == pytest.approx(1.86 * nodes)
+    assert grown.start_usd_per_h == pytest.approx(busier.init_penalty * 1.86 * (nodes - before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sim_fleets import SLOW, closed_plan, load, mixed, problem
 from sim_minds import Around
 
@@ -10,6 +11,7 @@ from potluck.core.brain.events import Event, Quoted
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import Offer
+from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
 from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
@@ -40,7 +42,7 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
         asked.append(moment)
         return closed_plan((mixed(), "east", 1), (mixed(SLOW), "east", 1))
 
-    simulate(
+    result = simulate(
         problem(PLAN),
         load(1300, 2.0),
         Policy(scaling="replan", replan_s=400.0),
@@ -55,6 +57,11 @@ def test_the_planner_sees_the_moment_and_what_is_left() -> None:
     assert first.running.deployments == (Deployment(PLAN.templates[0].name, "east", 2),)
     counts = {each.template: each.count for each in later.running.deployments}
     assert counts == {PLAN.templates[0].name: 1, mixed(SLOW).name: 1}, "one machine went, and one was started"
+    (began,) = [replica for replica in result.replicas if replica.began_s > 0]
+    (ready_s,) = [at_s for at_s, state, _ in began.changes if state == "ready"]
+    assert summarise(result).start_usd == pytest.approx(0.1 * (ready_s - began.began_s) / 3600), (
+        "at 0.1 an hour"
+    )
 
 
 def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:

@@ -167,6 +167,7 @@ def test_by_hand() -> None:
     assert chat.tpot_attainment == pytest.approx(3 / 5)
     assert chat.holds is False
     assert chat.goodput_per_s == pytest.approx(2 / 80)
+    assert chat.goodput_tokens_per_s == pytest.approx((11 + 1) / 80)
     assert chat.rate_per_s == pytest.approx(6 / 80)
     assert chat.throughput_per_s == pytest.approx(4 / 100)
     assert chat.outcomes.refusals == {REASONS[1]: 1}

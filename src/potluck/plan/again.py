@@ -18,6 +18,7 @@ from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import startup_s
 from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies.base import Workshop
+from potluck.plan.templates.mixed import Timed
 
 INTERVAL_S = 3600.0
 """Over which starts are spread: CORAL amortises initialisation over 60 minutes (its 6.1)."""
@@ -87,20 +88,23 @@ class Workshops:
     """One for each market and lengths that were seen: templates depend on these, not on rates or how many nodes."""
 
     _kept: dict[object, Workshop] = field(default_factory=dict)
+    """By prices and lengths, the newest last."""
+    _timed: tuple[object, Timed] = field(default_factory=lambda: ((), {}))
+    """Rates of pipelines for the lengths last seen."""
 
     def at(self, problem: Problem) -> Workshop:
-        key = (
-            tuple(
-                (r.name, o.node, o.price_usd_per_h) for r in problem.regions for o in r.offers if o.available
-            ),
-            tuple(
-                (each.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
-                for each in problem.asks
-                for d in each.demands
-            ),
+        lengths = tuple(
+            (each.name, d.input_tokens, d.longest_tokens, d.output_tokens, d.promised)
+            for each in problem.asks
+            for d in each.demands
         )
-        found = self._kept.pop(key, None) or Workshop(problem)
-        self._kept[key] = found
+        prices = tuple(
+            (r.name, o.node, o.price_usd_per_h) for r in problem.regions for o in r.offers if o.available
+        )
+        if self._timed[0] != lengths:
+            self._timed = (lengths, {})
+        found = self._kept.pop((prices, lengths), None) or Workshop(problem, timed=self._timed[1])
+        self._kept[prices, lengths] = found
         for old in list(self._kept)[:-KEPT]:
             del self._kept[old]
         return replace(found, problem=problem)

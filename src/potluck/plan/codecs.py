@@ -91,6 +91,12 @@ def _rerouted(
     if answer.shortfall is not None and fraction < answer.shortfall.fraction - SAME:
         return None
     kept = tuple(Count(key, n) for key, n in sorted(counts.items()))
+    there = tuple(
+        Count(Key(key.group, used[key.group].index(key.template), key.region), n)
+        for key, n in found.program.running
+        if key.template in used[key.group]
+    )
+    few = replace(few, program=replace(few.program, running=there))
     return few, replace(answer, counts=kept, shares=shares, flows=flows)
 
 

@@ -24,7 +24,7 @@ from potluck.core.values.types import Codec, Link
 from potluck.perf.pipeline import ORDER
 from potluck.perf.transfer import link_alpha_beta
 from potluck.plan.allocate.program import Bucket as DemandRow
-from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
+from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin, price_of
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
 from potluck.plan.machines import machine_of
@@ -217,7 +217,18 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
         allocation.rent_usd_per_h,
         max(0.0, gap),
         fraction,
+        _starts_usd_per_h(found.program, allocation),
     )
+
+
+def _starts_usd_per_h(program: FlowProgram, allocation: Allocation) -> float:
+    """CORAL's I: K times the price of every copy that does not run yet."""
+    running = dict(program.running)
+    cost = 0.0
+    for key, count in allocation.counts:
+        uses = program.models[key.group].uses[key.template]
+        cost += price_of(program.fleet, uses, key.region) * max(0, count - running.get(key, 0))
+    return program.init_penalty * cost
 
 
 def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
@@ -315,7 +326,17 @@ def _prediction(
     tpot = _mean([(s.rate_per_s, _capacity(used, s).tpot_s) for s in finished])
     trust = [used[d.template].confidence for d in deployments if used[d.template].model == each.name]
     confidence: Confidence = max(trust, key=ORDER.index) if trust else "assumed"
-    return Prediction(each.name, each.rate_per_s, served / found.problem.headroom, ttft, tpot, confidence)
+    tokens = {demand.bucket: (demand.input_tokens, demand.output_tokens) for demand in each.demands}
+    return Prediction(
+        each.name,
+        each.rate_per_s,
+        served / found.problem.headroom,
+        ttft,
+        tpot,
+        confidence,
+        sum(share.rate_per_s * tokens[share.bucket][0] for share in finished),
+        sum(share.rate_per_s * tokens[share.bucket][1] for share in finished),
+    )
 
 
 def _capacity(used: Mapping[str, Template], share: Share) -> BucketCapacity:

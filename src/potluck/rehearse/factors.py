@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Plan, Prediction
 from potluck.plan.problem import Problem
 
 ROUNDING = 1e-9
@@ -50,8 +50,17 @@ def restored(plan: Plan, problem: Problem, factors: Factors) -> Plan:
             replace(s, rate_per_s=s.rate_per_s * shrink.get(model_of[s.template], 1.0)) for s in plan.shares
         ),
         flows=tuple(replace(f, rate_per_s=f.rate_per_s * shrink.get(f.model, 1.0)) for f in plan.flows),
-        predictions=tuple(replace(p, demand_per_s=asked[p.model]) for p in plan.predictions),
+        predictions=tuple(_expected(p, asked[p.model], shrink.get(p.model, 1.0)) for p in plan.predictions),
         fraction=1.0 if fraction > 1 - ROUNDING else fraction,
+    )
+
+
+def _expected(prediction: Prediction, demand_per_s: float, factor: float) -> Prediction:
+    return replace(
+        prediction,
+        demand_per_s=demand_per_s,
+        prompt_tokens_per_s=prediction.prompt_tokens_per_s * factor,
+        answer_tokens_per_s=prediction.answer_tokens_per_s * factor,
     )
 
 

@@ -182,6 +182,7 @@ def result_of(world: World, seed: int) -> SimResult:
         tuple(world.outside.noted),
         counts=counts,
         seed=seed,
+        start_rates=tuple(world.purse.start_rates),
     )
 
 

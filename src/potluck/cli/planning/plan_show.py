@@ -118,6 +118,9 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
     if found.fraction < 1:
         proof = f"for {percent(found.fraction)} of the demand"
     title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h, {proof}"
+    if problem.init_penalty > 0:
+        starts = f"{usd(found.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"
+        title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h of rent and {starts}, {proof}"
     table(title, ("model", "region", "copies", "template", "req/s", "USD/h", "confidence"), rows)
 
 
@@ -130,6 +133,8 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             p.model,
             f"{p.demand_per_s:.3g}",
             f"{p.capacity_per_s:.3g}",
+            short(p.prompt_tokens_per_s),
+            short(p.answer_tokens_per_s),
             seconds(p.ttft_s),
             seconds(p.tpot_s),
             usd(usd_per_million_tokens(problem, found, p.model)),
@@ -144,6 +149,8 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             "model",
             "demand/s",
             "could do/s",
+            "prompt tokens/s",
+            "answer tokens/s",
             "TTFT",
             "TPOT",
             "$/M tokens",

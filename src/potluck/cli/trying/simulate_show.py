@@ -110,6 +110,7 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
                 f"{model.rate_per_s:.3g}",
                 kept,
                 "-" if model.goodput_per_s is None else f"{model.goodput_per_s:.3g}",
+                "-" if model.goodput_tokens_per_s is None else short(model.goodput_tokens_per_s),
                 short(model.output_tokens_per_s),
                 count(ends.refused),
                 count(ends.cancelled),
@@ -123,6 +124,7 @@ def _promises(title: str, what: str, models: list[ModelSummary]) -> None:
         "a second",
         "within objective",
         "goodput/s",
+        "in tokens/s",
         "tokens/s",
         "refused",
         "cancelled",
@@ -149,6 +151,7 @@ def _use(summary: Summary) -> None:
     money = [
         ("simulated", seconds(summary.end_s)),
         ("cost", f"{usd(summary.cost_usd)} ({usd(summary.cost_usd_per_h)}/h)"),
+        ("of it for nodes that were starting", usd(summary.start_usd)),
         ("output tokens per dollar", "-" if tokens is None else short(tokens)),
         ("requests within objective per dollar", "-" if met is None else count(met)),
     ]

@@ -171,6 +171,10 @@ class Prediction:
     ttft_s: float
     tpot_s: float
     confidence: Confidence
+    prompt_tokens_per_s: float = 0.0
+    """Of what is served within the objective: CORAL's goodput, of prefill ..."""
+    answer_tokens_per_s: float = 0.0
+    """... and of decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +193,12 @@ class Plan:
     """Proven relative distance to the cheapest plan of this strategy's columns; 0 when proven optimal."""
     fraction: float = 1.0
     """Share of every demand that is met; below 1 when the fleet does not suffice."""
+    start_usd_per_h: float = 0.0
+    """Beside the rent: starting the copies that did not run, spread over the time to the next plan (CORAL's K times
+    their price). The objective is the sum of both."""
 
     def __post_init__(self) -> None:
-        for name in ("cost_usd_per_h", "gap", "fraction"):
+        for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):
             _not_negative(f"plan: {name}", getattr(self, name))
 
     def template(self, name: str) -> Template:

@@ -16,7 +16,7 @@ from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.combo import combos
 from potluck.plan.templates.gpu_combo import SHORTLIST, Ranked, gpu_combos, ranked
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.mixed import pipelines
+from potluck.plan.templates.mixed import Timed, pipelines
 from potluck.plan.templates.pair import pairs
 from potluck.plan.verify import retimed
 
@@ -56,6 +56,8 @@ class Workshop:
     """Region to what the search of its pool found."""
     running: tuple[Template, ...] = ()
     """Groups that run already, to be chosen beside those that are found."""
+    timed: Timed = field(default_factory=dict)
+    """Pipelines whose rates are known for these lengths, whatever they cost."""
 
     @property
     def prices(self) -> dict[str, float]:
@@ -101,7 +103,9 @@ class Workshop:
         return self._once("pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask)))
 
     def pipelines(self, ask: Ask) -> list[Template]:
-        return self._once("pipeline", ask, lambda: pipelines(self.problem, ask, self.prices))
+        return self._once(
+            "pipeline", ask, lambda: pipelines(self.problem, ask, self.prices, timed=self.timed)
+        )
 
     def groups(self, ask: Ask, settings: Settings) -> list[Template]:
         """Groups of the pool's machines, found by search in each region.

@@ -7,14 +7,16 @@ are timed again stage by stage for every bucket of lengths, and become templates
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout
 from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.types import Role
 from potluck.plan.library import pipeline_libraries
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, replica_capacity, useful
@@ -24,6 +26,8 @@ COLUMNS = 120
 """Pipelines kept per model and phase."""
 MAX_NODES = 6
 """Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
+Timed = MutableMapping[tuple[str, Role, Layout], Template | None]
+"""Model, role and layout to the template; None where it can do nothing. Prices have no part in it."""
 
 
 def pipelines(
@@ -34,11 +38,14 @@ def pipelines(
     columns: int = COLUMNS,
     max_nodes: int = MAX_NODES,
     folder: Path | None = None,
+    timed: Timed | None = None,
 ) -> list[Template]:
     """The most cost-efficient pipelines of several nodes, for prefill and for decode.
 
-    The library is kept in `folder` (the user's cache when left out), so that planning again loads it.
+    The library is kept in `folder` (the user's cache when left out), so that planning again loads it; `timed` is
+    looked up and added to, so that other prices need not time the same pipelines again.
     """
+    timed = {} if timed is None else timed
     rate = ask.rate_per_s or 1.0
     mean_in = ceil(sum(d.rate_per_s * d.new_tokens for d in ask.demands) / rate) or ask.demands[0].new_tokens
     mean_out = ceil(sum(d.rate_per_s * d.output_tokens for d in ask.demands) / rate) or 1
@@ -51,7 +58,10 @@ def pipelines(
     found = []
     for library in both:
         for index in _worthwhile(library, prices, columns):
-            template = _template(problem, ask, library, index)
+            key = (ask.name, library.rates.phase, library.placement(index))
+            if key not in timed:
+                timed[key] = _template(problem, ask, *key[1:])
+            template = timed[key]
             if template is not None:
                 found.append(template)
     return found
@@ -66,8 +76,7 @@ def _worthwhile(library: PipelineLibrary, prices: Mapping[str, float], columns: 
     return [int(i) for i in order if efficiency[i] > 0]
 
 
-def _template(problem: Problem, ask: Ask, library: PipelineLibrary, index: int) -> Template | None:
-    layout, phase = library.placement(index), library.rates.phase
+def _template(problem: Problem, ask: Ask, phase: Role, layout: Layout) -> Template | None:
     if not fits(ask, layout, problem.by_name):
         return None
     timer = layout_timer(ask, layout, problem.by_name)

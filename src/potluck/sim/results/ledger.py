@@ -79,22 +79,33 @@ def _ints(column: array[int], kind: type[np.integer]) -> NDArray[np.integer]:
 class Purse:
     """What the machines cost: a rate in USD an hour that changes when one comes, goes or changes its price."""
 
-    __slots__ = ("_count", "_prices", "rates")
+    __slots__ = ("_count", "_prices", "_starting", "rates", "start_rates")
 
     def __init__(self) -> None:
         self._prices: dict[tuple[str, str], float] = {}
         self._count: dict[tuple[str, str], int] = {}
+        self._starting: dict[tuple[str, str], int] = {}
         self.rates: list[tuple[float, float]] = []
+        self.start_rates: list[tuple[float, float]] = []
+        """Of the same, what is paid for machines that have not served yet."""
 
     def rent(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
         """A node more; the price counts unless a change was told before."""
         key = (region, node)
         self._prices.setdefault(key, price_usd_per_h)
         self._count[key] = self._count.get(key, 0) + 1
+        self._starting[key] = self._starting.get(key, 0) + 1
         self._note(at_s)
 
-    def give_back(self, at_s: float, region: str, node: str) -> None:
+    def up(self, at_s: float, region: str, node: str) -> None:
+        """A node serves for the first time."""
+        self._starting[region, node] -= 1
+        self._note(at_s)
+
+    def give_back(self, at_s: float, region: str, node: str, served: bool) -> None:
         self._count[region, node] -= 1
+        if not served:
+            self._starting[region, node] -= 1
         self._note(at_s)
 
     def reprice(self, at_s: float, region: str, node: str, price_usd_per_h: float) -> None:
@@ -108,8 +119,12 @@ class Purse:
         return self._prices.get((region, node), 0.0)
 
     def _note(self, at_s: float) -> None:
-        rate = sum(count * self._prices[key] for key, count in self._count.items() if count)
-        if self.rates and self.rates[-1][0] == at_s:
-            self.rates[-1] = (at_s, rate)
-        else:
-            self.rates.append((at_s, rate))
+        for rates, counts in ((self.rates, self._count), (self.start_rates, self._starting)):
+            rate = 0.0
+            for key, count in counts.items():
+                if count:
+                    rate += count * self._prices[key]
+            if rates and rates[-1][0] == at_s:
+                rates[-1] = (at_s, rate)
+            elif not rates or rates[-1][1] != rate:
+                rates.append((at_s, rate))

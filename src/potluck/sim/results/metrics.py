@@ -102,6 +102,8 @@ class ModelSummary:
     goodput_per_s: float | None
     e2e_attainment: float | None = None
     """None, too, where nothing was promised of it."""
+    goodput_tokens_per_s: float | None = None
+    """Answer tokens a second of requests within their objective (CORAL's goodput)."""
 
     @property
     def holds(self) -> bool | None:
@@ -135,6 +137,8 @@ class Summary:
     tenants: tuple[ModelSummary, ...] = ()
     """The same by tenant and by class, where the workload has them; named in place of the model."""
     classes: tuple[ModelSummary, ...] = ()
+    start_usd: float = 0.0
+    """Of `cost_usd`, what was paid for nodes before they served."""
 
     def to_json(self) -> str:
         return codec.dumps(self, format_name=FORMAT, version=VERSION)
@@ -176,6 +180,7 @@ def summarise(result: SimResult, warm_up_s: float = 0.0) -> Summary:
         len(result.faults),
         result.seed,
         *_groups(result, counted, verdict, window),
+        start_usd=cost_between(result.start_rates, window.start_s, window.end_s),
     )
 
 
@@ -354,6 +359,9 @@ def _summary(
         share(verdict.tpot_ok),
         int((verdict.met & asked).sum()) / arriving_s if count and arriving_s else None,
         share(verdict.e2e_ok) if bool((asked & verdict.e2e_promised).any()) else None,
+        int(records.streamed_tokens[verdict.met & asked].sum()) / arriving_s
+        if count and arriving_s
+        else None,
     )
 
 

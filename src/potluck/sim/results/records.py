@@ -189,6 +189,8 @@ class SimResult:
     seed: int = 0
     classes: dict[str, RequestClass] = field(default_factory=dict)
     """What requests of each class were promised, by its name."""
+    start_rates: tuple[tuple[float, float], ...] = ()
+    """Of `cost_rates`, what is paid for nodes that have not served yet."""
 
     @property
     def cost_usd(self) -> float:

@@ -25,7 +25,7 @@ SiteState = Literal["starting", "ready", "draining", "leaving", "stopped", "lost
 class Machine:
     """A node of a copy, rented from the first replica's start on it until the last one's end."""
 
-    __slots__ = ("began_s", "card", "name", "node", "region", "sites", "unit")
+    __slots__ = ("began_s", "card", "name", "node", "region", "served", "sites", "unit")
 
     def __init__(self, name: str, unit: str, node: str, region: str, began_s: float, card: Pipe) -> None:
         self.name = name
@@ -36,6 +36,8 @@ class Machine:
         self.card = card
         self.sites: list[Site] = []
         """Those that are there."""
+        self.served = False
+        """Whether a replica was ever ready on it."""
 
 
 class Site:

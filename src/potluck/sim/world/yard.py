@@ -76,6 +76,10 @@ class Yard:
     def ready(self, at_s: float, site: Site) -> None:
         if site.state == "starting":
             site.become(at_s, "ready")
+            for machine in site.machines:
+                if not machine.served:
+                    machine.served = True
+                    self._ground.purse.up(at_s, machine.region, machine.node)
             self._tell(at_s, ReplicaReady(site.id))
 
     def drain(self, at_s: float, action: Drain) -> None:
@@ -149,7 +153,7 @@ class Yard:
             machine.sites.remove(site)
             if not machine.sites:
                 del self.machines[machine.name]
-                ground.purse.give_back(at_s, machine.region, machine.node)
+                ground.purse.give_back(at_s, machine.region, machine.node, machine.served)
 
     def _machine(
         self, at_s: float, unit: str, node: str, place: int, region: str, given: str = ""

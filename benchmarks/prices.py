@@ -1,0 +1,242 @@
+"""A day of changing prices and nodes: what re-allocating costs and keeps, against plans that stay and an oracle.
+
+    kept         the first plan; what of it loses its machines comes back when there are nodes again
+    on demand    a plan on nodes that never go, at their fixed prices
+    replan       CORAL's periodic re-allocation, and at once where prices or nodes change; K is start-up over 6 min
+    replan hour  the same with K over an hour, as CORAL amortises starts
+    oracle       for every stretch between two changes the cheapest plan for it, at once and for nothing: a bound
+
+Two models at a steady rate on 1xL4, 1xA10G and 1xL40S. The market (`prices_market.py`) is AWS's spot prices in two
+regions, an hour for each day of the record, with the counts of spot machines that could be had, five minutes apart,
+from a record of other GPUs; and the same nodes on demand. Without the data a seeded market is made up. Machines go
+with two minutes of notice; fleets start warm; copies started later take what `perf.startup` says and are paid
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from common import Budget, run
+from potluck.catalog import models, nodes
+from potluck.catalog import workloads as named
+from potluck.core.brain.policy import Policy
+from potluck.core.errors import CapacityError
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import LengthBin, Region, Slo, Traffic
+from potluck.plan.again import INTERVAL_S, Workshops, problem_now
+from potluck.plan.problem import Problem, ask
+from potluck.plan.strategies import STRATEGIES, Settings
+from potluck.sim.load import arrivals
+from potluck.sim.load.lengths import draw
+from potluck.sim.load.workload import Workload, merge, workload
+from potluck.sim.results.metrics import summarise
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings as Running
+from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
+from potluck.sim.world.moment import Moment, Planner
+from potluck.worlds.scene import Scene
+from prices_market import NODES, NOTICE_S, ON_DEMAND, Market, the_market
+
+ASKED = (
+    ("chat", "Llama-3.1-8B", "azure-conv", 3.0, Slo(2.0, 0.08)),
+    ("code", "Phi-4", "azure-code", 1.0, Slo(3.0, 0.1)),
+)
+"""Name, model, lengths, requests a second, objective."""
+HOUR_S = 3600.0
+QUICK_H = 2
+REPLAN_S = 360.0
+LIMIT_S = 20.0
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to provide the day."""
+
+    name: str
+    scaling: bool = False
+    interval_s: float = REPLAN_S
+    """Over which K spreads a start."""
+    on_demand: bool = False
+
+
+ROWS = (
+    Row("kept"),
+    Row("on demand", on_demand=True),
+    Row("replan", scaling=True),
+    Row("replan hour", scaling=True, interval_s=INTERVAL_S),
+)
+
+
+class Planners:
+    """Plans for any moment of the market; templates are made once for a set of prices."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._shops = Workshops()
+        self.cpu_s = 0.0
+
+    def plan(self, problem: Problem, running: Plan | None = None) -> Plan:
+        start_s = time.process_time()
+        settings = Settings(time_limit_s=LIMIT_S, gap_target=1e-3, running=running)
+        plan = STRATEGIES["coral"](self._shops.at(problem), settings).plan
+        self.cpu_s += time.process_time() - start_s
+        return plan
+
+    def at(self, regions: tuple[Region, ...]) -> Plan:
+        """The cheapest there is at a moment, whatever runs."""
+        return self.plan(replace(self.problem, regions=regions))
+
+    def again(self, interval_s: float) -> Planner:
+        def answer(moment: Moment) -> Plan | None:
+            try:
+                rates = dict(moment.rates_per_s)
+                now = problem_now(self.problem, rates, moment.lengths, moment.regions, interval_s)
+            except CapacityError:
+                return None
+            plan = self.plan(now, moment.running)
+            return plan if plan.deployments else None
+
+        return answer
+
+
+def the_problem(market: Market) -> Problem:
+    """Demand in bins drawn from the workloads' lengths, so that the planner knows their spread."""
+    asks = []
+    for name, model, lengths, rate_per_s, slo in ASKED:
+        prompt, output = draw(np.random.default_rng(0), named.workload(lengths).lengths, 4000)
+        bins = [
+            LengthBin(float(prompt[part].mean()), float(output[part].mean()), len(part) / len(prompt))
+            for part in np.array_split(np.argsort(prompt), 10)
+        ]
+        asks.append(ask(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
+    return Problem(tuple(asks), market.regions(0.0), tuple(nodes.node_type(each) for each in NODES))
+
+
+def the_load(hours: float) -> Workload:
+    parts = []
+    for place, (name, _, lengths, rate_per_s, _) in enumerate(ASKED):
+        rng = np.random.default_rng((SEED, place))
+        when = arrivals.curve(rng, [rate_per_s] * round(hours * 6), HOUR_S / 6)
+        parts.append(workload(name, when, *draw(rng, named.workload(lengths).lengths, len(when))))
+    return merge(parts)
+
+
+def served(row: Row, planners: Planners, market: Market, load: Workload, hours: float) -> dict[str, float]:
+    """The day with one way to provide for it."""
+    problem = planners.problem
+    regions = market.regions(0.0)
+    offered = tuple(each for each in regions if each.name == ON_DEMAND) if row.on_demand else regions
+    first = planners.at(offered)
+    scene = Scene(
+        first,
+        {each.name: each.model for each in problem.asks},
+        problem.by_name,
+        regions,
+        (),
+        {each.name: each.slo for each in problem.asks},
+        {each.name: _means(load, each.name) for each in problem.asks},
+    )
+    policy = Policy(tick_s=5.0, scaling="replan" if row.scaling else "none", replan_s=REPLAN_S)
+    result = simulate(
+        scene,
+        load,
+        policy,
+        seed=SEED,
+        settings=Running(tick_s=5.0, report_period_s=1.0),
+        faults=faults_of(market, hours * HOUR_S),
+        planner=planners.again(row.interval_s) if row.scaling else None,
+    )
+    summary = summarise(result)
+    within = sum((each.attainment or 0.0) * each.requests for each in summary.models)
+    starts = [each for each in result.replicas if each.began_s > 0]
+    return {
+        "usd": summary.cost_usd,
+        "attainment": within / len(load),
+        "worst_attainment": min(each.attainment or 0.0 for each in summary.models),
+        "usd_per_1000_within": 1000 * summary.cost_usd / max(within, 1),
+        "copies_started": len({each.unit for each in starts}),
+        "plans_asked": result.counts["plans asked for"],
+    }
+
+
+def _means(load: Workload, name: str) -> tuple[float, float]:
+    mine = load.model == load.models.index(name)
+    return float(load.prompt_tokens[mine].mean()), float(load.output_tokens[mine].mean())
+
+
+def faults_of(market: Market, end_s: float) -> Faults:
+    """What the simulator is told of a market."""
+    later = [each for each in market.changes if 0 < each.at_s < end_s]
+    return Faults(
+        prices=tuple(
+            PriceChange(c.at_s, c.region, c.node, c.usd_per_h) for c in later if c.usd_per_h is not None
+        ),
+        availability=tuple(
+            SupplyChange(c.at_s, c.region, c.node, c.available, NOTICE_S)
+            for c in later
+            if c.available is not None
+        ),
+    )
+
+
+def oracle(planners: Planners, market: Market, end_s: float) -> dict[str, float]:
+    """The cheapest plan of every stretch; what it serves of the demand where nodes are too few."""
+    times = [0.0, *(at_s for at_s in market.times if 0 < at_s < end_s), end_s]
+    known: dict[tuple[Region, ...], Plan] = {}
+    usd = met = 0.0
+    for begin_s, stop_s in pairwise(times):
+        regions = market.regions(begin_s)
+        if regions not in known:
+            known[regions] = planners.at(regions)
+        usd += known[regions].cost_usd_per_h * (stop_s - begin_s) / HOUR_S
+        met += known[regions].fraction * (stop_s - begin_s) / end_s
+    return {"usd": usd, "served_fraction": met, "stretches": float(len(times) - 1)}
+
+
+def measure(quick: bool) -> dict[str, float]:
+    market = the_market()
+    hours = QUICK_H if quick else 24
+    if quick:
+        print(f"left out: all but the first {QUICK_H} h", file=sys.stderr)
+    load, planners, budget = the_load(hours), Planners(the_problem(market)), Budget(quick, 40.0)
+    figures: dict[str, float] = {
+        "hours": float(hours),
+        "requests": float(len(load)),
+        "market_is_recorded": float(market.recorded),
+        "changes": float(sum(0 < at_s < hours * HOUR_S for at_s in market.times)),
+    }
+    for row in ROWS:
+        if budget.allows(row.name, 6.0):
+            _tell(row.name, served(row, planners, market, load, hours), figures)
+    if budget.allows("oracle", 2.0):
+        _tell("oracle", oracle(planners, market, hours * HOUR_S), figures)
+    figures["planning_cpu_s"] = planners.cpu_s
+    _ratios(figures, ("kept", "on_demand", "replan", "replan_hour"))
+    return figures
+
+
+def _tell(name: str, found: dict[str, float], figures: dict[str, float]) -> None:
+    figures |= {f"{name.replace(' ', '_')}_{key}": value for key, value in found.items()}
+    told = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+    print(f"  {name:<12} {told}", file=sys.stderr, flush=True)
+
+
+def _ratios(figures: dict[str, float], names: Sequence[str]) -> None:
+    """Costs as multiples of the oracle's, which serves all that can be served and pays for no switch."""
+    for name in names:
+        if f"{name}_usd" in figures and "oracle_usd" in figures:
+            figures[f"{name}_cost_over_oracle"] = figures[f"{name}_usd"] / figures["oracle_usd"]
+    if "replan_hour_usd" in figures and "on_demand_usd" in figures:
+        figures["replan_hour_cost_over_on_demand"] = figures["replan_hour_usd"] / figures["on_demand_usd"]
+
+
+if __name__ == "__main__":
+    sys.exit(run("prices", measure, {}, seeds=[SEED]))
