@@ -219,7 +219,7 @@ def test_the_cover_is_the_cheapest_there_is(each: list[Option], deficit: int, n:
         pairs = list(zip(each, counts_, strict=True))
         fits = all(sum(o.needs.get(node, 0) * c for o, c in pairs) <= most for node, most in free.items())
         if fits and sum(o.serves_per_s * c for o, c in pairs) >= deficit:
-            cheapest = min(cheapest, sum(o.cost_usd_per_h * c for o, c in pairs))
+            cheapest = min(cheapest, sum(o.weight * c for o, c in pairs))
     found = cheapest_cover(each, float(deficit), free)
     if found is None:
         assert cheapest == inf
@@ -228,7 +228,7 @@ def test_the_cover_is_the_cheapest_there_is(each: list[Option], deficit: int, n:
             sum(o.needs.get(node, 0) * partly.get(o.key, 0) for o in each) <= free[node] for node in free
         )
     else:
-        assert sum(o.cost_usd_per_h * found.get(o.key, 0) for o in each) == pytest.approx(cheapest)
+        assert sum(o.weight * found.get(o.key, 0) for o in each) == pytest.approx(cheapest)
 
 
 # Noise

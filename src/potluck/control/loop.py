@@ -87,7 +87,7 @@ class Controller:
             self.learn(newest.plan)
 
     def learn(self, plan: Plan) -> None:
-        self._templates |= {template.name: template for template in plan.templates}
+        self._templates |= {template.name: template for template in plan.repertoire}
 
     def _learn_of(self, wanted: dict[str, Any]) -> None:
         """Templates of a plan that somebody else wrote down and told."""

@@ -18,7 +18,7 @@ from potluck.control.replanner import Asked, Reply
 from potluck.control.store.store import Store
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import PotluckError
-from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 from potluck.plan.observed import Pace, spoken
 
@@ -132,7 +132,7 @@ def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
     """The newest plan with the copies that are wanted now: rules may have changed their number."""
     if planned is None:
         return None
-    known = {template.name for template in planned.templates}
+    known = {template.name for template in planned.repertoire}
     units = {
         each["unit"]: (each["template"], each["region"])
         for each in wanted.get("replicas", ())
@@ -141,8 +141,7 @@ def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
     counts: dict[tuple[str, str], int] = {}
     for key in units.values():
         counts[key] = counts.get(key, 0) + 1
-    there = tuple(Deployment(name, region, count) for (name, region), count in sorted(counts.items()))
-    return replace(planned, deployments=there)
+    return planned.holding(counts)
 
 
 def _asked(

@@ -14,6 +14,7 @@ from potluck.core.brain.actions import SeenLengths
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 from potluck.plan.again import INTERVAL_S, problem_now
+from potluck.plan.candidates import with_candidates
 from potluck.plan.ladder import Answer, at_once, best_answer, survivors
 from potluck.plan.observed import Pace, observed
 from potluck.plan.problem import Problem
@@ -57,6 +58,8 @@ class Replanner:
     time_limit_s: float = 30.0
     interval_s: float = INTERVAL_S
     """Over which a start is spread (CORAL's K)."""
+    candidates: bool = False
+    """Whether plans say what scaling may start beside their copies."""
 
     def first(self, asked: Asked) -> Reply:
         """What to do at once; nothing where all machines of the running plan are there."""
@@ -67,10 +70,11 @@ class Replanner:
         answer = self._at_once(problem, asked.running)
         if not answer.plan.deployments:
             return Reply(None, "nothing that is left can serve")
-        return Reply(answer.plan, f"{answer.step}: what is left serves {answer.served_fraction:.0%}")
+        why = f"{answer.step}: what is left serves {answer.served_fraction:.0%}"
+        return Reply(_inherited(answer.plan, whole), why)
 
     def full(self, asked: Asked) -> Reply:
-        """A whole plan, if it serves more than what runs, or the same for less."""
+        """A whole plan by the strategy in force, if it serves more than what runs, or the same for less."""
         problem = self._problem(asked)
         running = asked.running
         settings = Settings(time_limit_s=self.time_limit_s)
@@ -79,9 +83,10 @@ class Replanner:
             now = self._at_once(problem, running)
             left = replace(running, deployments=survivors(problem, running))
             settings = replace(settings, running=left)
-        strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
-        outcome = strategy(Workshop(problem), settings)
-        plan = outcome.plan
+        workshop, force = Workshop(problem), asked.planned or running
+        strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])
+        outcome = strategy(workshop, settings)
+        plan = with_candidates(workshop, outcome.plan) if self.candidates else outcome.plan
         if outcome.allocation.status == "unknown" or not plan.deployments:
             return Reply(None, "no plan was found in time")
         if now is None:
@@ -93,7 +98,8 @@ class Replanner:
         if more > -1e-6 and saves > SAME:
             return Reply(plan, f"saves ${saves:.2f}/h")
         if running is not None and now.step == "flip" and now.flips:
-            return Reply(now.plan, f"{now.flips} replicas in other roles serve {now.served_fraction:.0%}")
+            why = f"{now.flips} replicas in other roles serve {now.served_fraction:.0%}"
+            return Reply(_inherited(now.plan, running), why)
         return Reply(None, f"there is none better (${plan.cost_usd_per_h:.2f}/h for {plan.fraction:.0%})")
 
     def _at_once(self, problem: Problem, running: Plan) -> Answer:
@@ -102,3 +108,11 @@ class Replanner:
     def _problem(self, asked: Asked) -> Problem:
         facts = observed(self.problem, asked.paces, datetime.now(UTC).date().isoformat())
         return problem_now(facts, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s)
+
+
+def _inherited(plan: Plan, before: Plan) -> Plan:
+    """What is left of a plan is still its strategy's, and so is what may be started, if lengths are cut as before."""
+    cuts = [[(b.model, b.longest_tokens) for b in each.buckets] for each in (plan, before)]
+    there = {template.name for template in plan.templates}
+    kept = tuple(each for each in before.candidates if each.name not in there) if cuts[0] == cuts[1] else ()
+    return replace(plan, strategy=before.strategy, candidates=kept)

@@ -101,6 +101,9 @@ class Kits:
     _splits: dict[str, SplitFacts] = field(default_factory=dict)
     _places: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
     _groups: dict[str, GroupFacts] = field(default_factory=dict)
+    _made: dict[tuple[str, Layout, Engine], tuple[StepTimer, int]] = field(default_factory=dict)
+    """Timer and room of a model's layout: templates differ in counts and roles more than in layouts."""
+    _timed: dict[tuple[str, Layout, Engine, bool, float], ReplicaFacts] = field(default_factory=dict)
 
     def facts(self) -> Facts:
         """The Brain's facts. They grow with every plan learned, so that a new plan's templates are known."""
@@ -122,7 +125,7 @@ class Kits:
         for flow in plan.flows:
             self.codecs[flow.model, flow.prefill_region, flow.decode_region] = flow.codec
         used = {deployment.template for deployment in plan.deployments}
-        for template in plan.templates:
+        for template in plan.repertoire:
             if template.name in self.templates and self.templates[template.name] == template:
                 continue
             if template.name in used or template.model in self.scene.models:
@@ -142,15 +145,15 @@ class Kits:
         mean = scene.mean_tokens.get(template.model, MEAN_TOKENS)
         longest = longest_in_use(scene.plan, template.model, model, mean[0])
         placed = places(template, scene.nodes)
-        made: dict[tuple[Layout, Engine], tuple[StepTimer, int]] = {}
         for index, replica in enumerate(template.replicas):
             engine = scene.engines.get((template.name, index)) or self._engine(template, index, mean)
-            if (replica.layout, engine) not in made:
+            made = self._made.get((template.model, replica.layout, engine))
+            if made is None:
                 hops, profiles = hops_of(scene, replica.layout), scene.profiles.get(template.model, ())
                 timer = timer_of(model, replica.layout, scene.nodes, engine.host_s, hops, profiles)
                 room = total_blocks(model, replica.layout, scene.nodes, sum(mean))
-                made[replica.layout, engine] = (timer, room)
-            timer, blocks = made[replica.layout, engine]
+                made = self._made[template.model, replica.layout, engine] = (timer, room)
+            timer, blocks = made
             kinds = [scene.node(node) for node, _ in placed[index]]
             costs = scene.startups.get(template.model, scene.startup)
             start = startup_s(weight_bytes(model), max(1, len(kinds)), costs)
@@ -170,17 +173,14 @@ class Kits:
                 replica.layout.owners if all(replica.layout.owners) else (),
                 _names(replica.layout, placed[index]),
             )
-            self._replicas[template.name, index] = _replica_facts(
-                timer,
-                model,
-                blocks,
-                mean,
-                scene.slos.get(template.model),
-                engine.slots,
-                longest,
-                bool(template.flows),
-                self.kits[template.name, index].card_gbps,
-            )
+            card = self.kits[template.name, index].card_gbps
+            kind = (template.model, replica.layout, engine, bool(template.flows), card)
+            if kind not in self._timed:
+                slo = scene.slos.get(template.model)
+                self._timed[kind] = _replica_facts(
+                    timer, model, blocks, mean, slo, engine.slots, longest, bool(template.flows), card
+                )
+            self._replicas[template.name, index] = self._timed[kind]
             self._places[template.name, index] = tuple(f"{node}/{place}" for node, place in placed[index])
         if template.flows and template.machines:
             prompt = max(1, round(mean[0]))

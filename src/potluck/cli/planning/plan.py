@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
+    from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
 _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
@@ -131,6 +132,7 @@ def plan(
         require_sound(workshop.problem, outcome.plan)
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
+        outcome = _offering(workshop, outcome, spec)
         if out is not None:
             out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
         searched = dict(workshop.searched)
@@ -151,6 +153,15 @@ def plan(
 def exact(problem: Problem, exact_kv: bool) -> Problem:
     """The problem with KV that is never put into fewer bits, if asked."""
     return replace(problem, codecs=("fp16",)) if exact_kv else problem
+
+
+def _offering(workshop: Workshop, outcome: Outcome, spec: Spec) -> Outcome:
+    """With what scaling may start beside the plan's copies, where the spec's policy does."""
+    from potluck.plan.candidates import with_candidates
+
+    if spec.policy.scaling != "cauchy":
+        return outcome
+    return replace(outcome, plan=with_candidates(workshop, outcome.plan))
 
 
 @click.command()

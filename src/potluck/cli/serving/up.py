@@ -18,7 +18,7 @@ import click
 from potluck.cli.serving.up_gpus import Ready, found_chips, maker_of, prepared_for_gpus
 from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
-from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec
+from potluck.cli.trying.simulation import Inputs, offered, policy_of, read_one_spec
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def up(
             None if market is None else MarketFile(market, spec.regions),
             profiles=ready.profiles,
         )
-        found = ready.prepared
+        found = replace(ready.prepared, inputs=offered(ready.prepared.inputs, rules))
         stand = Stand(settings, found.inputs.plan, _planner(found.inputs, rules, time_limit_s), nursery)
         _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))
 
@@ -195,7 +195,9 @@ def _must_be_nobodys(folder: Path) -> None:
 def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | None:
     from potluck.control.replanner import Replanner
 
-    return None if rules.scaling == "none" else Replanner(inputs.problem, time_limit_s)
+    if rules.scaling == "none":
+        return None
+    return Replanner(inputs.problem, time_limit_s, candidates=rules.scaling == "cauchy")
 
 
 @dataclass(slots=True)

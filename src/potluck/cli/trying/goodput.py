@@ -12,7 +12,7 @@ import numpy as np
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, percent, seconds, table
 from potluck.cli.trying.simulate import options, require_positive
-from potluck.cli.trying.simulation import planner_of, policy_of, read_inputs, requests, scene_of
+from potluck.cli.trying.simulation import offered, planner_of, policy_of, read_inputs, requests, scene_of
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def goodput(
             slo_scale=slo_scale,
         )
         rules = replace(policy_of(policy, inputs.spec.policy), admission=False)
+        inputs = offered(inputs, rules)
         problem, planner = scene_of(inputs), planner_of(inputs, rules, time_limit_s)
         how = Settings(fast_forward=not stepwise, overlap=not bulk, tick_s=rules.tick_s)
         base_per_s = len(load) / float(load.arrival_s[-1]) if load.arrival_s[-1] > 0 else 0.0

@@ -17,6 +17,7 @@ from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.trying.simulation import (
+    offered,
     planner_of,
     policy_of,
     read_faults,
@@ -164,7 +165,7 @@ def simulate(
 
         inputs, load = read_inputs(paths, time_limit_s, said, make, profile_paths, market, slo_scale)
         rules = policy_of(policy, inputs.spec.policy)
-        scene = replace(scene_of(inputs), paced=paced)
+        scene = replace(scene_of(offered(inputs, rules)), paced=paced)
         result = run(
             scene,
             load,

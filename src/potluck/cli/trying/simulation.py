@@ -95,16 +95,32 @@ def read_one_spec(paths: tuple[Path, ...]) -> Spec:
 
 
 def planned(
-    problem: Problem, time_limit_s: float, running: Plan | None = None, workshop: Workshop | None = None
+    problem: Problem,
+    time_limit_s: float,
+    running: Plan | None = None,
+    workshop: Workshop | None = None,
+    candidates: bool = False,
 ) -> Plan:
-    """The plan of `auto`, or of the strategy that made the one that runs."""
+    """The plan of `auto`, or of the strategy that made the one that runs; with what scaling may start."""
+    from potluck.plan.candidates import with_candidates
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
     strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
-    outcome = strategy(workshop or Workshop(problem), Settings(time_limit_s=time_limit_s, running=running))
+    workshop = workshop or Workshop(problem)
+    outcome = strategy(workshop, Settings(time_limit_s=time_limit_s, running=running))
     if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
         raise CapacityError("no plan was found to simulate; see `potluck plan`")
-    return outcome.plan
+    return with_candidates(workshop, outcome.plan) if candidates else outcome.plan
+
+
+def offered(inputs: Inputs, rules: Policy) -> Inputs:
+    """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
+    if rules.scaling != "cauchy" or inputs.plan.candidates:
+        return inputs
+    from potluck.plan.candidates import with_candidates
+    from potluck.plan.strategies import Workshop
+
+    return replace(inputs, plan=with_candidates(Workshop(inputs.problem), inputs.plan))
 
 
 def scene_of(inputs: Inputs) -> Scene:
@@ -248,7 +264,8 @@ def planner_of(inputs: Inputs, policy: Policy, time_limit_s: float) -> Planner |
         rates = dict(moment.rates_per_s)
         try:
             problem = problem_now(inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s)
-            return planned(problem, time_limit_s, moment.running, shops.at(problem))
+            shop, offers = shops.at(problem), policy.scaling == "cauchy"
+            return planned(problem, time_limit_s, moment.running, shop, offers)
         except CapacityError:
             return None
 

@@ -15,8 +15,8 @@ copy's weights take exactly its time, no copy is sent more than it can serve whi
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
@@ -60,6 +60,12 @@ class Offers:
     """The longest prompt of each bucket, rising; the last is infinite, so that every prompt has a bucket."""
     copies: Mapping[Key, Offer]
     flows: tuple[Crossing, ...]
+    spare: Mapping[str, Offer] = field(default_factory=dict)
+    """What a copy of any template takes that the plan counts on nowhere, or not in that region: scaling began it."""
+
+    def copy(self, key: Key) -> Offer | None:
+        found = self.copies.get(key)
+        return self.spare.get(key[0]) if found is None else found
 
     def bucket(self, prompt_tokens: float) -> int:
         return min(bisect_left(self.longest_tokens, prompt_tokens), len(self.longest_tokens) - 1)
@@ -76,7 +82,9 @@ def merged(new: Offers, old: Offers, live: Collection[Key]) -> Offers:
 
     They serve until they are drained, in the bucket of the old plan that the new one's longest prompt falls into.
     """
-    left = {key: offer for key, offer in old.copies.items() if key in live and key not in new.copies}
+    left = {
+        key: offer for key in sorted(live) if key not in new.copies and (offer := old.copy(key)) is not None
+    }
     if not left:
         return new
     places = [old.bucket(tokens) for tokens in new.longest_tokens]
@@ -91,7 +99,7 @@ def merged(new: Offers, old: Offers, live: Collection[Key]) -> Offers:
         for flow in old.flows
         if (flow.source, flow.target) not in known and {flow.source, flow.target} & regions
     ]
-    return Offers(new.model, new.longest_tokens, copies, new.flows + tuple(flows))
+    return Offers(new.model, new.longest_tokens, copies, new.flows + tuple(flows), new.spare)
 
 
 def _model(plan: Plan, model: str, balance: Balance) -> Offers:
@@ -115,7 +123,39 @@ def _model(plan: Plan, model: str, balance: Balance) -> Offers:
         else _unplanned(templates[key[0]], len(longest), balance)
         for key, count in counts.items()
     }
-    return Offers(model, longest, copies, _flows(plan, model, len(longest)))
+    spare = {}
+    if plan.candidates:
+        mix = [bucket.rate_per_s for bucket in buckets] or [1.0]
+        mine = [each for each in plan.repertoire if each.model == model and not each.machines]
+        spare = {each.name: _spare(each, mix if any(mix) else [1.0] * len(mix), balance) for each in mine}
+    return Offers(model, longest, copies, _flows(plan, model, len(longest)), spare)
+
+
+def _spare(template: Template, mix: Sequence[float], balance: Balance) -> Offer:
+    """A copy that the plan does not count on takes every bucket that it can, as much of each as is asked for.
+
+    One that does whole requests does nothing else. With m the mix, its time is shared so that it serves
+    m_b / (sum of m / C) of each bucket.
+    """
+    capacities = {each.bucket: each for each in template.capacity}
+
+    def weights(phase: Phase) -> tuple[float, ...]:
+        able = [_capacity(capacities.get(bucket), phase) for bucket in range(len(mix))]
+        busy = 0.0
+        for rate, asked in zip(able, mix, strict=True):
+            busy += asked / rate if rate > 0 else 0.0
+        if balance not in ("goodput", "learned", "fixed"):
+            return tuple(float(rate > 0) for rate in able)
+        # A bucket that nobody was planned to ask for gets a little, so that it has somewhere to go.
+        least = min(asked for asked in mix if asked > 0)
+        return tuple(
+            max(asked, least) / busy if rate > 0 and busy > 0 else 0.0
+            for rate, asked in zip(able, mix, strict=True)
+        )
+
+    whole = weights("closed")
+    none = (0.0,) * len(mix)
+    return Offer(whole, none, none) if any(whole) else Offer(whole, weights("prefill"), weights("decode"))
 
 
 def _copy(

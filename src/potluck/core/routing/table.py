@@ -88,7 +88,7 @@ class Table:
 
     def adopt(self, plan: Plan) -> None:
         """Compile a plan; copies of templates that it does not name go on serving until they are drained."""
-        for template in plan.templates:
+        for template in plan.repertoire:
             self._templates[template.name] = template
         live = {(unit.template, unit.region) for unit in self._fleet.units.values()}
         fresh = offers(plan, self._policy.balance)
@@ -213,7 +213,7 @@ class Table:
         template = self._templates.get(unit.template)
         if template is None or not template.flows or bucket < 0:
             return
-        offer = table.offers.copies.get((unit.template, unit.region))
+        offer = table.offers.copy((unit.template, unit.region))
         weight = self._weight(table, offer, "closed", bucket) if offer is not None else 0.0
         singles: dict[int, Target] = {}
         for view in unit.views:
@@ -275,7 +275,7 @@ class Table:
         if bucket == CLOSED:
             whole = intact_share(target, template) if grouped else float(views[0].role == "mixed")
             return Weights(region, _most_closed(template) * whole, 0.0, 0.0)
-        offer = table.offers.copies.get((member.template, region))
+        offer = table.offers.copy((member.template, region))
         if offer is None or template.flows:  # what a group's replicas do, `_join` says
             return Weights(region, 0.0, 0.0, 0.0)
         if grouped:
@@ -355,12 +355,15 @@ class Table:
         return facts.max_tokens if facts is not None else UNBOUNDED_TOKENS
 
     def _limits(self, model: Offers) -> list[int]:
-        limits = {
-            self._limit(name, index)
-            for name, _ in model.copies
-            for index in range(len(self._templates[name].replicas))
+        """Of what is planned; copies that scaling may begin only divide lengths more finely."""
+        limits = self._limits_of(name for name, _ in model.copies)
+        most = max(limits, default=0)
+        return sorted(limits | {limit for limit in self._limits_of(model.spare) if limit < most})
+
+    def _limits_of(self, names: Iterable[str]) -> set[int]:
+        return {
+            self._limit(name, index) for name in names for index in range(len(self._templates[name].replicas))
         }
-        return sorted(limits)
 
 
 def _views(target: Target) -> list[View]:

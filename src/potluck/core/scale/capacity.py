@@ -24,8 +24,8 @@ class Blueprint(NamedTuple):
 
 
 def blueprints(plan: Plan) -> dict[str, Blueprint]:
-    mixes = {model: planned_mix(plan, model) for model in {t.model for t in plan.templates}}
-    return {t.name: Blueprint(t, rates_of(t, mixes[t.model])) for t in plan.templates}
+    mixes = {model: planned_mix(plan, model) for model in {t.model for t in plan.repertoire}}
+    return {t.name: Blueprint(t, rates_of(t, mixes[t.model])) for t in plan.repertoire}
 
 
 class Measure:

@@ -3,7 +3,7 @@
 With Q the window's mean rate and C what the copies serve under the lengths now seen (times the headroom):
 
     wait until the local window has passed since the last change
-    Q - C >  ratio C      start the cheapest copies of the plan's templates that cover Q - C, as nodes allow
+    Q - C >  ratio C      start the best copies that cover Q - C, of all that the strategy has on offer (`repertoire`)
     C - Q >  ratio C      take away copies, the largest first, as long as the rest still serves Q
     else, when the global window has passed: ask for a new plan at its mean rate; reconciling starts before it stops
 
@@ -22,7 +22,7 @@ Beyond the paper, each for a failure seen in other scalers:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -36,15 +36,15 @@ from potluck.core.scale.base import (
     ScaleDecision,
     available_nodes,
     queued_requests,
-    unit_price_usd_per_h,
     used_nodes,
 )
 from potluck.core.scale.capacity import Key, Resource
 from potluck.core.scale.cover import Option, cheapest_cover, largest_within
 from potluck.core.scale.parts import busy_copies, missing_copies, served_by
 from potluck.core.scale.rates import NOTHING, Rates, buckets_of, rates_of, total
+from potluck.core.scale.repertoire import options, startable
 from potluck.core.scale.window import ModelObserved, Observed
-from potluck.core.values.plan import Plan, Template
+from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 
 NOISE = 3.0
@@ -61,13 +61,20 @@ class _Standing:
     """What one copy serves; keys without are not known."""
     moving: int
     """Copies that start or leave."""
+    startable: dict[Key, Rates]
+    """What one copy would serve of all that could be started."""
     busy: dict[Key, float] | None = None
     """Where copies take different requests: how many of each one request a second keeps busy (`parts`)."""
+    planned: frozenset[Key] = frozenset()
+    """What the plan deploys."""
 
     def serves(self, counts: Mapping[Key, int]) -> Rates:
-        if self.busy is not None:
-            return served_by(self.busy, counts)
-        return total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
+        if self.busy is None:
+            return total(self.rates.get(key, NOTHING).times(n) for key, n in counts.items())
+        added = {key: n for key, n in counts.items() if key not in self.planned}
+        return served_by(self.busy, counts).plus(
+            total(self.rates.get(key, NOTHING).times(n) for key, n in added.items())
+        )
 
 
 class Cauchy:
@@ -92,7 +99,6 @@ class Cauchy:
         if plan is not self._plan:
             self._plan = plan
             self._wanted = {(d.template, d.region): d.count for d in plan.deployments}
-        templates = {each.name: each for each in plan.templates}
         decisions: list[ScaleDecision] = []
         if self._quoted and observed.models:
             self._quoted = False
@@ -110,7 +116,7 @@ class Cauchy:
                 self._notes.wait(model, f"looks again in {left_s:.0f} s, a window after the last change")
                 continue
             standing = self._standing(model, seen, fleet, plan)
-            resizes = self._resizes(seen, standing, fleet, templates)
+            resizes = self._resizes(seen, standing, fleet, plan)
             if resizes:
                 self._last_s[model] = at_s
                 decisions += resizes
@@ -127,7 +133,7 @@ class Cauchy:
         mix = {bucket.bucket: share for bucket, share in zip(buckets, shares, strict=True)}
         if not any(mix.values()):
             mix = {bucket.bucket: 1.0 for bucket in buckets}
-        templates = {each.name: each for each in plan.templates if each.model == model}
+        templates = {each.name: each for each in plan.repertoire if each.model == model}
         there: dict[Key, int] = {}
         moving = 0
         for unit in fleet.units.values():
@@ -141,17 +147,20 @@ class Cauchy:
         keys = {*counts, *(key for key in self._wanted if key[0] in templates)}
         known = {key: rates_of(templates[key[0]], mix) for key in keys if key[0] in templates}
         rates = {key: rates for key, rates in known.items() if rates.known}
-        return _Standing(counts, rates, moving, busy_copies(plan, model, mix))
+        found = startable(plan, model, mix, self._regions, keys)
+        able = {key: each for key, each in found.items() if each.known}
+        planned = frozenset((each.template, each.region) for each in plan.deployments)
+        return _Standing(counts, rates, moving, able, busy_copies(plan, model, mix), planned)
 
     def _resizes(
-        self, seen: ModelObserved, standing: _Standing, fleet: Fleet, templates: Mapping[str, Template]
+        self, seen: ModelObserved, standing: _Standing, fleet: Fleet, plan: Plan
     ) -> list[ScaleDecision]:
         model, policy = seen.model, self._policy
         unknown = sorted({key[0] for key, n in standing.counts.items() if n and key not in standing.rates})
         if unknown:
             self._notes.say(model, f"not scaled: the capacity of {', '.join(unknown)} is not known")
             return []
-        if not standing.rates:
+        if not standing.rates and not standing.startable:
             self._notes.say(model, "not scaled: none of its templates has a known capacity")
             return []
         serves = standing.serves(standing.counts).served_per_s * policy.headroom
@@ -164,7 +173,7 @@ class Cauchy:
         # At the rate the copies are made for, how far off would one window be?
         noise = NOISE * max(seen.error_per_s, sqrt(serves / seen.span_s))
         if demand - serves > max(policy.ratio * serves, noise):
-            return self._out(model, demand, standing, fleet, templates, state)
+            return self._out(model, demand, standing, fleet, plan, state)
         if serves - demand > policy.ratio * serves:
             if standing.moving:
                 self._notes.say(model, f"{state}; waits for {standing.moving} copies that start or leave")
@@ -177,27 +186,27 @@ class Cauchy:
         return []
 
     def _out(
-        self,
-        model: str,
-        demand: float,
-        standing: _Standing,
-        fleet: Fleet,
-        templates: Mapping[str, Template],
-        state: str,
+        self, model: str, demand: float, standing: _Standing, fleet: Fleet, plan: Plan, state: str
     ) -> list[ScaleDecision]:
-        options, free = self._options(standing, fleet, templates)
-        rates = standing.serves(standing.counts)
-        more: dict[Key, int] = {}
-        partly = False
+        free = self._free(fleet, plan)
         if standing.busy is not None:
-            needs = {option.key: option.needs for option in options}
-            rate_per_s = demand / self._policy.headroom
-            more, partly = missing_copies(standing.busy, standing.counts, rate_per_s, needs, free)
-        for phase in () if standing.busy is not None else self._phases(standing):
-            offers = [
-                Option(o.key, getattr(standing.rates[o.key], phase), o.cost_usd_per_h, o.needs)
-                for o in options
-            ]
+            more, partly = self._parts(demand, standing, plan, free)
+        else:
+            more, partly = self._cover(demand, standing, plan, free)
+        if not more:
+            self._notes.say(model, f"{state}; more is needed but no nodes are free")
+            return []
+        short = ", all that nodes allow" if partly else ""
+        self._notes.say(model, f"{state}; starts {_listed(more)}{short}")
+        return self._resized(standing, more, f"{state}{short}")
+
+    def _cover(
+        self, demand: float, standing: _Standing, plan: Plan, free: dict[Resource, int] | None
+    ) -> tuple[dict[Key, int], bool]:
+        """The best copies for what is missing of each phase; and whether nodes allow only some."""
+        rates, more, partly = standing.serves(standing.counts), dict[Key, int](), False
+        for phase in self._phases(standing):
+            offers = options(plan, standing.startable, self._regions, phase)
             missing = demand / self._policy.headroom - (
                 rates.served_per_s if phase == "closed_per_s" else rates.closed_per_s + getattr(rates, phase)
             )
@@ -206,21 +215,37 @@ class Cauchy:
             found = cheapest_cover(offers, missing, free)
             if found is None:
                 found, partly = largest_within(offers, free or {}), True
+            _take(free, offers, found)
             for key, n in found.items():
                 more[key] = more.get(key, 0) + n
-                for node, need in _needs(templates[key[0]], key[1]).items():
-                    if free is not None:
-                        free[node] = free.get(node, 0) - need * n
-        if not more:
-            self._notes.say(model, f"{state}; more is needed but no nodes are free")
-            return []
-        short = ", all that nodes allow" if partly else ""
-        self._notes.say(model, f"{state}; starts {_listed(more)}{short}")
-        return self._resized(standing, more, f"{state}{short}")
+        return more, partly
+
+    def _parts(
+        self, demand: float, standing: _Standing, plan: Plan, free: dict[Resource, int] | None
+    ) -> tuple[dict[Key, int], bool]:
+        """Where copies take different requests: more of each, or copies that take all of them, whichever is better.
+
+        Where there are nodes for neither, more of each as far as they go.
+        """
+        assert standing.busy is not None
+        rate_per_s = demand / self._policy.headroom
+        offers = options(plan, standing.startable, self._regions)
+        weights = {each.key: each.weight for each in offers}
+        added = {key: n for key, n in standing.counts.items() if key not in standing.planned}
+        alone = total(standing.rates.get(key, NOTHING).times(n) for key, n in added.items()).served_per_s
+        needs = {each.key: each.needs for each in offers if each.key in standing.planned}
+        more, partly = missing_copies(standing.busy, standing.counts, rate_per_s - alone, needs, free)
+        whole = [each for each in offers if each.key not in standing.planned]
+        missing = rate_per_s - standing.serves(standing.counts).served_per_s
+        other = cheapest_cover(whole, missing, free) if whole else None
+        if other and (partly or _weighs(other, weights) < _weighs(more, weights)):
+            return other, False
+        return more, partly
 
     def _phases(self, standing: _Standing) -> tuple[str, ...]:
         """Copies that serve alone are scaled as such; prefill and decode apart, each by its own deficit."""
-        if any(rates.closed_per_s > 0 for rates in standing.rates.values()):
+        rates = standing.rates or standing.startable
+        if any(each.closed_per_s > 0 for each in rates.values()):
             return ("closed_per_s",)
         return ("prefill_per_s", "decode_per_s")
 
@@ -259,27 +284,13 @@ class Cauchy:
             decisions.append(Resize(*key, self._wanted[key], reason))
         return decisions
 
-    def _options(
-        self, standing: _Standing, fleet: Fleet, templates: Mapping[str, Template]
-    ) -> tuple[list[Option], dict[Resource, int] | None]:
-        """Copies that could be added, wherever the plan's templates could run; and the nodes that are free."""
+    def _free(self, fleet: Fleet, plan: Plan) -> dict[Resource, int] | None:
+        """The nodes that nobody holds; None where that is not known."""
         limits = available_nodes(self._regions)
-        free = None
-        if limits is not None:
-            used = used_nodes(fleet.units, templates)
-            free = {key: n - used.get(key, 0) for key, n in limits.items()}
-        options = []
-        for key in sorted(standing.rates):
-            template = templates[key[0]]
-            if template.machines:
-                continue  # it stands on machines that are named, and those cannot be had twice
-            if limits is None:
-                price: float | None = float(sum(each.count for each in template.nodes))
-            else:
-                price = unit_price_usd_per_h(template, key[1], self._regions)
-            if price is not None:
-                options.append(Option(key, 0.0, price, _needs(template, key[1])))
-        return options, free
+        if limits is None:
+            return None
+        used = used_nodes(fleet.units, {each.name: each for each in plan.repertoire})
+        return {key: n - used.get(key, 0) for key, n in limits.items()}
 
     def _refine(self, at_s: float, stable: list[str], observed: Observed) -> AskReplan:
         """The rate held for the global window: ask for the cheapest fleet at it (Algorithm 1, lines 22 to 27)."""
@@ -299,8 +310,18 @@ def asked_per_s(seen: ModelObserved, steady: bool) -> float:
     return max(rate, 1.0 / max(seen.long_span_s, 1.0))
 
 
-def _needs(template: Template, region: str) -> dict[Resource, int]:
-    return {(region, each.node): each.count for each in template.nodes}
+def _take(free: dict[Resource, int] | None, offers: Sequence[Option], counts: Mapping[Key, int]) -> None:
+    for offer in offers if free is not None else ():
+        for node, need in offer.needs.items():
+            assert free is not None
+            free[node] = free.get(node, 0) - need * counts.get(offer.key, 0)
+
+
+def _weighs(counts: Mapping[Key, int], weights: Mapping[Key, float]) -> float:
+    whole = 0.0
+    for key, n in counts.items():
+        whole += n * weights.get(key, 0.0)
+    return whole
 
 
 def _listed(counts: Mapping[Key, int]) -> str:

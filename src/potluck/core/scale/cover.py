@@ -24,7 +24,8 @@ class Option:
 
     key: Key
     serves_per_s: float
-    cost_usd_per_h: float
+    weight: float
+    """What is to be small: its rent, or what else a strategy's program weighs (`repertoire`)."""
     needs: Mapping[Resource, int]
 
 
@@ -32,9 +33,11 @@ def cheapest_cover(
     options: Sequence[Option], deficit_per_s: float, free: Mapping[Resource, int] | None
 ) -> dict[Key, int] | None:
     """How many of each; None when no cover within the free nodes was found. Without `free` they are plenty."""
-    useful = sorted(
-        (each for each in options if each.serves_per_s > 0),
-        key=lambda o: (o.cost_usd_per_h / o.serves_per_s, -o.serves_per_s, o.key),
+    useful = undominated(
+        sorted(
+            (each for each in options if each.serves_per_s > 0),
+            key=lambda o: (o.weight / o.serves_per_s, -o.serves_per_s, o.key),
+        )
     )
     search = _Search(useful, dict(free) if free is not None else None)
     search.branch(0, deficit_per_s, 0.0)
@@ -43,11 +46,28 @@ def cheapest_cover(
     return {option.key: n for option, n in zip(useful, search.best, strict=True) if n}
 
 
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """Without those beside which another one serves as much, weighs no more and needs no more nodes."""
+    kept: list[Option] = []
+    for option in options:
+        if not any(_dominates(other, option) for other in kept):
+            kept.append(option)
+    return kept
+
+
+def _dominates(one: Option, other: Option) -> bool:
+    return (
+        one.serves_per_s >= other.serves_per_s
+        and one.weight <= other.weight
+        and all(count <= other.needs.get(node, 0) for node, count in one.needs.items())
+    )
+
+
 def largest_within(options: Sequence[Option], free: Mapping[Resource, int]) -> dict[Key, int]:
     """As much capacity as the free nodes hold, taken greedily in order of cost per capacity."""
     left, found = dict(free), {}
     for option in sorted(
-        options, key=lambda o: (o.cost_usd_per_h / max(o.serves_per_s, 1e-30), -o.serves_per_s, o.key)
+        options, key=lambda o: (o.weight / max(o.serves_per_s, 1e-30), -o.serves_per_s, o.key)
     ):
         count = _most(option, left)
         if count and option.serves_per_s > 0:
@@ -82,14 +102,14 @@ class _Search:
         if place == len(self.options):
             return
         option = self.options[place]
-        least = cost + left_per_s * option.cost_usd_per_h / option.serves_per_s
+        least = cost + left_per_s * option.weight / option.serves_per_s
         if least >= self.cost - ROUNDING or self.steps > SEARCH_STEPS:
             return
         enough = ceil(left_per_s / option.serves_per_s - ROUNDING)
         for count in range(min(enough, _most(option, self.free)), -1, -1):
             self._take(option, count)
             self.counts[place] = count
-            spent = cost + count * option.cost_usd_per_h
+            spent = cost + count * option.weight
             self.branch(place + 1, left_per_s - count * option.serves_per_s, spent)
             self._take(option, -count)
             if self.steps > SEARCH_STEPS:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import inf
 from typing import Literal
@@ -89,6 +90,8 @@ class Template:
     """In which KV crosses between its own replicas."""
     flows: tuple[TemplateFlow, ...] = ()
     """Who hands to whom inside a copy, where that was planned (groups); else the Brain's rules decide."""
+    ce_tokens_per_usd: float = 0.0
+    """CAUCHY's equation 15 of its two GPU types, where a strategy ranks by it; 0: by what it serves."""
 
     def __post_init__(self) -> None:
         count = len(self.replicas)
@@ -196,6 +199,8 @@ class Plan:
     start_usd_per_h: float = 0.0
     """Beside the rent: starting the copies that did not run, spread over the time to the next plan (CORAL's K times
     their price). The objective is the sum of both."""
+    candidates: tuple[Template, ...] = ()
+    """Templates of the same strategy that nothing is deployed of, which scaling may start (`plan.candidates`)."""
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):
@@ -203,6 +208,19 @@ class Plan:
 
     def template(self, name: str) -> Template:
         return next(template for template in self.templates if template.name == name)
+
+    @property
+    def repertoire(self) -> tuple[Template, ...]:
+        """All that copies may be of: what the plan uses, and what scaling may start."""
+        return self.templates + self.candidates if self.candidates else self.templates
+
+    def holding(self, counts: Mapping[tuple[str, str], int]) -> Plan:
+        """The plan with these copies, (template, region) to how many, of templates in its repertoire."""
+        there = tuple(Deployment(*key, count) for key, count in sorted(counts.items()) if count)
+        names = {each.template for each in there}
+        begun = tuple(each for each in self.candidates if each.name in names)
+        left = tuple(each for each in self.candidates if each.name not in names)
+        return replace(self, templates=self.templates + begun, deployments=there, candidates=left)
 
     @property
     def nodes(self) -> dict[tuple[str, str], int]:

@@ -103,10 +103,15 @@ class Oversight:
                     for each in template.nodes
                 ),
             }
-            for template in self._center.plan.templates
+            for template in self._center.plan.holding(self._live()).templates
             for region in scene.regions
             if all(region.offer(each.node) is not None for each in template.nodes)
         ]
+
+    def _live(self) -> dict[tuple[str, str], int]:
+        """Copies that are there: scaling may have begun some of what the plan only offers."""
+        found = Counter((unit.template, unit.region) for unit in self._center.brain.fleet.units.values())
+        return dict(found)
 
     def _problems(self) -> Iterable[str]:
         center = self._center
@@ -166,7 +171,7 @@ class Oversight:
     def set_plan(self, body: Json) -> Json:
         center = self._center
         plan = plan_from_json(json.dumps(body))
-        for template in plan.templates:
+        for template in plan.repertoire:
             if template.model not in center.kits.scene.models:
                 raise UnknownNameError("plan: model", template.model, center.kits.scene.models)
         center.adopt(plan)

@@ -24,6 +24,7 @@ from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
+from potluck.plan.strategies.kinds import efficient
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
 
 Weight = Callable[[float, float], float]
@@ -50,17 +51,8 @@ def cauchy_mce(workshop: Workshop, settings: Settings) -> Outcome:
 
 def cauchy_ce(workshop: Workshop, settings: Settings) -> Outcome:
     """CO-LP over combos counted in GPUs, ranked and shortlisted by equation 15."""
-    asks = workshop.problem.asks
-    templates = {ask.name: workshop.gpu_combos(ask) for ask in asks}
-    ranks = {ask.name: {(r.prefill, r.decode): r for r in workshop.ranked(ask)} for ask in asks}
-
-    def printed(ask: Ask, template: Template) -> float:
-        first, last = (
-            r.layout.stages[0].nodes[0].node for r in (template.replicas[0], template.replicas[-1])
-        )
-        return ranks[ask.name][first, last].ce_tokens_per_usd
-
-    chosen = _choose(workshop, settings, templates, _over, printed)
+    templates = {ask.name: efficient(workshop, ask) for ask in workshop.problem.asks}
+    chosen = _choose(workshop, settings, templates, _over, lambda ask, template: template.ce_tokens_per_usd)
     if chosen is None:
         return _cauchy(workshop, settings, "cauchy-ce", lambda price, efficiency: price)
     return _settled(workshop, settings, "cauchy-ce", templates, chosen)

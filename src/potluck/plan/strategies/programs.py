@@ -19,6 +19,7 @@ from potluck.core.values.plan import Template
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_mc
+from potluck.plan.strategies.kinds import distinct, templates_of
 from potluck.plan.strategies.pools import require_pool, worth_searching
 
 
@@ -34,16 +35,7 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     pooled = worth_searching(problem)
     inside = pooled and problem.pool is not None
     templates = {
-        ask.name: _distinct(
-            [
-                *workshop.homogeneous(ask),
-                *workshop.combos(ask),
-                *workshop.gpu_combos(ask),
-                *workshop.pairs(ask),
-                *workshop.pipelines(ask),
-                *(workshop.groups(ask, settings) if inside else ()),
-            ]
-        )
+        ask.name: [*distinct(workshop, ask), *(workshop.groups(ask, settings) if inside else ())]
         for ask in problem.asks
     }
     left_s = settings.time_limit_s
@@ -92,27 +84,27 @@ def thunderserve(workshop: Workshop, settings: Settings) -> Outcome:
 
 def coral(workshop: Workshop, settings: Settings) -> Outcome:
     """Pipelines and single nodes, prefill and decode apart."""
-    asks = workshop.problem.asks
-    templates = {ask.name: [*workshop.phased(ask), *workshop.pipelines(ask)] for ask in asks}
-    return allocated(workshop, settings, "coral", templates)
+    return _over_kinds(workshop, settings, "coral")
 
 
 def prfaas(workshop: Workshop, settings: Settings) -> Outcome:
     """Prefill and decode on single nodes, in one region or over a link; which lengths cross falls out."""
-    templates = {ask.name: workshop.phased(ask) for ask in workshop.problem.asks}
-    return allocated(workshop, settings, "prfaas", templates)
+    return _over_kinds(workshop, settings, "prfaas")
 
 
 def cronus(workshop: Workshop, settings: Settings) -> Outcome:
     """A low-end and a high-end node that share each prompt's prefill, and aggregated replicas."""
-    templates = {ask.name: [*workshop.mixed(ask), *workshop.pairs(ask)] for ask in workshop.problem.asks}
-    return allocated(workshop, settings, "cronus", templates)
+    return _over_kinds(workshop, settings, "cronus")
 
 
 def melange(workshop: Workshop, settings: Settings) -> Outcome:
     """Aggregated replicas on mixed GPUs."""
-    templates = {ask.name: workshop.mixed(ask) for ask in workshop.problem.asks}
-    return allocated(workshop, settings, "melange", templates)
+    return _over_kinds(workshop, settings, "melange")
+
+
+def _over_kinds(workshop: Workshop, settings: Settings, strategy: str) -> Outcome:
+    templates = {ask.name: templates_of(workshop, strategy, ask) for ask in workshop.problem.asks}
+    return allocated(workshop, settings, strategy, templates)
 
 
 def homo(workshop: Workshop, settings: Settings) -> Outcome:
@@ -167,8 +159,3 @@ def _nodes_needed(ask: Ask, group: Sequence[Template]) -> float:
         elif demand.rate_per_s > 0:
             return float("inf")
     return total
-
-
-def _distinct(templates: Sequence[Template]) -> list[Template]:
-    """One template per name: an aggregated combo is a mixed replica."""
-    return list({template.name: template for template in templates}.values())

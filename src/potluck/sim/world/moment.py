@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from potluck.core.brain.actions import SeenLengths
-from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
 from potluck.sim.world.state import Site
 
@@ -31,7 +31,7 @@ Planner = Callable[[Moment], Plan | None]
 
 def running_of(plan: Plan, sites: Iterable[Site]) -> Plan:
     """A plan with the copies that are up or coming up whole; those on their way out are none."""
-    replicas = {template.name: len(template.replicas) for template in plan.templates}
+    replicas = {template.name: len(template.replicas) for template in plan.repertoire}
     found: dict[str, tuple[str, str, int]] = {}
     """Copy to its template, region and how many of its replicas are there."""
     for site in sites:
@@ -43,5 +43,4 @@ def running_of(plan: Plan, sites: Iterable[Site]) -> Plan:
     for template, region, count in found.values():
         if count >= replicas[template]:
             copies[template, region] = copies.get((template, region), 0) + 1
-    there = tuple(Deployment(name, region, count) for (name, region), count in sorted(copies.items()))
-    return replace(plan, deployments=there)
+    return plan.holding(copies)

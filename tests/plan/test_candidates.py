@@ -1,0 +1,116 @@
+"""What a plan lets scaling start: its strategy's templates, the best of them, and a cover that is the cheapest."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from math import ceil
+
+import pytest
+
+from potluck.catalog import models, nodes
+from potluck.core.scale.cover import cheapest_cover
+from potluck.core.scale.repertoire import options, startable, weight
+from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
+from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.candidates import MOST, with_candidates
+from potluck.plan.problem import Problem, ask
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies.kinds import KINDS, templates_of
+
+USD_PER_H = {"1xH800": 2.69, "1xA800-PCIe": 1.19, "1xH20": 1.50}
+ASK = ask("m", models.model("Llama-3.1-8B"), Slo(10.0, 0.05), Traffic("m", 6.4, (LengthBin(1155, 77, 1.0),)))
+
+
+def market(*available: int, region: str = "here") -> Region:
+    pairs = zip(USD_PER_H.items(), available, strict=True)
+    return Region(region, tuple(Offer(node, usd, n) for (node, usd), n in pairs))
+
+
+PROBLEM = Problem((ASK,), (market(8, 8, 8),), tuple(nodes.node_type(name) for name in USD_PER_H))
+WORKSHOP = Workshop(PROBLEM)
+
+
+@pytest.fixture(scope="module", params=["cauchy", "cauchy-mc", "cauchy-mce", "cauchy-ce"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    made = STRATEGIES[request.param](WORKSHOP, Settings(time_limit_s=5)).plan
+    return with_candidates(WORKSHOP, made)
+
+
+def test_candidates_are_the_strategys_and_cover_every_pair_of_types(plan: Plan) -> None:
+    made = {each.name for each in templates_of(WORKSHOP, plan.strategy, ASK)}
+    used = {each.name for each in plan.templates}
+    names = {each.name for each in plan.candidates}
+    assert names <= made
+    assert not names & used
+    assert 0 < len(names) <= MOST
+    types = {frozenset(each.node_counts) for each in templates_of(WORKSHOP, plan.strategy, ASK)}
+    assert {frozenset(each.node_counts) for each in plan.repertoire} == types
+    again = plan_from_json(plan_to_json(plan))
+    assert again == plan
+
+
+def test_nothing_is_left_out_that_would_be_better_on_the_same_nodes(plan: Plan) -> None:
+    """Brute force: no template that was left out does more than every one that was kept of its nodes."""
+    for left in templates_of(WORKSHOP, plan.strategy, ASK):
+        rivals = [each for each in plan.repertoire if set(each.node_counts) == set(left.node_counts)]
+        if left.name in {each.name for each in rivals} or len(plan.candidates) == MOST:
+            continue
+        assert any(
+            all(each.node_counts[n] <= left.node_counts[n] for n in each.node_counts)
+            and all(
+                a.closed_per_s >= b.closed_per_s for a, b in zip(each.capacity, left.capacity, strict=True)
+            )
+            for each in rivals
+        )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_started_is_the_best_cover_of_all_on_offer(plan: Plan, seed: int) -> None:
+    """Brute force over counts on a small market, in the strategy's own weights, with two regions."""
+    chance = random.Random(seed)
+    regions = tuple(market(*(chance.randint(0, 2) for _ in USD_PER_H), region=name) for name in ("a", "b"))
+    few = replace(plan, templates=plan.templates[:1], candidates=plan.candidates[:4])
+    found = startable(few, "m", {0: 1.0}, regions, ())
+    offers = options(few, found, regions)
+    free = {(r.name, o.node): o.available for r in regions for o in r.offers}
+    deficit = chance.uniform(1.0, 30.0)
+    best, least = None, float("inf")
+    spans = [range(min(ceil(deficit / o.serves_per_s), 2) + 1) for o in offers]
+    assert len(offers) <= 10
+    for counts in product(*spans):
+        pairs = list(zip(offers, counts, strict=True))
+        used: dict[tuple[str, str], int] = {}
+        for offer, count in pairs:
+            for node, need in offer.needs.items():
+                used[node] = used.get(node, 0) + need * count
+        fits = all(n <= free.get(node, 0) for node, n in used.items())
+        if fits and sum(o.serves_per_s * n for o, n in pairs) >= deficit:
+            cost = sum(o.weight * n for o, n in pairs)
+            best, least = (counts, cost) if cost < least else (best, least)
+    answer = cheapest_cover(offers, deficit, free)
+    if best is None:
+        assert answer is None
+    else:
+        assert answer is not None
+        weights = {offer.key: offer.weight for offer in offers}
+        assert sum(weights[key] * n for key, n in answer.items()) == pytest.approx(least)
+
+
+def test_weights_are_the_strategys_programs(plan: Plan) -> None:
+    template = plan.candidates[0]
+    weights = {
+        name: weight(name, template, 2.0, 5.0) for name in ("auto", "cauchy-mc", "cauchy", "cauchy-mce")
+    }
+    served_per_usd = 5.0 * 3600 / 2.0
+    assert weights["auto"] == weights["cauchy-mc"] == 2.0
+    assert weights["cauchy"] == pytest.approx(2.0 / served_per_usd)
+    assert weights["cauchy-mce"] == pytest.approx(1.0 / served_per_usd)
+    if plan.strategy == "cauchy-ce":
+        assert template.ce_tokens_per_usd > 0
+        assert weight("cauchy-ce", template, 2.0, 5.0) == pytest.approx(2.0 / template.ce_tokens_per_usd)
+
+
+def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
+    assert KINDS.keys() == STRATEGIES.keys() - {"homo", "thunderserve"}
