@@ -80,7 +80,7 @@ class Chooser:
     def find(self, replica: str) -> Endpoint | None:
         return self._endpoints[replica]
 
-    def codec(self, model: str, source_region: str, target_region: str) -> str:
+    def codec(self, source: Endpoint, target: Endpoint) -> str:
         return "raw"
 
     def now_s(self) -> float:

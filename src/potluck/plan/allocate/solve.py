@@ -127,9 +127,13 @@ def _cheapest_for(
     """
     if not (fraction > 0 and counts) or deadline.over:
         return counts
-    less = program.scaled(fraction * (1 - OPTIMAL))
-    state = solve_flow(less, deadline, gap_target, list(counts), counts)
-    if state.counts is None:
+    # By as much as the solver itself may err there may seem to be no plan; with ten times that there is one.
+    for spare in (OPTIMAL, 10 * OPTIMAL):
+        less = program.scaled(fraction * (1 - spare))
+        state = solve_flow(less, deadline, gap_target, list(counts), counts)
+        if state.counts is not None:
+            break
+    else:
         return counts
     cheaper = cost_of(program, state.counts.items())[1] < cost_of(program, counts.items())[1]
     return state.counts if cheaper else counts
