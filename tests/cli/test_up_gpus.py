@@ -16,22 +16,39 @@ from pathlib import Path
 import pytest
 
 from potluck.catalog import gpus
+from potluck.cli.common.problems import load_problem
 from potluck.cli.main import run
+from potluck.cli.serving import up as up_module
 from potluck.cli.serving import up_gpus
-from potluck.cli.serving.up_gpus import gpu_of, maker_of, measured_briefly, spec_text
-from potluck.cli.serving.up_plan import Wishes, planned_for_all
+from potluck.cli.serving.up_gpus import (
+    Ready,
+    flags_of,
+    for_this_machine,
+    gpu_of,
+    maker_of,
+    measured_briefly,
+    must_run_here,
+    spec_text,
+)
+from potluck.cli.serving.up_plan import Prepared, Wishes, planned_for_all
+from potluck.cli.trying.simulation import Inputs, startups_of
 from potluck.control.launch.chips import Chip, find_chips
-from potluck.control.launch.command import EngineMaker
-from potluck.control.launch.local import LocalLauncher, engines_of
-from potluck.control.launch.process import end
+from potluck.control.launch.command import EngineMaker, stages_of
+from potluck.control.launch.local import OWNER_MARK, LocalLauncher, engines_of
+from potluck.control.launch.process import alive, end, marked
 from potluck.control.values import Make
 from potluck.core.errors import CapacityError, InputError
-from potluck.core.values.layout import single
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.plan import Plan
+from potluck.engine.pipeline.launch import devices_of, parse_stages
 from potluck.engine.shipped import shipped_model
+from potluck.perf.memory import weight_bytes
+from potluck.plan.again import start_share
 from potluck.spec.load import load_spec
 
 MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"
 GB = 1_000_000_000
+PLAN = Plan("auto", (), (), (), (), (), (), 0.0, 0.0)
 
 
 def _driver(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> None:
@@ -118,7 +135,7 @@ def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Pa
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large, "large", Counter(counts), 1.0))
     spec = load_spec(path)
-    rate_per_s, make = planned_for_all(spec, Wishes(10.0, single=True), lambda line: None)
+    rate_per_s, make = planned_for_all(spec, Wishes(10.0, here=True, single=True), lambda line: None)
     path.write_text(spec_text(large, "large", Counter(counts), rate_per_s))
     plan = make(load_spec(path)).plan
     assert plan.nodes == {("here", f"1x{gpu}"): count for gpu, count in counts.items()}, (
@@ -130,13 +147,59 @@ def test_the_plan_is_for_exactly_what_is_there(counts: dict[str, int], large: Pa
     assert rate_per_s > 0.5
 
 
+def test_a_model_too_large_for_one_gpu_is_laid_over_several(large: Path, tmp_path: Path) -> None:
+    """28 GB of weights: an A100 holds them, an L4 does not, two of these do."""
+    config = json.loads((large / "config.json").read_text())
+    (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 64}))
+    path, counts = tmp_path / "spec.yaml", Counter({"L4": 2, "A100-40": 1})
+    path.write_text(spec_text(large, "large", counts, 1.0, {"ttft_ms": 8000, "tpot_ms": 400}))
+    spec = load_spec(path)
+    wishes = for_this_machine(Wishes(10.0), spec)
+    assert wishes == Wishes(10.0, here=True, single=False)
+    _, make = planned_for_all(spec, wishes, lambda line: None)
+    plan = make(spec).plan
+    must_run_here(plan, "gpu")
+    replicas = [each for d in plan.deployments for each in plan.template(d.template).replicas]
+    pipelines = [each.layout for each in replicas if len(each.layout.stages) > 1]
+    assert pipelines, "an L4 alone does not hold it"
+    assert all(node.tp == 1 for each in replicas for stage in each.layout.stages for node in stage.nodes)
+    chips = (_chip("L4", "a"), _chip("A100-SXM4-40GB", "b"), _chip("L4", "c"))
+    maker = maker_of(spec, chips, "cpu")
+    for layout in pipelines:
+        command = maker.command(Make("large", layout, "here"), 1, 2)
+        stages = command[command.index("--stages") + 1].split(",")
+        assert [int(part.partition("x")[0]) for part in stages] == [stage.layers for stage in layout.stages]
+        assert sum(stage.layers for stage in layout.stages) == 64
+        assert int(command[command.index("--kv-blocks") + 1]) > 64
+    with pytest.raises(InputError, match="emulated engines are no pipelines.*--engine pretended"):
+        must_run_here(plan, "emulated")
+
+
+def _chip(name: str, uuid: str) -> Chip:
+    return Chip(0, f"GPU-{uuid}", f"NVIDIA {name}", 40 * GB)
+
+
+def test_more_of_the_layers_go_where_more_fits(large: Path, tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(spec_text(large, "large", Counter({"L4": 1, "A100-40": 1}), 1.0))
+    flags = flags_of(load_spec(path))
+
+    def blocks(*layers: int) -> int:
+        nodes = ("1xL4", "1xA100-40")
+        stages = [Stage(n, (StageNode(node, 1),)) for n, node in zip(layers, nodes, strict=True)]
+        return int(flags(Make("large", Layout(tuple(stages)), "here"))[1])
+
+    assert blocks(8, 24) > blocks(24, 8) > 0
+    assert blocks(16, 16) > int(flags(Make("large", single("1xL4", 1, 32), "here"))[1])
+
+
 def test_a_model_that_fits_nowhere_is_told(large: Path, tmp_path: Path) -> None:
     config = json.loads((large / "config.json").read_text())
     (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 120}))
     path = tmp_path / "spec.yaml"
     path.write_text(spec_text(large, "large", Counter({"L4": 2}), 1.0))
     with pytest.raises(CapacityError, match="large"):
-        planned_for_all(load_spec(path), Wishes(10.0, single=True), lambda line: None)
+        planned_for_all(load_spec(path), Wishes(10.0, here=True, single=True), lambda line: None)
 
 
 @dataclass(frozen=True)
@@ -171,8 +234,101 @@ def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
         assert time.monotonic() < until_s
         time.sleep(0.05)
     assert launcher.start("three", a10)["chip"] == places["one"]["chip"]
-    with pytest.raises(InputError, match="one GPU"):
+    with pytest.raises(InputError, match="no tensor parallelism"):
         launcher.start("four", Make("m", single("2xA10", 2, 2), "here"))
+
+
+def test_each_worker_of_a_pipeline_computes_on_the_next_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert devices_of("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert devices_of("cuda:1", 2) == ["cuda:1", "cuda:1"]
+    assert devices_of("cpu", 2) == ["cpu", "cpu"]
+
+
+def _pipeline(*stages: tuple[int, str]) -> Layout:
+    return Layout(tuple(Stage(layers, (StageNode(node, 1),)) for layers, node in stages))
+
+
+def test_a_pipeline_has_a_gpu_for_each_stage_in_their_order(launcher: LocalLauncher) -> None:
+    make = Make("m", _pipeline((3, "1xA10"), (5, "1xL4")), "here")
+    assert stages_of(make) == ("--stages", "3,5")
+    shared = Layout((Stage(3, (StageNode("1xL4", 1),)), Stage(5, (StageNode("1xA10", 1),) * 2)))
+    assert stages_of(Make("m", shared, "here")) == ("--stages", "3,5x2")
+    place = launcher.start("one", make)
+    assert place["chip"] == "GPU-b,GPU-a"
+    with pytest.raises(CapacityError, match="all 1 GPUs of type 1xL4"):
+        launcher.start("two", make)
+    assert launcher.start("three", Make("m", single("1xA10", 1, 2), "here"))["chip"] == "GPU-c"
+
+
+@dataclass(frozen=True)
+class Family(EngineMaker):
+    """Engines with a worker in a session of its own, as those of a pipeline are."""
+
+    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
+        worker = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+        start = f"subprocess.Popen({worker}, start_new_session=True)"
+        return [sys.executable, "-c", f"import subprocess, sys, time; {start}; time.sleep(60)"]
+
+
+def test_workers_of_a_pipeline_live_and_end_with_their_engine(tmp_path: Path) -> None:
+    """Nobody takes them for engines that were forgotten; and if their engine is killed they are."""
+    owner = str(tmp_path / "state.db")
+    launcher = LocalLauncher(
+        Family("gpu", chips=(("1xL4", "GPU-a"), ("1xA10", "GPU-b"))), tmp_path, owner, free=lambda: None
+    )
+    make = Make("m", _pipeline((3, "1xL4"), (5, "1xA10")), "here")
+    assert [stage.layers for stage in parse_stages(stages_of(make)[1])] == [3, 5], "the engine reads it so"
+    places = {"one": launcher.start("one", make)}
+    until_s = time.monotonic() + 60.0
+    try:
+        while len(both := [pid for pid, _ in marked(OWNER_MARK, owner)]) < 2:
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        for _ in range(3):
+            launcher.look(places)
+        assert all(alive(pid) for pid in both)
+        assert [pid.number for pid in engines_of(owner)] == [places["one"]["pid"]]
+        os.kill(int(str(places["one"]["pid"])), 9)
+        while any(alive(pid) for pid in both):
+            launcher.look(places)
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+    finally:
+        for pid, _ in marked(OWNER_MARK, owner):
+            end(pid, insist=True)
+
+
+def test_weights_are_read_from_where_the_spec_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    spec = tmp_path / "spec.yaml"
+
+    def problem(place: str = "directory") -> str:
+        text = spec_text(shipped_model(), "words", Counter({"L4": 1}), 1.0)
+        weights = f"  weights: {{place: {place}, path: store, gb_per_s: 0.001}}\n  slo:"
+        spec.write_text(text.replace("  slo:", weights, 1))
+        with pytest.raises(InputError, match="models: words: weights: path: ") as error:
+            maker_of(load_spec(spec), (_chip("L4", "a"),))
+        return str(error.value)
+
+    assert "store is no directory that is there" in problem()
+    assert "is it mounted?" in problem("store")
+    store.mkdir()
+    assert "has no config.json, nor a directory words" in problem()
+    (store / "words").mkdir()
+    shutil.copy(shipped_model() / "config.json", store / "words")
+    assert "has no weights (*.safetensors)" in problem()
+    (store / "words" / "model.safetensors").touch()
+    maker = maker_of(load_spec(spec), (_chip("L4", "a"),))
+    assert maker.files == (("words", store / "words"),)
+    command = maker.command(Make("words", single("1xL4", 1, 6), "here"), 1, 2)
+    assert command[command.index("--model") + 1] == str(store / "words")
+    inputs = Inputs(load_spec(spec), load_problem(load_spec(spec), 0.8, None, (), 0.0), PLAN)
+    slow = up_module._start_s(Ready(spec, Prepared(inputs), maker, ()))
+    assert slow > 3 * weight_bytes(inputs.spec.models[0].model) / 1e6, "read at a megabyte a second"
+    assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
 
 
 def test_what_cannot_be_measured_is_said_and_what_was_is_kept(

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
-from potluck.plan.again import INTERVAL_S, problem_now
+from potluck.plan.again import INTERVAL_S, Startups, problem_now
 from potluck.plan.candidates import with_candidates
 from potluck.plan.ladder import Answer, at_once, best_answer, survivors
 from potluck.plan.observed import Pace, observed
@@ -60,6 +60,8 @@ class Replanner:
     """Over which a start is spread (CORAL's K)."""
     candidates: bool = False
     """Whether plans say what scaling may start beside their copies."""
+    startups: Startups | None = None
+    """What a start costs, by model, where the spec says where weights lie."""
 
     def first(self, asked: Asked) -> Reply:
         """What to do at once; nothing where all machines of the running plan are there."""
@@ -107,7 +109,9 @@ class Replanner:
 
     def _problem(self, asked: Asked) -> Problem:
         facts = observed(self.problem, asked.paces, datetime.now(UTC).date().isoformat())
-        return problem_now(facts, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s)
+        return problem_now(
+            facts, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s, self.startups
+        )
 
 
 def _inherited(plan: Plan, before: Plan) -> Plan:

@@ -122,13 +122,19 @@ class Stand:
 
     def must_have_room(self) -> None:
         """Refuse at once what this machine has no memory for, rather than engine by engine."""
+        style = self._settings.maker.style
         planned = sum(
-            each.count * len(self.plan.template(each.template).replicas) for each in self.plan.deployments
+            each.count * (sum(replica.layout.node_counts.values()) if style == "gpu" else 1)
+            for each in self.plan.deployments
+            for replica in self.plan.template(each.template).replicas
         )
-        there = sum(living(place) for place in self.store.places().values())
+        there = sum(
+            str(place.get("chip", "")).count(",") + 1
+            for place in self.store.places().values()
+            if living(place)
+        )
         more = 0 if living(self.store.get("gateway")) else GATEWAY_BYTES
-        style = "forked" if self._nursery is not None else self._settings.maker.style
-        must_have_room(style, planned - there, more_bytes=more)
+        must_have_room("forked" if self._nursery is not None else style, planned - there, more_bytes=more)
 
     def _chosen(self, plan: Plan) -> Plan:
         """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""

@@ -15,7 +15,7 @@ from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import CapacityError
 from potluck.core.values.types import LengthBin, Region, Traffic
 from potluck.perf.memory import weight_bytes
-from potluck.perf.startup import startup_s
+from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies.base import Workshop
 from potluck.plan.templates.mixed import Timed
@@ -28,9 +28,22 @@ KEPT = 4
 """Workshops; prices that come back find their templates made."""
 
 
-def start_share(problem: Problem, interval_s: float = INTERVAL_S) -> float:
+Startups = Mapping[str, StartupCosts]
+"""What a start costs, by model, where its weights lie in some place of their own."""
+
+
+def start_share(problem: Problem, interval_s: float = INTERVAL_S, startups: Startups | None = None) -> float:
     """CORAL's K: the longest start-up of any model over the interval."""
-    return max(startup_s(weight_bytes(each.model)).total_s for each in problem.asks) / interval_s
+    return longest_start_s(problem, startups) / interval_s
+
+
+def longest_start_s(problem: Problem, startups: Startups | None = None) -> float:
+    """Of any model, on one node."""
+    costs = startups or {}
+    return max(
+        startup_s(weight_bytes(each.model), costs=costs.get(each.name, DEFAULT_COSTS)).total_s
+        for each in problem.asks
+    )
 
 
 def problem_now(
@@ -39,6 +52,7 @@ def problem_now(
     lengths: Sequence[SeenLengths] = (),
     regions: tuple[Region, ...] | None = None,
     interval_s: float = INTERVAL_S,
+    startups: Startups | None = None,
 ) -> Problem:
     """A problem for the rates and lengths now seen, at the prices and with the nodes of now; starts cost K."""
     seen = {each.model: each for each in lengths}
@@ -46,7 +60,9 @@ def problem_now(
     regions = problem.regions if regions is None else regions
     if not any(offer.available for region in regions for offer in region.offers):
         raise CapacityError("no region has any node at present")
-    return replace(problem, asks=asks, regions=regions, init_penalty=start_share(problem, interval_s))
+    return replace(
+        problem, asks=asks, regions=regions, init_penalty=start_share(problem, interval_s, startups)
+    )
 
 
 def ask_now(known: Ask, rate_per_s: float | None, seen: SeenLengths | None) -> Ask:

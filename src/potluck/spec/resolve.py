@@ -170,7 +170,8 @@ def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[Mo
         trace = None if entry.traffic.trace is None else folder / entry.traffic.trace
         files = entry.files if entry.files in (None, SHIPPED) else str(folder / entry.files)
         where = entry.weights
-        weights = None if where is None else Weights(where.place, where.path, where.gb_per_s)
+        path = None if where is None or where.path is None else str(folder / where.path)
+        weights = None if where is None else Weights(where.place, path, where.gb_per_s)
         models.append(
             ModelSpec(
                 name, model, entry.slo.value(), traffic, lengths_from, trace, files, entry.idle_s, weights

@@ -124,6 +124,7 @@ class WeightsIn(Written):
 
     place: Literal["directory", "cache", "store"]
     path: PathText | None = None
+    """A directory with the model's files, or with one of the model's name that has them; relative to the spec."""
     gb_per_s: float | None = Field(default=None, gt=0, le=1000)
 
 

@@ -15,10 +15,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.serving.up_gpus import Ready, found_chips, maker_of, prepared_for_gpus
+from potluck.cli.serving.up_gpus import (
+    Ready,
+    for_this_machine,
+    found_chips,
+    maker_of,
+    must_run_here,
+    prepared_for_gpus,
+)
 from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
-from potluck.cli.trying.simulation import Inputs, offered, policy_of, read_one_spec
+from potluck.cli.trying.simulation import Inputs, offered, policy_of, read_one_spec, startups_of
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
@@ -29,6 +36,8 @@ if TYPE_CHECKING:
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
+SLACK = 3.0
+"""Times the start-up that is reckoned with, after which an engine is given up."""
 REMIND_S = 30.0
 """Between two lines about the same thing that is waited for."""
 _file = click.Path(dir_okay=False, path_type=Path)
@@ -149,6 +158,7 @@ def up(
             advise,
             None if market is None else MarketFile(market, spec.regions),
             profiles=ready.profiles,
+            start_s=_start_s(ready),
         )
         found = replace(ready.prepared, inputs=offered(ready.prepared.inputs, rules))
         stand = Stand(settings, found.inputs.plan, _planner(found.inputs, rules, time_limit_s), nursery)
@@ -171,13 +181,26 @@ def _prepared(
     spec = read_one_spec(paths or (spec_path,))
     policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
     if style == "gpu":
-        maker, wishes = maker_of(spec, found_chips(), device), replace(wishes, single=True)
+        maker, wishes = maker_of(spec, found_chips(), device), for_this_machine(wishes, spec)
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((each.name, each.model.name) for each in spec.models)
         maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
     said("planning")
-    return Ready(spec_path, prepared(paths, spec, wishes, said), maker, ())
+    found = prepared(paths, spec, wishes, said)
+    must_run_here(found.inputs.plan, style)
+    return Ready(spec_path, found, maker, ())
+
+
+def _start_s(ready: Ready) -> float:
+    """In which an engine must be ready: more where much is read from a slow place."""
+    from potluck.control.step import START_S
+    from potluck.plan.again import longest_start_s
+
+    inputs = ready.prepared.inputs
+    if ready.maker.style != "gpu":
+        return START_S
+    return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
 
 
 def _must_be_nobodys(folder: Path) -> None:
@@ -197,7 +220,12 @@ def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | No
 
     if rules.scaling == "none":
         return None
-    return Replanner(inputs.problem, time_limit_s, candidates=rules.scaling == "cauchy")
+    return Replanner(
+        inputs.problem,
+        time_limit_s,
+        candidates=rules.scaling == "cauchy",
+        startups=startups_of(inputs.spec),
+    )
 
 
 @dataclass(slots=True)

@@ -15,16 +15,18 @@ import yaml
 
 from potluck.cli.serving.up_plan import Prepared, Said, Wishes, planned_for_all, tried_as_it_is
 from potluck.control.launch.chips import VISIBLE, Chip, find_chips
-from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.command import EngineMaker, nodes_of
+from potluck.control.values import Make
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.spec.values import SHIPPED
 
 if TYPE_CHECKING:
     from potluck.cli.trying.simulation import Inputs
-    from potluck.core.values.model import Model
-    from potluck.core.values.types import NodeType
-    from potluck.spec.values import Spec
+    from potluck.core.values.plan import Plan
+    from potluck.spec.values import ModelSpec, Spec
 
+CONFIG = "config.json"
 MAKERS = ("NVIDIA", "Tesla", "GeForce", "Quadro")
 """Words of a driver's name that the catalog leaves out."""
 SLO = {"ttft_ms": 2000, "tpot_ms": 100}
@@ -141,8 +143,8 @@ def prepared_for_gpus(
     from potluck.spec.load import load_spec
 
     model = model.resolve()
-    if not (model / "config.json").is_file():
-        raise InputError("--model", f"{model} has no config.json; name a model's directory")
+    if not (model / CONFIG).is_file():
+        raise InputError("--model", f"{model} has no {CONFIG}; name a model's directory")
     chips = found_chips()
     counts = Counter(gpu_of(chip) for chip in chips)
     said("found " + " + ".join(f"{count} x {gpu}" for gpu, count in counts.items()))
@@ -153,7 +155,7 @@ def prepared_for_gpus(
     if measure:
         profiles, notes = measured_briefly(load_spec(path), model, chips, folder / "profiles", device, said)
     said("planning")
-    wishes = replace(wishes, profiles=profiles, single=True)
+    wishes = for_this_machine(replace(wishes, profiles=profiles), load_spec(path))
 
     def text(rate_per_s: float, slo: Mapping[str, float]) -> str:
         return spec_text(model, name, counts, rate_per_s, slo)
@@ -195,39 +197,88 @@ def _rounded(rate_per_s: float) -> float:
 
 def maker_of(spec: Spec, chips: Sequence[Chip], device: str = "cuda") -> EngineMaker:
     """How engines of a spec's models are made on these chips."""
-    known = {node.name: node for node in spec.node_types}
     mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
-    for node in known:
+    for node in (each.name for each in spec.node_types):
         if node not in {kind for kind, _ in mine}:
             there = ", ".join(sorted({kind for kind, _ in mine}))
             raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")
-    files = []
-    for model in spec.models:
+    files = tuple((model.name, weights_of(model)) for model in spec.models)
+    return EngineMaker("gpu", files, chips=mine, flags=flags_of(spec), device=device)
+
+
+def weights_of(model: ModelSpec) -> Path:
+    """The directory that an engine reads a model from: where the spec says that weights lie, else its files."""
+    from potluck.engine.shipped import shipped_model
+
+    where = model.weights
+    if where is None or where.path is None:
         if model.files is None:
             raise InputError(
-                f"models: {model.name}: files", "is needed: the directory of the model's weights"
+                f"models: {model.name}: weights: path", "is needed (or files): the directory of its weights"
             )
-        files.append((model.name, Path(model.files)))
-    flags = tuple((node.name, _flags([each.model for each in spec.models], node)) for node in known.values())
-    return EngineMaker("gpu", tuple(files), chips=mine, flags=flags, device=device)
+        return shipped_model() if model.files == SHIPPED else Path(model.files)
+    field, root = f"models: {model.name}: weights: path", Path(where.path)
+    if not root.is_dir():
+        mounted = "; is it mounted?" if where.place == "store" else ""
+        raise InputError(field, f"{root} is no directory that is there{mounted}")
+    names = dict.fromkeys((model.name, model.model.name))
+    found = [folder for folder in (root, *(root / name for name in names)) if (folder / CONFIG).is_file()]
+    if not found:
+        raise InputError(field, f"{root} has no {CONFIG}, nor a directory {' or '.join(names)} with one")
+    if not any(found[0].glob("*.safetensors")):
+        raise InputError(field, f"{found[0]} has no weights (*.safetensors)")
+    return found[0]
 
 
-def _flags(models: Sequence[Model], node: NodeType) -> tuple[str, ...]:
-    """So much KV as there is room for beside any of the models, and no more than can be used."""
+def for_this_machine(wishes: Wishes, spec: Spec) -> Wishes:
+    """Engines here are whole on one GPU, or pipelines where a model is too large for some."""
+    from potluck.perf.capacity import stage_memory
+
+    alone = all(
+        stage_memory(model.model, node, 1).kv_bytes > 0 for model in spec.models for node in spec.node_types
+    )
+    return replace(wishes, here=True, single=alone)
+
+
+def must_run_here(plan: Plan, style: str) -> None:
+    """Refuse what no engine of this machine can be before anything is started."""
+    for each in plan.deployments:
+        template = plan.template(each.template)
+        for replica in template.replicas:
+            if style == "gpu":
+                nodes_of(Make(template.model, replica.layout, each.region))
+            elif style == "emulated" and len(replica.layout.stages) > 1:
+                raise InputError(
+                    "--engine",
+                    f"emulated engines are no pipelines, and the plan has {template.name}; --engine pretended can be",
+                )
+
+
+def flags_of(spec: Spec) -> Callable[[Make], tuple[str, ...]]:
+    """So much KV as there is room for on each of an engine's GPUs beside its layers, and no more than can be used."""
     from potluck.perf.capacity import stage_memory
     from potluck.perf.memory import kv_bytes_per_gpu
+    from potluck.perf.pipeline import stage_layers
 
-    blocks = []
-    for model in models:
-        memory, context = stage_memory(model, node, 1), model.max_context_tokens
-        each = kv_bytes_per_gpu(model, float(context), 1) / context
-        useful = (MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)
-        fits = int(KV_SHARE * max(0.0, memory.kv_bytes) / each / BLOCK_TOKENS) if each > 0 else useful
-        blocks.append(max(1, min(useful, fits)))
-    return (
-        *("--kv-blocks", str(min(blocks)), "--max-running", str(MAX_RUNNING)),
-        *("--token-budget", str(TOKEN_BUDGET)),
-    )
+    models = {each.name: each.model for each in spec.models}
+    nodes = {node.name: node for node in spec.node_types}
+
+    def flags(make: Make) -> tuple[str, ...]:
+        model = models[make.model]
+        context = model.max_context_tokens
+        blocks = [(MAX_RUNNING + 8) * -(-context // BLOCK_TOKENS)]
+        for stage, layers in stage_layers(model, make.layout):
+            for member in stage.nodes:
+                memory = stage_memory(model, nodes[member.node], 1, layers)
+                each = kv_bytes_per_gpu(model, float(context), 1, layers) / context
+                if each > 0:
+                    blocks.append(int(KV_SHARE * max(0.0, memory.kv_bytes) / each / BLOCK_TOKENS))
+        return (
+            *("--kv-blocks", str(max(1, min(blocks))), "--max-running", str(MAX_RUNNING)),
+            *("--token-budget", str(TOKEN_BUDGET)),
+        )
+
+    return flags
 
 
 def measured_briefly(
@@ -237,16 +288,23 @@ def measured_briefly(
 
     One that is there from before, for this model, is used again.
     """
+    from potluck.perf.capacity import stage_memory
+
     name = spec.models[0].model.name
     folder.mkdir(parents=True, exist_ok=True)
+    nodes = {node.name: node for node in spec.node_types}
     kinds = {gpu_of(chip): chip for chip in chips}
+    notes = []
+    for gpu in list(kinds):
+        if stage_memory(spec.models[0].model, nodes[f"1x{gpu}"], 1).kv_bytes <= 0:
+            notes.append(f"{name} is too large for one {gpu}; planned with the catalog's figures")
+            del kinds[gpu]
     paths = {gpu: folder / f"{gpu}-{name}.json" for gpu in kinds}
     running = {
         gpu: _measuring(model, name, gpu, kinds[gpu], path, device)
         for gpu, path in paths.items()
         if not path.is_file()
     }
-    notes = []
     for gpu, process in running.items():
         said(f"measuring, {gpu}")
         try:

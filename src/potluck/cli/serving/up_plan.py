@@ -48,8 +48,10 @@ class Wishes:
     """Do without a rehearsal."""
     profiles: tuple[Path, ...] = ()
     """Step times that were measured."""
+    here: bool = False
+    """Only what the engines of this machine can be: no groups of machines."""
     single: bool = False
-    """Only layouts of one GPU: what the engines here can be."""
+    """Only layouts of one GPU: each holds the models alone, and nothing is gained by joining them."""
 
 
 def prepared(paths: tuple[Path, ...], spec: Spec, wishes: Wishes, said: Said) -> Prepared:
@@ -130,9 +132,10 @@ def _workshop(problem: Problem, wishes: Wishes, said: Said) -> Workshop:
     from potluck.plan.strategies.pools import machines_key
 
     made = Workshop(problem, said=said)
-    if wishes.single:
-        for ask in problem.asks:
+    for ask in problem.asks:
+        if wishes.single:
             made.made["pipeline", ask.name] = []
+        if wishes.here:
             made.made[f"group of {machines_key(problem)}", ask.name] = []
     return made
 

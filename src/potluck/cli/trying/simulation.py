@@ -21,6 +21,7 @@ from potluck.core.values.plan import Plan, plan_from_json
 
 if TYPE_CHECKING:
     from potluck.control.schedule import Schedule
+    from potluck.perf.startup import StartupCosts
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Workshop
     from potluck.sim.load.workload import Workload
@@ -123,9 +124,17 @@ def offered(inputs: Inputs, rules: Policy) -> Inputs:
     return replace(inputs, plan=with_candidates(Workshop(inputs.problem), inputs.plan))
 
 
+def startups_of(spec: Spec) -> dict[str, StartupCosts]:
+    """What a start costs of models whose weights lie somewhere that the spec names."""
+    from potluck.perf.startup import from_place
+
+    return {
+        m.name: from_place(m.weights.place, m.weights.gb_per_s) for m in spec.models if m.weights is not None
+    }
+
+
 def scene_of(inputs: Inputs) -> Scene:
     """The plan with all that its names mean."""
-    from potluck.perf.startup import from_place
     from potluck.worlds.scene import Scene
 
     spec, pool = inputs.spec, inputs.spec.pool
@@ -144,11 +153,7 @@ def scene_of(inputs: Inputs) -> Scene:
         {m.name: (m.traffic.mean_input_tokens, m.traffic.mean_output_tokens) for m in spec.models},
         machines,
         {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
-        startups={
-            m.name: from_place(m.weights.place, m.weights.gb_per_s)
-            for m in spec.models
-            if m.weights is not None
-        },
+        startups=startups_of(spec),
         idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
         profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
     )
@@ -258,12 +263,14 @@ def planner_of(inputs: Inputs, policy: Policy, time_limit_s: float) -> Planner |
 
     if policy.scaling == "none":
         return None
-    shops = Workshops()
+    shops, startups = Workshops(), startups_of(inputs.spec)
 
     def plan(moment: Moment) -> Plan | None:
         rates = dict(moment.rates_per_s)
         try:
-            problem = problem_now(inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s)
+            problem = problem_now(
+                inputs.problem, rates, moment.lengths, moment.regions, policy.replan_s, startups
+            )
             shop, offers = shops.at(problem), policy.scaling == "cauchy"
             return planned(problem, time_limit_s, moment.running, shop, offers)
         except CapacityError:

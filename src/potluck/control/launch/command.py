@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,8 @@ class EngineMaker:
     host: str = "127.0.0.1"
     chips: tuple[tuple[str, str], ...] = ()
     """Of this machine's GPUs the node type that each is, and its id."""
-    flags: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Node type to further flags of an engine on one."""
+    flags: Callable[[Make], tuple[str, ...]] = lambda make: ()
+    """Further flags of an engine on them: how much fits, say."""
     device: str = "cuda"
     links: tuple[tuple[str, str, float, float], ...] = ()
     """(from machine, to machine, gbps, round trip in s), where a pool names its machines."""
@@ -53,7 +54,7 @@ class EngineMaker:
         if folder is not None:
             command += ["--model", str(folder)]
         if self.style == "gpu":
-            return [*command, "--device", self.device, *dict(self.flags).get(only_node(make), ())]
+            return [*command, "--device", self.device, *stages_of(make), *self.flags(make)]
         command += ["--emulate", emulate_text(make, name, self.links)]
         if make.step_tokens:
             command += ["--token-budget", str(make.step_tokens)]
@@ -64,12 +65,26 @@ class EngineMaker:
         return [*command, "--max-running", str(self.max_running)]
 
 
-def only_node(make: Make) -> str:
-    """The node type of an engine on one GPU."""
+def nodes_of(make: Make) -> tuple[str, ...]:
+    """The node type of each of an engine's GPUs, in the order of its stages' workers."""
     nodes = [node for stage in make.layout.stages for node in stage.nodes]
-    if len(nodes) != 1 or nodes[0].tp != 1:
-        raise InputError("layout", "an engine of this machine has one GPU; plan with nodes of one GPU each")
-    return nodes[0].node
+    if any(node.tp != 1 for node in nodes):
+        raise InputError(
+            "layout",
+            "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)",
+        )
+    return tuple(node.node for node in nodes)
+
+
+def stages_of(make: Make) -> tuple[str, ...]:
+    """The flag of a pipeline over several GPUs: how many layers each stage has, and workers that share it."""
+    if len(nodes_of(make)) == 1:
+        return ()
+    parts = [
+        f"{stage.layers}x{len(stage.nodes)}" if len(stage.nodes) > 1 else str(stage.layers)
+        for stage in make.layout.stages
+    ]
+    return ("--stages", ",".join(parts))
 
 
 def emulate_text(make: Make, model: str, links: tuple[tuple[str, str, float, float], ...] = ()) -> str:

@@ -11,9 +11,19 @@ from typing import cast
 
 from potluck.control.launch.base import NodeNews, Place, Sighting
 from potluck.control.launch.chips import VISIBLE
-from potluck.control.launch.command import EngineMaker, only_node
+from potluck.control.launch.command import EngineMaker, nodes_of
 from potluck.control.launch.nursery import Nursery
-from potluck.control.launch.process import Pid, alive, end, last_words, marked, rotate, spawn, title_of
+from potluck.control.launch.process import (
+    Pid,
+    alive,
+    end,
+    last_words,
+    marked,
+    parent_of,
+    rotate,
+    spawn,
+    title_of,
+)
 from potluck.control.launch.room import Free, free_bytes, must_have_room
 from potluck.control.values import Make
 from potluck.core.errors import CapacityError
@@ -45,17 +55,18 @@ class LocalLauncher:
         self._ending: dict[str, float] = {}
         """Who was asked to end, and when."""
         self._chips: dict[str, str] = {}
-        """Which GPU each engine has."""
+        """Which GPUs each engine has, with commas between."""
 
     def log_of(self, name: str) -> Path:
         return self._folder / f"{name}.log"
 
     def start(self, name: str, make: Make) -> Place:
-        must_have_room(self._maker.style, 1, self._free)
+        gpu = self._maker.style == "gpu"
+        must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
         port, kv_port = self._port(), self._port()
         command = self._maker.command(make, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
-        chip = self._chip(make) if self._maker.style == "gpu" else ""
+        chip = self._chips_for(make) if gpu else ""
         if chip:
             self._chips[name], marks[VISIBLE] = chip, chip
         pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
@@ -68,14 +79,18 @@ class LocalLauncher:
             **({"chip": chip} if chip else {}),
         }
 
-    def _chip(self, make: Make) -> str:
-        """A GPU of the right kind that no engine has."""
-        node, taken = only_node(make), set(self._chips.values())
-        mine = [chip for kind, chip in self._maker.chips if kind == node]
-        for chip in mine:
-            if chip not in taken:
-                return chip
-        raise CapacityError(f"all {len(mine)} GPUs of type {node} on this machine are in use")
+    def _chips_for(self, make: Make) -> str:
+        """A GPU of the right kind for each of an engine's workers that no other engine has, in their order."""
+        taken = {chip for chips in self._chips.values() for chip in chips.split(",")}
+        found: list[str] = []
+        for node in nodes_of(make):
+            mine = [chip for kind, chip in self._maker.chips if kind == node]
+            free = [chip for chip in mine if chip not in taken]
+            if not free:
+                raise CapacityError(f"all {len(mine)} GPUs of type {node} on this machine are in use")
+            found.append(free[0])
+            taken.add(free[0])
+        return ",".join(found)
 
     def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
         found = [self._seen(name, place) for name, place in places.items()]
@@ -138,11 +153,16 @@ class LocalLauncher:
 
 
 def engines_of(owner: str) -> Iterator[Pid]:
-    """Engines that bear this mark, whether anybody wrote them down or not."""
-    for pid, variables in marked(OWNER_MARK, owner):
+    """Engines that bear this mark, whether anybody wrote them down or not; and workers that outlived theirs."""
+    found = [
+        pid
+        for pid, variables in marked(OWNER_MARK, owner)
         # One that was forked has its nursery's variables, and a title of its own.
-        if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE):
-            yield pid
+        if NAME_MARK in variables or (FORK_MARK in variables and title_of(pid) == FORKED_TITLE)
+    ]
+    # Workers of a pipeline have their engine's variables, and end with it.
+    engines = {pid.number for pid in found}
+    yield from (pid for pid in found if parent_of(pid) not in engines)
 
 
 def _pid(place: Place) -> Pid | None:

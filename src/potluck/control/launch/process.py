@@ -65,6 +65,15 @@ def started_at(number: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[START_FIELD])
 
 
+def parent_of(pid: Pid) -> int:
+    """The number of the process that started it; 0 where it is gone."""
+    try:
+        text = (PROC / str(pid.number) / "stat").read_text()
+    except OSError:
+        return 0
+    return int(text[text.rindex(")") + 2 :].split()[1])
+
+
 def title_of(pid: Pid) -> str:
     """What the system calls a process."""
     try:

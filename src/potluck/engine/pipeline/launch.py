@@ -134,6 +134,16 @@ def lanes_of(stages: Sequence[PipelineStage]) -> int:
     return max(1, int(sum(times) / max(times) + 0.05))
 
 
+def devices_of(device: str, workers: int) -> list[str]:
+    """Where workers of this machine compute: with `cuda` one after the other on each of the GPUs that are visible."""
+    if device != "cuda":
+        return [device] * workers
+    import torch
+
+    there = max(1, torch.cuda.device_count())
+    return [f"cuda:{number % there}" for number in range(workers)]
+
+
 def _ranges(config: Config, stages: Sequence[PipelineStage]) -> list[range]:
     total = sum(stage.layers for stage in stages)
     if total != config.model.layer_count:
@@ -204,6 +214,8 @@ class _Starter:
     ) -> tuple[str, Exactness]:
         """Give each worker its layers; the fingerprint that all of them must have, and how exact they are."""
         size, asked = self._size, 0
+        mine = [remote for row in self.remotes for remote in row if remote.process is not None]
+        devices = dict(zip(map(id, mine), devices_of(device, len(mine)), strict=True))
         for stage, row in enumerate(self.remotes):
             for place, remote in enumerate(row):
                 asked += 1
@@ -223,7 +235,7 @@ class _Starter:
                         size.max_chunk_tokens,
                         wait_s,
                         threads,
-                        device,
+                        devices.get(id(remote), device),
                         self._stages[stage].places[place].emulate,
                     )
                 )
