@@ -64,7 +64,9 @@ class PretendDesk(Desk):
         self.pretended = made
         self.spare = PretendPrefixes(made, Cargo(model), most_blocks)
         limits = Limits(blocks, max(budget, 18), 18, chunk)
-        self.loop = Loop(made, limits, self._hear, prefixes=self.spare, lease_s=lease_s, awaits=False)
+        self.loop = Loop(
+            made, limits, self._hear, prefixes=self.spare, lease_s=lease_s, awaits=False, join=made.join
+        )
 
 
 def pretend_service(limits: FaceLimits | None = None, *, mean_output: int = 0, **fields: Any) -> Service:

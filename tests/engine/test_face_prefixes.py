@@ -211,7 +211,7 @@ def test_nothing_is_left_when_either_dies(who: str) -> None:
             _, loan = await lent(source, blocks)
             held = asyncio.Event()
 
-            def due_s(parcel: Any, *, queued: bool = False) -> float:
+            def due_s(parcel: Any) -> float:
                 held.set()
                 return time.monotonic() + 30
 

@@ -17,9 +17,9 @@ from potluck.engine.loop.requests import Computed, Sent
 from potluck.engine.memory.handover import Arrival, manifest, pack
 from potluck.engine.memory.pieces import Pieces, ranges
 from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.executor import MORE, parcel_of
 from potluck.engine.pretend.freight import PretendFreight
 from potluck.engine.pretend.history import NOTHING
+from potluck.engine.pretend.parcels import MORE, parcel_of
 from potluck.kv.parcels import Parcel
 from potluck.perf.transfer import AlphaBeta
 

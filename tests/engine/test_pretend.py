@@ -16,14 +16,14 @@ from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, FormatError, InputError
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Sampling
-from potluck.engine.compute.executor import Draw, Export
+from potluck.engine.compute.executor import Draw
 from potluck.engine.compute.paced import steps_of
 from potluck.engine.compute.work import Size, Work
 from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.executor import parcel_of
 from potluck.engine.pretend.freight import PretendFreight
 from potluck.engine.pretend.history import FACTOR, MASK, NOTHING, SPREAD, after
 from potluck.engine.pretend.lasting import Lasting
+from potluck.engine.pretend.parcels import Times, parcel_of
 from potluck.engine.pretend.words import Words
 from potluck.kv.codec.layout import Codec
 from potluck.kv.parcels import Manifest, Parcel, token_hash
@@ -148,7 +148,7 @@ def test_only_the_kv_of_the_very_tokens_is_taken() -> None:
         ([*right[:3], other[3], *right[4:]], "layer 3 latent: is not the KV of these tokens"),
         ([*right[:3], flipped, *right[4:]], "layer 3 latent: is not the KV of these tokens"),
         ([*right[:3], replace(right[2], layer=3), *right[4:]], "is not the KV of these tokens"),
-        (right[:-1], "1 parcels are missing, the first is layer 7"),
+        (right[:-1], "1 parcels are missing, the first is layer 3"),
         ([*right, right[0]], "is not expected, or came before"),
         ([replace(right[0], first=1), *right[1:]], "is not the KV of these tokens"),
         ([replace(right[0], shape=(2, 8)), *right[1:]], "expected float32 \\[1, 16\\]"),
@@ -189,7 +189,7 @@ def test_parcels_weigh_what_the_large_models_kv_does(model: Model, tokens: int) 
 
 def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
     freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9))
-    parcel = parcel_of(123, 4, 10, 138)
+    parcel = parcel_of(123, 3, 10, 138, times=Times(1.0, 2.0, 3.0))
     weights = []
     for codec in CODECS:
         small = freight.packed(parcel, codec)
@@ -204,20 +204,6 @@ def test_codecs_shrink_what_is_pretended_and_change_nothing() -> None:
 
 
 # Prefixes.
-
-
-def test_what_comes_is_here_no_faster_than_the_receiver_s_card_takes_it() -> None:
-    """A card of 1 GB/s: parcels that come faster queue there, slower ones do not, and pauses are not made up for."""
-    now_s = [10.0]
-    freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
-    parcels = [parcel_of(1, layer, 0, 1000) for layer in range(Cargo(LLAMA).layers)]
-    each_s = freight.kv_bytes(parcels[0]) / 1e9
-    here_s = [freight.here_s(parcel) for parcel in parcels]
-    assert here_s == pytest.approx([10.0 + place * each_s for place in range(len(parcels))])
-    now_s[0] = 11.0
-    for parcel in parcels:
-        assert freight.here_s(parcel) == pytest.approx(now_s[0])
-        now_s[0] += 2 * each_s
 
 
 @pytest.mark.parametrize("model", [LLAMA, HYBRID])
@@ -283,27 +269,6 @@ LASTING = Lasting(TIMER)
 def test_looked_up_steps_are_as_long_as_the_timers(contexts: list[int]) -> None:
     works = [Work(row, context, [0]) for row, context in enumerate(contexts)]
     assert LASTING(works) == pytest.approx(float(TIMER.step_s(steps_of(works))[0]), rel=5e-3)
-
-
-def test_layers_leave_while_their_step_is_under_way() -> None:
-    now_s = 0.0
-    made = executor(SIZE, clock=lambda: now_s)
-    row = made.open()
-    made.grow(row, 64)
-    sent: list[tuple[float, int]] = []
-    land = made.begin(
-        [Work(row, 0, prompt(64), "none")],
-        [],
-        [Export(row, 0, 64)],
-        lambda _row, parcels: sent.append((now_s, parcels[0].layer)),
-    )
-    length_s = float(TIMER.step_s(steps_of([Work(row, 0, prompt(64), "none")]))[0])
-    while made.due_s is not None and len(sent) < 8:
-        now_s = made.due_s
-        made.deliver(now_s)
-    assert [layer for _, layer in sent] == list(range(8))
-    assert [when for when, _ in sent] == pytest.approx([length_s * (n + 1) / 8 for n in range(8)])
-    assert land() == []
 
 
 # Ends.

@@ -198,7 +198,6 @@ class Carriage:
         try:
             async with asyncio.timeout(self._handover_s):
                 while not shipment.over:
-                    queued = not channel.parcels.empty()
                     event = await channel.parcels.get()
                     if isinstance(event, Ended):
                         shipment.fail(event.problem or event.reason)
@@ -208,27 +207,23 @@ class Carriage:
                         shipment.fail("a cache that came in fewer bits can only be handed on under a codec")
                         return
                     for parcel in event.parcels:
-                        await self._hand_in(shipment, parcel, codec, queued)
-                        queued = True
+                        await self._hand_in(shipment, parcel, codec)
                     if event.last:
                         shipment.finish()
                         return
         except (PotluckError, TimeoutError) as error:
             shipment.fail(" ".join(str(error).split()) or f"it took longer than {self._handover_s:g} s")
 
-    async def _hand_in(
-        self, shipment: Shipment, parcel: Parcel, codec: Codec = "raw", queued: bool = False
-    ) -> None:
-        """Into the shipment, when its turn has come on the network card. `queued`: it was there before the one before
-        it had gone."""
+    async def _hand_in(self, shipment: Shipment, parcel: Parcel, codec: Codec = "raw") -> None:
+        """Into the shipment, when its turn has come on the network card."""
         freight = self._freight
         if codec != "raw":
             parcel = await self._apart(freight.packed, parcel, codec)
-        due_s = freight.due_s(parcel, queued=queued)
+        due_s = freight.due_s(parcel)
         if due_s is not None:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        parcel = freight.leaves(shipment.peer, parcel)
         await self._apart(shipment.put, parcel, self._handover_s)
-        freight.sent(shipment.peer, parcel)
 
     async def _apart(self, call: Callable[[Parcel, A], T], parcel: Parcel, more: A) -> T:
         """Off the event loop, unless it takes no time."""

@@ -23,15 +23,14 @@ class Freight(Protocol):
 
     def restored(self, parcel: Parcel) -> Parcel: ...
 
-    def due_s(self, parcel: Parcel, *, queued: bool = False) -> float | None:
-        """When a parcel that is handed in now may go, by the monotonic clock; None: at once. `queued`: it was there
-        before the one before it had gone."""
+    def due_s(self, parcel: Parcel) -> float | None:
+        """When a parcel that is handed in now may go, by the monotonic clock; None: at once."""
+
+    def leaves(self, peer: str, parcel: Parcel) -> Parcel:
+        """It goes there now: the parcel as it goes."""
 
     def here_s(self, parcel: Parcel) -> float | None:
         """When a parcel that has come is here, by the monotonic clock; None: at once. Called in any thread."""
-
-    def sent(self, peer: str, parcel: Parcel) -> None:
-        """It went there."""
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         """A cache came whole from there."""
@@ -57,14 +56,14 @@ class PlainFreight:
     def restored(self, parcel: Parcel) -> Parcel:
         return restored(parcel)
 
-    def due_s(self, parcel: Parcel, *, queued: bool = False) -> float | None:
+    def due_s(self, parcel: Parcel) -> float | None:
         return None if self._card is None else self._card.due_s(parcel)
+
+    def leaves(self, peer: str, parcel: Parcel) -> Parcel:
+        return parcel  # the connections count for themselves
 
     def here_s(self, parcel: Parcel) -> float | None:
         return None
-
-    def sent(self, peer: str, parcel: Parcel) -> None:
-        """The connections count for themselves."""
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         """As above."""

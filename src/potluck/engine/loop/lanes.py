@@ -57,6 +57,15 @@ class StepUnderWay:
     def has(self, row: int | None) -> bool:
         return any(work.row == row for work in self.works)
 
+    def let_out(self, run: LiveJob, join: Callable[[Export], bool]) -> None:
+        """The receiver of a job came while its step is under way."""
+        work = next(work for work in self.works if work.row == run.row)
+        sent, leaving = run.sent, run.leaving(work.row, work.start + len(work.tokens))
+        if all(map(join, leaving)):
+            self.exports += leaving
+        else:
+            run.sent = sent
+
 
 class Lane:
     def __init__(self, limits: Limits) -> None:

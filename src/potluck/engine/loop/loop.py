@@ -48,16 +48,16 @@ class Loop:
         lease_s: float = 60.0,
         weigh: Callable[[Parcel], int] = data_bytes,
         awaits: bool = True,
+        join: Callable[[Export], bool] | None = None,
     ) -> None:
-        """`weigh`: what parcels count as. Without `awaits` a step is left under way, and landed by the next turn,
-        which comes when it is over (`timed.py`)."""
+        """`weigh`: what parcels count as. Without `awaits` a step is left under way, and the next turn lands it when
+        over (`timed.py`). `join`: caches can be let out with it even then."""
         spare = spare_rows(executor.size, limits)
-        self.executor = executor
-        self.counters = Counters()
+        self.executor, self.counters = executor, Counters()
         chunk = min(limits.chunk_tokens or limits.token_budget, executor.size.max_chunk_tokens)
         longest = min(executor.size.max_tokens, limits.total_blocks * limits.block_tokens)
         self.lanes = Lanes(replace(limits, chunk_tokens=chunk), executor.lanes, longest)
-        self._tell, self._weigh = tell, weigh
+        self._tell, self._weigh, self._join = tell, weigh, join
         self._awaits = awaits and len(self.lanes.all) == 1
         self.prefixes: Prefixes = prefixes or PrefixCache(executor.config, 0)
         self._rows = Rows(executor, self.prefixes, chunk, self.counters)
@@ -107,6 +107,8 @@ class Loop:
         run.fetched_from = have
         if run.computed:
             self._send_kept(run)
+        elif self._join is not None and (flight := self.lanes.flight_of(key, run.row)) is not None:
+            flight.let_out(run, self._join)
         return self._about(run, have)
 
     def _about(self, run: LiveJob, have: int) -> Manifest:
@@ -121,9 +123,10 @@ class Loop:
         return run.found[0]
 
     def want(self, key: int) -> None:
-        """The cache is coming in: `RowReady` will say when there is a row and blocks for it."""
+        """The cache is coming in: `RowReady` will say when there is a row and blocks for it, even during a step."""
         self._here(key)
         self._receivers.lobby.append(key)
+        self._let_in()
 
     def expect(self, key: int, about: Manifest) -> None:
         """The sender has said what will come for `key`, which has room by now."""
@@ -153,8 +156,7 @@ class Loop:
         return run
 
     def _incoming(self, key: int) -> Incoming:
-        incoming = self._here(key).incoming
-        if incoming is None:
+        if (incoming := self._here(key).incoming) is None:
             raise InputError("hand-over", "nothing is expected")
         return incoming
 
@@ -214,7 +216,7 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        return not self._runs and not self.lanes.flying
+        return not (self._runs or self.lanes.flying)
 
     @property
     def waiting(self) -> int:
@@ -258,9 +260,7 @@ class Loop:
         decoding = lane.batcher.decoding
         goals = [(key, len(self._runs[key].tokens)) for key in decoding.keys()]  # noqa: SIM118
         goals += [(key, before + tokens) for key, tokens, before in step.chunks]
-        works: list[Work] = []
-        draws: list[Draw] = []
-        exports: list[Export] = []
+        works, draws, exports = list[Work](), list[Draw](), list[Export]()
         for key, goal in goals:
             run = self._runs[key]
             try:

@@ -16,8 +16,9 @@ from potluck.core.values.model import Attention, FullAttention, LatentAttention,
 from potluck.kv.codec.layout import COLUMN_GROUP, Codec, Part, sizes
 from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 
-MOST_LAYERS = 8
-"""Of a pretended model: parcels go out while a step is under way, an eighth of its KV at a time."""
+MOST_LAYERS = 4
+"""Of a pretended model: parcels go out while a step is under way, a quarter of its KV at a time. When each of the
+large model's layers would be there is reckoned (`freight.py`), so few are enough."""
 
 
 class Labelled(Protocol):
@@ -67,6 +68,11 @@ class Cargo:
         windows = sum(rate * window for window, rate in window_bytes_per_token(self.model).items())
         state = state_bytes(self.model) + windows
         return state / self.token_bytes if self.token_bytes else float(BLOCK_TOKENS)
+
+    def stands_for(self, parcel: Labelled) -> int:
+        """How many layers of the large model."""
+        many, few = self.model.layer_count, self.layers
+        return (parcel.layer + 1) * many // few - parcel.layer * many // few
 
     def kv_bytes(self, parcel: Labelled, since: int | None) -> int:
         """What a parcel would weigh on the wire: its tokens, and at the end of a hand-over that began at `since`

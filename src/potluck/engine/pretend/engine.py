@@ -152,6 +152,7 @@ def pretend(
         lease_s=limits.lease_s,
         weigh=freight.kv_bytes,
         awaits=False,
+        join=executor.join,
     )
     kv = replace(kv or KvSettings(), degree=1, shared_memory=False)
     driver = TimedDriver(loop, executor, clock)

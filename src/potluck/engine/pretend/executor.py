@@ -9,13 +9,13 @@ here: `due_s` says when something is due, and whoever turns the loop waits for t
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, FormatError, InputError
@@ -26,18 +26,10 @@ from potluck.engine.compute.work import Size, Work
 from potluck.engine.memory.pieces import Pieces
 from potluck.engine.model.config import Config
 from potluck.engine.numbers.exactness import Exactness
-from potluck.engine.pretend.history import NOTHING, after, mixed
+from potluck.engine.pretend.history import NOTHING, after
+from potluck.engine.pretend.parcels import DTYPE, MORE, SHAPE, Times, parcel_of, same_word
 from potluck.engine.pretend.words import Words
 from potluck.kv.parcels import Manifest, Parcel, token_hash
-
-CONTENT = struct.Struct("<QIII")
-"""The history at the end, mixed with the layer; first, stop; where the hand-over began that ends here, or MORE."""
-MORE = (1 << 32) - 1
-"""More of the same layer follows."""
-DTYPE = "float32"
-SHAPE = (1, 16)
-"""Of each parcel, as the wire has it: room for the content, under any codec."""
-RAW_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -45,6 +37,15 @@ class _Row:
     tokens: int = 0
     blocks: int = 0
     history: int = NOTHING
+
+
+class Leaving(NamedTuple):
+    """A layer's KV that goes out when it is computed."""
+
+    when_s: float
+    began_s: float
+    layer: int
+    export: Export
 
 
 class PretendExecutor:
@@ -67,15 +68,17 @@ class PretendExecutor:
         """Told when rows have taken more blocks."""
         self.used_blocks = 0
         self._words, self._lasts = words, lasts
-        self._speed_up = speed_up
+        self._speed_up, self._clock = speed_up, clock
         self._pacer = Pacer(None, speed_up, clock)
         self._rows: dict[int, _Row] = {}
         self._free = list(range(size.rows))
         self._owed_s = 0.0
         """Of steps that were taken at once, and must still be waited for."""
         self._under_way = False
-        self._leaving: deque[tuple[float, int, Export]] = deque()
-        """(when, layer, of what) goes out while the step is under way."""
+        self._leaving: deque[Leaving] = deque()
+        """Goes out while the step is under way."""
+        self._step_s = 0.0, 0.0
+        """When the step under way began, and how long it takes."""
         self._deliver: Deliver | None = None
 
     def change_pace(self, pace: float) -> None:
@@ -135,7 +138,7 @@ class PretendExecutor:
         if deliver is not None:
             for layer in range(self.config.model.layer_count):
                 for each in exports:
-                    deliver(each.row, self._piece(each, layer))
+                    deliver(each.row, self._piece(each, layer, self._now()))
         return choices
 
     def begin(
@@ -148,11 +151,9 @@ class PretendExecutor:
         choices = self._advance(works, draws)
         start_s, length_s = self._pacer.start(self._owed_s + self._lasts(works))
         self._owed_s, self._under_way, self._deliver = 0.0, True, deliver
+        self._step_s = start_s, length_s
         if exports and deliver is not None:
-            layers = self.config.model.layer_count
-            for layer in range(layers):
-                when_s = start_s + length_s * (layer + 1) / layers
-                self._leaving.extend((when_s, layer, each) for each in exports)
+            self._leaving.extend(self._due(exports))
 
         def land() -> list[Choice]:
             self.deliver(inf)
@@ -162,13 +163,35 @@ class PretendExecutor:
 
         return land
 
+    def join(self, export: Export) -> bool:
+        """Somebody came for a row while its step is under way: layers that are computed go at once, the others as
+        they are. Whether they will."""
+        if not self._under_way or self._deliver is None:
+            return False
+        now_s = self._clock()
+        due = [
+            Leaving(max(when_s, now_s), max(began_s, now_s), layer, each)
+            for when_s, began_s, layer, each in self._due([export])
+        ]
+        self._leaving = deque(sorted([*self._leaving, *due], key=lambda each: each.when_s))
+        return True
+
+    def _due(self, exports: Sequence[Export]) -> list[Leaving]:
+        (start_s, length_s), layers = self._step_s, self.config.model.layer_count
+        ends_s = [start_s + length_s * place / layers for place in range(layers + 1)]
+        return [
+            Leaving(ends_s[layer + 1], ends_s[layer], layer, each)
+            for layer in range(layers)
+            for each in exports
+        ]
+
     def deliver(self, now_s: float) -> None:
         """Hand out what is due by now of the step that is under way."""
         leaving = self._leaving
         while leaving and leaving[0][0] <= now_s:
-            _, layer, each = leaving.popleft()
+            when_s, began_s, layer, each = leaving.popleft()
             assert self._deliver is not None
-            self._deliver(each.row, self._piece(each, layer))
+            self._deliver(each.row, self._piece(each, layer, Times(began_s, when_s, when_s)))
 
     def _advance(self, works: Sequence[Work], draws: Sequence[Draw]) -> list[Choice]:
         rows = self._rows
@@ -202,14 +225,18 @@ class PretendExecutor:
         here = self._rows[row]
         if not 0 <= start < stop or stop != here.tokens:
             raise InputError(f"row {row}", f"holds {here.tokens} tokens; it cannot give [{start}, {stop})")
-        return (parcel_of(here.history, layer, start, stop),)
+        return (parcel_of(here.history, layer, start, stop, times=self._now()),)
 
-    def _piece(self, export: Export, layer: int) -> tuple[Parcel, ...]:
+    def _now(self) -> Times:
+        now_s = self._clock()
+        return Times(now_s, now_s, now_s)
+
+    def _piece(self, export: Export, layer: int, times: Times) -> tuple[Parcel, ...]:
         here = self._rows[export.row]
         if export.stop != here.tokens:
             raise InputError(f"row {export.row}", f"holds {here.tokens} tokens, not {export.stop}")
         since = MORE if not export.last else export.start if export.of is None else export.of[0]
-        return (parcel_of(here.history, layer, export.start, export.stop, since),)
+        return (parcel_of(here.history, layer, export.start, export.stop, since, times),)
 
     def arrival(self, row: int, about: Manifest, tokens: Sequence[int]) -> Incoming:
         return PretendArrival(self, row, about, tokens)
@@ -239,24 +266,6 @@ class PretendExecutor:
 
 def _nobody() -> None:
     """Nobody wants to know."""
-
-
-def parcel_of(history: int, layer: int, start: int, stop: int, since: int | None = None) -> Parcel:
-    """What stands for a layer's KV of the tokens [start, stop), which have this history at their end.
-
-    They end a hand-over that began at `since`, by default at `start`; or it is MORE.
-    """
-    content = CONTENT.pack(mixed(history ^ layer), start, stop, start if since is None else since)
-    return Parcel(layer, "latent", start, stop, DTYPE, SHAPE, content.ljust(RAW_BYTES, b"\0"))
-
-
-def since_of(parcel: Parcel) -> int:
-    """Where the hand-over began that a parcel ends, or MORE. What is lent goes whole."""
-    word = bytes(parcel.parameters) + bytes(parcel.data)
-    if tuple(parcel.shape) != SHAPE or len(word) < CONTENT.size:
-        return parcel.first
-    since: int = CONTENT.unpack_from(word)[3]
-    return since
 
 
 class PretendArrival:
@@ -294,7 +303,7 @@ class PretendArrival:
             raise FormatError(
                 where, f"is {parcel.dtype} {list(parcel.shape)}, expected {DTYPE} {list(SHAPE)}"
             )
-        if bytes(parcel.data) != expected.data:
+        if not same_word(parcel, expected):
             raise FormatError(where, "is not the KV of these tokens")
 
     def _history(self, stop: int) -> int:

@@ -1,7 +1,13 @@
 """A pretended network card: what crosses takes the time, and is told with the bytes, of a large model's KV.
 
 Both ends have a card, and the slower one says how long it takes: parcels leave the sender's one behind the other, and
-are there when the receiver's, which takes them one behind the other as well, has them.
+are there when the receiver's, which takes them one behind the other as well, has them. A parcel stands for several
+layers, computed one after the other, each of which leaves as soon as it is computed (`perf.transfer`):
+
+    F_m = max(F_m-1, C_m) + t        so, with C_1 .. C_k evenly apart,  F_k = max(F_0 + k t, C_1 + k t, C_k + t)
+
+The receiver takes layer m from when its first byte left, F_m - t, at its own rate. All of this is reckoned, from the
+times that parcels carry: they themselves go at once, and wait at the receiver until they would be there.
 
 The parcels that cross are a few bytes, over connections that are really there. What those say of themselves (how
 many, how far, how often something was lost) stays; bytes and rates are put in their place.
@@ -16,14 +22,11 @@ from dataclasses import dataclass, replace
 from potluck.core.errors import FormatError
 from potluck.engine.compute.paced import Clock
 from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.executor import CONTENT, MORE, RAW_BYTES, since_of
+from potluck.engine.pretend.parcels import CONTENT, MORE, RAW_BYTES, Times, since_of, times_of, with_times
 from potluck.kv.codec.layout import Codec, sizes
 from potluck.kv.link.report import LinkReport
 from potluck.kv.parcels import Parcel
 from potluck.perf.transfer import AlphaBeta
-
-LATE_S = 0.1
-"""More than that nobody is late for a parcel: the card had nothing to do."""
 
 
 @dataclass(slots=True)
@@ -68,23 +71,36 @@ class PretendFreight:
         data = whole[: CONTENT.size].ljust(RAW_BYTES, b"\0")
         return replace(parcel, codec="raw", parameters=b"", data=data)
 
-    def due_s(self, parcel: Parcel, *, queued: bool = False) -> float:
-        """When a parcel that is handed in now would be there, by the clock; those before it go first. One that was
-        queued follows the last one at once: that this is asked late is not the card's doing."""
-        now_s = self._clock()
-        if not queued or now_s - self._free_s > LATE_S:
-            self._free_s = max(self._free_s, now_s)
-        self._free_s += self._took_s(parcel)
-        return self._free_s + self._alpha_s
+    def due_s(self, parcel: Parcel) -> float | None:
+        """At once: the receiver waits for what is on its way."""
+        return None
+
+    def leaves(self, peer: str, parcel: Parcel) -> Parcel:
+        now_s, took_s = self._clock(), self._took_s(parcel)
+        self._moved(peer, self.kv_bytes(parcel), took_s)
+        computed = times_of(parcel) or Times(now_s, now_s, now_s)
+        count = self._cargo.stands_for(parcel)
+        one_s = took_s / count
+        first_s = computed.first_s + (computed.last_s - computed.first_s) / count
+        began_s = max(self._free_s, first_s)
+        self._free_s = max(began_s + took_s, computed.last_s + one_s)
+        away_s = now_s - self._alpha_s
+        return with_times(
+            parcel, Times(away_s - began_s, away_s - (self._free_s - one_s), away_s - self._free_s)
+        )
 
     def here_s(self, parcel: Parcel) -> float:
+        now_s, took_s = self._clock(), self._took_s(parcel)
+        left = times_of(parcel) or Times(took_s, 0.0, 0.0)
+        one_s = took_s / self._cargo.stands_for(parcel)
         with self._taking:
-            self._taken_s = max(self._clock(), self._taken_s + self._took_s(parcel))
+            self._taken_s = max(
+                self._taken_s + took_s,
+                now_s - left.first_s + took_s,
+                now_s - left.last_s + one_s,
+                now_s - left.end_s,
+            )
             return self._taken_s
-
-    def sent(self, peer: str, parcel: Parcel) -> None:
-        """It was handed in, and is on its way there."""
-        self._moved(peer, self.kv_bytes(parcel), self._took_s(parcel))
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         self._moved(peer, kv_bytes, wall_s)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import FormatError
-from potluck.engine.pretend.executor import DTYPE
+from potluck.engine.pretend.parcels import DTYPE
 from potluck.kv.parcels import Parcel
 
 

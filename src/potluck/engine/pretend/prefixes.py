@@ -15,9 +15,10 @@ from potluck.core.replica.spare import SpareCache
 from potluck.engine.memory.moved import Gathering
 from potluck.engine.memory.prefix import Read
 from potluck.engine.pretend.cargo import Cargo
-from potluck.engine.pretend.executor import PretendExecutor, parcel_of
+from potluck.engine.pretend.executor import PretendExecutor
 from potluck.engine.pretend.history import NOTHING, after
 from potluck.engine.pretend.moved import PretendGathered, lent
+from potluck.engine.pretend.parcels import parcel_of
 from potluck.kv.parcels import Parcel
 
 
