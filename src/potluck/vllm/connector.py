@@ -9,6 +9,7 @@ vLLM makes one of these in its scheduler and one in each worker; they share only
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from potluck.vllm.channel import Channel
 from potluck.vllm.giving import Giving
 from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, weights_of
 from potluck.vllm.params import address_of
+from potluck.vllm.stats import PromMetrics, Stats
 from potluck.vllm.taking import Taking
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class PotluckConnector(KVConnectorBase_V1):
         self._workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if role == KVConnectorRole.SCHEDULER:
             self._booking = Booking(self._workers)
+            self._stepped_s = 0.0
             self._channel = Channel(extra.get("channel"))
 
     # The scheduler's side.
@@ -103,7 +106,15 @@ class PotluckConnector(KVConnectorBase_V1):
             return None if found is None else found[0]
 
         if scheduled:
-            self._channel.tell({"step": [scheduler_output.total_num_scheduled_tokens, len(scheduled)]})
+            now_s = time.monotonic()
+            goes_on = bool(
+                scheduler_output.scheduled_cached_reqs.req_ids
+            )  # else vLLM may have been idle before
+            before_s = now_s - self._stepped_s if goes_on else 0.0
+            self._stepped_s = now_s
+            self._channel.tell(
+                {"step": [scheduler_output.total_num_scheduled_tokens, len(scheduled), before_s]}
+            )
         return Meta(self._booking.orders(scheduled, table_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -230,6 +241,24 @@ class PotluckConnector(KVConnectorBase_V1):
         for key in news.lossy:
             self._giving.lossy(key)
         return WorkerMeta(news) if news else None
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        counts = self._taking.counts() if self._taking is not None else {}
+        return Stats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._giving is not None:

@@ -43,7 +43,7 @@ class Arrival:
         self._fetching: Fetching | None = None
         self.lossy = False
         self._pieces = Pieces({})
-        self.moved_bytes = 0
+        self.moved_bytes, self.wall_s = 0, 0.0
 
     def put(self, place: Place) -> None:
         with self._changed:
@@ -71,7 +71,7 @@ class Arrival:
                 raise TransferError("hand-over: was cancelled")
             self._fetching = fetching
         found = fetching.run(self._opened, self._sink)
-        self.moved_bytes = found.moved_bytes
+        self.moved_bytes, self.wall_s = found.moved_bytes, found.wall_s
         if self.wanted:
             self._pieces.must_be_whole()
 
@@ -131,6 +131,7 @@ class Taking:
         self._news = News()
         self._received: set[str] = set()
         self._broken: set[int] = set()
+        self._counts: dict[str, int] = {}
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-take")
 
     @property
@@ -178,6 +179,12 @@ class Taking:
             found, self._news = self._news, News()
             return found
 
+    def counts(self) -> dict[str, int]:
+        """What came, since this was last asked."""
+        with self._lock:
+            found, self._counts = self._counts, {}
+            return found
+
     def close(self) -> None:
         for arrival in list(self._arrivals.values()):
             arrival.cancel()
@@ -204,6 +211,11 @@ class Taking:
         with self._lock:
             del self._arrivals[ask.key]
             place = arrival.place
+            if problem:
+                self._count("failed_fetches", 1)
+            else:
+                self._count("received_bytes", arrival.moved_bytes)
+                self._count("received_tokens", ask.stop - ask.have)
             if arrival.lossy:
                 self._news.lossy.add(ask.key)
             if place is None and problem:
@@ -215,12 +227,16 @@ class Taking:
         self._told(
             {
                 "took": ask.handle,
-                "request": ask.request,
+                "kv": ask.kv,
                 "problem": problem,
                 "moved_bytes": arrival.moved_bytes,
+                "wall_s": arrival.wall_s,
                 "tokens": ask.stop - ask.have,
             }
         )
+
+    def _count(self, name: str, more: int) -> None:
+        self._counts[name] = self._counts.get(name, 0) + more
 
     def _lost(self, place: Place) -> None:
         """All its blocks from the first that was to come: nobody knows which of them were written."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.serving.engine_kinds import Common, computing, pretending
+from potluck.cli.serving.engine_vllm import vllm
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @click.group()
 def engine() -> None:
     """Run an engine on this machine."""
+
+
+engine.add_command(vllm)
 
 
 @engine.command()

@@ -22,9 +22,10 @@ from aiohttp import web
 
 from potluck.api.bodies import shaped
 from potluck.api.errors import Refused
+from potluck.api.segments import Source
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import FormatError, InputError, PotluckError
-from potluck.engine.face.bodies import Source, read_object
+from potluck.engine.face.bodies import read_object
 from potluck.engine.face.carriage import ASK_S
 from potluck.engine.face.peers import address_of
 from potluck.engine.face.segments import fetch_failure

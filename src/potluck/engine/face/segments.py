@@ -16,8 +16,9 @@ from contextlib import AsyncExitStack
 from aiohttp import web
 
 from potluck.api.errors import Refused
+from potluck.api.segments import SegmentAsk, Source, segment_of
 from potluck.core.errors import InputError, PotluckError
-from potluck.engine.face.bodies import SegmentAsk, Source, read_object, segment_of
+from potluck.engine.face.bodies import read_object
 from potluck.engine.face.carriage import RECEIVER_GONE, Fate, Undelivered
 from potluck.engine.face.errors import ended
 from potluck.engine.face.hub import Channel

@@ -1,0 +1,90 @@
+"""What a segment's engine is asked: the body of POST /segments, read strictly (docs/engine.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from potluck.api.bodies import shaped, tokens_of
+from potluck.core.errors import InputError
+from potluck.core.replica.block_values import LONGEST_SALT
+from potluck.core.replica.sharing import require_weight
+from potluck.core.values.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a segment's cache comes from: an engine's HOST:PORT for caches, and the handle that it was given."""
+
+    kv: str
+    handle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How tokens are drawn, as Sampling has it."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentAsk:
+    """The body of POST /segments, beside its tokens."""
+
+    request: str
+    model: str
+    start: int = 0
+    stop: int | None = None
+    max_tokens: int = 0
+    sampling: Draws = field(default_factory=Draws)
+    end_tokens: tuple[int, ...] = ()
+    """Beside the model's own."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """Nothing that ends the output is drawn before there are so many."""
+    priority: int = 0
+    tenant: str = ""
+    """Whose it is: tenants share what is computed, by their weights."""
+    weight: float = 1.0
+    salt: str = ""
+    """Prefixes are shared only with requests of the same salt."""
+    source: Source | None = None
+    handle: str | None = None
+    """Under which the cache of [0, stop) can be fetched; made up and told if not given."""
+    codec: Literal["raw", "int8", "int4"] = "raw"
+    """How that cache is sent."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.request) <= 200 or not self.request.isprintable():
+            raise InputError("request", "must be a name of 1 to 200 characters")
+        if len(self.tenant) > 200 or not (not self.tenant or self.tenant.isprintable()):
+            raise InputError("tenant", "must be a name of at most 200 characters")
+        require_weight(self.weight)
+        if len(self.salt) > LONGEST_SALT:
+            raise InputError("salt", f"must have at most {LONGEST_SALT} characters")
+        if (self.start > 0) != (self.source is not None):
+            raise InputError("source", "is needed when start is beyond 0, and only then")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise InputError("min_tokens", f"must be 0 to max_tokens, is {self.min_tokens}")
+        if self.handle is not None and self.stop is None:
+            raise InputError("handle", "is only for a segment with a stop")
+        if self.codec != "raw" and self.stop is None:
+            raise InputError("codec", "is only for a segment with a stop")
+
+
+def segment_of(body: dict[str, object]) -> tuple[SegmentAsk, tuple[int, ...]]:
+    body = dict(body)
+    tokens = tokens_of(body.pop("tokens", None), "tokens")
+    source = body.get("source")
+    if isinstance(source, dict):
+        body["source"] = {"type": "Source", **source}
+    return shaped(SegmentAsk, body), tokens

@@ -1,0 +1,119 @@
+"""vLLM as a process: started, asked until it serves, watched, ended with all that it started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+import potluck
+from potluck.core.errors import InputError
+from potluck.vllm.adapter.flags import Settings, command, environment
+
+ASK_S = 5.0
+WAIT_S = 0.25
+GRACE_S = 15.0
+"""From asking it to end to making it."""
+LAST_LINES = 40
+
+
+class Server:
+    """`base` is where it serves plain OpenAI, for the adapter alone."""
+
+    def __init__(self, settings: Settings, channel: Path) -> None:
+        self._settings, self._channel = settings, channel
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.base = ""
+
+    async def start(self) -> None:
+        port = free_port()
+        self.base = f"http://127.0.0.1:{port}"
+        ours = str(Path(potluck.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
+        variables = os.environ | environment(self._settings) | {"PYTHONPATH": path}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command(self._settings, port, self._channel),
+                env=variables,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InputError(
+                "--python", f"{self._settings.python} cannot be run ({error.strerror})"
+            ) from error
+        self._reading = asyncio.create_task(self._read())
+
+    async def ready(self, session: aiohttp.ClientSession, within_s: float) -> None:
+        """Until it answers; InputError with its last words when it ends, or does not come."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + within_s
+        while not self.gone:
+            try:
+                timeout = aiohttp.ClientTimeout(total=ASK_S)
+                async with session.get(f"{self.base}/health", timeout=timeout) as answer:
+                    if answer.status == 200:
+                        return
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            if loop.time() > until_s:
+                raise InputError("vLLM", f"did not serve within {within_s:g} s; --start-s allows for more")
+            await asyncio.sleep(WAIT_S)
+        raise InputError("vLLM", f"ended: {self.last_words()}")
+
+    @property
+    def gone(self) -> bool:
+        return self._process is None or self._process.returncode is not None
+
+    async def wait(self) -> None:
+        if self._process is not None:
+            await self._process.wait()
+
+    def last_words(self) -> str:
+        """The line that most likely says why."""
+        said = [line for line in self._lines if "Error" in line or "error" in line]
+        lines = said or list(self._lines)
+        return lines[-1][:300] if lines else "without a word"
+
+    async def end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        for how, within_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, how)
+            try:
+                await asyncio.wait_for(process.wait(), within_s)
+            except TimeoutError:
+                continue
+            if how == signal.SIGTERM:  # Its own children may be left.
+                continue
+            break
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(self) -> None:
+        """Its log is ours."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                self._lines.append(text)
+                os.write(2, line)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

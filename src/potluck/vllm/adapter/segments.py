@@ -1,0 +1,188 @@
+"""POST /segments before vLLM: the same lines as an embedded engine's (docs/engine.md).
+
+A segment that decodes is one request to vLLM, whose tokens are passed on. One that hands on is a request for the
+first tokens of the prompt and one token that nobody wants; its last line comes when the connector knows whether its
+KV was fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from potluck.api.bodies import parse_object
+from potluck.api.errors import Refused
+from potluck.api.segments import segment_of
+from potluck.kv.handles import checked_handle, new_handle
+from potluck.vllm.adapter.ears import Gave
+from potluck.vllm.adapter.requests import Events, Heard, Part, body_of, refusal_of
+from potluck.vllm.adapter.service import SERVICE, Held, Service
+from potluck.vllm.params import address_of
+
+FINGERPRINT = "X-Potluck-Fingerprint"
+LEASE_S = 10.0
+"""How long a receiver that came is waited for when it is heard of no more, as the outbox has it."""
+
+
+async def segments(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    asked, tokens = segment_of(parse_object(await request.read()))
+    service.must_be(asked.model)
+    if asked.source is not None:
+        service.must_be_peer(address_of(asked.source.kv))
+    part = Part(asked, tokens)
+    if not part.hands_on and asked.max_tokens < 1:
+        raise Refused(400, f"max_tokens: must be at least 1, is {asked.max_tokens}", param="max_tokens")
+    async with service.admitted(part.whole - part.received) as held:
+        if part.hands_on:
+            return await _hand_on(request, service, part, held)
+        return await _decode(request, service, part, held)
+
+
+class Telling:
+    """Lines of an answer; its status is only said with the first."""
+
+    def __init__(self, request: web.Request, service: Service) -> None:
+        headers = {"Content-Type": "application/x-ndjson", FINGERPRINT: service.fingerprint}
+        self._request, self._response = request, web.StreamResponse(headers=headers)
+
+    async def say(self, *lines: dict[str, object]) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        text = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        await self._response.write(text)
+
+    async def end(self, line: dict[str, object]) -> web.StreamResponse:
+        await self.say(line)
+        await self._response.write_eof()
+        return self._response
+
+    @property
+    def begun(self) -> bool:
+        return self._response.prepared
+
+
+async def _answer(service: Service, part: Part, handle: str | None) -> AsyncIterator[Heard]:
+    """What vLLM says to a segment; Refused where it does not take it, or breaks off."""
+    limits = service.limits
+    lasts_s = min(limits.deadline_s + limits.lease_s, 3600.0)
+    body = body_of(part, service.name, handle, lasts_s, limits.handover_s)
+    url = f"{service.server.base}/v1/completions"
+    try:
+        async with service.session.post(url, json=body) as answer:
+            if answer.status != 200:
+                raise refusal_of(answer.status, await answer.content.read(1 << 14))
+            events = Events()
+            async for data in answer.content.iter_any():
+                for heard in events.feed(data):
+                    yield heard
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise Refused(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
+
+
+async def _decode(request: web.Request, service: Service, part: Part, held: Held) -> web.StreamResponse:
+    telling, came_s = Telling(request, service), time.monotonic()
+    reason, cached, told, first_s = None, 0, 0, None
+    try:
+        async with asyncio.timeout(service.limits.deadline_s):
+            async for heard in _answer(service, part, None):
+                cached = heard.cached_tokens or cached
+                reason = heard.reason or reason
+                if heard.lines:
+                    if first_s is None:
+                        first_s = time.monotonic()
+                        held.computed()
+                    told += len(heard.lines)
+                    await telling.say(*heard.lines)
+        if reason not in ("stop", "length") or not told:
+            raise Refused(503, f"vLLM ended the request ({reason or 'without a word'})", "try_again")
+    except (Refused, TimeoutError) as error:
+        if not telling.begun:
+            raise
+        code = error.code if isinstance(error, Refused) else "deadline"
+        line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
+        return await telling.end(_end("error", part, cached, told) | {"code": code, "problem": line})
+    service.prompt_tokens += len(part.tokens)
+    service.output_tokens += told
+    end = _end(reason, part, cached, told)
+    if first_s is not None:
+        end["ttft_s"] = first_s - came_s
+    return await telling.end(end)
+
+
+async def _hand_on(request: web.Request, service: Service, part: Part, held: Held) -> web.StreamResponse:
+    asked, telling = part.asked, Telling(request, service)
+    handle = new_handle() if asked.handle is None else checked_handle(asked.handle)
+    fate = service.ears.expect(handle)
+    computing = asyncio.ensure_future(_computed(service, part, handle))
+    limits = service.limits
+    try:
+        if not part.received:
+            await telling.say({"handle": handle, "tokens": part.whole})
+        either: list[asyncio.Future[Any]] = [fate, computing]
+        await asyncio.wait(either, timeout=limits.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if fate.done() and not computing.done() and fate.result().state != "fetched":
+            # Nothing is computed for a receiver that is gone.
+            return await _lost(telling, part, fate.result(), 0)
+        async with asyncio.timeout(limits.deadline_s):
+            cached = await computing
+        held.computed()
+        await telling.say({"computed": part.whole - part.received, "handle": handle})
+        service.prompt_tokens += part.whole - part.received
+        gave = await _fate(service, fate)
+        if gave.state != "fetched":
+            return await _lost(telling, part, gave, cached)
+        return await telling.end(_end("handed_on", part, cached, 0))
+    except (Refused, TimeoutError) as error:
+        if not telling.begun:
+            raise
+        code = error.code if isinstance(error, Refused) else "deadline"
+        end = _end("error", part, 0, 0)
+        return await telling.end(end | {"code": code, "problem": str(error) or "it took too long"})
+    finally:
+        computing.cancel()
+        await asyncio.gather(computing, return_exceptions=True)
+        service.ears.forget(handle)
+
+
+async def _computed(service: Service, part: Part, handle: str) -> int:
+    """Until the prompt is computed; how much of it was cached."""
+    cached, reason = 0, None
+    async for heard in _answer(service, part, handle):
+        cached, reason = heard.cached_tokens or cached, heard.reason or reason
+    if reason not in ("stop", "length"):
+        raise Refused(503, f"vLLM ended the request ({reason or 'without a word'})", "try_again")
+    return max(0, cached - part.received)
+
+
+async def _fate(service: Service, fate: asyncio.Future[Gave]) -> Gave:
+    within_s = min(service.limits.handover_s, service.limits.lease_s + LEASE_S)
+    try:
+        async with asyncio.timeout(within_s):
+            return await asyncio.shield(fate)
+    except TimeoutError:
+        return Gave("gone", False, f"it was not fetched within {within_s:g} s")
+
+
+async def _lost(telling: Telling, part: Part, gave: Gave, cached: int) -> web.StreamResponse:
+    code, line = "hand_over", gave.problem
+    if gave.state == "gone":
+        code = "receiver_gone" if gave.claimed else "not_fetched"
+        line = gave.problem or "the receiver was not heard of in time"
+    return await telling.end(_end("error", part, cached, 0) | {"code": code, "problem": line})
+
+
+def _end(reason: str | None, part: Part, cached: int, told: int) -> dict[str, object]:
+    own = max(0, min(cached - part.received, len(part.tokens))) if not part.hands_on else cached
+    return {
+        "ended": reason,
+        "prompt_tokens": len(part.tokens),
+        "cached_tokens": own,
+        "output_tokens": told,
+    }

@@ -1,0 +1,109 @@
+"""vLLM started, and its face before it, until somebody ends it or vLLM ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from potluck.api.origin import Served
+from potluck.core.errors import InputError
+from potluck.kv.link.links import Address
+from potluck.vllm.adapter.ears import Ears
+from potluck.vllm.adapter.face import build
+from potluck.vllm.adapter.flags import Settings
+from potluck.vllm.adapter.process import Server
+from potluck.vllm.adapter.service import Limits, Service
+
+DRAIN_S = 30.0
+"""How long requests may go on when the engine is asked to end."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+async def serve(
+    settings: Settings,
+    host: str,
+    port: int,
+    *,
+    api_key: str | None,
+    always: frozenset[Address],
+    limits: Limits,
+    ready: Callable[[str], None],
+    role: str = "mixed",
+    names: frozenset[str] = frozenset(),
+    drain_s: float = DRAIN_S,
+) -> None:
+    """InputError when vLLM does not start, or ends."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with tempfile.TemporaryDirectory(prefix="potluck-vllm-") as folder:
+        channel = Path(folder) / "channel"
+        ears = Ears(channel, settings.shape.workers)
+        server = Server(settings, channel)
+        service = Service(settings.name, server, ears, limits, always)
+        service.role = role
+        runner: web.AppRunner | None = None
+        try:
+            await ears.open()
+            await server.start()
+            starting = asyncio.ensure_future(_up(service))
+            ending = asyncio.ensure_future(stop.wait())
+            await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                return
+            await starting
+            served = Served(host in LOOPBACK, names, api_key is not None)
+            runner = web.AppRunner(build(service, api_key, served), access_log=None)
+            await runner.setup()
+            site = web.TCPSite(runner, host, port)
+            await _listen(site, host, port)
+            service.started_s = time.monotonic()
+            ready(f"http://{host}:{_port(runner)}")
+            watching = asyncio.ensure_future(service.watch())
+            await asyncio.wait([watching, ending], return_when=asyncio.FIRST_COMPLETED)
+            if service.problem:
+                raise InputError("vLLM", service.problem.removeprefix("vLLM "))
+            service.draining = True
+            await _drained(service, drain_s)
+        finally:
+            if runner is not None:
+                await runner.cleanup()
+            await service.close()
+            await server.end()
+            await ears.close()
+
+
+async def _up(service: Service) -> None:
+    await service.server.ready(service.session, service.limits.start_s)
+    async with asyncio.timeout(10):
+        await service.ears.here.wait()
+    service.allow(frozenset())
+    async with service.session.get(f"{service.server.base}/v1/models") as answer:
+        models = await answer.json()
+    service.max_tokens = int(models["data"][0].get("max_model_len") or 0)
+
+
+async def _listen(site: web.TCPSite, host: str, port: int) -> None:
+    try:
+        await site.start()
+    except OSError as error:
+        raise InputError("--port", f"{host}:{port} cannot be used ({error.strerror or error})") from error
+
+
+def _port(runner: web.AppRunner) -> int:
+    address = runner.addresses[0]
+    return int(address[1])
+
+
+async def _drained(service: Service, within_s: float) -> None:
+    until_s = time.monotonic() + within_s
+    while service.open_requests and time.monotonic() < until_s and not service.server.gone:
+        await asyncio.sleep(0.05)

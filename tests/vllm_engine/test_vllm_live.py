@@ -1,0 +1,197 @@
+"""Stock vLLM with the connector: the same tokens as one plain instance, whatever the cut and whoever dies."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from vllm_kit import BATCH_TOKENS, TOKEN_BYTES, VOCAB, Instance, handed, make_model, needs_vllm
+
+pytestmark = needs_vllm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("vllm") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def trio(model: Path) -> Iterator[tuple[Instance, Instance, Instance]]:
+    """Two with the connector, whose blocks are of unlike sizes; one without."""
+    folder = model.parent
+    made = (
+        Instance(model, folder / "a.log"),
+        Instance(model, folder / "b.log", block_tokens=64),
+        Instance(model, folder / "plain.log", connector=False),
+    )
+    try:
+        yield tuple(each.ready() for each in made)  # type: ignore[misc]
+    finally:
+        for each in made:
+            each.end()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(80) as made:
+        yield made
+
+
+def prompt(seed: object, tokens: int) -> list[int]:
+    return random.Random(str(seed)).choices(range(3, VOCAB), k=tokens)
+
+
+def until_free(instance: Instance) -> None:
+    until_s = time.monotonic() + 60
+    while not instance.blocks_free():
+        assert time.monotonic() < until_s, "blocks are still held"
+        time.sleep(0.1)
+
+
+Trio = tuple[Instance, Instance, Instance]
+
+
+@pytest.mark.parametrize(
+    ("length", "cut"),
+    [
+        (100, 64),
+        (100, 71),
+        (100, 1),
+        (100, 99),
+        (100, 100),
+        (3 * BATCH_TOKENS, 600),
+        (700, 2 * BATCH_TOKENS + 7),
+    ],
+)
+def test_any_cut_gives_the_tokens_of_one_instance(
+    trio: Trio, threads: ThreadPoolExecutor, length: int, cut: int
+) -> None:
+    first, second, plain = trio
+    for giver, taker, seed in ((first, second, 1), (second, first, 2)):
+        tokens = prompt((length, cut, seed), length)
+        before = taker.sources()
+        found, _ = handed(threads, giver, taker, tokens, cut)
+        after = taker.sources()
+        assert found == plain.ask(tokens)
+        assert after["external_kv_transfer"] - before["external_kv_transfer"] == cut
+        assert after["local_compute"] - before["local_compute"] == length - cut
+
+
+def test_many_at_once_in_all_directions(trio: Trio, threads: ThreadPoolExecutor) -> None:
+    first, second, plain = trio
+    drawn = random.Random(3)
+    work = []
+    for seed in range(32):
+        tokens = prompt(seed, drawn.randrange(40, 600))
+        ends = (first, second) if drawn.random() < 0.5 else (second, first)
+        work.append((tokens, drawn.randrange(1, len(tokens) + 1), ends))
+    before = [each.sources()["external_kv_transfer"] for each in (first, second)]
+    with ThreadPoolExecutor(32) as others:
+        found = list(others.map(lambda each: handed(threads, *each[2], each[0], each[1])[0], work))
+    after = [each.sources()["external_kv_transfer"] for each in (first, second)]
+    assert found == [plain.ask(tokens) for tokens, _, _ in work]
+    assert sum(after) - sum(before) == sum(cut for _, cut, _ in work)
+    until_free(first)
+    until_free(second)
+
+
+def test_prefixes_that_either_side_holds_are_used(trio: Trio, threads: ThreadPoolExecutor) -> None:
+    first, second, plain = trio
+    tokens = prompt(77, 400)
+    expected = plain.ask(tokens)
+    second.ask(tokens[:200], 1)  # three whole blocks of 64
+    before = second.sources()
+    assert handed(threads, first, second, tokens, 300)[0] == expected
+    after = second.sources()
+    gained = {kind: after[kind] - before[kind] for kind in after}
+    assert gained == {"local_compute": 100, "local_cache_hit": 192, "external_kv_transfer": 108}
+    # Now the second holds all, and what comes is not needed; the first holds what it gives.
+    found, giver = handed(threads, first, second, tokens, 300)
+    assert (found, len(giver.result(60))) == (expected, 1)
+    assert second.sources()["external_kv_transfer"] == after["external_kv_transfer"]
+
+
+@pytest.mark.parametrize(("codec", "share"), [("int8", 0.30), ("int4", 0.17)])
+def test_codecs_make_kv_small_and_leave_no_trace(
+    trio: Trio, threads: ThreadPoolExecutor, codec: str, share: float
+) -> None:
+    first, second, plain = trio
+    tokens = prompt(codec, 500)
+    expected = plain.ask(tokens)
+    came_bytes = second.metric("potluck:kv_received_bytes_total")
+    before = second.sources()["external_kv_transfer"]
+    found, _ = handed(threads, first, second, tokens, 400, codec)
+    assert len(found) == len(expected)
+    assert second.sources()["external_kv_transfer"] - before == 400
+    moved_bytes = second.metric("potluck:kv_received_bytes_total") - came_bytes
+    assert 0 < moved_bytes <= share * 400 * TOKEN_BYTES
+    before = second.sources()["local_cache_hit"]
+    assert second.ask(tokens) == expected  # what is not exact is no prefix for others
+    assert second.sources()["local_cache_hit"] == before
+
+
+def test_wrong_kv_would_be_seen(trio: Trio, threads: ThreadPoolExecutor) -> None:
+    """That tokens are the same says something: KV of one other token changes them."""
+    first, second, plain = trio
+    tokens = prompt(11, 200)
+    wrong = [*tokens[:100], (tokens[100] + 1) % VOCAB, *tokens[101:]]
+    assert plain.ask(wrong) != plain.ask(tokens)
+    # And a receiver whose tokens are others than the sender's gets nothing of it.
+    handle = secrets.token_urlsafe(32)
+    give = {"request": "n", "give": {"handle": handle, "stop": 150, "lasts_s": 20}}
+    threads.submit(first.ask, wrong[:150], 1, give)
+    take = {"kv": first.kv, "handle": handle, "stop": 150, "within_s": 2}
+    before = second.sources()["external_kv_transfer"]
+    assert second.ask(tokens, moves={"request": "n", "take": take}) == plain.ask(tokens)
+    assert second.sources()["external_kv_transfer"] == before
+
+
+def test_a_sender_that_is_not_there_is_done_without(trio: Trio, threads: ThreadPoolExecutor) -> None:
+    _, second, plain = trio
+    tokens = prompt(21, 300)
+    take = {"kv": "127.0.0.1:1", "handle": secrets.token_urlsafe(32), "stop": 200, "within_s": 20}
+    assert second.ask(tokens, moves={"request": "x", "take": take}) == plain.ask(tokens)
+    until_free(second)
+
+
+def test_a_receiver_that_goes_away_leaves_no_block(trio: Trio) -> None:
+    first, _, _ = trio
+    give = {"request": "y", "give": {"handle": secrets.token_urlsafe(32), "stop": 300, "lasts_s": 3}}
+    first.ask(prompt(31, 300), 1, give)
+    until_free(first)
+
+
+def test_whoever_dies_meanwhile_the_other_answers_and_serves_on(
+    trio: Trio, model: Path, threads: ThreadPoolExecutor
+) -> None:
+    _, second, plain = trio
+    mortal = Instance(model, model.parent / "mortal.log").ready()
+    try:
+        tokens = prompt(41, 1500)
+        expected = plain.ask(tokens)
+        # Standing still in the middle of it, which no connection notices.
+        work = threads.submit(handed, threads, mortal, second, tokens, 1400)
+        while not mortal.metric("vllm:num_requests_running"):
+            time.sleep(0.01)
+        mortal.stand_still()
+        assert work.result(120)[0] == expected
+        mortal.stand_still(False)
+        # Killed in the middle of it, then gone.
+        tokens = prompt(42, 1500)
+        expected = plain.ask(tokens)
+        work = threads.submit(handed, threads, mortal, second, tokens, 1400)
+        while not mortal.metric("vllm:num_requests_running"):
+            time.sleep(0.01)
+        mortal.end(signal.SIGKILL)
+        assert work.result(120)[0] == expected
+        until_free(second)
+    finally:
+        mortal.end(signal.SIGKILL)
+    tokens = prompt(43, 300)
+    assert second.ask(tokens) == plain.ask(tokens)

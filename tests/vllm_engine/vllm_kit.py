@@ -1,0 +1,205 @@
+"""A tiny model with random weights, and stock vLLM processes that serve it on this machine's CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from socket import create_server
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm"
+)
+VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, WIDTH, INNER = 512, 128, 4, 4, 2, 32, 256
+TOKEN_BYTES = LAYERS * 2 * KV_HEADS * WIDTH * 4
+BATCH_TOKENS = 256
+START_S = 240.0
+Tokens = Sequence[int]
+
+
+def make_model(folder: Path) -> Path:
+    """A Llama of random weights, large enough that each token depends on all before it."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir()
+    source = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=source) * 0.08
+
+    weights = {"model.embed_tokens.weight": drawn(VOCAB, HIDDEN), "lm_head.weight": drawn(VOCAB, HIDDEN)}
+    weights["model.norm.weight"] = torch.ones(HIDDEN)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}.{name}.weight"] = torch.ones(HIDDEN)
+        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weights[f"{at}.self_attn.{name}_proj.weight"] = drawn(rows * WIDTH, HIDDEN)
+        weights[f"{at}.self_attn.o_proj.weight"] = drawn(HIDDEN, HEADS * WIDTH)
+        for name in ("gate", "up"):
+            weights[f"{at}.mlp.{name}_proj.weight"] = drawn(INNER, HIDDEN)
+        weights[f"{at}.mlp.down_proj.weight"] = drawn(HIDDEN, INNER)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "head_dim": WIDTH,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
+    said["chat_template"] = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+def free_port() -> int:
+    with create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}  # fmt: skip
+
+
+def flags(model: Path, block_tokens: int = 32) -> list[str]:
+    return [
+        "--model", str(model), "--served-model-name", "tiny", "--dtype", "float32",
+        "--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", str(1 << 26), "--enforce-eager",
+        "--block-size", str(block_tokens), "--max-num-batched-tokens", str(BATCH_TOKENS),
+        "--max-num-seqs", "16", "--max-model-len", "2048", "--disable-hybrid-kv-cache-manager",
+    ]  # fmt: skip
+
+
+class Instance:
+    """One vLLM process, with the connector unless told otherwise."""
+
+    def __init__(self, model: Path, log: Path, *, block_tokens: int = 32, connector: bool = True) -> None:
+        self.port, self.kv_port, self._log = free_port(), free_port(), log
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(model, block_tokens)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        if connector:
+            command += ["--kv-transfer-config", json.dumps(self._transfer())]
+        path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=environment, start_new_session=True
+            )
+
+    def _transfer(self) -> dict[str, object]:
+        return {
+            "kv_connector": "PotluckConnector",
+            "kv_connector_module_path": "potluck.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"port": self.kv_port, "fleet": ["127.0.0.1:0"]},
+        }
+
+    @property
+    def kv(self) -> str:
+        return f"127.0.0.1:{self.kv_port}"
+
+    def ready(self) -> Instance:
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            if self._process.poll() is not None:
+                raise AssertionError(f"vLLM ended:\n{self._log.read_text()[-3000:]}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return self
+            except OSError:
+                time.sleep(0.3)
+        raise AssertionError(f"vLLM did not start:\n{self._log.read_text()[-3000:]}")
+
+    def end(self, how: int = signal.SIGTERM) -> None:
+        """All its processes."""
+        try:
+            os.killpg(self._process.pid, how)
+            self._process.wait(20)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(20)
+
+    def stand_still(self, still: bool = True) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP if still else signal.SIGCONT)
+
+    def ask(
+        self, tokens: Tokens, output: int = 12, moves: Mapping[str, object] | None = None, **more: object
+    ) -> list[int]:
+        body: dict[str, object] = {
+            "model": "tiny", "prompt": list(tokens), "max_tokens": output, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True, **more,
+        }  # fmt: skip
+        if moves is not None:
+            body["kv_transfer_params"] = {"potluck": moves}
+        found = self.call("/v1/completions", body)
+        return list(found["choices"][0]["token_ids"])  # type: ignore[index,call-overload]
+
+    def call(self, path: str, body: object) -> dict[str, object]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            found: dict[str, object] = json.load(answer)
+            return found
+
+    def metric(self, name: str, label: str = "") -> float:
+        """All of a metric's samples with this in their labels, summed up."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = [line for line in lines if line.startswith(f"{name}{{") and label in line]
+        return sum(float(line.split()[-1]) for line in found)
+
+    def sources(self) -> dict[str, float]:
+        """Prompt tokens by where their KV came from."""
+        name = "vllm:prompt_tokens_by_source_total"
+        kinds = ("local_compute", "local_cache_hit", "external_kv_transfer")
+        return {kind: self.metric(name, f'source="{kind}"') for kind in kinds}
+
+    def blocks_free(self) -> bool:
+        running = self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
+        return running == 0 and self.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def handed(
+    threads: ThreadPoolExecutor,
+    giver: Instance,
+    taker: Instance,
+    tokens: Tokens,
+    cut: int,
+    codec: str = "raw",
+    output: int = 12,
+    within_s: float = 60.0,
+) -> tuple[list[int], Future[list[int]]]:
+    """The first `cut` tokens on one instance, the rest and the answer on another; and what the first one said."""
+    handle, request = secrets.token_urlsafe(32), secrets.token_hex(4)
+    give = {"request": request, "give": {"handle": handle, "stop": cut, "codec": codec}}
+    take = {"kv": giver.kv, "handle": handle, "stop": cut, "within_s": within_s}
+    first = threads.submit(giver.ask, tokens[:cut], 1, give)
+    return taker.ask(tokens, output, {"request": request, "take": take}), first
