@@ -20,6 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from potluck.api.stretches import stretches_of
 from potluck.api.templates import DEFAULT, Message, Templates, read_templates
 from potluck.core.errors import FormatError
 
@@ -28,23 +29,26 @@ LARGEST_FILE_BYTES = 100_000_000
 
 
 class Text:
-    """A model's tokenizer. Nothing in it changes, so that threads may share it."""
+    """A model's tokenizer. Threads may share it."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         template: str | Templates | None = None,
         specials: Mapping[str, str] | None = None,
+        remember_bytes: int = 0,
     ) -> None:
-        """`template` is the model's own, if it has one; as a text it is the only one."""
+        """`template` is the model's own, if it has one; as a text it is the only one. So many bytes of what was
+        tokenised are remembered, where that changes nothing (`stretches.py`)."""
         self._tokenizer = tokenizer
+        self.stretches = stretches_of(tokenizer, remember_bytes) if remember_bytes else None
         self._templates = Templates({DEFAULT: template}, specials) if isinstance(template, str) else template
         self.vocab = tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
         """No token stands for more characters of text than it has itself."""
 
     @classmethod
-    def read(cls, directory: str | Path) -> Text | None:
+    def read(cls, directory: str | Path, remember_bytes: int = 0) -> Text | None:
         """The tokenizer in a model's directory; None where there is none, and only tokens can be served."""
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
@@ -55,9 +59,12 @@ class Text:
             line = (str(error).splitlines() or ["unknown"])[0][:160]
             raise FormatError(str(path), f"is not a tokenizer ({line})") from error
         settings = _settings(Path(directory) / "tokenizer_config.json")
-        return cls(tokenizer, read_templates(directory, settings))
+        return cls(tokenizer, read_templates(directory, settings), remember_bytes=remember_bytes)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(self, text: str, *, special: bool = True, apart: str = "") -> list[int]:
+        """`apart`: whose text it is, where what others sent must not show, not even by the time it takes."""
+        if self.stretches is not None:
+            return self.stretches.encode(text, special, apart)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return tokens
 

@@ -18,6 +18,8 @@ OWN_FORM = "potluck"
 """Configurations that the engine writes itself, such as the shipped hybrid model's."""
 LONGEST_CHARS = 16
 """Of a token, where nobody can tokenise."""
+REMEMBER_BYTES = 8 << 20
+"""Of a model's texts that were tokenised lately, with their tokens: some 1,000 prompts of 1,000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def read_card(
 ) -> ModelCard:
     """A card from a model's files: tokenizer.json, config.json, generation_config.json, those that are there."""
     folder = Path(directory)
-    text = Text.read(folder)
+    text = Text.read(folder, REMEMBER_BYTES)
     generation = read_generation(folder)
     ends, context, vocab = set(generation.end_tokens), 0, 0
     if (folder / "config.json").is_file():

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from urllib.parse import unquote_to_bytes
 
@@ -198,7 +199,7 @@ class FrontDoor:
                 known = refusal(error) or self._unexpected(error)
                 answering.fail(known, _outcome(known))
 
-        self._counting.do(chars, wish.tokenised, then)
+        self._counting.do(chars, partial(wish.tokenised, key.tenant), then)
 
     def _tokenises(self, card: ModelCard, wish: Wish, length: Length) -> bool:
         """Whether a prompt is tokenised although servers of plain OpenAI do that themselves (`lengths.py`)."""

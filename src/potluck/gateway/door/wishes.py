@@ -71,28 +71,28 @@ class Wish:
         options = None if self.asked is None else self.asked.stream_options
         return options is not None and (options.include_usage or options.continuous_usage_stats)
 
-    def tokenised(self) -> list[tuple[int, ...]]:
-        """The prompts as tokens; takes as long as the text is."""
+    def tokenised(self, tenant: str = "") -> list[tuple[int, ...]]:
+        """The prompts as tokens; takes as long as the text is that the tenant has not sent lately."""
         if self.card.plain:
             try:
-                return self._tokenised()
+                return self._tokenised(tenant)
             except InputError:  # what the template cannot do the server may
                 return []
-        return self._tokenised()
+        return self._tokenised(tenant)
 
-    def _tokenised(self) -> list[tuple[int, ...]]:
+    def _tokenised(self, tenant: str) -> list[tuple[int, ...]]:
         text = self.card.text
         if self.messages is not None:
             if text is None:
                 raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
             special = not text.chat_has_specials if self.special is None else self.special
-            return [tuple(text.encode(text.chat(self.messages), special=special))]
+            return [tuple(text.encode(text.chat(self.messages), special=special, apart=tenant))]
         made = []
         for prompt in self.prompts:
             if isinstance(prompt, str):
                 if text is None:
                     raise InputError("prompt", "this model has no tokenizer; send tokens")
-                prompt = tuple(text.encode(prompt, special=self.special is not False))
+                prompt = tuple(text.encode(prompt, special=self.special is not False, apart=tenant))
             made.append(prompt)
         return made
 

@@ -1,0 +1,193 @@
+"""Texts tokenised stretch by stretch have the tokens of the whole, whatever the tokenizer, the text and the cuts."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+
+from potluck.api import stretches
+from potluck.api.seams import BY_LINE, seams_of
+from potluck.api.stretches import Stretches, stretches_of
+from potluck.api.tokens import Text
+from potluck.engine.shipped import shipped_model
+
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<|eot|>", "<|eot|>x", "<|im", "d|><|"]
+"""The last three make trouble: one holds another, one begins one, one overlaps with two."""
+PIECES = [
+    *(*SPECIALS, "<|end|>", "</s>", "[SEP]", "Ab", "user", "Assistant:", "'s", "'LL", "it", "12", "345", "z"),
+    *(
+        "\u00e9",
+        "e\u0301",
+        "\u4e16\u754c",
+        "x.\nAnd",
+        "b\nC",
+        "\n",
+        "\n\n",
+        "\r\n",
+        " ",
+        "  ",
+        "\t",
+        ".",
+        "!?",
+    ),
+    *("<|", "|>", "</", "\u00a0", "\u2028", "\x1c", "\U0001f600"),
+]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
+WORDS = ["user says it is 12", "Assistant: no!?\n\nAb's é 345", "im_start end eot SEP ▁x 世界"] * 3
+
+
+def trained(
+    tokenizer: Tokenizer, specials: list[str | AddedToken], alphabet: list[str] | None = None
+) -> Tokenizer:
+    trainer = BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet or pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(WORDS, trainer)
+    tokenizer.add_special_tokens(specials)
+    return tokenizer
+
+
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    if kind == "shipped":
+        return Tokenizer.from_file(str(shipped_model() / "tokenizer.json"))
+    if kind == "gpt2":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        trained(made, list(SPECIALS))
+        made.add_tokens(["Ab"])
+    elif kind == "template":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        trained(
+            made,
+            ["<|im_end|>", AddedToken("</s>", rstrip=True, special=True), AddedToken("[SEP]", lstrip=True)],
+        )
+        both = [("<|im_end|>", made.token_to_id("<|im_end|>")), ("</s>", made.token_to_id("</s>"))]
+        made.post_processor = processors.TemplateProcessing(single="<|im_end|> $A </s>", special_tokens=both)
+    elif kind in ("llama3", "qwen2"):
+        pattern = next(each for each in BY_LINE if ("{1,3}" in each) == (kind == "llama3"))
+        made.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        trained(made, ["<|im_start|>", "<|im_end|>"])
+    else:
+        made = Tokenizer(models.BPE(unk_token="z", fuse_unk=True))
+        made.normalizer = normalizers.NFKC()
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        made.decoder = decoders.Metaspace()
+        trained(made, ["</s>", "[SEP]"], list("abcdefz▁"))
+    return made
+
+
+KINDS = ["shipped", "gpt2", "template", "llama3", "qwen2", "metaspace"]
+
+
+def remembering(kind: str, most_bytes: int = 1 << 20) -> Stretches:
+    made = stretches_of(tokenizer(kind), most_bytes)
+    assert made is not None
+    return made
+
+
+@pytest.fixture(params=[1, 7])
+def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(stretches, "STRETCH_CHARS", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_whole(kind: str, short: int) -> None:
+    made, plain = remembering(kind), tokenizer(kind)
+
+    @given(TEXTS, TEXTS)
+    @settings(max_examples=40, deadline=None)
+    def holds(first: str, second: str) -> None:
+        for text in (first, first + second, second + first):  # what grows, and what is put together anew
+            for special in (False, True):
+                assert made.encode(text, special) == plain.encode(text, add_special_tokens=special).ids
+
+    holds()
+    assert made.hits > 5
+
+
+def test_only_tokens_that_are_found_anywhere_are_cut_behind() -> None:
+    cuts = remembering("gpt2")._seams.cuts
+    text = "a<|eot|>b<|im_start|>c<|im_end|>d"
+    assert list(cuts(text, 0)) == []  # each of these is part of another, or overlaps with one
+    cuts = remembering("llama3")._seams.cuts
+    assert list(cuts(text, 0)) == [(21, 12), (32, 10)]
+    assert list(cuts("ab.\nCd\n\nEf\n gh\n", 0)) == [(4, 0)]
+    assert list(cuts("x" * 9 + "<|im_end|>" * 3, 20)) == []  # the last one ends the text
+    assert list(cuts("x" * 9 + "<|im_end|>" * 3, 8)) == [(19, 10)]
+
+
+def test_a_conversation_that_grows_is_tokenised_once() -> None:
+    text = Text(tokenizer("llama3"), remember_bytes=1 << 20)
+    assert text.stretches is not None
+    said = ""
+    for turn in range(20):
+        said += f"<|im_start|>user\n{'what is it ' * 40}{turn}<|im_end|>\n"
+        assert (
+            text.encode(said, special=False) == tokenizer("llama3").encode(said, add_special_tokens=False).ids
+        )
+    assert text.stretches.misses <= 21
+    assert text.stretches.hits >= 18 * 19 / 2
+    before = text.stretches.misses
+    text.encode(said, special=False, apart="another tenant")  # learns nothing from the time that it takes
+    assert text.stretches.misses > before + 10
+
+
+def test_memory_is_bounded_by_bytes() -> None:
+    made = remembering("shipped", 20_000)
+    for turn in range(300):
+        text = "".join(f"line {turn} {place} {'word ' * 60}.\nThe end" for place in range(4))
+        assert made.encode(text, True) == tokenizer("shipped").encode(text).ids
+    assert 15_000 < made.held_bytes <= 20_000
+    assert made.held_bytes == sum(stretches._bytes(key[1], found) for key, found in made._known.items())
+
+
+def test_threads_may_share_it(short: int) -> None:
+    made, plain = remembering("shipped", 5_000), tokenizer("shipped")
+    texts = [f"Some text.\nAnother {place % 7} line!\nMore of it {place % 3}" * 5 for place in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda text: made.encode(text, True), texts)) == [
+            plain.encode(t).ids for t in texts
+        ]
+    assert made.held_bytes == sum(stretches._bytes(key[1], found) for key, found in made._known.items())
+
+
+def changed(kind: str) -> Tokenizer:
+    made = Tokenizer.from_str(tokenizer("llama3").to_str())
+    if kind == "truncates":
+        made.enable_truncation(100)
+    elif kind == "pads":
+        made.enable_padding(length=8)
+    elif kind == "draws":
+        made.model.dropout = 0.1
+    elif kind == "single words":
+        made.add_tokens([AddedToken("user", single_word=True)])
+    elif kind == "white":
+        made.add_tokens(["  "])
+    elif kind == "specials are text":
+        made.encode_special_tokens = True
+    else:
+        made.pre_tokenizer = pre_tokenizers.FixedLength(5)
+    return made
+
+
+@pytest.mark.parametrize(
+    "kind", ["truncates", "pads", "draws", "single words", "white", "specials are text", "unknown splitter"]
+)
+def test_what_cannot_be_shown_to_be_the_same_is_not_cut(kind: str) -> None:
+    assert seams_of(tokenizer("llama3")) is not None
+    assert seams_of(changed(kind)) is None
+    text = Text(changed(kind), remember_bytes=1 << 20)
+    assert text.stretches is None
