@@ -105,6 +105,20 @@ def test_a_bug_is_one_line_unless_asked(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), MemoryError("Unable to allocate 205. MiB"), ImportError("failed to map segment")]
+)
+def test_no_memory_is_no_bug_of_ours(
+    error: Exception, failing: list[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing.append(error)
+    assert entry.run(["fail"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("potluck: error: no memory is left")
+    assert str(error) in said
+    assert "end something else, or allow more" in said
+
+
 def test_interrupts(failing: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     failing.append(KeyboardInterrupt())
     assert entry.run(["fail"]) == 130

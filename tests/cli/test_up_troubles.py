@@ -224,23 +224,29 @@ def test_memory_of_the_machine_and_of_a_container(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "nothing", tmp_path) is None
 
 
+@pytest.mark.parametrize("check", [False, True])
 def test_a_controller_that_cannot_go_on_says_what_does(
-    tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+    check: bool, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full while it runs, say: engines and gateway serve on."""
+    """The disk is full while it runs, say: engines and gateway serve on, unless it was only a check."""
     stand, prepared = _stand(tmp_path, Other("pretended"))
     mine = spawn([sys.executable, "-c", "import time; time.sleep(600)"], {}, tmp_path / "log")
     stand.store.set("gateway", {"pid": mine.number, "started": mine.started})
     show = up_module._Show(
-        stand, prepared, False, time.monotonic(), False, 1.0, lambda line: None, lambda: None
+        stand, prepared, False, time.monotonic(), check, 1.0, lambda line: None, lambda: None
     )
 
     def full(*_: object) -> None:
         raise StateError("state.db cannot be written (database or disk is full); make room and start again")
 
     monkeypatch.setattr(stand, "run", full)
+    monkeypatch.setattr(stand.controller, "close", full)  # nor can the lease be given back
     with pytest.raises(CapacityError, match="disk is full.*make room") as error:
         up_module._run(show)
+    if check:
+        assert "nothing is left running; state and logs are kept" in str(error.value)
+        assert not alive(mine)
+        return
     assert "on without a controller: gateway; `potluck up` takes over" in str(error.value)
     assert alive(mine)
     end(mine, insist=True)

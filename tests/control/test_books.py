@@ -224,7 +224,7 @@ class Gateway:
 
 
 def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: Store) -> None:
-    assert publish_keys(store, tmp_path)
+    assert publish_keys(store, tmp_path, 0.0)
     gateway = Gateway(tmp_path)
     assert gateway.lets_in(""), "until there is a key none is asked for"
     old, kept = made("ann", 1000.0, requests_per_min=60.0)
@@ -256,7 +256,7 @@ def test_keys_reach_the_gateway_and_leave_it(tmp_path: Path, store: Store) -> No
 
 
 def test_a_file_that_cannot_be_written_changes_no_key(tmp_path: Path, store: Store) -> None:
-    publish_keys(store, tmp_path)
+    publish_keys(store, tmp_path, 0.0)
     before = (tmp_path / KEY_FILE).read_text()
     os.mkdir(tmp_path / f"{KEY_FILE}.new")
     with pytest.raises((CapacityError, OSError)):
@@ -280,6 +280,20 @@ def test_a_file_changed_by_hand_is_made_good_and_that_is_said(tmp_path: Path, st
     books.turn()
     assert (tmp_path / KEY_FILE).read_text() == whole
     assert [each[0] for each in notes] == ["keys"]
+
+
+def test_a_state_that_was_lost_takes_its_keys_from_the_file(tmp_path: Path, store: Store) -> None:
+    key, kept = made("ann", 1000.0, concurrent=4)
+    add_key(store, tmp_path, kept)
+    again = Store(tmp_path / "another.db")
+    publish_keys(again, tmp_path, 2000.0)
+    assert [(each.name, each.line) for each in kept_keys(again)] == [("ann", kept.line)]
+    gateway = Gateway(tmp_path)
+    assert gateway.lets_in(key)
+    assert not gateway.lets_in(""), "what was closed stays closed"
+    (tmp_path / KEY_FILE).write_text('{"name": "ann", "sha256": "no hash"}')
+    with pytest.raises(InputError, match=r"keys.jsonl:1: is no key"):
+        publish_keys(Store(tmp_path / "third.db"), tmp_path, 0.0)
 
 
 # The file, and the commands.

@@ -63,14 +63,14 @@ def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
             assert Clear(f"i{now_s}", "no memory") in found.orders
             memory = found.memory
         else:
-            assert "starts failed" in found.waiting[0]
+            assert "starts failed, the last as 'no memory'; the next in" in found.waiting[0]
         now_s += 0.5
     assert tries[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
     assert tries[-1] - tries[-2] == 60.0
 
 
 def test_one_that_is_up_makes_failures_forgotten() -> None:
-    memory = Memory().failed(A, 0.0).failed(A, 0.0)
+    memory = Memory().failed(A, 0.0, "why").failed(A, 0.0, "why")
     found = step([_want("r")], [_up("i", "r")], memory, 1.0)
     assert found.memory.failures == {}
 

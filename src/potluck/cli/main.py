@@ -77,6 +77,9 @@ COMMANDS = {
 }
 """Name -> (module:attribute, line in the help). The line stands here so that help imports nothing."""
 
+NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread", "not enough memory")
+"""What libraries and the system say where there is none."""
+
 
 class LazyGroup(click.Group):
     """A group whose commands are imported on first use."""
@@ -158,14 +161,18 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _internal(error: Exception) -> int:
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, MemoryError) or any(each in text for each in NO_MEMORY):
+        what = f" ({text})" if text else ""
+        click.echo(f"potluck: error: no memory is left{what}; end something else, or allow more", err=True)
+        return 2
     if os.environ.get("POTLUCK_DEBUG"):
         import traceback
 
         traceback.print_exception(error)
         return 70
-    what = " ".join(str(error).split())[:200]
     name = type(error).__name__
-    line = f"potluck: internal error: {name}: {what} (run with POTLUCK_DEBUG=1 for the traceback)"
+    line = f"potluck: internal error: {name}: {text} (run with POTLUCK_DEBUG=1 for the traceback)"
     click.echo(line, err=True)
     return 70
 

@@ -27,7 +27,7 @@ class Books:
             return
         if not count(self._reader, self._note):
             self._next_s = now_s + LOOK_S
-        if publish_keys(self._store, self._folder):
+        if publish_keys(self._store, self._folder, now_s):
             self._note("keys", f"{KEY_FILE} is as the state has it again", "somebody changed it by hand")
 
 

@@ -121,7 +121,8 @@ class Controller:
         self._memory = found.memory
         done = tuple(order for order in found.orders if self._lease.held and self._do(order))
         for line in found.waiting:
-            self._note_once(f"wait {line.rpartition(': ')[0]}", "waits", line)
+            # A replica's name may have a colon of its own, before its region.
+            self._note_once(f"wait {line[: line.find(': ', line.find('@'))]}", "waits", line)
         there = self._store.instances()
         if not problem:
             problem = self._tell(there)

@@ -184,15 +184,13 @@ class Stand:
             self.said.append(f"port {USUAL_PORT} is taken ({taken}); it is {port} instead")
             return port
         port = USUAL_PORT if told is None else told or _free_port()
-        if taken := _taken(port):
-            line = f"{port} cannot be used ({taken}); say another, or 0 for a free one"
-            raise InputError("--port", line)
+        must_be_free(port)
         return port
 
     def _start_gateway(self, port: int) -> dict[str, object]:
         newest = self.store.plan()
         written(self._plan_file, plan_to_json(self.plan if newest is None else newest.plan))
-        publish_keys(self.store, self.folder)
+        publish_keys(self.store, self.folder, time.time())
         admin = _free_port()
         settings = self._settings
         command = [
@@ -285,6 +283,11 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def must_be_free(port: int) -> None:
+    if taken := _taken(port):
+        raise InputError("--port", f"{port} cannot be used ({taken}); say another, or 0 for a free one")
 
 
 def _taken(port: int) -> str:

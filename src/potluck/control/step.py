@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Make, Order, Want
 
 LINGER_S = 20.0
+MOST_WHY = 160
 START_S = 600.0
 RETRY_S = 1.0
 RETRY_MOST_S = 60.0
@@ -30,6 +31,8 @@ class Failures:
 
     count: int = 0
     last_s: float = 0.0
+    why: str = ""
+    """Of the last one."""
 
     @property
     def again_s(self) -> float:
@@ -45,9 +48,9 @@ class Memory:
     idle_since_s: Mapping[str, float] = field(default_factory=dict)
     """Engine to when it was first seen to be nobody."""
 
-    def failed(self, make: Make, at_s: float) -> Memory:
+    def failed(self, make: Make, at_s: float, why: str) -> Memory:
         count = self.failures.get(make, Failures()).count + 1
-        return replace(self, failures={**self.failures, make: Failures(count, at_s)})
+        return replace(self, failures={**self.failures, make: Failures(count, at_s, why)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def step(
             why = each.problem or (f"was not ready after {start_s:g} s" if late else "ended by itself")
             orders.append(Halt(each.name, why) if late else Clear(each.name, why))
             if late or not each.url:  # it never was up: a start that failed
-                memory = memory.failed(each.make, now_s)
+                memory = memory.failed(each.make, now_s, why)
         else:
             living.append(each)
             if each.state == "up" and each.make in memory.failures:
@@ -94,8 +97,11 @@ def step(
         elif want.draining:
             continue
         elif now_s < (again_s := memory.failures.get(want.make, Failures()).again_s):
-            count = memory.failures[want.make].count
-            waiting.append(f"{want.replica}: {count} starts failed; the next in {again_s - now_s:.0f} s")
+            failed = memory.failures[want.make]
+            waiting.append(
+                f"{want.replica}: {failed.count} starts failed, the last as {_cut(failed.why)!r}; "
+                f"the next in {again_s - now_s:.0f} s"
+            )
         else:
             orders.append(Launch(want, "the plan wants it and nobody is there for it"))
     idle = {each.name: memory.idle_since_s.get(each.name, now_s) for each in nobody}
@@ -125,3 +131,7 @@ def _matched(wants: Sequence[Want], living: Iterable[Instance]) -> tuple[set[str
 
 def _usefulness(each: Instance) -> tuple[bool, float, str]:
     return each.state != "up", each.since_s, each.name
+
+
+def _cut(why: str) -> str:
+    return why if len(why) <= MOST_WHY else why[: MOST_WHY - 1] + "…"

@@ -210,4 +210,5 @@ def why_not(problem: Problem, model: str) -> str:
     if ask.slo.e2e_s is not None:
         wanted += f", E2E {ask.slo.e2e_s * 1e3:.4g} ms"
     best = f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts and {tpot_s * 1e3:.4g} ms a token"
-    return f"{model}: its objective ({wanted}) is out of reach; the fastest node alone takes {best}"
+    reach = f"is out of reach; the fastest node alone takes {best}; allow more, or offer faster nodes"
+    return f"{model}: its objective ({wanted}) {reach}"

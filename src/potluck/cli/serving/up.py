@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -122,7 +122,7 @@ def up(
       potluck up --check             the same for scripts: start, ask one question, stop
     """
     from potluck.control.market import MarketFile
-    from potluck.control.stand import Stand, StandSettings, nursery_of
+    from potluck.control.stand import Stand, StandSettings, must_be_free, nursery_of
 
     began_s = time.monotonic()
     if model is not None and paths:
@@ -130,6 +130,8 @@ def up(
     spec_path = paths[-1] if paths else demo()
     folder = state or STATE / (spec_path.stem if model is None else model.resolve().name)
     _must_be_nobodys(folder)
+    if port and not (folder / "state.db").is_file():  # else its own gateway may be there
+        must_be_free(port)
     with ExitStack() as whole, ExitStack() as until_ready:
         said = until_ready.enter_context(startup(2 * RUNS + 12))
         # It loads while the plan is made.
@@ -311,6 +313,9 @@ def _run(show: _Show) -> None:
             stand.run(stop.is_set, show.seen)
         except PotluckError as error:
             show.quiet()
+            if show.check:  # nobody asked for something that stays
+                with suppress(PotluckError):
+                    stand.down()
             raise CapacityError(f"{error}\n{_kept(stand)}") from error
         show.quiet()
         click.echo("draining", err=True)
@@ -319,7 +324,8 @@ def _run(show: _Show) -> None:
         if show.failed:
             raise CapacityError(f"{show.failed}\nall was stopped; state and logs are kept in {stand.folder}")
     finally:
-        stand.close()
+        with suppress(PotluckError):  # what went wrong first is what counts; a lease ends by itself
+            stand.close()
 
 
 def _kept(stand: Stand) -> str:

@@ -2,7 +2,7 @@
 
 The gateway reads its file alone, so that it serves without controller and state. The file is written inside the
 transaction that changes the keys: whoever writes last has read last, and where it cannot be written no key changes.
-Until the first key is added the file says that none is asked for; it never says so again, whatever is revoked.
+Until the first key is added the file says that none is asked for; never again, whatever is revoked or lost.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from potluck.core.errors import InputError, UnknownNameError
 KEY_FILE = "keys.jsonl"
 HEADER = "# Made from state.db by `potluck keys`; what is written here by hand is lost.\n"
 OPEN = json.dumps({"open": True}) + "\n"
+SHA256_BYTES = 32
 _COLUMNS = "sha256, name, line, made_s, expires_s, revoked_s"
 
 
@@ -94,15 +95,19 @@ def revoke_key(store: Store, folder: Path, name: str, now_s: float) -> int:
     return len(ended)
 
 
-def publish_keys(store: Store, folder: Path) -> bool:
-    """Make the gateway's file what the state says; whether it was another."""
+def publish_keys(store: Store, folder: Path, now_s: float) -> bool:
+    """Make the gateway's file what the state says; whether it was another.
+
+    A state that has no keys takes those of the file: one that was lost must not open what was closed.
+    """
     path = folder / KEY_FILE
-    try:
-        if path.read_text("utf-8") == _text(kept_keys(store)):
-            return False
-    except (OSError, UnicodeDecodeError):
-        pass  # it is not there, or no text: written anew
+    before = path.read_text("utf-8", "replace") if path.is_file() else ""
+    known = kept_keys(store)
+    if before == _text(known):
+        return False
     with store.change() as db:
+        for key in () if known else _listed(before, path, now_s):
+            _insert(db, key)
         written(path, _text(_all(db)))
     return True
 
@@ -146,6 +151,28 @@ def _text(keys: tuple[KeptKey, ...]) -> str:
     newest = {each.name: each.line for each in keys}
     listed = [each for each in keys if each.revoked_s is None and each.line == newest[each.name]]
     return HEADER + "".join(_line(each) for each in listed or keys[-1:])
+
+
+def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:
+    """The keys of a file."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#") or line.strip() == OPEN.strip():
+            continue
+        try:
+            said = dict(json.loads(line))
+            name, sha256, expires = said.pop("name"), said.pop("sha256"), said.pop("expires", None)
+            ends_s = None if expires is None else datetime.fromisoformat(expires)
+            if not isinstance(name, str) or len(bytes.fromhex(sha256)) != SHA256_BYTES:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise InputError(
+                f"{path}:{number}", "is no key, and the state has none; mend it, or move the file away"
+            ) from None
+        if ends_s is not None and ends_s.tzinfo is None:
+            ends_s = ends_s.replace(tzinfo=UTC)
+        found.append(KeptKey(sha256, name, said, now_s, None if ends_s is None else ends_s.timestamp()))
+    return found
 
 
 def _line(key: KeptKey) -> str:

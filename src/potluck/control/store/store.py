@@ -79,10 +79,12 @@ class Store:
         except sqlite3.DatabaseError as error:
             line = " ".join(str(error).split())
             if "malformed" in line or "not a database" in line:
-                aside = self.path.with_suffix(".damaged")
+                aside = self.path.with_name("damaged")
+                # All that belongs to it must go: what waits beside the old file would be written into the new one.
                 raise StateError(
-                    f"{self.path} is damaged ({line}); engines go on serving. "
-                    f"Move it away (mv {self.path} {aside}) and start again"
+                    f"{self.path} is damaged ({line}); engines go on serving. Move it away "
+                    f"(mkdir -p {aside} && mv {self.path}* {aside}/) and start again; keys and usage "
+                    "come back from the files beside it"
                 ) from error
             if "full" in line or "readonly" in line or "disk I/O" in line:
                 raise StateError(
