@@ -26,9 +26,11 @@ from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
 from potluck.core.errors import InputError, PotluckError
+from potluck.kv.codec import convert
 from potluck.kv.handles import new_handle
 from potluck.kv.link.links import Links
 from potluck.kv.send.outbox import Outbox
+from potluck.kv.wire import check
 from potluck.vllm.blocks import Blocks, Packed, Plain
 from potluck.vllm.booking import Booking, News, Orders
 from potluck.vllm.channel import Channel
@@ -158,6 +160,8 @@ class PotluckConnector(KVConnectorBase_V1):
             self._extra.get("host", "127.0.0.1"), port + share.rank if port else 0, shared_memory=shared
         )
         fleet = frozenset(map(address_of, self._extra.get("fleet", ())))
+        check.load()  # machine code, so that the first hand-over does not wait for it
+        convert.load()
         self._channel = Channel(self._extra.get("channel"), self._heard)
         self._giving = Giving(outbox, self._layers, mark, self._channel.tell)
         links = Links((), shared_memory=shared)

@@ -1,0 +1,304 @@
+"""The adapter before something that answers as vLLM does: segments, errors, hand-overs, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from potluck.api.errors import Refused
+from potluck.api.origin import Served
+from potluck.api.segments import segment_of
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.vllm.adapter.ears import Ears
+from potluck.vllm.adapter.face import build
+from potluck.vllm.adapter.flags import Settings, Shape, command, environment, shape_of
+from potluck.vllm.adapter.requests import Events, Part, body_of, refusal_of
+from potluck.vllm.adapter.service import Limits, Service, summed
+from potluck.vllm.channel import Channel
+
+HANDLE = "h" * 40
+WORKER = {
+    "worker": 0, "kv": ["127.0.0.1", 9000], "fingerprint": "vllm-1", "token_bytes": 512, "block_tokens": 32,
+    "blocks": 100, "dtype": "float32", "version": "0.32.0",
+}  # fmt: skip
+
+
+def part(**more: object) -> Part:
+    return Part(*segment_of({"request": "r", "model": "m", "tokens": list(range(100)), **more}))
+
+
+def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
+    source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
+    sampling = {"temperature": 0.5, "top_k": 3, "seed": 7, "logprobs": 2}
+    asked = part(start=70, source=source, max_tokens=9, sampling=sampling, end_tokens=[4], salt="s")
+    body = body_of(asked, "m", None, 1.0, 60.0)
+    assert body["prompt"] == list(range(100))
+    assert body["kv_transfer_params"] == {
+        "potluck": {"request": "r", "take": {**source, "stop": 70, "within_s": 60.0}}
+    }
+    expected = {
+        "max_tokens": 9,
+        "seed": 7,
+        "stop_token_ids": [4],
+        "cache_salt": "s",
+        "top_k": 3,
+        "logprobs": 2,
+    }
+    assert {name: body[name] for name in expected} == expected
+
+
+def test_a_segment_that_hands_on_leaves_the_last_token_to_whoever_decodes() -> None:
+    body = body_of(part(stop=100, codec="int8"), "m", HANDLE, 9.0, 60.0)
+    assert (len(body["prompt"]), body["max_tokens"]) == (99, 1)  # type: ignore[arg-type]
+    give = {"handle": HANDLE, "stop": 99, "codec": "int8", "lasts_s": 9.0}
+    assert body["kv_transfer_params"] == {"potluck": {"request": "r", "give": give}}
+
+
+def test_whole_requests_say_nothing_of_hand_overs() -> None:
+    assert "kv_transfer_params" not in body_of(part(max_tokens=3), "m", None, 1.0, 60.0)
+
+
+def test_events_are_read_wherever_they_are_cut() -> None:
+    logprobs = {"token_logprobs": [-1.5], "top_logprobs": [{"token_id:9": -1.0, "token_id:5": -1.5}]}
+    said = [
+        {"choices": [{"token_ids": [5], "logprobs": logprobs, "finish_reason": None}]},
+        {"choices": [{"token_ids": [6, 7], "finish_reason": "length"}]},
+        {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 64}}},
+    ]
+    data = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in said) + b"data: [DONE]\n\n"
+    events, found = Events(), []
+    for place in range(0, len(data), 7):
+        found += events.feed(data[place : place + 7])
+    assert [line for heard in found for line in heard.lines] == [
+        {"token": 5, "logprob": -1.5, "top": [[9, -1.0], [5, -1.5]]},
+        {"token": 6},
+        {"token": 7},
+    ]
+    assert [heard.reason for heard in found] == [None, "length", None]
+    assert found[-1].cached_tokens == 64
+    with pytest.raises(Refused, match="engine is dead"):
+        Events().feed(b'data: {"error": {"message": "engine is dead"}}\n\n')
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "means"),
+    [
+        (400, b'{"error": {"message": "maximum context length is 9"}}', (400, "context_length_exceeded")),
+        (400, b'{"error": {"message": "bad"}}', (400, None)),
+        (404, b'{"error": {"message": "no model"}}', (404, "model_not_found")),
+        (500, b"oops", (503, "try_again")),
+    ],
+)
+def test_errors_of_vllm_mean_what_those_of_an_engine_do(
+    status: int, said: bytes, means: tuple[int, str | None]
+) -> None:
+    found = refusal_of(status, said)
+    assert (found.status, found.code) == means
+
+
+def test_a_layout_becomes_flags() -> None:
+    def node(tp: int) -> StageNode:
+        return StageNode("8xH100", tp)
+
+    layout = Layout((Stage(20, (node(2),)), Stage(12, (node(2),))))
+    settings = Settings("dir", "m", "py", shape_of(layout), token_budget=512, kv_port=9000, more=("--x",))
+    words = command(settings, 8000, Path("channel"))
+    for flag, value in (
+        ("--tensor-parallel-size", "2"),
+        ("--pipeline-parallel-size", "2"),
+        ("--max-num-batched-tokens", "512"),
+    ):
+        assert words[words.index(flag) + 1] == value
+    assert words[-1] == "--x"
+    assert environment(settings)["VLLM_PP_LAYER_PARTITION"] == "20,12"
+    assert (settings.shape.workers, shape_of(Layout((Stage(32, (node(4),)),)))) == (4, Shape(4))
+    with pytest.raises(InputError, match="unlike tensor parallelism"):
+        shape_of(Layout((Stage(20, (node(2),)), Stage(12, (node(1),)))))
+    with pytest.raises(InputError, match="one node per stage"):
+        shape_of(Layout((Stage(20, (node(2), node(2))),)))
+
+
+def test_metrics_are_summed_over_their_labels() -> None:
+    text = '# HELP x\nx{engine="0"} 2.0\nx{engine="1"} 3.5\ny 1\nz{a="b"} NaN?\n'
+    assert summed(text) == {"x": 5.5, "y": 1.0}
+
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Stand:
+    """An adapter's face before a made-up vLLM, whose connector's side of the channel is the test's."""
+
+    def __init__(self, client: TestClient[Any, Any], service: Service, channel: Channel) -> None:
+        self.client, self.service, self.channel = client, service, channel
+        self.heard: list[dict[str, object]] = []
+
+    async def lines(self, **body: object) -> tuple[int, list[Any]]:
+        said = {"request": "r", "model": "m", "tokens": list(range(100)), **body}
+        async with self.client.post("/segments", json=said) as answer:
+            return answer.status, [json.loads(line) async for line in answer.content]
+
+
+@asynccontextmanager
+async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIterator[Stand]:
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(text='vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:num_requests_running 0\n')
+
+    engine = web.Application()
+    engine.router.add_post("/v1/completions", answer)
+    engine.router.add_get("/metrics", metrics)
+    ears = Ears(tmp_path / "channel", 1)
+    await ears.open()
+    heard: list[dict[str, object]] = []
+    channel = await asyncio.to_thread(Channel, str(tmp_path / "channel"), heard.append)
+    channel.tell(WORKER)
+    await ears.here.wait()
+    async with TestServer(engine) as below:
+        server: Any = SimpleNamespace(base=str(below.make_url("")).rstrip("/"))
+        service = Service("m", server, ears, Limits(**limits), frozenset())  # type: ignore[arg-type]
+        async with TestClient(TestServer(build(service, None, Served()))) as client:
+            made = Stand(client, service, channel)
+            made.heard = heard
+            try:
+                yield made
+            finally:
+                await service.close()
+                channel.close()
+                await ears.close()
+
+
+async def streamed(request: web.Request, *said: object) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for each in said:
+        await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def three_tokens(request: web.Request) -> web.StreamResponse:
+    return await streamed(
+        request,
+        {"choices": [{"token_ids": [5, 6], "finish_reason": None}]},
+        {"choices": [{"token_ids": [7], "finish_reason": "length"}]},
+        {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 32}}},
+    )
+
+
+async def empty(request: web.Request) -> web.StreamResponse:
+    """As vLLM answers while it shuts down."""
+    return await streamed(request, {"choices": [{"token_ids": [], "finish_reason": "abort"}]})
+
+
+def test_tokens_and_an_end_that_adds_up(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens) as stand:
+            status, lines = await stand.lines(max_tokens=3)
+            assert (status, [line.get("token") for line in lines[:-1]]) == (200, [5, 6, 7])
+            end = {
+                name: lines[-1][name] for name in ("ended", "prompt_tokens", "cached_tokens", "output_tokens")
+            }
+            assert end == {"ended": "length", "prompt_tokens": 100, "cached_tokens": 32, "output_tokens": 3}
+            told = await (await stand.client.get("/status")).json()
+            assert (told["state"], told["free_blocks"], told["total_blocks"]) == ("ready", 75, 100)
+            assert (told["kv"], told["fingerprint"], told["todo_tokens"]) == ("127.0.0.1:9000", "vllm-1", 0)
+
+    asyncio.run(play())
+
+
+def test_an_empty_answer_is_no_answer_and_draining_refuses_before_vllm_does(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, empty) as stand:
+            status, lines = await stand.lines(max_tokens=3)
+            assert (status, lines[0]["error"]["code"]) == (503, "try_again")
+            await stand.client.post("/drain", json={})
+            status, lines = await stand.lines(max_tokens=3)
+            assert (status, lines[0]["error"]["code"]) == (503, "draining")
+            assert stand.service.state == "drained"
+            await stand.client.post("/drain", json={"resume": True})
+            assert stand.service.state == "ready"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("told", "ended", "code"),
+    [
+        ({"state": "fetched", "claimed": True, "problem": ""}, "handed_on", None),
+        ({"state": "gone", "claimed": True, "problem": ""}, "error", "receiver_gone"),
+        ({"state": "gone", "claimed": False, "problem": ""}, "error", "not_fetched"),
+        ({"state": "failed", "claimed": True, "problem": "no room"}, "error", "hand_over"),
+    ],
+)
+def test_who_hands_on_says_what_became_of_it(
+    tmp_path: Path, told: dict[str, object], ended: str, code: str | None
+) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens) as stand:
+            asking = asyncio.ensure_future(stand.lines(stop=70, handle=HANDLE))
+            await asyncio.sleep(0.1)
+            stand.channel.tell({"gave": HANDLE, **told})
+            status, lines = await asking
+            assert (status, lines[0]) == (200, {"handle": HANDLE, "tokens": 70})
+            assert lines[1] == {"computed": 70, "handle": HANDLE}
+            assert (lines[-1]["ended"], lines[-1].get("code")) == (ended, code)
+
+    asyncio.run(play())
+
+
+def test_a_receiver_that_never_comes_is_told_of_in_time(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens, handover_s=0.2) as stand:
+            _, lines = await stand.lines(stop=70, handle=HANDLE)
+            assert lines[-1]["code"] == "not_fetched"
+
+    asyncio.run(play())
+
+
+def test_kv_comes_from_peers_only_and_connectors_are_told_who_they_are(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens) as stand:
+            source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
+            status, lines = await stand.lines(start=50, source=source, max_tokens=3)
+            assert (status, lines[0]["error"]["code"]) == (403, "not_a_peer")
+            await stand.client.put("/peers", json={"peers": ["10.0.0.5:9000"]})
+            status, lines = await stand.lines(start=50, source=source, max_tokens=3)
+            assert (status, lines[-1]["ended"]) == (200, "length")
+            for _ in range(100):
+                if stand.heard and stand.heard[-1] == {"peers": ["10.0.0.5:9000"]}:
+                    return
+                await asyncio.sleep(0.02)
+            raise AssertionError(stand.heard)
+
+    asyncio.run(play())
+
+
+def test_what_is_wrong_with_a_segment_is_named(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens) as stand:
+            for body, status, names in (
+                ({"max_tokens": 0}, 400, "max_tokens"),
+                ({"max_tokens": 3, "zzz": 1}, 400, "zzz"),
+                ({"model": "n", "max_tokens": 3}, 404, "model"),
+                ({"stop": 70, "handle": "short"}, 400, "handle"),
+                ({"tokens": [], "max_tokens": 3}, 400, "tokens"),
+            ):
+                found, lines = await stand.lines(**body)  # type: ignore[arg-type]
+                assert (found, names in lines[0]["error"]["message"]) == (status, True), lines
+            assert (await stand.client.post("/role", json={"role": "cook"})).status == 400
+            assert (await (await stand.client.post("/role", json={"role": "prefill"})).json())[
+                "role"
+            ] == "prefill"
+            assert (await stand.client.post("/v1/completions", json={})).status == 409
+
+    asyncio.run(play())
