@@ -210,7 +210,11 @@ def test_tokens_and_an_end_that_adds_up(tmp_path: Path) -> None:
             }
             assert end == {"ended": "length", "prompt_tokens": 100, "cached_tokens": 32, "output_tokens": 3}
             told = await (await stand.client.get("/status")).json()
-            assert (told["state"], told["free_blocks"], told["total_blocks"]) == ("ready", 75, 100)
+            assert (told["state"], told["free_blocks"], told["total_blocks"]) == ("ready", 100, 100)
+            async with stand.service.admitted(40):
+                told = await (await stand.client.get("/status")).json()
+                assert (told["free_blocks"], told["todo_tokens"], told["waiting"]) == (75, 40, 1)
+            told = await (await stand.client.get("/status")).json()
             assert (told["kv"], told["fingerprint"], told["todo_tokens"]) == ("127.0.0.1:9000", "vllm-1", 0)
 
     asyncio.run(play())

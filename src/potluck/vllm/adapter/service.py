@@ -121,7 +121,8 @@ class Service:
         figures = await self.figures()
         worker, steps = self.ears.workers[0], self.ears.steps
         times = sorted(seconds for _, _, seconds in steps.recent)
-        used = figures.get("vllm:kv_cache_usage_perc", 0.0)
+        # vLLM writes its gauges at the end of a step, before the blocks of requests that ended in it are free.
+        used = figures.get("vllm:kv_cache_usage_perc", 0.0) if self.open_requests else 0.0
         total = worker.blocks
         running = int(figures.get("vllm:num_requests_running", 0))
         waiting = max(0, self.open_requests - running)
