@@ -1,4 +1,4 @@
-"""A whole service on this machine for `adapt.py`: `potluck up` with pretended engines, its load, and what was seen.
+"""A whole service on this machine: `potluck up` with pretended engines, its load, and what was seen of both.
 
 Times of everything are seconds since the load began: requests', the controller's notes', the gateway's events'.
 """
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from potluck.control.ending import owner_of, stop_all
 from potluck.control.gateway import GatewayClient
 from potluck.control.launch.local import NAME_MARK, OWNER_MARK
@@ -28,6 +30,7 @@ from potluck.core.errors import PotluckError
 from potluck.core.values.types import Slo
 from potluck.load.client import Shot, shoot
 from potluck.load.measured import kept, whole
+from potluck.sim.load.workload import Workload
 
 MODEL = "m"
 UP_S = 300.0
@@ -63,6 +66,21 @@ def shots_of(phases: Sequence[Phase], seed: int) -> list[Shot]:
     return made
 
 
+def shots_of_load(load: Workload, key: str = "", seed: int = 11) -> list[Shot]:
+    """The simulator's requests for a live gateway; no two prompts begin alike."""
+    numbers = np.random.default_rng(seed)
+    return [
+        Shot(at_s, load.models[model], numbers.integers(20, 400, size=prompt).tolist(), output, key=key)
+        for at_s, model, prompt, output in zip(
+            load.arrival_s.tolist(),
+            load.model.tolist(),
+            load.prompt_tokens.tolist(),
+            load.output_tokens.tolist(),
+            strict=True,
+        )
+    ]
+
+
 def _about(chance: random.Random, mean: int) -> int:
     return max(2, round(mean * chance.uniform(0.75, 1.25)))
 
@@ -96,6 +114,8 @@ class Rig:
     looks: list[Seen] = field(default_factory=list)
     news: list[tuple[float, str, str]] = field(default_factory=list)
     """What the gateway said happened: when, what, why."""
+    routes: list[tuple[float, Json]] = field(default_factory=list)
+    """What was sent where: when, and what the gateway said of it."""
     happens_s: float = 0.0
     """When what the scenario is about happened."""
     zero_s: float = 0.0
@@ -111,7 +131,13 @@ class Rig:
     @contextmanager
     def loaded(self, phases: Sequence[Phase], seed: int) -> Iterator[None]:
         """Requests come while the block runs, and all of them are waited for at its end."""
-        self.shots = shots_of(phases, seed)
+        with self.fired(shots_of(phases, seed)):
+            yield
+
+    @contextmanager
+    def fired(self, shots: list[Shot]) -> Iterator[None]:
+        """The same for requests that somebody made."""
+        self.shots = shots
         self.zero_s = time.time() + 0.2
         threads = [
             threading.Thread(target=shoot, args=(self.url, self.shots), kwargs={"within_s": 180.0}),
@@ -139,8 +165,12 @@ class Rig:
     def _listen(self) -> None:
         try:
             for kind, event in self.client.events():
-                if kind == "decision" and not self._over.is_set():
+                if self._over.is_set():
+                    return
+                if kind == "decision":
                     self.news.append((self.now_s, str(event.get("what")), str(event.get("why"))))
+                elif kind == "route":
+                    self.routes.append((self.now_s, event))
         except PotluckError:
             return
 

@@ -102,7 +102,7 @@ def slow(folder: Path, seed: int, say: Say, happens_s: float = 20.0, lasts_s: fl
         with rig.loaded([Phase(lasts_s, 4.5, PROMPT, OUTPUT)], seed):
             rig.sleep_until(happens_s)
             victim = next(each for each in rig.looks[-1].replicas if each["state"] == "ready")
-            _post(f"{victim['url']}/pace", {"pace": 3})
+            post(f"{victim['url']}/pace", {"pace": 3})
             happens_s = rig.now_s
             say(f"{victim['replica']} is slow from {happens_s:.1f} s on")
         name = victim["replica"]
@@ -308,7 +308,7 @@ def _instance(rig: Rig) -> Instance:
     return next(each for each in rig.store.instances() if each.state == "up" and each.replica)
 
 
-def _post(url: str, body: object) -> None:
+def post(url: str, body: object) -> None:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         answer.read()

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
+from adapt_rig import shots_of_load
 from common import ROOT, run
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -136,27 +137,6 @@ def potluck(*arguments: str) -> str:
     return done.stdout
 
 
-def shots_of(load: Workload, key: str = "", seed: int = SEED) -> list[Shot]:
-    """The same requests for a live gateway; no two prompts begin alike."""
-    numbers = np.random.default_rng(seed)
-    return [
-        Shot(
-            at_s,
-            load.models[model],
-            numbers.integers(20, 400, size=prompt).tolist(),
-            output,
-            key=key,
-        )
-        for at_s, model, prompt, output in zip(
-            load.arrival_s.tolist(),
-            load.model.tolist(),
-            load.prompt_tokens.tolist(),
-            load.output_tokens.tolist(),
-            strict=True,
-        )
-    ]
-
-
 def off(live: Sequence[float], simulated: Sequence[float], share: float | None) -> float:
     """How far the mean, or a percentile, is from the simulation's."""
     pick = np.mean if share is None else lambda values: np.percentile(values, share)
@@ -166,7 +146,7 @@ def off(live: Sequence[float], simulated: Sequence[float], share: float | None) 
 def fidelity(live: Live, count: int) -> dict[str, float]:
     load = live.requests(count)
     log = live.folder / "fidelity.log"
-    shots = shots_of(load)
+    shots = shots_of_load(load)
     with LiveFleet(live.plan, live.spec, gateway=("--log", str(log))) as fleet:
         waits = Waits(pids_of(fleet))
         shoot(fleet.url, shots)
@@ -240,8 +220,8 @@ async def probed(url: str, shots: Sequence[Shot]) -> list[float]:
 def overload(live: Live, capacity_per_s: float, lasts_s: float, times: float = 5.0) -> dict[str, float]:
     """A thousand requests at that rate make the gateway warm; then it is measured."""
     rate = capacity_per_s * times
-    warming = shots_of(live.requests(WARM_REQUESTS, rate, SEED + 1))
-    shots = shots_of(live.requests(round(rate * lasts_s), rate))
+    warming = shots_of_load(live.requests(WARM_REQUESTS, rate, SEED + 1))
+    shots = shots_of_load(live.requests(round(rate * lasts_s), rate))
     with LiveFleet(live.plan, live.spec) as fleet:
         pids = pids_of(fleet)
         cold = rss_bytes(pids[0])
@@ -300,8 +280,8 @@ def flood(live: Live, capacity_per_s: float, lasts_s: float) -> dict[str, float]
     means = []
     attained = []
     for together in (False, True):
-        shots = shots_of(calm, made["calm"])
-        others = shots_of(loud, made["flooder"], SEED + 2) if together else []
+        shots = shots_of_load(calm, made["calm"])
+        others = shots_of_load(loud, made["flooder"], SEED + 2) if together else []
         with LiveFleet(live.plan, live.spec, gateway=("--keys", str(keys))) as fleet:
             shoot(fleet.url, sorted([*shots, *others], key=lambda shot: shot.at_s))
         means.append(float(np.mean([shot.ttft_s for shot in shots if shot.ended])))

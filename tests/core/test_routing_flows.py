@@ -7,8 +7,8 @@ from collections import Counter
 import brain_builders as build
 import pytest
 
-from potluck.core.brain.actions import Abandon, Flip, Run
-from potluck.core.brain.events import Cached, LinkReported
+from potluck.core.brain.actions import Abandon, Flip, Remark, Run
+from potluck.core.brain.events import Cached, Computed, LinkReported, SegmentDone, Tick
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.table import Table
@@ -239,3 +239,34 @@ def test_a_flow_weighs_as_much_as_its_tighter_side_is_ready() -> None:
     for name in [name for name, m in world.members.items() if m.template == "p" and m.region == "far"]:
         world.lose(name)
     assert far_share(world) == 0
+
+
+def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
+    world = build.world(LENGTHS)
+    assert not [each for each in world.tell(Tick()) if isinstance(each, Remark)], "the plan's own is no news"
+    said = []
+    for report in (CONGESTED, CONGESTED, *[CLEAR] * 40):
+        world.tell(report)
+        said += [each for each in world.tell(Tick()) if isinstance(each, Remark)]
+    assert [each.what for each in said[:2]] == [
+        "m: prompts beyond 2500 tokens may go over far->near",
+        "m: prompts beyond 3125 tokens may go over far->near",
+    ]
+    assert "too much to do" in said[0].why
+    assert "clear again" in said[-1].why
+    assert len(said) < 6, "steps that are small are not spoken of"
+
+
+def test_a_prefill_replica_is_free_when_it_has_computed_whatever_the_link_does() -> None:
+    world = build.world(LENGTHS)
+    run = sent(world, 4000)
+    far = world.brain.fleet.views[run.route.segments[0].replica]
+    planned_s = far.facts.prefill_fixed_s + 4000 * far.facts.prefill_s_per_token  # type: ignore[union-attr]
+    assert far.open_prefill_tokens == 4000
+    world.now_s += planned_s
+    assert world.tell(Computed(run.request, run.attempt, 0)) == []
+    assert (far.open_prefill_tokens, far.open_requests) == (0, 1), "its KV is still there"
+    world.now_s += 100 * planned_s
+    world.tell(SegmentDone(run.request, run.attempt, 0))
+    assert far.open_requests == 0
+    assert far.pace == pytest.approx(1.0), "what the link took says nothing of the replica"

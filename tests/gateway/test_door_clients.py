@@ -16,6 +16,7 @@ from potluck.cli.serving.engine_kinds import described
 from potluck.engine.model.config import read_config
 from potluck.engine.shipped import shipped_model
 from potluck.gateway.door.cards import read_card
+from potluck.gateway.workers.setup import CardNote
 
 AIPERF = {
     "x_request_id": "fbb98d15-17b3-4463-9b06-bc02798bca34",
@@ -99,3 +100,7 @@ def test_shipped_models_are_read_as_the_engine_reads_them(model: str) -> None:
     assert card.context_tokens == config.model.max_context_tokens
     assert card.vocab == config.model.vocab
     assert card.ends == frozenset(config.eos_tokens)
+    acts_as = CardNote(model, 131_072, 0, False, str(folder), pretended=True).card()
+    assert (acts_as.context_tokens, acts_as.vocab) == (131_072, card.vocab), (
+        "of its files only the tokenizer counts"
+    )

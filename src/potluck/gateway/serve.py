@@ -122,13 +122,16 @@ class Operators:
             self._spans.close()
 
 
-def notes_of(scene: Scene, files: Mapping[str, Path], roster: tuple[Entry, ...]) -> tuple[CardNote, ...]:
+def notes_of(
+    scene: Scene, files: Mapping[str, Path], roster: tuple[Entry, ...], pretended: bool = False
+) -> tuple[CardNote, ...]:
     """What is known of each model. Without files only tokens can be sent to engines."""
     found = []
     for name, model in scene.models.items():
         kinds = {entry.kind for entry in roster if entry.model in ("", name)}
         folder = str(files[name].absolute()) if name in files else None
-        found.append(CardNote(name, model.max_context_tokens, model.vocab, kinds == {"openai"}, folder))
+        plain = kinds == {"openai"}
+        found.append(CardNote(name, model.max_context_tokens, model.vocab, plain, folder, pretended))
     return tuple(found)
 
 
@@ -175,7 +178,8 @@ async def serve(
     memory = None if post is None else Memory(post.home)
     center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log, memory=memory)
     operators = Operators(center, settings)
-    notes = notes_of(scene, settings.files, () if center.roster is None else center.roster.entries)
+    entries = () if center.roster is None else center.roster.entries
+    notes = notes_of(scene, settings.files, entries, settings.pretended)
     workers: Alone | Crew
     if post is None:
         workers = Alone(center, outgoing, operators.meter, settings, notes)

@@ -33,6 +33,8 @@ class Settings:
     """The roster; it is read again whenever it changes."""
     files: Mapping[str, Path] = field(default_factory=dict)
     """Model to where its tokenizer lies."""
+    pretended: bool = False
+    """Of those only the tokenizer counts: engines act as the models that the spec names."""
     keys: Path | None = None
     usage: Path | None = None
     log: Path | None = None

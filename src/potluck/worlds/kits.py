@@ -36,9 +36,7 @@ from potluck.perf.throughput import best_operating
 from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
-CHUNK_STEP = 8
-"""Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64
-answers of one that was planned close to its TPOT took 7 to 14 % longer, and nearly all were late."""
+CHUNK_STEP = 64
 MEAN_TOKENS = (1024.0, 256.0)
 """Prompt and answer of a model that nothing is known of."""
 
@@ -78,8 +76,6 @@ class Kit:
     engine: Engine = DEFAULT_ENGINE
     codec: Codec = "fp16"
     """In which its KV goes to others of its copy."""
-    in_pair: bool = False
-    """Whether it shares prompts with another one (CRONUS)."""
     owners: tuple[str, ...] = ()
     """The machine of every layer, where the plan names them."""
     names: tuple[str, ...] = ()
@@ -171,7 +167,6 @@ class Kits:
                 min(max(kind.interconnect.gb_per_s, 1.0) for kind in kinds) * 1e9,
                 engine,
                 template.codec,
-                template.kind == "pair",
                 replica.layout.owners if all(replica.layout.owners) else (),
                 _names(replica.layout, placed[index]),
             )

@@ -53,6 +53,9 @@ _file = click.Path(dir_okay=False, path_type=Path)
     metavar="MODEL=DIR",
     help="Where a model's tokenizer lies, over the spec's `files`; without one only tokens are taken.",
 )
+@click.option(
+    "--pretended", is_flag=True, help="Engines pretend: requests may be as long as the spec's models allow."
+)
 @click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
 @click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
 @click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
@@ -76,6 +79,7 @@ def serve(
     usage: Path | None,
     log: Path | None,
     files: tuple[str, ...],
+    pretended: bool,
     tls: tuple[Path, Path] | None,
     otlp: str | None,
     policy: tuple[str, ...],
@@ -108,6 +112,7 @@ def serve(
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
         files=_files(inputs.spec, files),
+        pretended=pretended,
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
     )
     scene = replace(scene_of(inputs), history=_history(history, inputs.spec))

@@ -154,7 +154,7 @@ def up(
             port,
             ready.maker,
             (
-                *(f"--files={name}={path}" for name, path in ready.maker.files),
+                *ready.maker.gateway_words(),
                 *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
             ),
             advise,

@@ -42,6 +42,11 @@ class EngineMaker:
         if self.style not in STYLES:
             raise InputError("--engine", f"must be one of {', '.join(STYLES)}, is {self.style!r}")
 
+    def gateway_words(self) -> tuple[str, ...]:
+        """What a gateway before such engines must be told."""
+        files = (f"--files={name}={path}" for name, path in self.files)
+        return (*files, "--pretended") if self.style == "pretended" else tuple(files)
+
     def command(self, make: Make, port: int, kv_port: int) -> list[str]:
         """What to run for an engine at these ports."""
         name = dict(self.catalog_names).get(make.model, make.model)

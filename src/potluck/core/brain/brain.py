@@ -9,7 +9,7 @@ look at the fleet).
 
     Arrived            Run, or nothing yet: held until a replica is ready, or waiting for a place on a pair; or Refuse
     Adopted            only counted where it is under way; else as an arrival
-    Computed           makes room on a pair's low-end replica: perhaps Run for one that waits there
+    Computed           makes room where a prompt was computed: perhaps Run for one that waits there
     SegmentDone        the next one's turn; makes room as well, should the former not have come
     FirstToken         only counted
     Finished           only counted
@@ -155,6 +155,7 @@ class Brain:
     def _planned(self, at_s: float, event: told.Planned) -> list[Action]:
         self.table.adopt(event.plan)
         self.router.adopt(event.plan)
+        self._remarks.planned(self.router.thresholds.links)
         actions = self._carry_out(at_s, self.steward.adopt(at_s, event.plan))
         actions += self._carry_out(at_s, self.steward.step(at_s))
         return actions + self._flights.planned(at_s)
@@ -176,6 +177,8 @@ class Brain:
         actions = self._flights.tick(at_s) + self._recovery.tick(at_s)
         self.table.timed(self.speeds.faded(at_s))
         actions += self._scale(at_s) + self.caches.tick(at_s)
+        if self.router.thresholds.links:
+            actions += self._remarks.thresholds(self.router.thresholds.links, self.steward.why())
         return actions + self._remarks.paces(self.fleet)
 
     def _scale(self, at_s: float) -> list[Action]:

@@ -64,8 +64,7 @@ class SegmentDone(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A segment's tokens are computed; its KV may still be on the way. Told of pairs, whose low-end replica has few
-    places (CRONUS); of others it changes nothing."""
+    """A segment's tokens are computed; its KV may still be on the way, but its replica is free for another."""
 
     request: str
     attempt: int

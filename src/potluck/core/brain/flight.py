@@ -114,6 +114,14 @@ class Flight:
         yields = self.yielding is not None
         return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight, yields))
 
+    def computed(self) -> tuple[View, int]:
+        """The present one of its earlier segments is computed: where, and how many tokens are open there no more."""
+        place = self.done
+        view, tokens = self.earlier[place]
+        if tokens:
+            self.earlier = (*self.earlier[:place], (view, 0), *self.earlier[place + 1 :])
+        return view, tokens
+
     def views(self) -> list[View]:
         """Where it is under way, later segments included; nowhere when it was not sent."""
         if self.state != RUNNING or self.last is None:

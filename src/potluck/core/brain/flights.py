@@ -82,9 +82,8 @@ class Flights:
         flight = Flight(request)
         table = self._table.models.get(request.model)
         if table is None and request.model not in self._facts.models:
-            return [
-                self._refusal(at_s, flight, "unknown_model", f"no model {request.model!r} is served here")
-            ]
+            what = f"no model {request.model!r} is served here"
+            return [self._refusal(at_s, flight, "unknown_model", what)]
         if request.request_class not in self._admission.classes:
             known = ", ".join(self._admission.classes)
             what = f"no class {request.request_class!r} is known here; classes are {known}"
@@ -171,13 +170,20 @@ class Flights:
         return actions
 
     def computed(self, at_s: float, event: told.Computed) -> list[Action]:
-        """The low-end replica of a pair is done with a prompt, and has room for the next while KV is on its way."""
+        """A replica is done with its part of a prompt, and has room for the next while KV is on its way."""
         flight = self.open.get(event.request)
         if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
-        if flight.pair is None or event.segment < len(flight.earlier) - 1:
+        if event.segment != flight.done or event.segment >= len(flight.earlier):
             return []
-        return self._leave_pair(at_s, flight)
+        view, tokens = flight.computed()
+        if tokens:
+            self._fleet.prefilled(view, tokens)
+            if flight.watched_s >= 0:
+                self._speeds.handed(at_s, flight, view)
+        leaves = flight.pair is not None and flight.done == len(flight.earlier) - 1
+        actions = self._leave_pair(at_s, flight) if leaves else []
+        return actions + self._lobby.freed(at_s, view) if self._backlogs else actions
 
     def _hand_on(self, at_s: float, flight: Flight) -> list[Action]:
         """The next of the earlier segments is done."""
@@ -194,7 +200,7 @@ class Flights:
         if flight.link or flight.cargo:
             self._router.links.handed(flight, going_on)
         if flight.watched_s >= 0 and onto is not None:
-            self._speeds.handed(at_s, flight, view, onto)
+            self._speeds.handed(at_s, flight, view, view.member.region == onto.member.region)
         actions: list[Action] = []
         if going_on:
             self._speeds.began(at_s, flight, flight.earlier[flight.done][0])
@@ -255,15 +261,8 @@ class Flights:
         if flight.watched_s >= 0:
             self._speeds.ended(at_s, flight, event.output_tokens)
         elif flight.first_s < 0:
-            self._came_whole(flight, event.output_tokens)
+            self._speeds.came_whole(flight, event.output_tokens)
         return self.release(at_s, flight)
-
-    def _came_whole(self, flight: Flight, output_tokens: int) -> None:
-        """Nobody saw its first token: how long it took says nothing of its tokens, but its prompt was computed."""
-        self._speeds.answered(flight, output_tokens)
-        if flight.last is not None and flight.last_tokens:
-            self._fleet.prefilled(flight.last, flight.last_tokens)
-            flight.last_tokens = 0
 
     def cancelled(self, at_s: float, event: told.Cancelled) -> list[Action]:
         """The user went away, perhaps before word of the request came; then it is not begun at all."""

@@ -1,24 +1,30 @@
-"""What operators should know of replicas, said once: who is slower than its facts, and who is as planned again.
+"""What operators should know, said once: who is slower than its facts, and from which length on prompts go elsewhere.
 
-Routing weighs a replica by its pace in any case; this only says so.
+Routing weighs a replica by its pace, and follows thresholds, in any case; this only says so.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from potluck.core.brain.actions import Action, Remark
 from potluck.core.brain.fleet import Fleet
+from potluck.core.routing.threshold import LEAST_TOKENS, Threshold
 
 SLOW, FINE = 1.5, 1.2
 """Paces from which a replica counts as slow, and below which it no longer does."""
+MOVED: Final = 1.2
+"""By how much a threshold must have moved to be spoken of again."""
 
 
 class Remarks:
-    """State: who was said to be slow."""
+    """State: who was said to be slow, and what was last said of each threshold."""
 
-    __slots__ = ("_slow",)
+    __slots__ = ("_slow", "_thresholds")
 
     def __init__(self) -> None:
         self._slow: set[str] = set()
+        self._thresholds: dict[tuple[str, str], Threshold] = {}
 
     def paces(self, fleet: Fleet) -> list[Action]:
         found: list[Action] = []
@@ -33,3 +39,36 @@ class Remarks:
         if self._slow:
             self._slow &= fleet.views.keys()
         return found
+
+    def planned(self, links: dict[str, dict[str, Threshold]]) -> None:
+        """A plan brought these with it."""
+        self._thresholds = {
+            (model, link): each for model, mine in links.items() for link, each in mine.items()
+        }
+
+    def thresholds(self, links: dict[str, dict[str, Threshold]], thinks: str) -> list[Action]:
+        """Those that moved since they were last spoken of; `thinks` is what scaling thought at last."""
+        found: list[Action] = []
+        for model, mine in links.items():
+            for link, now in mine.items():
+                before = self._thresholds.get((model, link))
+                if before is not None and not _moved(before, now):
+                    continue
+                self._thresholds[model, link] = now
+                what = f"{model}: prompts beyond {now.tokens:.0f} tokens may go over {link}"
+                found.append(Remark(what, _why(before, now, thinks)))
+        return found
+
+
+def _moved(before: Threshold, now: Threshold) -> bool:
+    low, high = sorted((max(before.tokens, LEAST_TOKENS), max(now.tokens, LEAST_TOKENS)))
+    return high >= MOVED * low or before.base_tokens != now.base_tokens
+
+
+def _why(before: Threshold | None, now: Threshold, thinks: str) -> str:
+    if before is None or before.base_tokens != now.base_tokens:
+        return thinks
+    away = f"{before.tokens:.0f} before; {now.base_tokens:.0f} are planned"
+    if now.tokens > before.tokens:
+        return f"the link, or prefill at its far end, has too much to do ({away})"
+    return f"the link and its far end are clear again ({away})"

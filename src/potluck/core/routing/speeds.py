@@ -1,7 +1,7 @@
 """How fast replicas are in truth, learned from when their requests end: the plan's facts are the prior.
 
     pace      seconds that things take there for each second that the facts say; 1 as planned, 2 half as fast
-    observed  from a request's first token to its last, or from sending a prompt to its hand-over: as long as that
+    observed  from a request's first token to its last, or from sending a prompt until it is computed: as long as that
               request is open its replica has work, so all of this time was spent on what was done meanwhile:
     planned   prompts computed there in that time, and the decode steps that were not also a prompt's
 
@@ -100,9 +100,10 @@ class Speeds:
         if flight.charges:
             _time(flight)
 
-    def handed(self, at_s: float, flight: Flight, view: View, onto: View) -> None:
-        """A timed prompt was handed on. Between regions a link takes its time, which says nothing here."""
-        if view.member.region == onto.member.region:
+    def handed(self, at_s: float, flight: Flight, view: View, tells: bool = True) -> None:
+        """A timed prompt was computed, or handed on where nobody said so before; whether that tells anything: between
+        regions a link takes its time, which says nothing of a replica."""
+        if tells:
             done_s, prompts, others = flight.watched
             counts = others < FEW or prompts % SAMPLE == 0
             self._fleet.learn(at_s, view, at_s - flight.watched_s, view.done_s - done_s, counts)
@@ -128,6 +129,13 @@ class Speeds:
         if facts is not None and facts.slo is not None and gaps > 0:
             self._fleet.answered(view, at_s - flight.watched_s > gaps * facts.slo.tpot_s)
         _time(flight)
+
+    def came_whole(self, flight: Flight, output_tokens: int) -> None:
+        """Nobody saw its first token: how long it took says nothing of its tokens, but its prompt was computed."""
+        self.answered(flight, output_tokens)
+        if flight.last is not None and flight.last_tokens:
+            self._fleet.prefilled(flight.last, flight.last_tokens)
+            flight.last_tokens = 0
 
     def answered(self, flight: Flight, output_tokens: int) -> None:
         """How long an answer got, whether it was timed or not."""

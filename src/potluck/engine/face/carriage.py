@@ -27,7 +27,7 @@ from potluck.kv.link.report import LinkReport
 from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.parcels import Manifest, Parcel, TransferError
 from potluck.kv.receive.fetch import Fetched, Fetching, Wanted
-from potluck.kv.send.outbox import Grant, Outbox
+from potluck.kv.send.outbox import Outbox
 from potluck.kv.send.shipment import Shipment, State
 from potluck.kv.send.stream import OutboxLimits
 
@@ -127,24 +127,9 @@ class Carriage:
 
     # What is handed on.
 
-    def granted(self, grants: Iterable[Grant], now_s: float) -> None:
-        """What may be sent over which links from now on."""
-        self._outbox.granted(grants, now_s)
-
-    @property
-    def grants(self) -> tuple[Grant, ...]:
-        return self._outbox.grants
-
     def offer(
-        self,
-        handle: str,
-        bound: bytes,
-        channel: Channel,
-        lasts_s: float,
-        codec: Codec = "raw",
-        whose: tuple[str, float] = ("", 1.0),
+        self, handle: str, bound: bytes, channel: Channel, lasts_s: float, codec: Codec = "raw"
     ) -> Fate:
-        """`whose`: a tenant and its weight, for links that are shared out."""
         fate: Fate = self._loop.create_future()
 
         def opened(have: int) -> Manifest:
@@ -157,7 +142,7 @@ class Carriage:
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, found)
 
-        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed, *whose)
+        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed)
         self._shipments[handle] = shipment
         return fate
 

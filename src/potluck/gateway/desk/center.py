@@ -63,11 +63,7 @@ class Center:
         )
         self.desk.manage = self.keeper.act
         self.watch = Watch(
-            self.keeper,
-            self.desk.tell,
-            caches=policy.affinity > 0,
-            planned_gbps=facts.links_gbps,
-            grants=policy.grants,
+            self.keeper, self.desk.tell, caches=policy.affinity > 0, planned_gbps=facts.links_gbps
         )
         self.roster = None if roster is None else RosterFile(roster)
         self.herald = Herald(self.brain.steward.why)
@@ -94,7 +90,7 @@ class Center:
         if self.market is not None:
             self.desk.tell(Quoted(self.market))
         self.desk.tell(Planned(self.plan))
-        self.watch.look()
+        self.watch.meet()
         self.desk.start(asyncio.get_running_loop())
 
     def adopt(self, plan: Plan) -> None:
@@ -128,7 +124,7 @@ class Center:
         if self._memory is not None:
             self._memory.enlisted(entries)
         self.keeper.enlist(entries)
-        self.watch.look()
+        self.watch.meet()
 
     def _look(self) -> None:
         if self.roster is not None and self.roster.changed():

@@ -83,6 +83,11 @@ class Oversight:
             },
             "replicas": [self._replica(name) for name in center.brain.fleet.views],
             "links": [each._asdict() for each in center.watch.links],
+            "thresholds": [
+                {"model": model, "link": link, "tokens": each.tokens, "planned_tokens": each.base_tokens}
+                for model, mine in center.brain.router.thresholds.links.items()
+                for link, each in mine.items()
+            ],
             "queues": [each._asdict() for each in self.queues()],
             **self.fleet(),
             "wanted": self.wanted(),

@@ -22,11 +22,16 @@ class CardNote:
     plain: bool
     folder: str | None
     """Where its tokenizer lies."""
+    pretended: bool = False
+    """Engines act as a larger model than the files are of, and answer as long requests as that would."""
 
     def card(self) -> ModelCard:
         created_s = int(time.time())
         if self.folder is not None:
-            return read_card(self.name, self.folder, plain=self.plain, created_s=created_s)
+            context = self.context_tokens if self.pretended else 0
+            return read_card(
+                self.name, self.folder, context_tokens=context, plain=self.plain, created_s=created_s
+            )
         return ModelCard(
             self.name, self.context_tokens, plain=self.plain, vocab=self.vocab, created_s=created_s
         )

@@ -13,12 +13,9 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.plan import Template
 from potluck.plan.machines import gpus_of, region_pool
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.search.attain import Estimate, tried
-from potluck.plan.search.deduce import deducer
-from potluck.plan.search.evaluate import Evaluator
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.result import CODEC, to_templates
-from potluck.plan.search.tabu import Found, Limits, Settings, search_with
+from potluck.plan.search.tabu import Found, Limits, Settings, search
 
 MAX_GPUS = 256
 """Beyond, a search takes too long to be of use."""
@@ -54,12 +51,9 @@ def machines_key(problem: Problem) -> str:
 
 
 def search_groups(
-    problem: Problem, ask: Ask, time_limit_s: float, seed: int, estimate: Estimate | None = None
+    problem: Problem, ask: Ask, time_limit_s: float, seed: int
 ) -> tuple[list[Template], dict[str, Found]]:
-    """(templates, what each region's search found); a region where the model cannot be served has neither.
-
-    With an `estimate` the pairs of the best states are tried by it (`plan.search.attain`).
-    """
+    """(templates, what each region's search found); a region where the model cannot be served has neither."""
     templates: list[Template] = []
     searched: dict[str, Found] = {}
     if not ask.rate_per_s > 0:
@@ -69,15 +63,11 @@ def search_groups(
         pool = region_pool(problem, region.name)
         if pool is None:
             continue
-        how = Settings(seed=seed, limits=Limits(time_limit_s=time_limit_s / len(problem.regions)))
-        evaluator = Evaluator(deducer(pool, work, how.timing))
+        limits = Limits(time_limit_s=time_limit_s / len(problem.regions))
         try:
-            found = search_with(evaluator, how)
+            found = search(pool, work, Settings(seed=seed, limits=limits))
         except CapacityError:
             continue
-        attained = None
-        if estimate is not None:
-            found, attained = tried(evaluator, found, estimate)
         searched[region.name] = found
-        templates += to_templates(problem, ask, pool, found, attained=attained)
+        templates += to_templates(problem, ask, pool, found)
     return templates, searched

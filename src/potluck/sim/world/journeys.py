@@ -286,8 +286,7 @@ class Journeys:
         if blocks and journey.segments[journey.place].stop == journey.prompt_tokens:
             self.keep(at_s, site, blocks)
         if journey.hand is not None:
-            if site.in_pair:
-                self._tell(at_s, Computed(journey.request.id, journey.attempt, journey.place))
+            self._tell(at_s, Computed(journey.request.id, journey.attempt, journey.place))
             self._handovers.computed(at_s, journey)
         else:
             site.replica.release(at_s, journey.key)

@@ -51,7 +51,6 @@ class Site:
         "changes",
         "computing",
         "due_s",
-        "in_pair",
         "index",
         "journeys",
         "kit",
@@ -98,7 +97,6 @@ class Site:
         self.machines = machines
         self.card = card
         self.role: Role = member.role
-        self.in_pair = kit.in_pair
         self.changes: list[tuple[float, str, str]] = []
         self.computing: deque[Journey] = deque()
         """Those of them whose segment here is to be handed on, in the order they came."""

@@ -1,0 +1,331 @@
+"""Is what is planned what is served? A plan of each kind on pretended engines, beside the simulator.
+
+    python benchmarks/planned_live.py [--quick] [--json] [--only KIND]... [--loud]
+
+    pool      groups of machines with flows between them; conversations become coding, and roles flip (THUNDERSERVE)
+    pair      a prompt shared by a slow and a fast GPU (CRONUS)
+    combo     prefill apart from decode; with little to do whole requests run where prompts are computed (CAUCHY)
+    remote    prefill in another region; its engine gets slow, and the threshold moves (PrfaaS)
+    price     another GPU gets cheaper, and the plan follows (CORAL)
+
+Each starts its own `potluck up` (gateway, controller, engines: real processes) and sends the simulator's requests at
+the simulator's times, in an open loop. Shares are of all requests before anything happens: of those that a replica
+has a part in, and of those from one replica to another. `planned_live_kinds.py` has what happens to each kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from adapt_rig import Rig, service, shots_of_load
+from adapt_scenarios import NEVER_S, report
+from common import run
+from planned_live_kinds import KINDS, Happened, Kind, News, load_of
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.trying.simulation import Inputs, planner_of, policy_of, scene_of
+from potluck.core.brain.actions import Run
+from potluck.core.routing.offers import offers
+from potluck.core.values.plan import Plan, plan_to_json
+from potluck.gateway.admin.tally import Tally
+from potluck.gateway.desk.herald import Herald
+from potluck.load.measured import kept
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.sim.load.workload import Workload
+from potluck.sim.results.metrics import judge, tpot
+from potluck.sim.results.planned import lengths_of
+from potluck.sim.results.records import SimResult
+from potluck.sim.run import simulate
+from potluck.worlds.kits import Kits
+from potluck.worlds.promises import promises
+from potluck.worlds.replay import read
+
+SEED = 11
+SETTLED = 1 / 3
+"""From this share of the first part on requests are counted: before, little has been learned."""
+SHARE = 0.1
+"""Shares may differ by so much, live from simulated."""
+Say = Callable[[str], None]
+Sent = tuple[float, str, tuple[str, ...]]
+"""When, which kind of route, over whom."""
+
+
+@dataclass
+class Seen:
+    """What was seen of a plan, planned, simulated or live."""
+
+    replicas: Counter[str] = field(default_factory=Counter)
+    flows: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    attainment: dict[str, float] = field(default_factory=dict)
+    """Before and after."""
+    latency_s: dict[str, float] = field(default_factory=dict)
+    """Before what happens."""
+    lost: int = 0
+    later: Counter[str] = field(default_factory=Counter)
+    """Kinds of routes after what happened."""
+    happened: Happened = field(default_factory=Happened)
+
+    def share(self, what: str, name: str) -> float:
+        counts: Counter[str] = getattr(self, what)
+        whole = sum(self.kinds.values())
+        return counts[name] / whole if whole else 0.0
+
+
+def counted(sent: Iterable[Sent], from_s: float, to_s: float, roles: Mapping[str, str]) -> Seen:
+    """Of requests that were sent within a time."""
+    found = Seen()
+    for at_s, kind, replicas in sent:
+        if not from_s <= at_s < to_s:
+            continue
+        found.kinds[f"{kind}, {roles.get(replicas[0], '?')}" if kind == "in_place" else kind] += 1
+        places = [place_of(each) for each in replicas]
+        for each in dict.fromkeys(places):
+            found.replicas[each] += 1
+        if replicas[0] != replicas[-1]:
+            found.flows[f"{places[0]} => {places[-1]}"] += 1
+    return found
+
+
+def place_of(replica: str) -> str:
+    """A replica's place in its template, as flows of a plan name it. Copies are one: which of them gets a request is
+    nobody's promise."""
+    unit, _, index = replica.rpartition("/")
+    return f"{unit.rpartition('#')[0]}/{index}"
+
+
+def simulated(
+    kind: Kind, inputs: Inputs, load: Workload, cause_s: float
+) -> tuple[SimResult, list[Sent], list[News]]:
+    policy = policy_of(tuple(f"{name}={value}" for name, value in kind.rules.items()), inputs.spec.policy)
+    log = io.StringIO()
+    planner = planner_of(inputs, policy, 5.0)
+    result = simulate(
+        scene_of(inputs), load, policy, faults=kind.wrong(inputs.plan, cause_s), planner=planner, log=log
+    )
+    regions = {each.id: each.region for each in result.replicas}
+    tally = Tally(regions.__getitem__)
+    sent: list[Sent] = []
+    news: list[News] = []
+    herald = Herald(lambda: "")
+    log.seek(0)
+    for at_s, event, actions in read(log):
+        known = len(herald.kept)
+        herald(at_s, event, actions)
+        news += [(at_s, each.what, each.why) for each in list(herald.kept)[known:]]
+        for action in actions:
+            if isinstance(action, Run) and not action.attempt:
+                names = tuple(each.replica for each in action.route.segments)
+                sent.append((at_s, tally.route_kind(action), names))
+    return result, sent, news
+
+
+def live_sent(rig: Rig) -> list[Sent]:
+    return [
+        (at_s, each["kind"], tuple(name for name, *_ in each["segments"]))
+        for at_s, each in rig.routes
+        if not each["attempt"]
+    ]
+
+
+def planned(inputs: Inputs, result: SimResult) -> Seen:
+    """What the plan says, in requests of a thousand."""
+    scene, plan = scene_of(inputs), inputs.plan
+    kits = Kits(scene)
+    kits.learn(plan)
+    policy = inputs.spec.policy
+    lengths = lengths_of(result.records, offers(plan, policy.balance))
+    said = promises(plan, kits, lengths, policy.balance)
+    total = sum(each.served_per_s for each in said.models)
+    found = Seen()
+    found.kinds["all"] = 1000
+    counts = {(each.template, each.region): each.count for each in plan.deployments}
+    for each in said.replicas:
+        name, region, index = each.place
+        rate = each.counted_per_s * counts[name, region]
+        found.replicas[f"{name}@{region}/{index}"] = round(1000 * rate / total)
+    for flow in said.flows:
+        found.flows[f"{flow.source} => {flow.target}"] = round(1000 * flow.rate_per_s / total)
+    found.attainment = {"before": min(each.attainment or 0.0 for each in said.models)}
+    return found
+
+
+def attained(result: SimResult, from_s: float, to_s: float) -> float:
+    verdict = judge(result.records, result.slos, result.end_s, result.classes)
+    arrivals = result.records.arrival_s
+    rows = (arrivals >= from_s) & (arrivals < to_s) & verdict.judged
+    return float((rows & verdict.met).sum() / max(1, rows.sum()))
+
+
+def latencies(ttft_s: Sequence[float], tpot_s: Sequence[float]) -> dict[str, float]:
+    return {
+        "TTFT, mean": float(np.mean(ttft_s)),
+        "TTFT, nine of ten": float(np.percentile(ttft_s, 90)),
+        "TPOT, mean": float(np.mean(tpot_s)),
+    }
+
+
+def served(kind: Kind, folder: Path, quick: bool, say: Say) -> dict[str, float]:
+    spec_path = folder / "potluck.yaml"
+    spec_path.write_text(kind.text(), "utf-8")
+    spec = read_spec(spec_path)
+    problem = load_problem(spec, 0.8, None, (), 0.0)
+    plan = STRATEGIES[kind.strategy](Workshop(problem), Settings(time_limit_s=kind.plan_s)).plan
+    plan_path = folder / "plan.json"
+    plan_path.write_text(plan_to_json(plan), "utf-8")
+    inputs = Inputs(spec, problem, plan)
+    parts = kind.parts(quick)
+    load, cause_s = load_of(spec, parts, plan.fraction, SEED), parts[0].lasts_s
+    begin_s = SETTLED * cause_s
+    result, sim_sent, sim_news = simulated(kind, inputs, load, cause_s)
+    roles = {each.id: each.role for each in result.replicas}
+    sim = counted(sim_sent, begin_s, cause_s, roles)
+    end_s = float(load.arrival_s[-1]) + 1.0
+    sim.attainment = {
+        "before": attained(result, begin_s, cause_s),
+        "after": attained(result, cause_s, end_s),
+    }
+    rows = (result.records.arrival_s >= begin_s) & (result.records.arrival_s < cause_s)
+    sim.latency_s = latencies(
+        (result.records.first_token_s - result.records.arrival_s)[rows], tpot(result.records)[rows]
+    )
+    sim.happened = kind.happened(sim_news, cause_s)
+    shots = shots_of_load(load)
+    rules = dict(kind.rules)
+    market = folder / "market.yaml"
+    with service(folder, [plan_path, spec_path], rules, ["--market", str(market)]) as rig:
+        with rig.fired(shots):
+            rig.sleep_until(cause_s)
+            kind.cause(rig, folder)
+        report(rig, say)
+        live = counted(live_sent(rig), begin_s, cause_s, roles)
+        slos = {model.name: model.slo for model in spec.models}
+        for name, low, high in (("before", begin_s, cause_s), ("after", cause_s, end_s)):
+            mine = [shot for shot in rig.shots if low <= shot.at_s < high]
+            met = sum(kept(shot, slos[shot.model]) for shot in mine)
+            live.attainment[name] = met / len(mine) if mine else 1.0
+            if name == "before":
+                whole = [shot for shot in mine if shot.ended]
+                live.latency_s = latencies([s.ttft_s for s in whole], [s.tpot_s for s in whole])
+        live.lost = rig.lost
+        live.happened = kind.happened(rig.news, cause_s)
+        for seen, sent in ((sim, sim_sent), (live, live_sent(rig))):
+            seen.later = counted(sent, cause_s, end_s, roles).kinds
+    said = planned(inputs, result)
+    show(kind, plan, said, sim, live)
+    return figures(kind, said, sim, live)
+
+
+def show(kind: Kind, plan: Plan, said: Seen, sim: Seen, live: Seen) -> None:
+    """One table, on stderr."""
+
+    def line(name: str, *values: str) -> None:
+        print(f"  {name:<66} {values[0]:>9} {values[1]:>9} {values[2]:>9}", file=sys.stderr)
+
+    copies = ", ".join(f"{each.count} x {each.template}" for each in plan.deployments)
+    print(f"{kind.name}: {plan.strategy}, {copies}", file=sys.stderr)
+    line("", "planned", "simulated", "live")
+    for name in sorted({*sim.replicas, *live.replicas, *said.replicas}):
+        line(name, *(f"{each.share('replicas', name):.1%}" for each in (said, sim, live)))
+    for name in sorted({*sim.flows, *live.flows}):
+        if name:
+            told = said.share("flows", name)
+            line(
+                f"  {name}",
+                f"{told:.1%}" if told else "",
+                *(f"{e.share('flows', name):.1%}" for e in (sim, live)),
+            )
+    for name in sorted({*sim.kinds, *live.kinds}):
+        line(f"route: {name}", "", *(f"{each.share('kinds', name):.1%}" for each in (sim, live)))
+    for name in sorted({*sim.later, *live.later}):
+        shares = [each.later[name] / max(1, sum(each.later.values())) for each in (sim, live)]
+        line(f"route, after: {name}", "", *(f"{share:.1%}" for share in shares))
+    for name in ("before", "after"):
+        promise = said.attainment.get("before", 0.0)
+        line(
+            f"within the objective, {name}",
+            f"{promise:.0%}",
+            *(f"{e.attainment[name]:.1%}" for e in (sim, live)),
+        )
+    for name, value in sim.latency_s.items():
+        line(name, "", *(f"{each * 1e3:.0f} ms" for each in (value, live.latency_s[name])))
+    line("lost", "", "", str(live.lost))
+    for name in live.happened.times_s:
+        times = [each.happened.times_s.get(name) for each in (sim, live)]
+        line(f"{name} after", "", *("" if each is None else f"{each:.1f} s" for each in times))
+    for text in live.happened.reasons:
+        print(f"    {text}", file=sys.stderr, flush=True)
+
+
+def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
+    names = {*sim.replicas, *live.replicas}
+    flows = {*sim.flows, *live.flows}
+    kinds = {*sim.kinds, *live.kinds}
+    off = [
+        *(abs(live.share("replicas", name) - sim.share("replicas", name)) for name in names),
+        *(abs(live.share("flows", name) - sim.share("flows", name)) for name in flows),
+        *(abs(live.share("kinds", name) - sim.share("kinds", name)) for name in kinds),
+    ]
+    return {
+        "requests": float(sum(live.kinds.values())),
+        "lost": float(live.lost),
+        "attainment planned": said.attainment["before"],
+        **{f"attainment simulated, {name}": value for name, value in sim.attainment.items()},
+        **{f"attainment live, {name}": value for name, value in live.attainment.items()},
+        **{f"{name} simulated (s)": value for name, value in sim.latency_s.items()},
+        **{f"{name} live (s)": value for name, value in live.latency_s.items()},
+        "shares, live off simulated, at most": max(off, default=1.0),
+        "kinds of routes": float(len(live.kinds)),
+        **{f"{name} after (s), simulated": value for name, value in sim.happened.times_s.items()},
+        **{f"{name} after (s), live": value for name, value in live.happened.times_s.items()},
+    }
+
+
+def measure(names: Sequence[str], quick: bool, loud: bool) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="planned-live-") as folder:
+            mine = served(KINDS[name], Path(folder), quick, _loud if loud else lambda line: None)
+        found |= {f"{name}: {key}": value for key, value in mine.items()}
+    return found
+
+
+def _loud(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", choices=sorted(KINDS), action="append", help="this one; may be repeated")
+    parser.add_argument("--loud", action="store_true", help="say on stderr what happens")
+    options, rest = parser.parse_known_args()
+    quick = "--quick" in rest
+    names = options.only or (["pair"] if quick else list(KINDS))
+    targets: dict[str, tuple[str, float]] = {}
+    for name in names:
+        targets |= {
+            f"{name}: lost": ("<=", 0.0),
+            f"{name}: shares, live off simulated, at most": ("<=", SHARE),
+            f"{name}: attainment live, before": (">=", 0.9),
+            **{f"{name}: {what} after (s), live": ("<", NEVER_S) for what in KINDS[name].waits_for},
+        }
+    return run(
+        "planned_live",
+        lambda quick: measure(names, quick, options.loud),
+        targets,
+        seeds=(SEED,),
+        arguments=rest,
+        quick_without="all but one kind, or with --only a shorter run",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""The kinds of plans in `planned_live.py`: a spec, how it is planned, which requests come, and what happens then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from adapt_rig import Rig
+from adapt_scenarios import NEVER_S, post, write_market
+from common import ROOT
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import LengthBin, Traffic
+from potluck.sim.load.workload import Workload, merge, of_traffic
+from potluck.sim.world.faults import Fault, Faults, PriceChange, SupplyChange
+from potluck.spec.values import Spec
+
+SMOOTH = 0.1
+"""Variation of the gaps between requests: nothing but the plan, the routing and the hardware decides."""
+SLOW = 4.0
+"""Times as long as planned, for the engine that gets slow."""
+CHEAP_USD_PER_H = 0.2
+News = tuple[float, str, str]
+"""When, what, why."""
+MODEL = """models:
+  - model: Llama-3.1-8B
+    name: m
+    slo: {{ttft_ms: {ttft}, tpot_ms: {tpot}}}
+    traffic: {{rate_per_s: {rate}, input: {{mean: {prompt}, cv: {cv}}}, output: {{mean: {output}, cv: 0.5}}}}
+policy:
+  classes: [{{name: standard, late: true, max_wait_s: 120}}]
+fleet:
+  regions:
+"""
+LATE = "policy:\n  classes: [{name: standard, late: true, max_wait_s: 120}]\n"
+"""Late answers are wanted: nothing is refused, and what goes wrong shows in attainment."""
+PAIR = (
+    MODEL.format(ttft=3000, tpot=150, rate=7.5, prompt=1200, cv=0.5, output=120)
+    + """\
+    - {name: east, nodes: [{node: 1xA100-80, available: 1}, {node: 1xA10, available: 1}]}
+"""
+)
+COMBO = (
+    MODEL.format(ttft=3000, tpot=45, rate=4, prompt=1200, cv=0.5, output=120)
+    + """\
+    - {name: east, nodes: [{node: 1xL40S, available: 3}]}
+"""
+)
+REMOTE = (
+    MODEL.format(ttft=4000, tpot=60, rate=10, prompt=1500, cv=1.0, output=60)
+    + """\
+    - {name: near, nodes: [{node: 1xA10, available: 8}]}
+    - {name: far, nodes: [{node: 1xL40S, available: 1}]}
+links:
+  - {from: far, to: near, gbps: 40, rtt_ms: 10}
+  - {from: near, to: far, gbps: 0.05, rtt_ms: 10}
+"""
+)
+PRICE = (
+    MODEL.format(ttft=4000, tpot=250, rate=6, prompt=1200, cv=0.3, output=40)
+    + """\
+    - name: east
+      nodes: [{node: 1xL4, available: 6, price_usd_per_h: 0.6}, {node: 1xA10, available: 0, price_usd_per_h: 0.9}]
+"""
+)
+CODING = (1900, 16)
+"""Mean tokens of prompts and answers once conversations have become coding."""
+CHAT = (150, 300)
+"""The same where prompts are short: prefill has little to do, and decode much."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """So long requests come at a share of the planned rate, perhaps of other mean lengths."""
+
+    lasts_s: float
+    share: float = 1.0
+    lengths: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Happened:
+    """How long after its cause what happened, and the reasons that were given."""
+
+    times_s: Mapping[str, float] = field(default_factory=dict)
+    reasons: Sequence[str] = ()
+
+
+def _nothing(rig: Rig, folder: Path) -> None:
+    """Other requests come, that is all."""
+
+
+def _nothing_wrong(plan: Plan, at_s: float) -> Faults | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    strategy: str
+    text: Callable[[], str]
+    before: Part
+    after: Part
+    quick: tuple[float, float]
+    """How long each lasts in a quick run."""
+    rules: Mapping[str, object] = field(default_factory=dict)
+    cause: Callable[[Rig, Path], None] = _nothing
+    wrong: Callable[[Plan, float], Faults | None] = _nothing_wrong
+    """The same cause for the simulator."""
+    waits_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What must follow, and parts of what is then said; the last of several where its name says so."""
+    plan_s: float = 10.0
+
+    def parts(self, quick: bool) -> tuple[Part, Part]:
+        if not quick:
+            return self.before, self.after
+        first_s, then_s = self.quick
+        return replace(self.before, lasts_s=first_s), replace(self.after, lasts_s=then_s)
+
+    def happened(self, news: Iterable[News], cause_s: float) -> Happened:
+        later = [each for each in news if each[0] >= cause_s]
+        times: dict[str, float] = {}
+        reasons = []
+        for name, words in self.waits_for.items():
+            fits = [each for each in later if all(word in each[1] for word in words)]
+            found = None if not fits else fits[-1] if name.startswith("last") else fits[0]
+            times[name] = NEVER_S if found is None else found[0] - cause_s
+            if found is not None:
+                reasons.append(f"{name}: {found[1]} ({found[2]})")
+        return Happened(times, reasons)
+
+
+def load_of(spec: Spec, parts: Sequence[Part], fraction: float, seed: int) -> Workload:
+    """The spec's requests, one part after the other."""
+    made, begins_s = [], 0.0
+    for part in parts:
+        traffic = [_traffic(model.traffic, part, fraction) for model in spec.models]
+        count = max(2, round(sum(each.rate_per_s for each in traffic) * part.lasts_s))
+        load = of_traffic(traffic, count, seed, SMOOTH)
+        arrival_s = load.arrival_s * (part.lasts_s / max(part.lasts_s, load.span_s))
+        made.append(replace(load, arrival_s=begins_s + arrival_s))
+        begins_s += part.lasts_s
+    return merge(made)
+
+
+def _traffic(planned: Traffic, part: Part, fraction: float) -> Traffic:
+    rate = planned.rate_per_s * part.share * fraction
+    if part.lengths is None:
+        return replace(planned, rate_per_s=rate)
+    return replace(planned, rate_per_s=rate, lengths=(LengthBin(*map(float, part.lengths), 1.0),))
+
+
+def _pool() -> str:
+    return (ROOT / "examples" / "pool.yaml").read_text("utf-8") + LATE
+
+
+def _slow_prefill(rig: Rig, folder: Path) -> None:
+    victim = next(each for each in rig.looks[-1].replicas if each["region"] == "far")
+    post(f"{victim['url']}/pace", {"pace": SLOW})
+
+
+def _slow_far(plan: Plan, at_s: float) -> Faults:
+    return Faults((Fault(at_s, "slow", replica="*@far*", factor=SLOW),))
+
+
+def _cheaper(rig: Rig, folder: Path) -> None:
+    write_market(folder, {"1xA10": (6, CHEAP_USD_PER_H)})
+
+
+def _cheaper_there(plan: Plan, at_s: float) -> Faults:
+    return Faults(
+        prices=(PriceChange(at_s, "east", "1xA10", CHEAP_USD_PER_H),),
+        availability=(SupplyChange(at_s, "east", "1xA10", 6),),
+    )
+
+
+KINDS = {
+    each.name: each
+    for each in (
+        Kind(
+            "pool",
+            "thunderserve",
+            _pool,
+            Part(60.0, 0.8),
+            Part(60.0, 0.8, CODING),
+            (20.0, 20.0),
+            {"scaling": "flips", "window_s": 15},
+            waits_for={"first flip": (" becomes ",)},
+            plan_s=60.0,
+        ),
+        Kind("pair", "cronus", lambda: PAIR, Part(60.0), Part(15.0, 0.5), (15.0, 5.0)),
+        Kind("combo", "cauchy", lambda: COMBO, Part(60.0), Part(60.0, 1.0, CHAT), (20.0, 20.0)),
+        Kind(
+            "remote",
+            "prfaas",
+            lambda: REMOTE,
+            Part(60.0, 0.8),
+            Part(45.0, 0.8),
+            (25.0, 15.0),
+            {"scaling": "prfaas", "window_s": 15},
+            _slow_prefill,
+            _slow_far,
+            {"threshold moved": (" may go over ",)},
+        ),
+        Kind(
+            "price",
+            "coral",
+            lambda: PRICE,
+            Part(40.0, 0.8),
+            Part(60.0, 0.8),
+            (20.0, 25.0),
+            {"scaling": "replan", "window_s": 20, "replan_s": 3600, "grace_s": 15},
+            _cheaper,
+            _cheaper_there,
+            {
+                "plan asked for": ("another plan is asked for",),
+                "plan adopted": ("plan of", "adopted"),
+                "first new copy ready": ("1xA10 tp1@east", " is ready"),
+                "last old copy gone": ("1xL4 tp1@east", " stops"),
+            },
+        ),
+    )
+}
