@@ -155,17 +155,22 @@ def start_vector(rows: FlowRows, counts: dict[Key, int]) -> Floats:
     return x
 
 
-def settle(rows: FlowRows, x: Floats, at_cost: bool, deadline: Deadline) -> tuple[float, Floats] | None:
+def settle(
+    rows: FlowRows, x: Floats, at_cost: bool, deadline: Deadline, theta: float = 1.0
+) -> tuple[float, Floats] | None:
     """With the counts made whole, the best shares and flows; None when whole counts do not suffice.
 
-    HiGHS calls 1.000001 copies whole: where exactly 1 falls short, that much less of the demand will do.
+    HiGHS calls 1.000001 copies whole: where exactly 1 falls short, that much less of the demand will do. At cost,
+    `theta` of the demand is served.
     """
     problem = rows.milp(at_cost=at_cost)
     whole = np.flatnonzero(problem.integer)
+    if at_cost:
+        problem.lower[THETA] = problem.upper[THETA] = theta
     problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
     answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
     if answer.infeasible and at_cost:
-        problem.lower[THETA] = 1 - WHOLE
+        problem.lower[THETA] = theta * (1 - WHOLE)
         answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
     if answer.x is None or not answer.finished:
         return None

@@ -127,16 +127,14 @@ def _cheapest_for(
     """
     if not (fraction > 0 and counts) or deadline.over:
         return counts
-    # By as much as the solver itself may err there may seem to be no plan; with ten times that there is one.
+    # By as much as the solver itself may err there may seem to be no plan; with ten times that there is one. The
+    # counts at hand are where it begins, so that what it finds costs no more, egress included.
     for spare in (OPTIMAL, 10 * OPTIMAL):
         less = program.scaled(fraction * (1 - spare))
         state = solve_flow(less, deadline, gap_target, list(counts), counts)
         if state.counts is not None:
-            break
-    else:
-        return counts
-    cheaper = cost_of(program, state.counts.items())[1] < cost_of(program, counts.items())[1]
-    return state.counts if cheaper else counts
+            return state.counts
+    return counts
 
 
 def _answer(
@@ -213,6 +211,10 @@ def reroute(
     if settled is None:
         return None
     _, x = settled
+    if not whole and x[THETA] > 0:
+        # As much as can be served may go many ways: the cheapest of them.
+        cheapest = settle(rows, x, True, deadline, float(x[THETA]))
+        x = x if cheapest is None else cheapest[1]
     _, shares, flows = rows.read(x)
     egress = sum(rows.entries.cost[variable] * float(x[variable]) for variable in rows.flows.values())
     return shares, flows, egress, float(x[THETA])
