@@ -16,7 +16,13 @@ from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.planning.estimate import measured, profile_option
 from potluck.cli.planning.plan_show import Compared, show_compared, show_plan, show_reasons
-from potluck.cli.planning.rehearse import rehearsal_json, rehearsal_options, rehearsed, show_rehearsal
+from potluck.cli.planning.rehearse import (
+    estimate_of,
+    rehearsal_json,
+    rehearsal_options,
+    rehearsed,
+    show_rehearsal,
+)
 from potluck.cli.planning.search_trace import require_kind, show_search, write_trace
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
@@ -121,6 +127,7 @@ def plan(
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
+    settings = replace(settings, estimate=estimate_of(spec, problem, rehearsing, seed))
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
         outcome = planner(workshop, settings)

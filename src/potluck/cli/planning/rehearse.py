@@ -14,6 +14,7 @@ from potluck.core.errors import InputError
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import Problem
+    from potluck.plan.search.attain import Estimate
     from potluck.plan.strategies import Outcome, Settings, Workshop
     from potluck.rehearse.evidence import Trial
     from potluck.rehearse.loop import Rehearsal, Step
@@ -34,6 +35,7 @@ class Asked:
     cv: float | None
     requests: int | None
     runs: int
+    attainment: str = "closed"
 
 
 def rehearsal_options(command: Command) -> Command:
@@ -51,6 +53,13 @@ def rehearsal_options(command: Command) -> Command:
         ),
         click.option(
             "--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts."
+        ),
+        click.option(
+            "--attainment",
+            type=click.Choice(["closed", "simulated"]),
+            default="closed",
+            show_default=True,
+            help="How pairs of a pool's replicas are judged: by a formula, or each in a short simulation.",
         ),
         click.option(
             "--rehearse", is_flag=True, help="Try plans in simulation; the cheapest that holds there."
@@ -85,6 +94,21 @@ def rehearsed(
     # A trace has just so many pieces; seeds there are without end.
     rules = Rules(runs=asked.runs, verdict_runs=asked.runs if recorded else 2 * asked.runs)
     return rehearse(workshop, planner, settings, trial, rules, workshop.said)
+
+
+def estimate_of(spec: Spec, problem: Problem, options: Mapping[str, Any], seed: int = 0) -> Estimate | None:
+    """What tries pairs of a pool's replicas under `--attainment simulated`; None: the closed form does."""
+    if Asked(**options).attainment == "closed":
+        return None
+    from potluck.cli.trying.simulation import Inputs, scene_of
+    from potluck.core.values.plan import Plan
+    from potluck.plan.strategies.pools import require_pool
+    from potluck.rehearse.pairs import PairTrial
+
+    ask = require_pool(problem)
+    nothing = Plan("none", (), (), (), (), (), (), 0.0, 0.0)
+    world = scene_of(Inputs(spec, problem, nothing))
+    return PairTrial(problem, world, spec.model(ask.name).traffic, spec.policy, seed=seed)
 
 
 def trial_of(spec: Spec, problem: Problem, plan: Plan, asked: Asked, seed: int = 0) -> tuple[Trial, bool]:

@@ -20,6 +20,7 @@ What two states attain alike is told apart by the rate that they would attain if
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from potluck.plan.search.orchestrate_kernel import (
     Program,
     Store,
     evaluate,
+    evaluate_weighed,
 )
 
 TIE_WEIGHT = 1e-3
@@ -132,11 +134,32 @@ class Evaluator:
         """The routing of a state that has a score."""
         sides = self._sides(groups)
         assert sides is not None, "a group cannot do its phase"
-        pre, dec, mix = sides
-        self._run(pre, dec, mix)
+        self._run(*sides)
+        return self._routed(groups)
+
+    def attained(self, groups: tuple[Group, ...]) -> dict[tuple[int, int], float]:
+        """D of a state that has a score, by places of its groups: (prefill, decode), or twice a mixed one."""
+        sides = self._sides(groups)
+        assert sides is not None, "a group cannot do its phase"
+        self._run(*sides)
+        pairs = _pairs(groups)
+        return dict(zip(pairs, self._program.weight[: len(pairs)].tolist(), strict=True))
+
+    def weighed(
+        self, groups: tuple[Group, ...], attained: Mapping[tuple[int, int], float]
+    ) -> tuple[Score, Orchestration]:
+        """What groups are worth, and how they are routed, with D of somebody else."""
+        sides = self._sides(groups)
+        assert sides is not None, "a group cannot do its phase"
+        for column, pair in enumerate(_pairs(groups)):
+            self._program.weight[column] = attained[pair]
+        offered = self.deducer.work.rate_per_s
+        evaluate_weighed(*sides, offered, self._store, self._program, self._result)
+        return self._scored(), self._routed(groups)
+
+    def _routed(self, groups: tuple[Group, ...]) -> Orchestration:
         flow, weight = self._program.flow.copy(), self._program.weight.copy()
-        places = [[i for i, group in enumerate(groups) if group.phase == p] for p in (PREFILL, DECODE, MIXED)]
-        return shares_of(flow, weight, *places)
+        return shares_of(flow, weight, *_places(groups))
 
     def number(self, group: Group) -> int:
         """The group's row in the store."""
@@ -152,6 +175,9 @@ class Evaluator:
             return NOTHING
         self.evaluated += 1
         self._run(*sides)
+        return self._scored()
+
+    def _scored(self) -> Score:
         offered = self.deducer.work.rate_per_s
         capped, free = float(self._result[CAPPED]), float(self._result[OPEN])
         attainment = min(1.0, capped / offered)
@@ -192,6 +218,20 @@ class Evaluator:
     def complete(self) -> bool:
         """Whether the last orchestration kept every link within its bandwidth by itself."""
         return bool(self._result[COMPLETE] == 1.0)
+
+
+def _places(groups: tuple[Group, ...]) -> tuple[list[int], list[int], list[int]]:
+    """Of those that prefill, decode and do both."""
+    pre, dec, mix = (
+        [i for i, group in enumerate(groups) if group.phase == p] for p in (PREFILL, DECODE, MIXED)
+    )
+    return pre, dec, mix
+
+
+def _pairs(groups: tuple[Group, ...]) -> list[tuple[int, int]]:
+    """Places of the groups behind each column of the program."""
+    pre, dec, mix = _places(groups)
+    return [*((i, j) for i in pre for j in dec), *((k, k) for k in mix)]
 
 
 def describe(state: State, evaluator: Evaluator) -> list[str]:

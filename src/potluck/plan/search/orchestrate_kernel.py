@@ -242,15 +242,14 @@ def optimum(
 
 
 @compiled
-def evaluate(
+def evaluate_weighed(
     pre: Ints, dec: Ints, mix: Ints, offered: float, store: Store, program: Program, result: Floats
 ) -> None:
-    """Attained rates of a set of groups; the flow of the first stays in `program.flow`."""
+    """The same where `program.weight` has D already."""
     result[:] = 0.0
     result[COMPLETE] = 1.0
     if len(pre) * len(dec) + len(mix) == 0:
         return
-    weigh(pre, dec, mix, store, program)
     columns = len(pre) * len(dec) + len(mix)
     result[OPEN] = optimum(pre, dec, mix, 0.0, store, program, result)
     result[CAPPED] = result[OPEN]
@@ -259,3 +258,12 @@ def evaluate(
         total += program.flow[column]
     if total > offered:
         result[CAPPED] = optimum(pre, dec, mix, offered, store, program, result)
+
+
+@compiled
+def evaluate(
+    pre: Ints, dec: Ints, mix: Ints, offered: float, store: Store, program: Program, result: Floats
+) -> None:
+    """Attained rates of a set of groups; the flow of the first stays in `program.flow`."""
+    weigh(pre, dec, mix, store, program)
+    evaluate_weighed(pre, dec, mix, offered, store, program, result)

@@ -19,7 +19,7 @@ from potluck.plan.search.evaluate import TIE_WEIGHT, Group, Score, State
 from potluck.plan.search.moves import without
 from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.tabu import Found
-from potluck.plan.templates.group import components, group_template, route
+from potluck.plan.templates.group import Attained, components, group_template, route
 
 CODEC: Codec = "int4"
 """THUNDERSERVE sends KV in four bits."""
@@ -34,17 +34,22 @@ def replicas_of(pool: Pool, found: Found) -> tuple[Replica, ...]:
 
 
 def to_templates(
-    problem: Problem, ask: Ask, pool: Pool, found: Found, codec: Codec = CODEC
+    problem: Problem,
+    ask: Ask,
+    pool: Pool,
+    found: Found,
+    codec: Codec = CODEC,
+    attained: Attained | None = None,
 ) -> tuple[Template, ...]:
     """One template per set of groups that hang together; those that serve nothing are left out."""
-    return templates_of(problem, ask, replicas_of(pool, found), codec)
+    return templates_of(problem, ask, replicas_of(pool, found), codec, attained)
 
 
 def templates_of(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec, attained: Attained | None = None
 ) -> tuple[Template, ...]:
     """Replicas as templates. Who hands KV to whom is decided with all of them at hand, in every bucket."""
-    routed = route(problem, ask, replicas, codec)
+    routed = route(problem, ask, replicas, codec, attained)
     flows = {(i, j) for each in routed for i, j, _ in each.flows}
     busy = {place for flow in flows for place in flow}
     kept = [place for place in range(len(replicas)) if place in busy]
@@ -52,7 +57,7 @@ def templates_of(
     members = [replicas[place] for place in kept]
     joined = [(places[i], places[j]) for i, j in flows]
     made = [
-        group_template(problem, ask, [members[place] for place in component], codec)
+        group_template(problem, ask, [members[place] for place in component], codec, attained)
         for component in components(members, joined)
     ]
     return tuple(template for template in made if template is not None)

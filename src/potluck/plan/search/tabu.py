@@ -33,6 +33,8 @@ DEALT_SHARE = 0.6
 ROUND = 8
 """Of so many walks the first starts from a mixture, every second from a new state, the others from the best."""
 
+MOST_OTHERS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -80,6 +82,8 @@ class Found:
     steps: int
     converged: bool
     """False when a limit ended the search."""
+    others: tuple[State, ...] = ()
+    """Further states that no single move betters, each worth something else, the best first."""
 
 
 def search(pool: Pool, work: Workload, settings: Settings | None = None) -> Found:
@@ -256,4 +260,16 @@ class Hunt:
             self.evaluator.evaluated,
             self.steps,
             self.converged,
+            self._others(),
         )
+
+    def _others(self) -> tuple[State, ...]:
+        """States that are worth the same differ in nothing but which of two like machines they use."""
+        known = {round(self.best_score.value, 9)}
+        found = []
+        ranked = ((self.evaluator.score(state.groups), state) for state in self.peaks)
+        for score, state in sorted(ranked, key=lambda each: (-each[0].value, each[1])):
+            if round(score.value, 9) not in known and score.goodput_per_s > 0:
+                known.add(round(score.value, 9))
+                found.append(state)
+        return tuple(found[:MOST_OTHERS])

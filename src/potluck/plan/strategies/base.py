@@ -11,6 +11,7 @@ from potluck.plan.allocate.result import Allocation
 from potluck.plan.codecs import solved
 from potluck.plan.columns import Columns, plan_of
 from potluck.plan.problem import Ask, Problem
+from potluck.plan.search.attain import Estimate
 from potluck.plan.search.tabu import Found
 from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.combo import combos
@@ -32,6 +33,8 @@ class Settings:
     clock: Callable[[], float] = time.monotonic
     seed: int = 0
     """Of the search on a pool; the program needs none."""
+    estimate: Estimate | None = None
+    """Tries a pair of replicas of a pool, in place of the closed form; None: the closed form."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +122,7 @@ class Workshop:
 
         def make() -> list[Template]:
             made, self.searched = search_groups(
-                self.problem, ask, settings.time_limit_s * share, settings.seed
+                self.problem, ask, settings.time_limit_s * share, settings.seed, settings.estimate
             )
             known = {template.name for template in made}
             return made + [t for t in self.running if t.model == ask.name and t.name not in known]

@@ -13,9 +13,12 @@ from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.plan import Template
 from potluck.plan.machines import gpus_of, region_pool
 from potluck.plan.problem import Ask, Problem
+from potluck.plan.search.attain import Estimate, tried
+from potluck.plan.search.deduce import deducer
+from potluck.plan.search.evaluate import Evaluator
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.result import CODEC, to_templates
-from potluck.plan.search.tabu import Found, Limits, Settings, search
+from potluck.plan.search.tabu import Found, Limits, Settings, search_with
 
 MAX_GPUS = 256
 """Beyond, a search takes too long to be of use."""
@@ -51,9 +54,12 @@ def machines_key(problem: Problem) -> str:
 
 
 def search_groups(
-    problem: Problem, ask: Ask, time_limit_s: float, seed: int
+    problem: Problem, ask: Ask, time_limit_s: float, seed: int, estimate: Estimate | None = None
 ) -> tuple[list[Template], dict[str, Found]]:
-    """(templates, what each region's search found); a region where the model cannot be served has neither."""
+    """(templates, what each region's search found); a region where the model cannot be served has neither.
+
+    With an `estimate` the pairs of the best states are tried by it (`plan.search.attain`).
+    """
     templates: list[Template] = []
     searched: dict[str, Found] = {}
     if not ask.rate_per_s > 0:
@@ -63,11 +69,15 @@ def search_groups(
         pool = region_pool(problem, region.name)
         if pool is None:
             continue
-        limits = Limits(time_limit_s=time_limit_s / len(problem.regions))
+        how = Settings(seed=seed, limits=Limits(time_limit_s=time_limit_s / len(problem.regions)))
+        evaluator = Evaluator(deducer(pool, work, how.timing))
         try:
-            found = search(pool, work, Settings(seed=seed, limits=limits))
+            found = search_with(evaluator, how)
         except CapacityError:
             continue
+        attained = None
+        if estimate is not None:
+            found, attained = tried(evaluator, found, estimate)
         searched[region.name] = found
-        templates += to_templates(problem, ask, pool, found)
+        templates += to_templates(problem, ask, pool, found, attained=attained)
     return templates, searched

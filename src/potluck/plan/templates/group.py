@@ -3,13 +3,14 @@
 Replicas belong together when they share a machine or hand KV to one another. What they serve in a bucket is a
 transportation problem over the rates that `plan.rates` gives each of them:
 
-    maximise   sum_ij f_ij + sum_k g_k             i prefills, j decodes, k does both
+    maximise   sum_ij D_ij f_ij + sum_k D_k g_k    i prefills, j decodes, k does both
     prefill_i  sum_j f_ij <= h P_i                 h: the share of time a replica is planned to be busy
     decode_j   sum_i f_ij <= h Q_j
     mixed_k    g_k <= h C_k
     link_ab    sum_ij s_ij,ab f_ij <= 1            s: seconds that one request's KV keeps the link busy
 
-where f_ij exists only if i's TTFT and the KV from i to j are within the objective together. KV goes in one piece
+where f_ij exists only if i's TTFT and the KV from i to j are within the objective together. D is 1, or the share of
+requests within the objective where each pair was tried (`plan.search.attain`). KV goes in one piece
 after the prefill, each layer from the machine that has it at i to the one that needs it at j, links side by side
 (THUNDERSERVE's equation 1). The template's closed rate is the optimum over h, since the program puts h back.
 """
@@ -17,7 +18,7 @@ after the prefill, each layer from the machine that has it at i to the one that 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,10 @@ class Routed:
     """(prefilling replica, decoding one or itself, requests/s at the planned utilisation)"""
 
 
+Attained = Mapping[tuple[Layout, Layout], float]
+"""D_ij by the two layouts; twice the same for a replica that does both."""
+
+
 def group_capacity(
     problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
 ) -> tuple[BucketCapacity, ...]:
@@ -65,7 +70,13 @@ def group_capacity(
     return tuple(each.capacity for each in route(problem, ask, replicas, codec))
 
 
-def route(problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec) -> tuple[Routed, ...]:
+def route(
+    problem: Problem,
+    ask: Ask,
+    replicas: Sequence[Replica],
+    codec: Codec,
+    attained: Attained | None = None,
+) -> tuple[Routed, ...]:
     """The same with the routing behind it."""
     known: dict[tuple[str, Layout], tuple[BucketCapacity, ...]] = {}
     for replica in replicas:
@@ -76,18 +87,24 @@ def route(problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec)
             )
     rates = [known[replica.role, replica.layout] for replica in replicas]
     return tuple(
-        _bucket(problem, ask, demand, replicas, [rate[demand.bucket] for rate in rates], codec)
+        _bucket(problem, ask, demand, replicas, [rate[demand.bucket] for rate in rates], codec, attained)
         for demand in ask.demands
     )
 
 
-def group_template(problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec) -> Template | None:
+def group_template(
+    problem: Problem,
+    ask: Ask,
+    replicas: Sequence[Replica],
+    codec: Codec,
+    attained: Attained | None = None,
+) -> Template | None:
     """Replicas as one template of whole machines; None when they serve nothing.
 
     Its name holds a digest of the replicas: what bears the same name is laid out the same, on the same machines.
     """
     members = tuple(sorted(replicas, key=repr))
-    routed = route(problem, ask, members, codec)
+    routed = route(problem, ask, members, codec, attained)
     capacity = tuple(each.capacity for each in routed)
     if not useful(capacity):
         return None
@@ -165,10 +182,15 @@ def _bucket(
     replicas: Sequence[Replica],
     rates: Sequence[BucketCapacity],
     codec: Codec,
+    attained: Attained | None,
 ) -> Routed:
     pairs = _pairs(problem, ask, demand, replicas, rates, codec)
+    worth = [1.0] * len(pairs)
+    if attained is not None:
+        ends = [(replicas[pair.prefill].layout, replicas[pair.decode].layout) for pair in pairs]
+        worth = [attained.get(each, 1.0) for each in ends]
     mixed = [k for k, rate in enumerate(rates) if rate.closed_per_s > 0]
-    flow = _transport(problem.headroom, pairs, mixed, rates)
+    flow = _transport(problem.headroom, pairs, worth, mixed, rates)
     flows = [(p.prefill, p.decode, f) for p, f in zip(pairs, flow, strict=False) if f > 0]
     flows += [(k, k, f) for k, f in zip(mixed, flow[len(pairs) :], strict=True) if f > 0]
     total = sum(f for *_, f in flows)
@@ -223,7 +245,11 @@ def _crossing(
 
 
 def _transport(
-    headroom: float, pairs: Sequence[Pair], mixed: Sequence[int], rates: Sequence[BucketCapacity]
+    headroom: float,
+    pairs: Sequence[Pair],
+    worth: Sequence[float],
+    mixed: Sequence[int],
+    rates: Sequence[BucketCapacity],
 ) -> list[float]:
     """The flow of every pair, then of every mixed replica."""
     alone = [headroom * rates[k].closed_per_s for k in mixed]
@@ -248,7 +274,9 @@ def _transport(
     row, place, value = (np.array(each) for each in zip(*entries, strict=True))
     answer = solve_milp(
         Milp(
-            cost=np.array([-1.0 + HANDOVER_WEIGHT * min(1.0, pair.handover_s) for pair in pairs]),
+            cost=np.array(
+                [HANDOVER_WEIGHT * min(1.0, p.handover_s) - d for p, d in zip(pairs, worth, strict=True)]
+            ),
             lower=np.zeros(len(pairs)),
             upper=np.full(len(pairs), np.inf),
             integer=np.zeros(len(pairs), bool),

@@ -1,0 +1,86 @@
+"""D_ij handed in from outside: weighed as the program's own, asked for once a pair, and kept in templates."""
+
+from __future__ import annotations
+
+import pytest
+from plan_problems import pool_problem
+from search_pools import catalog_node
+
+from potluck.catalog import models
+from potluck.core.values.plan import Replica
+from potluck.core.values.pool import Pool, uniform_pool
+from potluck.core.values.types import LengthBin, Slo, Traffic
+from potluck.plan.problem import Ask, ask
+from potluck.plan.search.attain import tried
+from potluck.plan.search.deduce import deducer
+from potluck.plan.search.deduce_kernel import PREFILL
+from potluck.plan.search.evaluate import Evaluator
+from potluck.plan.search.pool import workload_of
+from potluck.plan.search.result import to_templates
+from potluck.plan.search.tabu import Found, Limits, Settings, search_with
+
+QUICK = Settings(limits=Limits(walks=3, patience=10), phases=("prefill", "decode"))
+POOL: Pool = uniform_pool(
+    [catalog_node(f"n{i}", gpu, 2) for i, gpu in enumerate(("A40", "A40", "A5000", "A6000"))], 20.0
+)
+WANTED: Ask = ask(
+    "chat",
+    models.model("Llama-2-13B"),
+    Slo(2.5, 0.1),
+    Traffic("chat", 30.0, (LengthBin(900, 200, 1.0),)),  # more than there is room for: every pair counts
+)
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[Evaluator, Found]:
+    evaluator = Evaluator(deducer(POOL, workload_of(WANTED), QUICK.timing))
+    return evaluator, search_with(evaluator, QUICK)
+
+
+def test_the_closed_form_handed_in_changes_nothing(searched: tuple[Evaluator, Found]) -> None:
+    evaluator, found = searched
+    groups = found.state.groups
+    score, routed = evaluator.weighed(groups, evaluator.attained(groups))
+    assert score == found.score
+    assert routed == found.orchestration
+    half = {pair: share / 2 for pair, share in evaluator.attained(groups).items()}
+    assert evaluator.weighed(groups, half)[0].attainment == pytest.approx(found.score.attainment / 2)
+    assert evaluator.orchestrated(groups) == found.orchestration  # what is weighed once is not remembered
+
+
+def test_every_pair_is_tried_once_at_a_rate_that_it_can_take(searched: tuple[Evaluator, Found]) -> None:
+    evaluator, found = searched
+    asked: list[tuple[Replica, Replica, float]] = []
+
+    def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
+        asked.append((prefill, decode, rate_per_s))
+        return 1.0
+
+    tried(evaluator, found, estimate)
+    assert len({(prefill, decode) for prefill, decode, _ in asked}) == len(asked) > 0
+    rates = [evaluator.deduced(group) for state in (found.state, *found.others) for group in state.groups]
+    most = 0.8 * max(each.rate_per_s for each in rates if each is not None)
+    assert all((p.role, d.role) == ("prefill", "decode") and 0 < rate <= most for p, d, rate in asked)
+
+
+def test_what_fails_when_tried_is_not_chosen(searched: tuple[Evaluator, Found]) -> None:
+    evaluator, found = searched
+    assert found.others
+    phases = zip(found.state.groups, found.configurations, strict=True)
+    shape = [stage.layers for group, mine in phases if group.phase == PREFILL for stage in mine.stages]
+
+    def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
+        return 0.0 if [stage.layers for stage in prefill.layout.stages] == shape else 0.9
+
+    best, attained = tried(evaluator, found, estimate)
+    assert best.state in found.others
+    assert 0 < best.score.attainment < found.score.attainment
+    problem = pool_problem(POOL, WANTED)
+    templates = to_templates(problem, WANTED, POOL, best, attained=attained)
+    assert templates
+    for template in templates:
+        for flow in template.flows:
+            ends = template.replicas[flow.prefill].layout, template.replicas[flow.decode].layout
+            assert attained[ends] == 0.9  # pairs that fail get no request
+    hopeless = dict.fromkeys(attained, 0.0)
+    assert to_templates(problem, WANTED, POOL, best, attained=hopeless) == ()
