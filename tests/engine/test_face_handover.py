@@ -104,6 +104,28 @@ def test_status_says_where_caches_are_and_how_links_fare() -> None:
     played(scene)
 
 
+def test_an_engine_keeps_to_what_it_is_granted() -> None:
+    async def scene() -> None:
+        async with face(make_service("full", limits=QUICK)) as one:
+            grant = {"link": "a->b", "peers": ["10.0.0.5", "[0:0::1]"], "bytes_per_s": 1e9}
+            status, told = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
+            assert (status, told) == (200, {"grants": [grant | {"peers": ["10.0.0.5", "::1"]}]})
+            for wrong in (
+                {"grants": [grant]},
+                {"grants": [grant], "lasts_s": 0},
+                {"grants": grant, "lasts_s": 30},
+                {"grants": [grant | {"peers": []}], "lasts_s": 30},
+                {"grants": [grant | {"bytes_per_s": -1}], "lasts_s": 30},
+                {"grants": [grant | {"more": 1}], "lasts_s": 30},
+                {"grant": [], "lasts_s": 30},
+            ):
+                assert (await one.put("/grants", wrong))[0] == 400, wrong
+            assert (await one.get("/grants"))[1] == told
+            assert (await one.put("/grants", {"grants": [], "lasts_s": 30}))[1] == {"grants": []}
+
+    played(scene)
+
+
 def test_a_cache_is_only_fetched_from_peers_and_nobody_learns_who_listens() -> None:
     async def scene() -> None:
         service = make_service("full", limits=QUICK, kv=KvSettings(fleet=(("10.9.9.9", 1234),)))

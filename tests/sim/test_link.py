@@ -7,9 +7,13 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_fleets import decode_only, flow_plan, load, prefill_only, problem
 
+from potluck.core.brain.policy import Policy
 from potluck.core.errors import InputError
+from potluck.core.routing.grants import GRANTED
 from potluck.sim.links.link import Pipe
+from potluck.sim.run import build
 
 WEIGHTS = {"": 1.0, "gold": 4.0, "iron": 0.5}
 Op = tuple[str, float, float, str]
@@ -137,3 +141,13 @@ def test_a_dead_pipe_waits_and_a_broken_off_transfer_is_counted() -> None:
     assert pipe.abort(100.0, 7) == 0.0
     with pytest.raises(InputError, match="negative"):
         Pipe("link", "a", "b", -1.0, 0.0)
+
+
+def test_senders_that_keep_to_grants_use_a_share_of_a_link_together() -> None:
+    scene = problem(flow_plan((prefill_only(), "west", 1), (decode_only(), "east", 1)), gbps=10.0)
+    free, granted = (build(scene, load(5), Policy(grants=grants)).network for grants in (False, True))
+    ends = ("west", "east")
+    assert granted.links[ends].rate_bytes_per_s == pytest.approx(GRANTED * 10e9 / 8)
+    assert free.links[ends].rate_bytes_per_s > granted.links[ends].rate_bytes_per_s
+    assert granted.gbps_of(ends) == free.gbps_of(ends) == pytest.approx(10.0)
+    assert granted.rate_of(ends, 5.0) == pytest.approx(GRANTED * 5e9 / 8)

@@ -97,6 +97,8 @@ def build(
     """The world before its first event."""
     policy = Policy() if policy is None else policy
     settings = Settings(tick_s=policy.tick_s) if settings is None else settings
+    if settings.granted is None:
+        settings = replace(settings, granted=policy.grants)
     for name in workload.models:
         if name not in scene.models:
             raise UnknownNameError("workload: model", name, scene.models)

@@ -48,6 +48,7 @@ class PolicyIn(Written):
     affinity: float | None = None
     pool_caches: bool | None = None
     rebalance: bool | None = None
+    grants: bool | None = None
     split_overflow: bool | None = None
     low_decodes: bool | None = None
     scaling: Scaling | None = None

@@ -37,8 +37,8 @@ from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
 CHUNK_STEP = 8
-"""Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64, answers
-of one that was planned close to its TPOT took 7 to 14 % longer, and nearly all were late."""
+"""Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64
+answers of one that was planned close to its TPOT took 7 to 14 % longer, and nearly all were late."""
 MEAN_TOKENS = (1024.0, 256.0)
 """Prompt and answer of a model that nothing is known of."""
 

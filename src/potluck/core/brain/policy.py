@@ -43,6 +43,8 @@ class Policy:
     """
     rebalance: bool = False
     """Copy prefixes that many ask for to replicas with less to do, while links have room (PrfaaS 3.2)."""
+    grants: bool = False
+    """Share links between regions out among their senders, which keep to what they are granted (PrfaaS 3.3)."""
     split_overflow: bool = True
     """In pairs, a prompt that finds no place on the low-end GPU goes whole to the high-end one if that is sooner.
 

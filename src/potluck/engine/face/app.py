@@ -14,7 +14,7 @@ from aiohttp.typedefs import Handler
 from potluck.api.errors import Refused
 from potluck.api.ids import HEADER, request_id
 from potluck.api.origin import Served, check_origin
-from potluck.engine.face import control, openai, page, peers, prefixes, segments
+from potluck.engine.face import control, grants, openai, page, peers, prefixes, segments
 from potluck.engine.face.carriage import Carriage
 from potluck.engine.face.errors import error_response
 from potluck.engine.face.service import SERVICE, Service
@@ -70,6 +70,8 @@ def build(service: Service, api_key: str | None = None, served: Served | None = 
     app.router.add_post("/pace", control.change_pace)
     app.router.add_get("/peers", peers.show_peers)
     app.router.add_put("/peers", peers.change_peers)
+    app.router.add_get("/grants", grants.show_grants)
+    app.router.add_put("/grants", grants.change_grants)
     app.router.add_post("/drain", control.drain)
     app.router.add_get("/health", control.health)
     app.router.add_get("/metrics", control.metrics)

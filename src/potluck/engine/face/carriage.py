@@ -27,7 +27,7 @@ from potluck.kv.link.report import LinkReport
 from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.parcels import Manifest, Parcel, TransferError
 from potluck.kv.receive.fetch import Fetched, Fetching, Wanted
-from potluck.kv.send.outbox import Outbox
+from potluck.kv.send.outbox import Grant, Outbox
 from potluck.kv.send.shipment import Shipment, State
 from potluck.kv.send.stream import OutboxLimits
 
@@ -127,8 +127,24 @@ class Carriage:
 
     # What is handed on.
 
+    def granted(self, grants: Iterable[Grant], now_s: float) -> None:
+        """What may be sent over which links from now on."""
+        self._outbox.granted(grants, now_s)
+
+    @property
+    def grants(self) -> tuple[Grant, ...]:
+        return self._outbox.grants
+
     def offer(
-        self, handle: str, bound: bytes, channel: Channel, lasts_s: float, codec: Codec = "raw"
+        self,
+        handle: str,
+        bound: bytes,
+        channel: Channel,
+        lasts_s: float,
+        codec: Codec = "raw",
+        *,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> Fate:
         fate: Fate = self._loop.create_future()
 
@@ -142,7 +158,7 @@ class Carriage:
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, found)
 
-        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed)
+        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed, tenant=tenant, weight=weight)
         self._shipments[handle] = shipment
         return fate
 

@@ -63,7 +63,11 @@ class Center:
         )
         self.desk.manage = self.keeper.act
         self.watch = Watch(
-            self.keeper, self.desk.tell, caches=policy.affinity > 0, planned_gbps=facts.links_gbps
+            self.keeper,
+            self.desk.tell,
+            caches=policy.affinity > 0,
+            planned_gbps=facts.links_gbps,
+            grants=policy.grants,
         )
         self.roster = None if roster is None else RosterFile(roster)
         self.herald = Herald(self.brain.steward.why)

@@ -115,6 +115,9 @@ class Caller:
     async def peers(self, engine: Engine, addresses: Iterable[str]) -> None:
         await self.ask(engine, b"PUT", b"/peers", {"peers": sorted(addresses)})
 
+    async def grants(self, engine: Engine, given: list[dict[str, object]], lasts_s: float) -> None:
+        await self.ask(engine, b"PUT", b"/grants", {"grants": given, "lasts_s": lasts_s})
+
     async def move(self, source: Engine, target: Engine, request: str, names: list[str], codec: str) -> None:
         """Have a cached prefix copied from one engine to another."""
         body = {"request": request, "blocks": names, "codec": codec}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from potluck.core.brain.events import LinkReported
 
@@ -23,6 +23,11 @@ class Passed:
     queued_bytes: float = 0.0
     resent_segments: float = 0.0
     """By all senders of its region."""
+    by_sender: dict[str, float] = field(default_factory=dict)
+    """Bytes that each has sent or would, by replica."""
+
+    def wants(self, replica: str, size_bytes: float) -> None:
+        self.by_sender[replica] = self.by_sender.get(replica, 0.0) + size_bytes
 
 
 def link_reports(

@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from potluck.core.brain.events import LinkReported, Reported
 from potluck.core.errors import PotluckError
-from potluck.gateway.fleet.engine import Engine
+from potluck.core.routing.grants import eased
+from potluck.gateway.fleet.engine import Engine, NotAnswered
+from potluck.gateway.fleet.grants import LASTS_S, granted
 from potluck.gateway.fleet.keeper import Keeper, Tell
 from potluck.gateway.fleet.links import Passed, link_reports
 
@@ -27,12 +30,23 @@ class Watch:
     """Keeps a task for every engine of the roster."""
 
     def __init__(
-        self, keeper: Keeper, tell: Tell, *, caches: bool, planned_gbps: Mapping[tuple[str, str], float]
+        self,
+        keeper: Keeper,
+        tell: Tell,
+        *,
+        caches: bool,
+        planned_gbps: Mapping[tuple[str, str], float],
+        grants: bool = False,
     ) -> None:
         self._keeper = keeper
         self._tell = tell
         self._caches = caches
         self._planned_gbps = planned_gbps
+        self._grants = grants
+        self._granted: dict[str, list[dict[str, object]]] = {}
+        """By replica."""
+        self._shares: dict[tuple[str, str], float] = {}
+        """Of each link's bandwidth, what is dealt out."""
         self._looked_s = time.monotonic()
         self.links: tuple[LinkReported, ...] = ()
         """As last told."""
@@ -59,6 +73,20 @@ class Watch:
             self.links = tuple(link_reports(passed, self._planned_gbps, period_s))
             for report in self.links:
                 self._tell(report)
+            if self._grants:
+                self._deal(passed, period_s)
+
+    def _deal(self, passed: Mapping[tuple[str, str], Passed], period_s: float) -> None:
+        """Share links out among their senders; each is told when it is next asked how it fares."""
+        for report in self.links:
+            ends = (report.source, report.target)
+            self._shares[ends] = eased(self._shares.get(ends, 1.0), report.lost_share)
+        gbps = {ends: full * self._shares[ends] for ends, full in self._planned_gbps.items()}
+        wants = {
+            ends: {replica: size / period_s for replica, size in each.by_sender.items()}
+            for ends, each in passed.items()
+        }
+        self._granted = granted(self._keeper.endpoints, gbps, wants)
 
     async def _watch(self, engine: Engine) -> None:
         while True:
@@ -88,6 +116,9 @@ class Watch:
         if not replica or keeper.find(replica) is None:
             return
         self._tell(Reported(replica, said.status))
+        if self._grants and replica in self._granted:
+            with suppress(NotAnswered):  # one that knows no grants sends as it always did
+                await caller.grants(engine, self._granted[replica], LASTS_S)
         if self._caches:
             for report in await caller.cache(engine):
                 if engine.replica == replica:
@@ -118,6 +149,7 @@ class Watch:
                             passed = found.setdefault(ends, Passed())
                             passed.queued_bytes += link.queue_bytes
                             passed.resent_segments += again
+                            passed.wants(endpoint.replica, link.queue_bytes)
                     continue
                 rate = link.goodput_bytes_per_s
                 busy_s = link.moved_bytes / rate if rate > 0 else 0.0
@@ -128,6 +160,7 @@ class Watch:
                     continue
                 passed = found.setdefault((sender.region, endpoint.region), Passed())
                 passed.moved_bytes += moved_bytes
+                passed.wants(sender.replica, moved_bytes)
                 passed.busy_s += took_s
                 codec = keeper.codec(sender, endpoint)
                 self.moved(sender.replica, endpoint.replica, codec, round(moved_bytes), took_s)

@@ -11,6 +11,9 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
 
 from potluck.core.errors import CapacityError, FormatError, PotluckError
 from potluck.kv.handles import Handles
@@ -20,11 +23,23 @@ from potluck.kv.link.strand import Strand, shut
 from potluck.kv.parcels import TransferError
 from potluck.kv.send.shipment import Closed, Opened, OutboxMemory, Shipment
 from potluck.kv.send.stream import OutboxLimits, Peer, Stream
+from potluck.kv.send.throttle import Throttle
 from potluck.kv.wire.frames import Beat, Hello, Opening, Problem, Refused
 
 MOST_PEERS = 256
 ANSWER_S = 60.0
 """An engine answers between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """So many bytes a second may be sent over a link, which leads to these machines."""
+
+    link: str
+    peers: frozenset[str]
+    bytes_per_s: float
+    until_s: float = inf
+    """When it ends, unless it is given again: whoever grants may be gone."""
 
 
 class Outbox:
@@ -44,6 +59,9 @@ class Outbox:
         self._handles: Handles[Shipment] = Handles()
         self._shipments: dict[str, Shipment] = {}
         self._peers: dict[str, Peer] = {}
+        self._grants: dict[str, Grant] = {}
+        self._throttles: dict[str, Throttle] = {}
+        """By link; those of `_grants`."""
         self._keys = itertools.count(1)
         self._connections: dict[int, socket.socket] = {}
         self._threads: list[threading.Thread] = []
@@ -58,11 +76,19 @@ class Outbox:
     # The engine's side.
 
     def offer(
-        self, handle: str, bound: bytes, opened: Opened, lasts_s: float, closed: Closed | None = None
+        self,
+        handle: str,
+        bound: bytes,
+        opened: Opened,
+        lasts_s: float,
+        closed: Closed | None = None,
+        *,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> Shipment:
         """A cache that can be fetched, once, within a time; `closed` is told how it went, in whatever thread."""
         expires_s = time.monotonic() + lasts_s
-        shipment = Shipment(self._room, self.limits.chunk_bytes, opened, expires_s, closed)
+        shipment = Shipment(self._room, self.limits.chunk_bytes, opened, expires_s, closed, tenant, weight)
         with self._changed:
             if self._closed:
                 raise CapacityError("outbox: is closed")
@@ -78,6 +104,35 @@ class Outbox:
             if shipment is not None and shipment.state == "offered":
                 shipment.end("gone")
             self._forget()
+
+    def granted(self, grants: Iterable[Grant], now_s: float) -> None:
+        """What may be sent over which links from now on, in place of all that was granted before."""
+        with self._changed:
+            self._grants = {grant.link: grant for grant in grants}
+            throttles = {}
+            for link, grant in self._grants.items():
+                throttle = self._throttles.get(link)
+                if throttle is None:
+                    throttle = Throttle(grant.bytes_per_s, now_s)
+                else:
+                    throttle.grant(grant.bytes_per_s, now_s)
+                throttles[link] = throttle
+            self._throttles = throttles
+            for name, peer in self._peers.items():
+                peer.throttle = self._throttle(name)
+
+    @property
+    def grants(self) -> tuple[Grant, ...]:
+        with self._changed:
+            return tuple(self._grants.values())
+
+    @property
+    def throttles(self) -> tuple[Throttle, ...]:
+        return tuple(self._throttles.values())
+
+    def _throttle(self, peer: str) -> Throttle | None:
+        links = (link for link, grant in self._grants.items() if peer in grant.peers)
+        return self._throttles.get(next(links, ""))
 
     @property
     def held_bytes(self) -> int:
@@ -157,6 +212,9 @@ class Outbox:
 
     def _sweep(self, now_s: float) -> None:
         with self._changed:
+            kept = [grant for grant in self._grants.values() if grant.until_s > now_s]
+            if len(kept) < len(self._grants):
+                self.granted(kept, now_s)
             for shipment in self._shipments.values():
                 if shipment.opening or (shipment.strands and not shipment.load.outstanding):
                     shipment.stirred_s = now_s  # The receiver is there; it is we who have nothing for it.
@@ -240,7 +298,10 @@ class Outbox:
         while not self._closed:
             with self._changed:
                 found = self._handles.claim(hello.handle, hello.bound, hello.session, now_s)
-                if found is not None and found.attach(hello.chunk_bytes, self.limits.most_lanes, now_s):
+                chunk_bytes = hello.chunk_bytes
+                if found is not None and found.state == "offered":
+                    chunk_bytes = self._chunk_bytes(strand.peer, chunk_bytes)
+                if found is not None and found.attach(chunk_bytes, self.limits.most_lanes, now_s):
                     found.peer = strand.peer
                     return found
                 if now_s >= until_s:
@@ -254,6 +315,11 @@ class Outbox:
                     raise FormatError("hand-over", "goes on before it was answered")
         return None
 
+    def _chunk_bytes(self, peer: str, most_bytes: int) -> int:
+        """Smaller on a thin link, so that shipments can take turns there."""
+        throttle = self._throttle(peer)
+        return most_bytes if throttle is None else min(most_bytes, throttle.chunk_bytes)
+
     def _peer(self, name: str) -> Peer:
         with self._changed:
             return self._known(name)
@@ -264,4 +330,6 @@ class Outbox:
             if idle is None:
                 break
             del self._peers[idle]
-        return self._peers.setdefault(name, Peer())
+        if name not in self._peers:
+            self._peers[name] = Peer(throttle=self._throttle(name))
+        return self._peers[name]

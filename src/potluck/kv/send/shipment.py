@@ -42,8 +42,12 @@ class Shipment:
         opened: Opened,
         expires_s: float,
         closed: Closed | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> None:
         self.room = room
+        self.tenant, self.weight = tenant, weight
+        """Whose share of a throttled link it takes."""
         self._closed = closed
         self.load = Load(chunk_bytes)
         self.state: State = "offered"

@@ -9,6 +9,7 @@ from potluck.kv.link import shm
 from potluck.kv.link.report import info
 from potluck.kv.link.strand import Strand, expect
 from potluck.kv.send.shipment import Shipment
+from potluck.kv.send.throttle import Throttle
 from potluck.kv.wire.check import sums
 from potluck.kv.wire.frames import Ack, Beat, Chunk, Done, End, Hello, Problem
 
@@ -48,6 +49,8 @@ class Peer:
     under_way: int = 0
     since_s: float = 0.0
     strands: dict[int, Strand] = field(default_factory=dict)
+    throttle: Throttle | None = None
+    """Where a grant holds for the link to it."""
 
     def add(self, chunks: int, now_s: float) -> None:
         """So many more chunks are under way, or fewer."""
@@ -67,6 +70,7 @@ class Stream:
         self._lock = shipment.room.changed
         self._sent = 0
         self._under_way = 0
+        self._key = id(shipment)
         most = limits.most_unacked
         self._most_unacked = most if slots is None else min(most, slots.shared.slots)
         self._done = False
@@ -98,6 +102,8 @@ class Stream:
                 peer.strands.pop(strand.key, None)
                 peer.sent_again_bytes += shipment.load.sent_again_bytes - before
                 peer.retransmits += closing.retransmits if closing else 0
+                if peer.throttle is not None and not shipment.strands:
+                    peer.throttle.leave(self._key)
                 shipment.ring()
 
     def _listen(self) -> None:
@@ -124,16 +130,20 @@ class Stream:
                 return False
             if shipment.over and time.monotonic() - shipment.stirred_s > self._limits.hello_s:
                 return False  # Its receiver has said so elsewhere, and should have said it here.
+            now_s = time.monotonic()
+            later_s = self._turn_s(now_s)
             with shipment.counted():
-                todo = None if shipment.over else shipment.load.next(strand.key)
-            strand.idle = todo is None
+                todo = None if shipment.over or later_s > 0 else shipment.load.next(strand.key)
+            strand.idle = todo is None and not later_s
             if isinstance(todo, tuple):
                 self._under_way += 1
-                self._peer.add(1, time.monotonic())
+                self._peer.add(1, now_s)
                 self._peer.moved_bytes += todo[0].count
+            self._taken(todo[0].count if isinstance(todo, tuple) else 0, later_s)
         if todo is None:
             strand.woken = False
-            if not strand.wait(self._limits.beat_s) and not strand.woken:
+            whole = not later_s or later_s >= self._limits.beat_s
+            if not strand.wait(self._limits.beat_s if whole else later_s) and whole and not strand.woken:
                 strand.send(Beat())
         elif isinstance(todo, Problem):
             strand.send(todo)
@@ -144,6 +154,23 @@ class Stream:
         else:
             self._chunk(*todo)
         return True
+
+    def _turn_s(self, now_s: float) -> float:
+        """Seconds until this connection may take something: what a throttle says, where there is work for it."""
+        throttle, shipment = self._peer.throttle, self._shipment
+        if throttle is None or shipment.over or shipment.load.failed:
+            return 0.0
+        if not shipment.load.may_take(self._strand.key) or not shipment.load.work:
+            return 0.0
+        return throttle.wait_s(self._key, shipment.tenant, shipment.weight, now_s)
+
+    def _taken(self, size_bytes: int, later_s: float) -> None:
+        """Tell the throttle what became of a turn."""
+        throttle = self._peer.throttle
+        if throttle is not None and size_bytes:
+            throttle.sent(self._key, size_bytes)
+        elif throttle is not None and not later_s:
+            throttle.rest(self._key)
 
     def _chunk(self, chunk: Chunk, data: memoryview) -> None:
         if chunk.sums is None:

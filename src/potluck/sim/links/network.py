@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from potluck.core.routing.grants import GRANTED
 from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
 from potluck.sim.links.link import Pipe
@@ -32,10 +33,12 @@ def card_pipe(name: str, gbps: float) -> Pipe:
 class Network:
     """All pipes of a run."""
 
-    __slots__ = ("_links", "_machines", "_ways", "links", "pipes", "scene")
+    __slots__ = ("_granted", "_links", "_machines", "_ways", "links", "pipes", "scene")
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, granted: bool = False) -> None:
         self.scene = scene
+        self._granted = granted
+        """Whether senders keep to what they are granted: all of them together to a share of a link."""
         self.pipes: list[Pipe] = []
         self._links: dict[tuple[str, str], Link] = {}
         self.links: dict[tuple[str, str], Pipe] = {}
@@ -43,21 +46,25 @@ class Network:
         self._ways: dict[tuple[str, str], tuple[tuple[Pipe, float], ...]] = {}
         """By the ids of two replicas."""
         for link in scene.links:
-            path = link_alpha_beta(link)
             ends = (link.source, link.target)
             self._links[ends] = link
-            self.links[ends] = self._add(Pipe("link", *ends, path.beta_bytes_per_s, path.alpha_s))
+            self.links[ends] = self._add(
+                Pipe("link", *ends, self.full_rate(ends), link_alpha_beta(link).alpha_s)
+            )
 
     def card(self, name: str, gbps: float) -> Pipe:
         return self._add(card_pipe(name, gbps))
 
     def full_rate(self, ends: tuple[str, str]) -> float:
         """Bytes a second that a link was built for."""
-        return link_alpha_beta(self._links[ends]).beta_bytes_per_s
+        return self.rate_of(ends, self._links[ends].gbps)
 
     def rate_of(self, ends: tuple[str, str], gbps: float) -> float:
         """Bytes a second of payload at another bandwidth of the same link."""
-        return 0.0 if gbps <= 0 else alpha_beta(gbps, self._links[ends].rtt_s).beta_bytes_per_s
+        if gbps <= 0:
+            return 0.0
+        rate = alpha_beta(gbps, self._links[ends].rtt_s).beta_bytes_per_s
+        return min(rate, GRANTED * gbps * 1e9 / 8) if self._granted else rate
 
     def gbps_of(self, ends: tuple[str, str]) -> float:
         """What a link carries at present, as its bandwidth is written."""

@@ -36,7 +36,7 @@ class Ground:
         self.agenda = Agenda(slices_per_s(_replicas(kits.scene.plan), workload.rate_per_s or 0.0))
         self.sites: dict[str, Site] = {}
         """Replicas that are there, by id."""
-        self.network = Network(kits.scene)
+        self.network = Network(kits.scene, bool(settings.granted))
         self.handovers = Handovers(self.agenda, self.network, settings.overlap)
         self.reports = Reports(self.agenda, self.network, settings)
         self.ledger = Ledger(len(workload))
