@@ -142,10 +142,9 @@ class Carriage:
         channel: Channel,
         lasts_s: float,
         codec: Codec = "raw",
-        *,
-        tenant: str = "",
-        weight: float = 1.0,
+        whose: tuple[str, float] = ("", 1.0),
     ) -> Fate:
+        """`whose`: a tenant and its weight, for links that are shared out."""
         fate: Fate = self._loop.create_future()
 
         def opened(have: int) -> Manifest:
@@ -158,7 +157,7 @@ class Carriage:
             with suppress(RuntimeError):  # The event loop is closed: nobody is left to be told.
                 self._loop.call_soon_threadsafe(_settle, fate, found)
 
-        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed, tenant=tenant, weight=weight)
+        shipment = self._outbox.offer(handle, bound, opened, lasts_s, closed, *whose)
         self._shipments[handle] = shipment
         return fate
 

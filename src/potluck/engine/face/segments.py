@@ -50,8 +50,8 @@ async def segments(request: web.Request) -> web.StreamResponse:
             bound = bound_to(asked.request, service.fingerprint, token_hash(job.prompt[: job.whole]))
             carriage = service.carriage
             assert carriage is not None
-            whose = {"tenant": asked.tenant, "weight": asked.weight}
-            fate = carriage.offer(handle, bound, channel, service.limits.deadline_s, asked.codec, **whose)
+            whose = asked.tenant, asked.weight
+            fate = carriage.offer(handle, bound, channel, service.limits.deadline_s, asked.codec, whose)
             stack.callback(carriage.withdraw, handle, channel)
             stack.push_async_callback(_stop, asyncio.create_task(_watch(service, job, channel, fate)))
         if asked.source is not None:

@@ -82,7 +82,6 @@ class Outbox:
         opened: Opened,
         lasts_s: float,
         closed: Closed | None = None,
-        *,
         tenant: str = "",
         weight: float = 1.0,
     ) -> Shipment:
