@@ -107,7 +107,7 @@ def test_status_says_where_caches_are_and_how_links_fare() -> None:
 def test_an_engine_keeps_to_what_it_is_granted() -> None:
     async def scene() -> None:
         async with face(make_service("full", limits=QUICK)) as one:
-            grant = {"link": "a->b", "peers": ["10.0.0.5", "[0:0::1]"], "bytes_per_s": 1e9}
+            grant = {"link": "a->b", "peers": ["10.0.0.5", "0:0::1"], "bytes_per_s": 1e9}
             status, told = await one.put("/grants", {"grants": [grant], "lasts_s": 30})
             assert (status, told) == (200, {"grants": [grant | {"peers": ["10.0.0.5", "::1"]}]})
             for wrong in (

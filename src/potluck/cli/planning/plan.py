@@ -126,8 +126,8 @@ def plan(
     problem = exact(measured(problem, profile_paths), exact_kv)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
-    settings = Settings(limit_s, running=before, pins=tuple(_pin(text) for text in pinned), seed=seed)
-    settings = replace(settings, estimate=estimate_of(spec, problem, rehearsing, seed))
+    pins, estimate = tuple(map(_pin, pinned)), estimate_of(spec, problem, rehearsing, seed)
+    settings = Settings(limit_s, running=before, pins=pins, seed=seed, estimate=estimate)
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
         outcome = planner(workshop, settings)
@@ -153,8 +153,7 @@ def plan(
     show_rehearsal(tried)
     show_plan(problem, outcome)
     show_search(searched)
-    if reasons is not None:
-        show_reasons(reasons)
+    show_reasons(reasons)
 
 
 def exact(problem: Problem, exact_kv: bool) -> Problem:

@@ -162,8 +162,10 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
     )
 
 
-def show_reasons(reasons: Explanation) -> None:
-    """Why these GPUs, and what a node is worth."""
+def show_reasons(reasons: Explanation | None) -> None:
+    """Why these GPUs, and what a node is worth; nothing where nobody asked."""
+    if reasons is None:
+        return
     rows = []
     for each in reasons.models:
         if not each.served_by:
