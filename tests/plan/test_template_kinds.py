@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.core.admission.room import MARGIN
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
@@ -152,4 +153,4 @@ def test_a_mixed_pipeline_keeps_its_objective_and_gains_from_stages() -> None:
     tight = replace(ask, slo=Slo(ask.slo.ttft_s, two.tpot_s / 2))
     less = replica_capacity(tight, halves, problem.by_name, "mixed", 0.8)[0]
     assert less.closed_per_s < two.closed_per_s
-    assert less.tpot_s <= tight.slo.tpot_s
+    assert less.tpot_s <= MARGIN * tight.slo.tpot_s  # its turns are as long when it has little to do

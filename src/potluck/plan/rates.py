@@ -21,6 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from potluck.core.admission.room import MARGIN
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity
@@ -164,7 +165,8 @@ def _pipeline_mixed(timer: PipelineTimer, demand: Demand, room: int, slo: Slo) -
     """(requests/s, TTFT, TPOT): in each of S stages a batch of B decodes with the prompt tokens that feed it.
 
     A step of one batch takes T and the slowest stage I of it; with S batches under way each has its turn every
-    C = max(S I, T). A prompt of several chunks takes as many turns.
+    C = max(S I, T). A prompt of several chunks takes as many turns. A turn is as long however busy the pipeline is,
+    so it must be within the part of TPOT that admission keeps to, or requests are refused that were planned for.
     """
     stages = len(timer.stages)
     most = min(room // stages, MAX_BATCH)
@@ -189,7 +191,7 @@ def _pipeline_mixed(timer: PipelineTimer, demand: Demand, room: int, slo: Slo) -
         size = np.full(len(batches), float(min(CHUNK_TOKENS, new - start)))
         ttft_s += cycle_s(size, np.full(len(batches), float(demand.cached_tokens + start)))
     rate = stages * batches / (tpot_s * out)
-    rate = np.where((tpot_s <= slo.tpot_s) & (ttft_s <= slo.ttft_s), rate, 0.0)
+    rate = np.where((tpot_s <= MARGIN * slo.tpot_s) & (ttft_s <= slo.ttft_s), rate, 0.0)
     best = int(np.argmax(rate))
     if not rate[best] > 0:
         return 0.0, 0.0, 0.0

@@ -15,7 +15,8 @@ What is best depends on the phase (h: the share of time a replica is planned to 
 
     prefill   (1/I)·P(W <= TTFT - T)     W: the wait of an M/D/1 queue of service I at utilisation h
     decode    S·B / (C·O)                C = max(S·I, T) <= TPOT, the time in which all S batches step once
-    mixed     S·B / (C·O)·P(W <= TTFT - T1)      T1: first token of a prompt, in chunks among the decodes
+    mixed     S·B / (C·O)·P(W <= TTFT - T1)      T1: first token of a prompt, in chunks among the decodes; C within
+                                                 the part of TPOT that admission keeps to
 
 over all batches B whose KV fits. THUNDERSERVE takes prefill's least latency instead; with a rate and a wait
 in the objective, this is the same aim without ignoring that a long stage also queues. A tenth of TTFT is kept
@@ -31,6 +32,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from potluck.core.admission.room import MARGIN
 from potluck.core.values.types import Role
 from potluck.plan.rates import HANDOVER_SHARE
 from potluck.plan.search.costs import Costs, Timing, costs_of
@@ -209,6 +211,7 @@ def deducer(pool: Pool, work: Workload, timing: Timing) -> Deducer:
         work.model.hidden * 2.0,
         work.slo.ttft_s * (1.0 - HANDOVER_SHARE),
         work.slo.tpot_s,
+        MARGIN * work.slo.tpot_s,
         work.headroom,
     )
     wires = wires_of(pool)

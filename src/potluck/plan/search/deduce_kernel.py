@@ -36,6 +36,8 @@ class Tables(NamedTuple):
     ttft_s: float
     """What is left of the objective without the hand-over of KV."""
     tpot_s: float
+    mixed_tpot_s: float
+    """A pipeline that does both phases has turns of one length, however busy it is: admission's margin is kept."""
     headroom: float
 
 
@@ -132,7 +134,7 @@ def load(phase: int, kinds: Ints, count: int, b: int, tables: Tables, scratch: S
 
 
 @compiled
-def hopeless(count: int, batch: float, tables: Tables, scratch: Scratch, best: float) -> bool:
+def hopeless(count: int, batch: float, tpot_s: float, tables: Tables, scratch: Scratch, best: float) -> bool:
     """Whether even layers in fractions, without regard to memory or hops, would not beat `best`.
 
     Balanced, all stages take I = (L + sum r/a) / sum 1/a; the latency is at least L min a + sum r.
@@ -146,7 +148,7 @@ def hopeless(count: int, batch: float, tables: Tables, scratch: Scratch, best: f
     cycle_s = max(count * (tables.layers + ahead) / speed, tables.layers * least + rest_s)
     # A touch of slack, so that rounding never drops what is as good as the best.
     cycle_s *= 1.0 - 1e-12
-    return cycle_s > tables.tpot_s or count * batch / (cycle_s * tables.output_tokens) < best
+    return cycle_s > tpot_s or count * batch / (cycle_s * tables.output_tokens) < best
 
 
 @compiled
@@ -168,7 +170,8 @@ def walk(
     is `fixed`, it is the one in `layers`.
     """
     load(phase, kinds, count, b, tables, scratch)
-    if phase != PREFILL and hopeless(count, tables.batches[b], tables, scratch, result[0]):
+    tpot_s = tables.mixed_tpot_s if phase == MIXED else tables.tpot_s
+    if phase != PREFILL and hopeless(count, tables.batches[b], tpot_s, tables, scratch, result[0]):
         return
     if not (given(count, layers, scratch) if fixed else fill(count, tables.layers, scratch)):
         return
@@ -194,7 +197,7 @@ def walk(
             rate = 1.0 / interval_s
             share = attained(tables.headroom, interval_s, tables.ttft_s - latency_s)
             _keep(rate * share, rate, latency_s, interval_s, 1.0, share, count, scratch, result, layers)
-        elif cycle_s < best_cycle and cycle_s <= tables.tpot_s:
+        elif cycle_s < best_cycle and cycle_s <= tpot_s:
             best_cycle = cycle_s
             rate = count * batch / (cycle_s * tables.output_tokens)
             share, first_s = 1.0, 0.0
