@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from door_kit import FakeExchange, Scene, saying
+from door_kit import NAME, FakeExchange, Scene, saying
 from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.core.errors import InputError
+from potluck.core.replica.block_values import NameBook
+from potluck.core.values.service import Sharing
 from potluck.gateway.door.allowances import Allowance, Quota
 from potluck.gateway.door.front import DoorSettings
 from potluck.gateway.door.keys import KeyRing, new_key
@@ -200,7 +202,7 @@ def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
     again = Keyed(tmp_path, settings=settings)
     again.try_key(again.key)
     assert again.driver.asked[0].salt == salts[0], "a restart changes nothing while the secret is the same"
-    shared = Keyed(tmp_path, settings=DoorSettings(shared_prefixes=True))
+    shared = Keyed(tmp_path, settings=DoorSettings(sharing=(Sharing(),)))
     shared.try_key(shared.key)
     assert shared.driver.asked[0].salt == ""
     scene.try_key(scene.key, cache_salt="mine")
@@ -212,6 +214,39 @@ def test_tenants_share_no_prefixes_unless_told_to(tmp_path: Path) -> None:
     plain.complete()
     assert len(plain.driver.asked[0].salt) == 32
     assert plain.driver.asked[1].salt == ""
+
+
+def test_tenants_of_one_circle_share_prefixes_of_its_models_and_nobody_else_does(tmp_path: Path) -> None:
+    tenants = ("ann", "bob", "cid")
+    made = [new_key(name, name) for name in tenants]
+
+    def salts(*sharing: Sharing, **more: object) -> list[str]:
+        scene = Keyed(tmp_path, settings=DoorSettings(secret=b"s" * 32, sharing=sharing))
+        scene.now_s = 2.0
+        scene.write(*(line for _, line in made))
+        for key, _ in made:
+            scene.try_key(key, **more)
+        return [asked.salt for asked in scene.driver.asked]
+
+    alone = salts()
+    assert len(set(alone)) == 3
+    ann, bob, cid = salts(Sharing(("ann", "bob")))
+    assert ann == bob != cid
+    assert ann not in alone, "what either had for itself stays its own"
+    assert cid == alone[2]
+    assert salts(Sharing(("ann", "bob"), (NAME,))) == [ann, bob, cid]
+    assert salts(Sharing(("ann", "bob"), ("another",))) == alone
+    wider = salts(Sharing(("ann", "bob", "cid")))
+    assert wider[0] == wider[1] == wider[2] != ann, "who joins or leaves finds nothing of what was"
+    tokens, book = range(64), NameBook()
+    names = {
+        name: book.names(tokens, NAME, salt) for name, salt in zip(tenants, (ann, bob, cid), strict=True)
+    }
+    assert names["ann"] == names["bob"], "the index takes both prompts for the same"
+    assert set(names["cid"]).isdisjoint(names["ann"])
+    own = salts(Sharing(("ann", "bob")), cache_salt="mine")
+    assert own[0] == own[1] != ann
+    assert own[2] not in (own[0], cid)
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 200), st.floats(0, 2)), max_size=60))

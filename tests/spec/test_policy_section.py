@@ -8,7 +8,7 @@ import pytest
 from spec_texts import GOOD, good, problems
 
 from potluck.core.brain.policy import Policy
-from potluck.core.values.service import Tenant
+from potluck.core.values.service import Sharing, Tenant
 from potluck.core.values.types import Slo
 from potluck.spec.policies import PolicyIn
 
@@ -25,6 +25,9 @@ policy:
     - name: batch
       slo: {ttft_ms: 9000, tpot_ms: 300}
       stops: true
+  shared_prefixes:
+    - {tenants: [search, web], models: [chat]}
+    - {tenants: [ops, it, ops]}
 """
 
 
@@ -46,6 +49,15 @@ def test_what_is_written_counts() -> None:
     assert classes["batch"].slo == Slo(9.0, 0.3)
     assert classes["batch"].stops
     assert not classes["batch"].late
+    assert policy.shared_prefixes == (
+        Sharing(("search", "web"), ("chat",)),
+        Sharing(("it", "ops")),
+    )
+
+
+def test_all_tenants_and_all_models_may_share() -> None:
+    everything = "policy: {shared_prefixes: [{tenants: all}]}\n"
+    assert good(GOOD + everything).policy.shared_prefixes == (Sharing(),)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,17 @@ def test_what_is_written_counts() -> None:
         ("max_wait_s", "max_weight_s", "policy.max_weight_s: unknown key; did you mean 'max_wait_s'"),
         ("fill: 0.5", "fill: 2", "policy.classes[0].fill: must be at most 1, is 2"),
         ("late: true", "late: 1", "policy.classes[0].late: must be true or false, is 1"),
+        (
+            "models: [chat]",
+            "models: [chap]",
+            "policy.shared_prefixes[0].models[0]: unknown model 'chap'; did you mean 'chat'?",
+        ),
+        (
+            "tenants: [search, web]",
+            "tenants: [web, web]",
+            "policy.shared_prefixes[0].tenants: must name two tenants or more that share, or say `all`",
+        ),
+        ("models: [chat]", "models: []", "policy.shared_prefixes[0].models: must name models, or say `all`"),
         ("stops: true", "stop: true", "policy.classes[1].stop: unknown key; did you mean 'stops'"),
     ],
 )
@@ -74,3 +97,10 @@ def test_every_complaint_has_its_line(old: str, new: str, says: str) -> None:
 
 def test_every_rule_can_be_written() -> None:
     assert {each.name for each in fields(Policy)} <= set(PolicyIn.model_fields)
+
+
+def test_no_tenant_is_in_two_circles_of_one_model() -> None:
+    circles = "[{tenants: [a, b], models: [chat]}, {tenants: [b, c]}]"
+    (found,) = problems(f"{GOOD}policy: {{shared_prefixes: {circles}}}\n")
+    says = "policy.shared_prefixes: has two entries for the same tenant and model; make them one"
+    assert says in str(found)

@@ -154,6 +154,7 @@ class Alone:
             meter,
             settings,
             frozenset(each.name for each in center.policy.classes),
+            center.policy.shared_prefixes,
             center.lacking,
             center.desk.line,
         )

@@ -5,14 +5,15 @@ Everything may be left out; then the rule is the one of `core.brain.policy.Polic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
-from potluck.core.brain.policy import Balance, Policy, Scaling, SplitRule
-from potluck.core.errors import InputError
-from potluck.core.values.service import RequestClass, Tenant, with_built_in
+from potluck.core.brain.policy import LISTS, Balance, Policy, Scaling, SplitRule
+from potluck.core.errors import InputError, did_you_mean
+from potluck.core.values.service import RequestClass, Sharing, Tenant, with_built_in
 from potluck.spec.problems import Problems, shown
 from potluck.spec.schema_parts import Name, SloIn, Written
 
@@ -35,6 +36,13 @@ class ClassIn(Written):
     stops: bool = False
     fill: float = Field(default=1.0, gt=0, le=1)
     max_wait_s: float | None = Field(default=None, ge=0, le=1e9)
+
+
+class SharingIn(Written):
+    """Tenants that use each other's cached prefixes."""
+
+    tenants: Literal["all"] | list[Name]
+    models: Literal["all"] | list[Name] = "all"
 
 
 class PolicyIn(Written):
@@ -60,6 +68,7 @@ class PolicyIn(Written):
     set_apart: bool | None = None
     tenants: list[TenantIn] = Field(default_factory=list)
     classes: list[ClassIn] = Field(default_factory=list)
+    shared_prefixes: list[SharingIn] = Field(default_factory=list)
     tick_s: float | None = None
     window_s: float | None = None
     ratio: float | None = None
@@ -74,14 +83,14 @@ class PolicyIn(Written):
     advise: bool | None = None
 
 
-def resolve_policy(written: PolicyIn | None, problems: Problems) -> Policy:
-    """The rules; what is wrong with them is noted with its line."""
+def resolve_policy(written: PolicyIn | None, models: Sequence[str], problems: Problems) -> Policy:
+    """The rules; what is wrong with them is noted with its line. `models` are the names of those there are."""
     if written is None:
         return Policy()
     values: dict[str, Any] = {}
     for each in fields(Policy):
         value = getattr(written, each.name)
-        if each.name not in ("tenants", "classes") and value is not None:
+        if each.name not in LISTS and value is not None:
             values[each.name] = value
     for kind, entries in (("tenants", written.tenants), ("classes", written.classes)):
         seen: set[str] = set()
@@ -89,6 +98,7 @@ def resolve_policy(written: PolicyIn | None, problems: Problems) -> Policy:
             if entry.name in seen:
                 problems.add((*entry.at, "name"), f"duplicate name {shown(entry.name)} in {kind}; keep one")
             seen.add(entry.name)
+    values["shared_prefixes"] = tuple(_sharing(each, models, problems) for each in written.shared_prefixes)
     if problems.found:
         return Policy()
     values["tenants"] = tuple(Tenant(tenant.name, tenant.weight) for tenant in written.tenants)
@@ -99,6 +109,20 @@ def resolve_policy(written: PolicyIn | None, problems: Problems) -> Policy:
         name = error.field.removeprefix("policy: ")
         problems.add(("policy", name), error.problem)
         return Policy()
+
+
+def _sharing(written: SharingIn, models: Sequence[str], problems: Problems) -> Sharing:
+    if written.tenants != "all" and len(set(written.tenants)) < 2:
+        problems.add((*written.at, "tenants"), "must name two tenants or more that share, or say `all`")
+    named = () if written.models == "all" else tuple(written.models)
+    for place, name in enumerate(named):
+        if models and name not in models:
+            line = f"unknown model {shown(name)}{did_you_mean(name, models)}"
+            problems.add((*written.at, "models", place), line)
+    if written.models == []:
+        problems.add((*written.at, "models"), "must name models, or say `all`")
+    tenants = () if written.tenants == "all" else tuple(sorted(set(written.tenants)))
+    return Sharing(tenants, named)
 
 
 def _class(written: ClassIn) -> RequestClass:

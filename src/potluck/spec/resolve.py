@@ -44,7 +44,8 @@ def resolve(
         pooled = _rented(written, hardware, problems, broken)
     links = _links(written.links, region_names, problems)
     models = _models(written.models, folder, problems)
-    policy = resolve_policy(written.policy, problems)
+    names = [model.name for model in models] if not problems.found else []
+    policy = resolve_policy(written.policy, names, problems)
     problems.raise_any()
     return Spec(
         models=tuple(models),

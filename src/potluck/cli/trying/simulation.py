@@ -14,7 +14,7 @@ from potluck.cli.common.objectives import scaled
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.workloads import DEFAULT_REQUESTS, Asked, load
 from potluck.cli.planning.estimate import measured
-from potluck.core.brain.policy import Policy
+from potluck.core.brain.policy import LISTS, Policy
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
 from potluck.core.values.plan import Plan, plan_from_json
@@ -237,7 +237,7 @@ def _rate(spec: Spec, model: str, parts: int, rate_per_s: float | None) -> float
 
 def policy_of(pairs: tuple[str, ...], base: Policy | None = None) -> Policy:
     """`--policy balance=least-work --policy opportunistic=false`, over the spec's rules."""
-    known = [each.name for each in fields(Policy) if each.name not in ("tenants", "classes")]
+    known = [each.name for each in fields(Policy) if each.name not in LISTS]
     values: dict[str, object] = {}
     for pair in pairs:
         name, sign, text = pair.partition("=")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from itertools import combinations
+from typing import Final, Literal
 
 from potluck.core.errors import InputError
-from potluck.core.values.service import CLASSES, RequestClass, Tenant
+from potluck.core.values.service import CLASSES, RequestClass, Sharing, Tenant
 
 Balance = Literal["learned", "goodput", "round-robin", "token", "least-work", "fixed"]
 """How requests are spread over units: to the one that is done first at the speeds observed, in proportion to goodput
@@ -19,6 +20,10 @@ PrfaaS's periodic split and threshold; CORAL's periodic re-allocation; the same 
 
 SplitRule = Literal["series", "printed"]
 """CRONUS's balancer: by the sum over iterations (equation 1), or as its Algorithm 1 is printed."""
+
+
+LISTS: Final = frozenset({"tenants", "classes", "shared_prefixes"})
+"""Rules that are no plain values: only a spec has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,9 @@ class Policy:
     tenants: tuple[Tenant, ...] = ()
     """Tenants with weights; any other weighs 1."""
     classes: tuple[RequestClass, ...] = CLASSES
+    shared_prefixes: tuple[Sharing, ...] = ()
+    """Who uses whose cached prefixes, beside one's own. Requests are told apart where they come in, by a salt: the
+    Brain only sees that blocks have the same names."""
     tick_s: float = 1.0
     window_s: float = 120.0
     """Sliding window over which rates and lengths are watched (CAUCHY Algorithm 1)."""
@@ -122,5 +130,10 @@ class Policy:
         ):
             if len(set(names)) < len(names):
                 raise InputError(f"policy: {kind}", "must have names of their own")
+        for first, second in combinations(self.shared_prefixes, 2):
+            if first.meets(second):
+                raise InputError(
+                    "policy: shared_prefixes", "has two entries for the same tenant and model; make them one"
+                )
         if self.retries < 0:
             raise InputError("policy: retries", f"must not be negative, is {self.retries}")

@@ -27,6 +27,26 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """Tenants that use each other's cached prefixes; others', and those of other models, they do not."""
+
+    tenants: tuple[str, ...] = ()
+    """None: all of them."""
+    models: tuple[str, ...] = ()
+    """None: all of them."""
+
+    def covers(self, tenant: str, model: str) -> bool:
+        return (not self.tenants or tenant in self.tenants) and (not self.models or model in self.models)
+
+    def meets(self, other: Sharing) -> bool:
+        """Whether both would cover the same tenant and model."""
+        return all(
+            not first or not second or not set(first).isdisjoint(second)
+            for first, second in ((self.tenants, other.tenants), (self.models, other.models))
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RequestClass:
     """What requests of a class allow."""
 

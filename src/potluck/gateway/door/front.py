@@ -21,7 +21,7 @@ from potluck.api.errors import Refused, refusal
 from potluck.api.ids import random_word, request_id
 from potluck.api.origin import Served, check_origin
 from potluck.core.errors import InputError, UnknownNameError
-from potluck.core.values.service import CLASSES
+from potluck.core.values.service import CLASSES, Sharing
 from potluck.gateway.door.allowances import Spent
 from potluck.gateway.door.answering import Answering
 from potluck.gateway.door.asking import Asking, growth_of
@@ -54,8 +54,8 @@ class DoorSettings:
     classes: frozenset[str] = frozenset(each.name for each in CLASSES)
     secret: bytes = b""
     """From which tenants' salts are made; empty: made up at the start."""
-    shared_prefixes: bool = False
-    """Whether tenants may use each other's cached prefixes."""
+    sharing: tuple[Sharing, ...] = ()
+    """Which tenants may use each other's cached prefixes."""
     served: Served = Served()
     """Under which names the gateway is reached; asked only where there are no keys."""
     most_open: int = 20_000
@@ -226,7 +226,8 @@ class FrontDoor:
         """All is known: let the driver see to it."""
         word = random_word()
         tenant, own = key.tenant, wish.own_salt
-        salt = (self._salts.get(tenant) if own is None else None) or self._salt(tenant, own)
+        circle = self._circle(tenant, wish.card.name) if self._settings.sharing else tenant
+        salt = (self._salts.get(circle) if own is None else None) or self._salt(circle, own)
         asking = Asking(wish, tenant, salt, exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
         if prompts and wish.length is not None:
@@ -254,9 +255,17 @@ class FrontDoor:
         answering.charged = tokens
         answering.limits = key.allowance.headers(now_s)
 
+    def _circle(self, tenant: str, model: str) -> str:
+        """Those who share a salt: a tenant alone, or with others; nobody's name has such a character. Whoever leaves
+        a circle finds nothing of it any more, as it is another one then."""
+        for each in self._settings.sharing:
+            if each.covers(tenant, model):
+                return "".join(f"\x01{name}" for name in each.tenants)
+        return tenant
+
     def _salt(self, tenant: str, own: str | None) -> str:
-        """Tenants with another one share no cached prefix; `own` sets some of a tenant's requests apart as well."""
-        if self._settings.shared_prefixes or self._keys is None or self._keys.open:
+        """Circles with another one share no cached prefix; `own` sets some of their requests apart as well."""
+        if self._keys is None or self._keys.open:
             tenant = ""
         if not own:
             if not tenant:

@@ -134,6 +134,7 @@ class Crew:
             int(self._post.clients.getsockname()[1]),
             self._cards,
             tuple(each.name for each in self.center.policy.classes),
+            self.center.policy.shared_prefixes,
             None if settings.keys is None else str(settings.keys.absolute()),
             None if certificate is None else str(certificate.absolute()),
             None if key is None else str(key.absolute()),

@@ -181,6 +181,7 @@ async def work(path: str, place: int) -> None:
         meter,
         settings,
         frozenset(setup.classes),
+        setup.sharing,
         hand.lacking,
         hand.connect,
         slate=Slate(setup.slate, setup.place, setup.workers),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.codec import decode, encode
+from potluck.core.values.service import Sharing
 from potluck.gateway.door.cards import ModelCard, read_card
 from potluck.gateway.settings import Places, Settings
 
@@ -46,6 +47,7 @@ class Setup:
     port: int
     cards: tuple[CardNote, ...]
     classes: tuple[str, ...]
+    sharing: tuple[Sharing, ...]
     keys: str | None
     certificate: str | None
     key: str | None

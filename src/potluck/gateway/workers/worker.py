@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from potluck.core.errors import InputError
+from potluck.core.values.service import Sharing
 from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.front import DoorSettings, FrontDoor
@@ -32,6 +33,7 @@ class Worker:
         meter: Meter,
         settings: Settings,
         classes: frozenset[str],
+        sharing: tuple[Sharing, ...],
         ready: Callable[[str], str],
         connect: Callable[[Act], Line],
         *,
@@ -52,7 +54,7 @@ class Worker:
             self.rides,
             meter,
             keys=self.keys,
-            settings=DoorSettings(classes=classes, secret=settings.secret),
+            settings=DoorSettings(classes=classes, secret=settings.secret, sharing=sharing),
             ready=ready,
             segments=directory.segments,
         )
