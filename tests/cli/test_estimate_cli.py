@@ -233,3 +233,15 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Examples:" in out
     for option in ("--model", "--node", "--tp", "--input", "--output", "--ttft-ms", "--tpot-ms", "--json"):
         assert option in out
+
+
+def test_experts_are_spread_where_asked_and_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["estimate", "--node", "8xH100", "--tp", "8", "--input", "1000", "--output", "100", "--json"]
+    assert run([*asked, "--model", "GPT-OSS-120B", "--ep", "tp"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ep"] == "tp"
+    assert "expert parallelism" in found["basis"]
+    assert run([*asked, "--model", "Llama-3.1-8B", "--ep", "tp"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "0 experts" in said

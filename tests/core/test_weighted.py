@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from potluck.core.errors import InputError
-from potluck.core.routing.stages import StageTurns, node_speeds
 from potluck.core.routing.weighted import Turns
-from potluck.core.values.layout import Layout, Stage, StageNode
 
 weights = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=12)
 
@@ -146,18 +143,3 @@ def test_nobody_is_picked_from_nobody() -> None:
     turns.set(1, 0.0)
     assert turns.pick() is None
     assert turns.total == 0
-
-
-def test_stages_choose_their_nodes_by_speed() -> None:
-    layout = Layout((Stage(4, (StageNode("a", 1), StageNode("b", 2))), Stage(4, (StageNode("a", 4),))))
-    speeds = node_speeds(layout, {"a": 1.0, "b": 1.5})
-    assert speeds == ((1.0, 3.0), (4.0,))
-    turns = StageTurns(layout, speeds)
-    assert Counter(turns.pick() for _ in range(40)) == {(0, 0): 10, (1, 0): 30}
-
-
-@pytest.mark.parametrize("speeds", [((1.0, 3.0),), ((1.0,), (4.0,)), ((1.0, 0.0), (4.0,))])
-def test_speeds_must_fit_the_layout(speeds: tuple[tuple[float, ...], ...]) -> None:
-    layout = Layout((Stage(4, (StageNode("a", 1), StageNode("b", 2))), Stage(4, (StageNode("a", 4),))))
-    with pytest.raises(InputError):
-        StageTurns(layout, speeds)

@@ -80,6 +80,8 @@ class Paces:
         if len(stages) != 1 or len(stages[0].nodes) != 1:
             return None
         node = stages[0].nodes[0]
+        if node.ep != "none":
+            return None  # profiles are of sharded experts
         return f"{template.model}\n{node.node}\n{node.tp}"
 
     def _kept(self) -> Json:

@@ -8,12 +8,19 @@ KV. The stage with the least room decides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import floor
+from math import floor, inf
 
 from potluck.core.errors import CapacityError
+from potluck.core.values.layout import Ep
 from potluck.core.values.model import LinearAttention, Model
 from potluck.core.values.types import NodeType
-from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
+from potluck.perf.memory import (
+    attention_ways,
+    embedding_bytes,
+    head_bytes,
+    kv_bytes_per_gpu,
+    weight_bytes_per_gpu,
+)
 
 USABLE_SHARE = 0.9
 STEP_TOKENS = 8192
@@ -42,21 +49,38 @@ def stage_memory(
     *,
     usable_share: float = USABLE_SHARE,
     step_tokens: int = STEP_TOKENS,
+    ep: Ep = "none",
 ) -> StageMemory:
     """Memory of one of `tp` GPUs that hold `layers` (all of them when left out)."""
-    chosen = range(model.layer_count) if layers is None else layers
-    weights = weight_bytes_per_gpu(model, tp, chosen, tables=False) + _table_bytes(model, chosen) / tp
+    chosen, ways = range(model.layer_count) if layers is None else layers, attention_ways(tp, ep)
+    weights = weight_bytes_per_gpu(model, tp, chosen, tables=False, ep=ep)
+    weights += _table_bytes(model, chosen) / ways
     return StageMemory(
-        node.gpu.memory_bytes * usable_share, weights, _activation_bytes(model, tp, step_tokens)
+        node.gpu.memory_bytes * usable_share, weights, _activation_bytes(model, ways, step_tokens)
     )
 
 
 def max_requests(
-    model: Model, memory: StageMemory, tp: int, tokens: float, layers: range | None = None
+    model: Model,
+    memory: StageMemory,
+    tp: int,
+    tokens: float,
+    layers: range | None = None,
+    ep: Ep = "none",
 ) -> int:
     """How many requests of so many tokens have room for their KV at once."""
-    each = kv_bytes_per_gpu(model, tokens, tp, layers)
-    return max(0, floor(memory.kv_bytes / each)) if each > 0 else 1 << 20
+    ways = attention_ways(tp, ep)
+    each = kv_bytes_per_gpu(model, tokens, ways, layers)
+    return max(0, floor(memory.kv_bytes / each)) * (tp // ways) if each > 0 else 1 << 20
+
+
+def kv_tokens(
+    model: Model, memory: StageMemory, tp: int, tokens: float, layers: range, ep: Ep = "none"
+) -> float:
+    """Tokens of KV that `tp` GPUs have room for, in requests of about so many; infinite where they take none."""
+    ways = attention_ways(tp, ep)
+    each = kv_bytes_per_gpu(model, tokens, ways, layers)
+    return memory.kv_bytes / each * tokens * (tp // ways) if each > 0 else inf
 
 
 def require_fit(model: Model, memory: StageMemory, node: NodeType, tp: int) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
@@ -32,6 +33,7 @@ class Estimate:
     node: str
     role: Role
     tp: int
+    ep: Ep
     replicas: int
     """Copies of the model side by side on the node."""
     prefill_s: float
@@ -73,9 +75,10 @@ def estimate(
     price_usd_per_h: float | None = None,
     role: Role = "mixed",
     profiles: Sequence[Profile] = (),
+    ep: Ep = "none",
 ) -> Estimate:
     """Estimate a node; without `tp`, with the degree that serves the most requests. Where `profiles` has this model
-    on this GPU with that degree, step times are those that were measured."""
+    on this GPU with that degree, step times are those that were measured. `ep` spreads a mixture's experts."""
     if input_tokens < 1 or output_tokens < 1:
         name, tokens = ("input", input_tokens) if input_tokens < 1 else ("output", output_tokens)
         raise InputError(name, f"must be at least 1 token, is {tokens}")
@@ -84,26 +87,27 @@ def estimate(
             "input", f"with the output exceeds the {model.max_context_tokens} tokens {model.name} takes"
         )
     if tp is not None:
-        return _at(model, node, tp, input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
+        return _at(model, node, tp, ep, input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
     found: list[Estimate] = []
     refused: CapacityError | None = None
-    for degree in _degrees(model, node):
+    asked = (input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
+    for degree in _degrees(model, node, ep):
         try:
-            found.append(
-                _at(model, node, degree, input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
-            )
+            found.append(_at(model, node, degree, ep, *asked))
         except CapacityError as error:
             refused = error
     if not found:
+        if refused is None and ep != "none":
+            check_tp(model, node, node.gpus, ep)
         raise refused or InputError("tp", f"no degree divides the heads of {model.name}")
     return max(found, key=lambda each: (each.requests_per_s, -each.prefill_s))
 
 
-def _degrees(model: Model, node: NodeType) -> list[int]:
+def _degrees(model: Model, node: NodeType, ep: Ep) -> list[int]:
     degrees = []
     for tp in (d for d in range(1, node.gpus + 1) if node.gpus % d == 0):
         try:
-            check_tp(model, node, tp)
+            check_tp(model, node, tp, ep)
         except InputError:
             continue
         degrees.append(tp)
@@ -114,6 +118,7 @@ def _at(
     model: Model,
     node: NodeType,
     tp: int,
+    ep: Ep,
     input_tokens: int,
     output_tokens: int,
     slo: Slo | None,
@@ -121,13 +126,13 @@ def _at(
     role: Role,
     profiles: Sequence[Profile],
 ) -> Estimate:
-    check_tp(model, node, tp)
-    memory = stage_memory(model, node, tp)
+    check_tp(model, node, tp, ep)
+    memory = stage_memory(model, node, tp, ep=ep)
     require_fit(model, memory, node, tp)
-    line = roofline(model, node, tp)
-    profile = profile_for(profiles, model, node, tp)
+    line = roofline(model, node, tp, ep=ep)
+    profile = profile_for(profiles, model, node, tp) if ep == "none" else None
     timer: StepTimer = line if profile is None else ProfileTimer(profile)
-    batch = max_requests(model, memory, tp, input_tokens + output_tokens)
+    batch = max_requests(model, memory, tp, input_tokens + output_tokens, ep=ep)
     operating = best_operating(timer, input_tokens, output_tokens, batch, slo, role)
     replicas = node.gpus // tp
     rate = operating.requests_per_s * replicas if operating else 0.0
@@ -142,6 +147,7 @@ def _at(
         node=node.name,
         role=role,
         tp=tp,
+        ep=ep,
         replicas=replicas,
         prefill_s=float(prefill_s(timer, input_tokens)[0]),
         prefill_bound=_bound(line, alone),

@@ -1,8 +1,9 @@
 """What one layer asks of one GPU: its matrix products, its attention, its element-wise traffic.
 
 Tensor parallelism divides heads, inner widths and experts' widths over `tp` ranks; KV heads are copied when
-there are fewer than ranks, and MLA's down-projections and its latent stand on every rank. The same lists
-give times (`perf.roofline`) and plain sums of FLOPs and bytes (`perf.arithmetic`).
+there are fewer than ranks, and MLA's down-projections and its latent stand on every rank. With expert parallelism
+(`core.values.layout.Ep`) an expert is whole on one rank, which works on the rows that chose it; the rank that chance
+gives most decides. The same lists give times (`perf.roofline`) and plain sums of FLOPs and bytes (`perf.arithmetic`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
+from potluck.core.values.layout import Ep
 from potluck.core.values.model import (
     Attention,
     FullAttention,
@@ -39,14 +42,37 @@ class Gemm:
     bits: float
     experts: int = 0
     active: int = 0
+    ranks: int = 1
+    """GPUs that the experts are spread over, each whole on one."""
 
     def spread(self, tokens: Floats) -> tuple[Floats, Floats]:
-        """(rows per matrix, matrices used): tokens choose experts evenly and independently."""
+        """(rows per matrix, matrices used): tokens choose experts evenly and independently.
+
+        Of several ranks it is the one with the most rows, and more matrices in proportion.
+        """
         if not self.experts:
             return tokens, np.ones_like(tokens)
         miss = (1.0 - self.active / self.experts) ** tokens
         used = np.maximum(self.experts * (1.0 - miss), 1.0)
-        return tokens * self.active / used, used
+        rows = tokens * self.active
+        if self.ranks > 1:
+            share = busiest_share(rows, self.ranks)
+            rows, most = rows * share, -(-self.experts // self.ranks)
+            used = np.clip(used * share, 1.0, most)
+        return rows / used, used
+
+
+def busiest_share(rows: Floats, ranks: int) -> Floats:
+    """The part of all rows that the busiest of some ranks gets, on average, when each row picks one by chance.
+
+    The largest of n normal numbers is about Phi^-1((n - 3/8) / (n + 1/4)) deviations above their mean (Blom); as
+    counts add up to a given number they are correlated, which widens it. Routers that prefer some experts are worse.
+    """
+    above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * (ranks / (ranks - 1)) ** 0.5
+    mean = 1.0 / ranks
+    deviation = np.sqrt(mean * (1.0 - mean) / np.maximum(rows, 1.0))
+    share: Floats = np.minimum(mean + above * deviation, 1.0)
+    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,27 +110,32 @@ class LayerWork:
     launches: int
     reduced_bytes_per_token: float
     """Activations that the ranks add up, per token; 0 without tensor parallelism."""
+    routed_bytes_per_token: float = 0.0
+    """Activations that go to experts on other ranks, and as many come back; where ranks have tokens of their own."""
 
 
-def layer_works(model: Model, tp: int, layers: Layers = None) -> list[tuple[LayerWork, int]]:
+def layer_works(model: Model, tp: int, layers: Layers = None, ep: Ep = "none") -> list[tuple[LayerWork, int]]:
     """The unlike layers of a stage with how often each occurs."""
     chosen = range(model.layer_count) if layers is None else layers
     picked = model.layers[chosen.start : chosen.stop]
-    return [(layer_work(layer, model, tp), count) for layer, count in Counter(picked).items()]
+    return [(layer_work(layer, model, tp, ep), count) for layer, count in Counter(picked).items()]
 
 
 @lru_cache(maxsize=1024)
-def layer_work(layer: Layer, model: Model, tp: int) -> LayerWork:
-    """One layer on one of `tp` ranks."""
+def layer_work(layer: Layer, model: Model, tp: int, ep: Ep = "none") -> LayerWork:
+    """One layer on one of `tp` ranks. With data-parallel attention, per token of that rank; experts of all tokens."""
     hidden = model.hidden
+    ranks, tp = tp, 1 if ep == "dp" else tp
     attention_gemms = _attention_gemms(layer.attention, model, tp)
-    ffn_gemms, inner, launches = _ffn_gemms(layer, model, tp)
+    ffn_gemms, inner, launches = _ffn_gemms(layer, model, tp, ranks if ep != "none" else 1)
     gemms = (*attention_gemms, *ffn_gemms)
     # Two norms with residual (read two, write two), rotary embedding and cache write, and the activation.
     rotated = sum(gemm.n for gemm in attention_gemms[:1])
     elements = 2 * 4 * hidden + 3 * rotated + 3 * inner
     reduced = 2.0 * 2.0 * hidden if tp > 1 else 0.0
-    return LayerWork(gemms, _attention(layer.attention, model, tp), 2.0 * elements, 5 + launches, reduced)
+    routed = 2.0 * hidden * layer.ffn.active if ep == "dp" and isinstance(layer.ffn, MoeFfn) else 0.0
+    attention = _attention(layer.attention, model, tp)
+    return LayerWork(gemms, attention, 2.0 * elements, 5 + launches, reduced, routed)
 
 
 def head_gemm(model: Model, tp: int) -> Gemm:
@@ -156,23 +187,25 @@ def _latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[Ge
     )
 
 
-def _ffn_gemms(layer: Layer, model: Model, tp: int) -> tuple[tuple[Gemm, ...], float, int]:
-    """(products, width of the activation per token, further launches)."""
+def _ffn_gemms(layer: Layer, model: Model, tp: int, ranks: int) -> tuple[tuple[Gemm, ...], float, int]:
+    """(products, width of the activation per token, further launches); experts are spread over `ranks`."""
     ffn, hidden, bits = layer.ffn, model.hidden, model.weight_bits
     if not isinstance(ffn, MoeFfn):
         inner = ffn.intermediate / tp
         return (Gemm("gate_up", 2 * inner, hidden, bits), Gemm("down", hidden, inner, bits)), inner, 0
     inner, wide = ffn.intermediate / tp, model.expert_bits
+    width = float(ffn.intermediate) if ranks > 1 else inner
     gemms = [
         Gemm("router", ffn.experts, hidden, 16.0),
-        Gemm("experts_gate_up", 2 * inner, hidden, wide, ffn.experts, ffn.active),
-        Gemm("experts_down", hidden, inner, wide, ffn.experts, ffn.active),
+        Gemm("experts_gate_up", 2 * width, hidden, wide, ffn.experts, ffn.active, ranks),
+        Gemm("experts_down", hidden, width, wide, ffn.experts, ffn.active, ranks),
     ]
     shared = ffn.shared_intermediate / tp
     if shared:
         gemms += [Gemm("shared_gate_up", 2 * shared, hidden, bits), Gemm("shared_down", hidden, shared, bits)]
-    # Choosing, sorting, gathering and adding up the experts' rows.
-    return tuple(gemms), ffn.active * inner + shared + 2.0 * ffn.active * hidden / 3.0, 4
+    # Choosing, sorting, gathering and adding up the experts' rows: on a rank with whole experts only its own.
+    gathered = 2.0 * ffn.active * hidden / 3.0 / (tp if ranks > 1 else 1)
+    return tuple(gemms), ffn.active * inner + shared + gathered, 4
 
 
 def _attention(attention: Attention, model: Model, tp: int) -> SoftmaxWork | LinearWork:

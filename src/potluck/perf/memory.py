@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Ep
 from potluck.core.values.model import (
     Attention,
     DenseFfn,
@@ -45,6 +46,8 @@ CONV_STATE_BYTES = 2
 """The short convolution's inputs are kept in the width of activations."""
 TABLE_BITS = 16.0
 """Quantised checkpoints (FP8, MXFP4, AWQ, GPTQ) leave the embedding and the head in 16 bits."""
+EXPERTS = ("experts", "expert_bias")
+"""Parts that lie on one GPU where experts are spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +106,34 @@ def weight_bytes(model: Model, layers: Layers = None) -> float:
 
 
 def weight_bytes_per_gpu(
-    model: Model, tp: int, layers: Layers = None, *, tables: bool | None = None
+    model: Model, tp: int, layers: Layers = None, *, tables: bool | None = None, ep: Ep = "none"
 ) -> float:
     """Bytes on one of `tp` ranks. Norms, routers and MLA's down-projections stand on every rank.
 
-    `tables` says whether embedding and head are there too; by default when all layers are.
+    `tables` says whether embedding and head are there too; by default when all layers are. Where experts are spread
+    (`ep`), a rank has some of them whole; with data-parallel attention all else stands on every rank.
     """
     _check_tp(tp)
     total = 0.0
+    ways_of_all = attention_ways(tp, ep)
     for layer, count in _counted(model, layers):
-        kv_heads = layer.attention.kv_heads if isinstance(layer.attention, FullAttention) else tp
-        ways = {"shard": tp, "kv": min(tp, kv_heads), "copy": 1}
+        kv_heads = layer.attention.kv_heads if isinstance(layer.attention, FullAttention) else ways_of_all
+        ways: dict[str, float] = {"shard": ways_of_all, "kv": min(ways_of_all, kv_heads), "copy": 1}
+        experts = layer.ffn.experts if isinstance(layer.ffn, MoeFfn) and ep != "none" else tp
+        ways["experts"] = experts / -(-experts // tp)
         parts = _parts(layer, model.hidden)
-        total += count * sum(_part_bytes(model, part) / ways[part.split] for part in parts)
+        total += count * sum(
+            _part_bytes(model, part) / ways["experts" if part.name in EXPERTS else part.split]
+            for part in parts
+        )
     if tables if tables is not None else layers is None:
-        total += (embedding_bytes(model) + head_bytes(model)) / tp  # sharded over the vocabulary
+        total += (embedding_bytes(model) + head_bytes(model)) / ways_of_all  # sharded over the vocabulary
     return total
+
+
+def attention_ways(tp: int, ep: Ep) -> int:
+    """Over how many GPUs one request's attention and KV are divided."""
+    return 1 if ep == "dp" else tp
 
 
 def kv_bytes_per_token(model: Model, layers: Layers = None) -> float:

@@ -21,6 +21,22 @@ def all_reduce_s(
     size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
 ) -> Floats:
     """Ring all-reduce inside a node: fixed + 2 (n-1)/n bytes / (share x link)."""
+    return _collective_s(2.0, size_bytes, ranks, link, networks)
+
+
+def all_to_all_s(
+    size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
+) -> Floats:
+    """Each rank sends its bytes to all evenly, all at once: fixed + (n-1)/n bytes / (share x link).
+
+    Nobody measured these; share and start are those of all-reduce on the same link.
+    """
+    return _collective_s(1.0, size_bytes, ranks, link, networks)
+
+
+def _collective_s(
+    passes: float, size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
+) -> Floats:
     size = np.asarray(size_bytes, np.float64)
     if ranks == 1:
         return np.zeros_like(size)
@@ -28,7 +44,7 @@ def all_reduce_s(
     fitted = next((network for network in networks if network.kind == kind), None)
     share, fixed_s = (0.7, 2e-5) if fitted is None else (fitted.share, fitted.fixed_s)
     per_peer_s = 0.0 if fitted is None else fitted.fixed_per_peer_s * (ranks - 1)
-    wire_s = 2.0 * (ranks - 1) / ranks * size / (share * link.gb_per_s * 1e9)
+    wire_s = passes * (ranks - 1) / ranks * size / (share * link.gb_per_s * 1e9)
     return np.asarray(fixed_s + per_peer_s + wire_s, np.float64)
 
 

@@ -119,7 +119,15 @@ def pipeline(
         for member in stage.nodes:
             node = _node(nodes, member.node)
             timers.append(
-                roofline(model, node, member.tp, layers=layers, calibration=calibration, host_s=0.0)
+                roofline(
+                    model,
+                    node,
+                    member.tp,
+                    layers=layers,
+                    calibration=calibration,
+                    host_s=0.0,
+                    ep=member.ep,
+                )
             )
         stages.append(tuple(timers))
     return PipelineTimer(model, tuple(stages), hops, host_s)
@@ -169,9 +177,9 @@ def layout_requests(model: Model, layout: Layout, nodes: Mapping[str, NodeType],
         total = 0
         for member in stage.nodes:
             node = _node(nodes, member.node)
-            memory = stage_memory(model, node, member.tp, layers)
+            memory = stage_memory(model, node, member.tp, layers, ep=member.ep)
             require_fit(model, memory, node, member.tp)
-            total += max_requests(model, memory, member.tp, tokens, layers)
+            total += max_requests(model, memory, member.tp, tokens, layers, member.ep)
         least = min(least, total)
     return least
 

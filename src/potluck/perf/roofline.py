@@ -3,6 +3,10 @@
 Everything that depends on nothing but the number of new tokens (projections, experts, element-wise work,
 all-reduce) is added up once for a grid of token counts and then looked up; only attention, which depends on
 every chunk's length and context, is evaluated per step. So a million steps take a second.
+
+Where experts are spread with data-parallel attention (`Ep`), each GPU has requests of its own: a step waits for the
+GPU with the longest chunks, and in every mixture layer for the experts of all GPUs' tokens, which travel there and
+back. With tensor-parallel attention every GPU has all tokens already, and what its experts make of them is added up.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
 from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
 from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
-from potluck.perf.network import all_reduce_s
+from potluck.perf.network import all_reduce_s, all_to_all_s
 from potluck.perf.operators import (
     EXPERT_TILES,
     GEMM_TILES,
@@ -56,6 +61,9 @@ class RooflineTimer:
     head_s: Floats | None
     """Seconds at TOKEN_GRID of the output head; None on a stage that has none."""
     host_s: float
+    ep: Ep = "none"
+    routed_s: Floats | None = None
+    """Seconds at TOKEN_GRID of what counts the tokens of all GPUs together, where each has its own."""
 
     @property
     def shared_reads_lost(self) -> bool:
@@ -71,7 +79,7 @@ class RooflineTimer:
     @property
     def basis(self) -> str:
         """Where the figures come from, in words."""
-        parts = unmeasured_parts(self.model)
+        parts = (*unmeasured_parts(self.model), *(["expert parallelism"] if self.ep != "none" else []))
         return f"{self.curves.basis}; not measured: {', '.join(parts)}" if parts else self.curves.basis
 
     def step_s(self, batch: Steps) -> Floats:
@@ -88,8 +96,13 @@ class RooflineTimer:
         return result
 
     def _block_s(self, batch: Steps) -> Floats:
-        tokens = batch.tokens
+        tokens = everyone = batch.tokens
+        if self.ep == "dp":
+            batch = _busiest(batch, self.tp)
+            tokens = batch.tokens
         time = _look_up(tokens, self.dense_s)
+        if self.routed_s is not None:
+            time = time + _look_up(everyone, self.routed_s)
         if self.head_s is not None:
             time = time + _look_up(batch.sequences, self.head_s)
         if self.latent_up_s is not None:
@@ -163,13 +176,14 @@ def roofline(
     layers: range | None = None,
     calibration: Calibration | None = None,
     host_s: float = HOST_S,
+    ep: Ep = "none",
 ) -> RooflineTimer:
-    """A timer for a model, or for some of its layers, sharded over `tp` GPUs of a node."""
-    check_tp(model, node, tp)
+    """A timer for a model, or for some of its layers, sharded over `tp` GPUs of a node, its experts maybe spread."""
+    check_tp(model, node, tp, ep)
     source = bundled() if calibration is None else calibration
     curves = curves_for(node.gpu, source)
     chosen = range(model.layer_count) if layers is None else layers
-    works = tuple(layer_works(model, tp, chosen))
+    works = tuple(layer_works(model, tp, chosen, ep))
     last = chosen.stop == model.layer_count
     return RooflineTimer(
         model,
@@ -179,17 +193,27 @@ def roofline(
         works,
         _dense_s(works, node, tp, curves, source),
         _latent_up_s(works, node, curves),
-        gemm_time_s(head_gemm(model, tp), TOKEN_GRID, node, curves) if last else None,
+        gemm_time_s(head_gemm(model, 1 if ep == "dp" else tp), TOKEN_GRID, node, curves) if last else None,
         host_s,
+        ep,
+        _routed_s(works, node, tp, curves, source) if ep == "dp" else None,
     )
 
 
-def check_tp(model: Model, node: NodeType, tp: int) -> None:
-    """Refuse a tensor-parallel degree that the node or the model cannot have."""
+def check_tp(model: Model, node: NodeType, tp: int, ep: Ep = "none") -> None:
+    """Refuse a tensor-parallel degree that the node or the model cannot have, and experts that cannot be spread."""
     if tp < 1:
         raise InputError("tp", f"must be at least 1, is {tp}")
     if tp > node.gpus:
         raise InputError("tp", f"{tp} exceeds the {node.gpus} GPU(s) of node {node.name}")
+    if ep != "none":
+        fewest = min((x.ffn.experts for x in model.layers if isinstance(x.ffn, MoeFfn)), default=0)
+        if tp == 1:
+            raise InputError("ep", "experts are spread over several GPUs; one has them all")
+        if fewest < tp:
+            raise InputError("ep", f"{model.name} has {fewest} experts, not one for each of {tp} GPUs")
+    if ep == "dp":
+        return  # every GPU has all heads
     for layer in model.layers:
         attention = layer.attention
         heads = attention.value_heads if isinstance(attention, LinearAttention) else attention.heads
@@ -249,12 +273,40 @@ def _bundled_layer_s(work: LayerWork, node: NodeType, tp: int) -> Floats:
 
 def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: Curves, source: Calibration) -> Floats:
     layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
+    own_tokens = work.routed_bytes_per_token > 0
     for gemm in work.gemms:
-        layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
-    if tp > 1:
+        if not (own_tokens and gemm.experts):
+            layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
+    if work.reduced_bytes_per_token > 0:
         half = TOKEN_GRID * work.reduced_bytes_per_token / 2
         layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, source.networks)
     return layer
+
+
+def _routed_s(
+    works: tuple[tuple[LayerWork, int], ...], node: NodeType, tp: int, curves: Curves, source: Calibration
+) -> Floats:
+    """Experts of all GPUs' tokens, on the GPU that got most of them, and the way of these there and back."""
+    total = np.zeros(len(TOKEN_GRID))
+    for work, count in works:
+        if work.routed_bytes_per_token > 0:
+            size = TOKEN_GRID / tp * work.routed_bytes_per_token
+            layer = 2 * all_to_all_s(size, tp, node.interconnect, source.networks)
+            for gemm in work.gemms:
+                if gemm.experts:
+                    layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
+            total += count * layer
+    return total
+
+
+def _busiest(batch: Steps, ranks: int) -> Steps:
+    """The part of a step on the GPU with the most of it: chunks are dealt out whole, the longest first."""
+    order = np.argsort(-batch.chunk_new, axis=1, kind="stable")
+    new = np.take_along_axis(batch.chunk_new, order, axis=1)[:, ::ranks]
+    cached = np.take_along_axis(batch.chunk_cached, order, axis=1)[:, ::ranks]
+    decodes = np.minimum(batch.decodes, np.maximum(batch.decodes / ranks, 1.0))
+    share = decodes / np.maximum(batch.decodes, 1e-9)
+    return Steps(new, cached, decodes, batch.decode_context * share)
 
 
 def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], node: NodeType, curves: Curves) -> Floats | None:

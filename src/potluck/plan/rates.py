@@ -65,9 +65,9 @@ def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> Ste
     """What was measured or the plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
-        node, tp = nodes[stage.nodes[0].node], stage.nodes[0].tp
-        profile = profile_for(ask.profiles, ask.model, node, tp)
-        return roofline(ask.model, node, tp) if profile is None else ProfileTimer(profile)
+        node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
+        profile = profile_for(ask.profiles, ask.model, node, tp) if ep == "none" else None
+        return roofline(ask.model, node, tp, ep=ep) if profile is None else ProfileTimer(profile)
     return pipeline(ask.model, layout, nodes)
 
 

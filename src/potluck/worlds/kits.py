@@ -16,9 +16,8 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.budget import paced_budget
-from potluck.perf.capacity import require_fit, stage_memory
+from potluck.perf.capacity import kv_tokens, require_fit, stage_memory
 from potluck.perf.memory import (
-    kv_bytes_per_gpu,
     kv_bytes_per_token,
     state_bytes,
     weight_bytes,
@@ -242,9 +241,9 @@ def timer_of(
     """What was measured or the plain roofline for one node, the pipeline for more."""
     stage = layout.stages[0]
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
-        node, tp = nodes[stage.nodes[0].node], stage.nodes[0].tp
-        profile = profile_for(profiles, model, node, tp)
-        return roofline(model, node, tp, host_s=host_s) if profile is None else ProfileTimer(profile)
+        node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
+        profile = profile_for(profiles, model, node, tp) if ep == "none" else None
+        return roofline(model, node, tp, host_s=host_s, ep=ep) if profile is None else ProfileTimer(profile)
     return pipeline(model, layout, nodes, host_s=host_s, hops=hops)
 
 
@@ -257,10 +256,9 @@ def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], to
     for stage, layers in stage_layers(model, layout):
         room = 0.0
         for member in stage.nodes:
-            memory = stage_memory(model, nodes[member.node], member.tp, layers)
+            memory = stage_memory(model, nodes[member.node], member.tp, layers, ep=member.ep)
             require_fit(model, memory, nodes[member.node], member.tp)
-            each = kv_bytes_per_gpu(model, tokens, member.tp, layers)
-            room += memory.kv_bytes / each * tokens if each > 0 else float(1 << 40)
+            room += min(kv_tokens(model, memory, member.tp, tokens, layers, member.ep), float(1 << 40))
         least = min(least, room)
     return max(1, floor(least / BLOCK_TOKENS))
 

@@ -11,6 +11,7 @@ import click
 
 from potluck.cli.common.render import bytes_, count, emit_json, percent, seconds, table, usd
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Ep
 from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ profile_option = click.option(
 @click.option("--model", "model_name", required=True, help="Catalog name, or a Hugging Face directory.")
 @click.option("--node", "node_name", required=True, help="Such as 2xL40S, H100 or L40S:2.")
 @click.option("--tp", "--tensor-parallel-size", type=int, help="GPUs per replica; the best one by default.")
+@click.option(
+    "--ep",
+    type=click.Choice(["none", "tp", "dp"]),
+    default="none",
+    show_default=True,
+    help="Spread a mixture's experts over the GPUs, with tensor- or data-parallel attention.",
+)
 @click.option("--input", "--isl", "input_tokens", type=int, required=True, help="Prompt tokens.")
 @click.option("--output", "--osl", "output_tokens", type=int, required=True, help="Output tokens.")
 @click.option("--ttft-ms", type=float, help="Time to first token that must hold.")
@@ -46,6 +54,7 @@ def estimate(
     model_name: str,
     node_name: str,
     tp: int | None,
+    ep: Ep,
     input_tokens: int,
     output_tokens: int,
     ttft_ms: float | None,
@@ -63,6 +72,7 @@ def estimate(
       potluck estimate --model Llama-3.1-8B --node 2xL40S --input 1024 --output 256
       potluck estimate --model Qwen3-32B --node 4xL40S --tp 4 --input 2000 --output 300 \\
                        --ttft-ms 2000 --tpot-ms 80
+      potluck estimate --model GPT-OSS-120B --node 8xH100 --tp 8 --ep tp --input 2000 --output 300
       potluck estimate --model ./my-model --node H100 --input 512 --output 512 --role decode --json
     """
     from potluck.catalog import nodes
@@ -76,6 +86,7 @@ def estimate(
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         tp=tp,
+        ep=ep,
         slo=_slo(ttft_ms, tpot_ms),
         price_usd_per_h=price,
         role=role,
@@ -159,7 +170,9 @@ def _as_json(found: Estimate, input_tokens: int, output_tokens: int, price_from:
 
 def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> None:
     at = found.operating
-    gpus = f"tensor parallelism {found.tp}, {found.replicas} replica(s)"
+    attention = "data" if found.ep == "dp" else "tensor"
+    experts = "" if found.ep == "none" else f", experts spread over {found.tp}"
+    gpus = f"{attention} parallelism {found.tp}{experts}, {found.replicas} replica(s)"
     title = f"{found.model} on {found.node} ({gpus}), {input_tokens} in / {output_tokens} out, {found.role}"
     rows: list[tuple[str, str, str]] = [
         ("prefill of one prompt", seconds(found.prefill_s), f"{found.prefill_bound}-bound"),

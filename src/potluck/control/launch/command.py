@@ -97,7 +97,8 @@ def emulate_text(make: Make, model: str, links: tuple[tuple[str, str, float, flo
     stages = make.layout.stages
     if len(stages) == 1 and len(stages[0].nodes) == 1:
         only = stages[0].nodes[0]
-        return f"{only.node}:{model}:{only.tp}"
+        if only.ep == "none":
+            return f"{only.node}:{model}:{only.tp}"
     mine = make.layout.machines
     inside = tuple(each for each in links if each[0] in mine and each[1] in mine)
     return json.dumps(encode(Likeness(model, make.layout, inside)), separators=(",", ":"))

@@ -8,22 +8,34 @@ is therefore a property of a node in a stage, not of the stage: unlike nodes hav
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from potluck.core.errors import InputError
+
+Ep = Literal["none", "tp", "dp"]
+"""Where a mixture's experts are. none: each sharded over all GPUs, like everything else. Else each is whole on one
+GPU (expert parallelism), with attention tensor parallel (tp) or data parallel (dp) over the same GPUs: with `dp` each
+has all of attention and the KV of its own requests, and tokens travel to their experts and back."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageNode:
-    """One node of a stage, and over how many of its GPUs it shards the layers."""
+    """One node of a stage, over how many of its GPUs it shards the layers, and how their experts lie."""
 
     node: str
     tp: int
+    """GPUs that it takes; with `ep` they share attention or requests, and the experts."""
     machine: str = ""
     """Which machine, where that matters."""
+    ep: Ep = "none"
 
     def __post_init__(self) -> None:
         if self.tp < 1:
             raise InputError(f"{self.node}: tp", f"must be at least 1, is {self.tp}")
+        if self.ep not in get_args(Ep):
+            raise InputError(f"{self.node}: ep", f"must be one of {', '.join(get_args(Ep))}, is {self.ep!r}")
+        if self.ep != "none" and self.tp == 1:
+            raise InputError(f"{self.node}: ep", "experts are spread over several GPUs; one has them all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,6 @@ def layers_between(first: Layout, second: Layout) -> dict[tuple[str, str], int]:
     return layers
 
 
-def single(node: str, tp: int, layers: int) -> Layout:
+def single(node: str, tp: int, layers: int, ep: Ep = "none") -> Layout:
     """The plainest layout: one node holds the whole model."""
-    return Layout((Stage(layers, (StageNode(node, tp),)),))
+    return Layout((Stage(layers, (StageNode(node, tp, ep=ep),)),))

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import floor, prod
+from math import floor, isfinite, prod
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
+from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
 from potluck.core.values.sampling import Choice
 from potluck.core.values.types import NodeType
@@ -25,8 +26,8 @@ from potluck.engine.compute.work import Size, Work
 from potluck.engine.model.config import Config
 from potluck.engine.numbers.exactness import Exactness
 from potluck.kv.parcels import Manifest, Parcel
-from potluck.perf.capacity import require_fit, stage_memory
-from potluck.perf.memory import kv_bytes_per_gpu, kv_bytes_per_token, state_bytes, window_bytes_per_token
+from potluck.perf.capacity import kv_tokens, require_fit, stage_memory
+from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.roofline import HOST_S
 from potluck.perf.step import Steps, StepTimer, steps
 from potluck.perf.transfer import AlphaBeta, alpha_beta
@@ -305,9 +306,12 @@ def card_of(node: NodeType) -> AlphaBeta:
     return alpha_beta(node.network_gbps)
 
 
-def emulated_blocks(model: Model, node: NodeType, tp: int, layers: range | None = None) -> int:
-    """Blocks of KV that a GPU would have room for beside the weights."""
-    memory = stage_memory(model, node, tp, layers)
+def emulated_blocks(
+    model: Model, node: NodeType, tp: int, layers: range | None = None, ep: Ep = "none"
+) -> int:
+    """Blocks of KV that `tp` GPUs of a node would have room for beside the weights."""
+    chosen = range(model.layer_count) if layers is None else layers
+    memory = stage_memory(model, node, tp, chosen, ep=ep)
     require_fit(model, memory, node, tp)
-    each = kv_bytes_per_gpu(model, TYPICAL_TOKENS, tp, layers)
-    return max(1, floor(memory.kv_bytes / each * TYPICAL_TOKENS / BLOCK_TOKENS)) if each > 0 else 1 << 20
+    tokens = kv_tokens(model, memory, tp, TYPICAL_TOKENS, chosen, ep)
+    return max(1, floor(tokens / BLOCK_TOKENS)) if isfinite(tokens) else 1 << 20

@@ -57,13 +57,16 @@ class Pretence:
         kinds = self._kinds
         if len(self.layout.stages) == 1 and len(self.layout.stages[0].nodes) == 1:
             only = self.layout.stages[0].nodes[0]
-            return roofline(self.model, kinds[only.node], only.tp)
+            return roofline(self.model, kinds[only.node], only.tp, ep=only.ep)
         return pipeline(self.model, self.layout, kinds, hops=self.hops)
 
     def blocks(self) -> int:
         """Room for KV; the tightest stage decides, its nodes add up."""
         return min(
-            sum(emulated_blocks(self.model, self._kinds[each.node], each.tp, layers) for each in stage.nodes)
+            sum(
+                emulated_blocks(self.model, self._kinds[each.node], each.tp, layers, each.ep)
+                for each in stage.nodes
+            )
             for stage, layers in stage_layers(self.model, self.layout)
         )
 

@@ -1,7 +1,8 @@
 """Whole replicas on one node: every node type, tensor-parallel degree and role.
 
-A node with more GPUs than a replica needs carries several. Of two degrees in the same role the one that does
-no better in any bucket is dropped.
+A node with more GPUs than a replica needs carries several. A mixture's experts are sharded like all else, or spread
+(`ep`); with data-parallel attention only for decoding, as one prompt would have one GPU of several. Of two layouts in
+the same role the one that does no better in any bucket is dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from potluck.core.errors import InputError
-from potluck.core.values.layout import single
+from potluck.core.values.layout import Ep, single
+from potluck.core.values.model import Model, MoeFfn
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import NodeType, Role
 from potluck.perf.roofline import check_tp
@@ -17,6 +19,7 @@ from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, replica_capacity, useful
 
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
+WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"}
 
 
 def homogeneous(problem: Problem, ask: Ask) -> list[Template]:
@@ -29,12 +32,8 @@ def homogeneous(problem: Problem, ask: Ask) -> list[Template]:
 
 
 def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role) -> Iterable[Template]:
-    for tp in (degree for degree in range(1, node.gpus + 1) if node.gpus % degree == 0):
-        try:
-            check_tp(ask.model, node, tp)
-        except InputError:
-            continue
-        layout = single(node.name, tp, ask.model.layer_count)
+    for tp, ep in layouts_on(ask.model, node, role):
+        layout = single(node.name, tp, ask.model.layer_count, ep)
         if not fits(ask, layout, problem.by_name):
             continue
         copies = node.gpus // tp
@@ -42,7 +41,7 @@ def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role) -> Iterable
         capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
         if useful(capacity):
             yield Template(
-                name=f"{ask.name}: {role} {node.name} tp{tp}",
+                name=f"{ask.name}: {role} {node.name} {WORDS[ep].format(tp)}",
                 kind="homogeneous",
                 model=ask.name,
                 nodes=(NodeCount(node.name, 1),),
@@ -50,6 +49,21 @@ def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role) -> Iterable
                 capacity=capacity,
                 confidence=timer.confidence,
             )
+
+
+def layouts_on(model: Model, node: NodeType, role: Role) -> Iterable[tuple[int, Ep]]:
+    """GPUs of a replica, and how its experts lie."""
+    mixture = any(isinstance(layer.ffn, MoeFfn) for layer in model.layers)
+    choices: tuple[Ep, ...] = ("none",) if not mixture else ("none", "tp", "dp")
+    for tp in (degree for degree in range(1, node.gpus + 1) if node.gpus % degree == 0):
+        for ep in choices:
+            if ep == "dp" and role != "decode":
+                continue
+            try:
+                check_tp(model, node, tp, ep)
+            except InputError:
+                continue
+            yield tp, ep
 
 
 def _best_degrees(templates: Iterable[Template]) -> list[Template]:
