@@ -91,6 +91,19 @@ def test_a_flood_fills_replicas_no_further_than_they_can_begin_soon(name: str) -
     assert not there.brain.admission.backlogs
 
 
+def test_what_keeps_whole_answers_in_time_is_what_admits() -> None:
+    """Limits that are tighter than the objective let fewer in."""
+    fleet, sent = alike(1), []
+    known = promised(fleet.templates)
+    for limits in (None, SLO.scaled(0.5)):
+        models = {name: replace(each, limits=limits) for name, each in known.models.items()}
+        there = world(fleet, Policy(), replace(known, models=models))
+        for number in range(200):
+            there.arrive(asks(str(number)))
+        sent.append(len(there.jobs))
+    assert 0 < sent[1] < sent[0]
+
+
 def test_without_an_objective_or_admission_all_are_sent() -> None:
     fleet = alike(1)
     for there in (world(fleet), made(fleet, Policy(admission=False))):

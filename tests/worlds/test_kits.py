@@ -188,3 +188,19 @@ def test_names_that_mean_nothing_are_errors() -> None:
                                         work.output_tokens, work.priority))  # fmt: skip
     with pytest.raises(CapacityError, match="deploys nothing"):
         simulate(problem(closed_plan()), work)
+
+
+def test_an_objective_for_whole_answers_tightens_what_admits() -> None:
+    plan = closed_plan((mixed(), "east", 1))
+    for e2e_s, factor in ((None, None), (1e6, 1.0), (7.3, 0.5)):
+        scene = replace(problem(plan), slos={MODEL: Slo(2.0, 0.06, e2e_s=e2e_s)})
+        kits = Kits(scene)
+        kits.learn(plan)
+        found = kits.facts().models[MODEL]
+        assert found.slo == scene.slos[MODEL], "which is what answers are held to"
+        if factor is None:
+            assert found.limits is None
+        else:  # 2 s and 210 gaps of 0.06 s are 14.6 s
+            assert found.limits is not None
+            assert found.limits.tpot_s == pytest.approx(0.06 * factor)
+            assert found.limits.ttft_s == pytest.approx(2.0 * factor)

@@ -140,6 +140,7 @@ class Kits:
                 self.block_tokens,
                 scene.slos.get(template.model),
                 scene.idle_s.get(template.model),
+                scene.mean_tokens.get(template.model, MEAN_TOKENS)[1],
             )
         mean = scene.mean_tokens.get(template.model, MEAN_TOKENS)
         longest = longest_in_use(scene.plan, template.model, model, mean[0])
@@ -309,11 +310,14 @@ def kv_of(model: Model) -> Kv:
     return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
 
 
-def _model_facts(model: Model, block_tokens: int, slo: Slo | None, idle_s: float | None = None) -> ModelFacts:
+def _model_facts(
+    model: Model, block_tokens: int, slo: Slo | None, idle_s: float | None, answer_tokens: float
+) -> ModelFacts:
     kv = kv_of(model)
     exact = bool(kv.windows) or kv.state_bytes > 0
+    limits = None if slo is None or slo.e2e_s is None else slo.within_e2e(answer_tokens)
     return ModelFacts(
-        kv.growing_bytes, kv.state_bytes, exact, block_tokens, slo, idle_s, kv.windows, kv.kv_bits
+        kv.growing_bytes, kv.state_bytes, exact, block_tokens, slo, idle_s, kv.windows, kv.kv_bits, limits
     )
 
 

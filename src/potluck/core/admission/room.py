@@ -68,8 +68,11 @@ class Room:
         self.between = Between(self, policy, table)
 
     def slo(self, model: str) -> Slo | None:
+        """What requests are admitted by."""
         known = self._facts.models.get(model)
-        return known.slo if known is not None else None
+        if known is None:
+            return None
+        return known.slo if known.limits is None else known.limits
 
     def easiness(self, view: View) -> tuple[int, int, int]:
         """Requests, tokens of prompts and tokens of KV that it may have before anything more need be asked."""

@@ -37,6 +37,8 @@ class ModelFacts:
     """Of layers with a window: its tokens, and bytes per token."""
     kv_bits: float = 16.0
     """In which the KV of tokens is held."""
+    limits: Slo | None = None
+    """TTFT and TPOT that admission keeps to where they are tighter than promised: usual answers must keep E2E too."""
 
     def wire_bytes(self, tokens: float, codec: Codec = "fp16", start: float = 0) -> float:
         """What the KV of a prompt's tokens from `start` on puts on the wire."""
