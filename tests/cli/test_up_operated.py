@@ -29,7 +29,7 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
     plan, spec = write_plans(tmp_path, [("homogeneous", ("mixed",), "near")] * 2)
     state = tmp_path / "state"
     command = [sys.executable, "-m", "potluck.cli.main", "up", str(plan), str(spec)]
-    command += ["--state", str(state), "--engine", "pretended", "--port", "0", "--json"]
+    command += ["--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -109,11 +109,11 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
 def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:
     """Answers for what runs; the best is put into force."""
     asked = ("replan", "--live", "--state", state, "--rate", "live=14")
-    found = json.loads(_said(capsys, *asked, "--json"))
     newest = store.plan()
     assert newest is not None
-    assert (found["version"], found["done"], found["best"]) == (newest.version, "", "reallocate")
-    assert "is in force: reallocate" in _said(capsys, *asked, "--apply")
+    found = json.loads(_said(capsys, *asked, "--apply", "--json"))
+    assert (found["version"], found["best"]) == (newest.version, "reallocate")
+    assert "is in force: reallocate" in found["done"]
     after = store.plan()
     assert after is not None
     assert after.version == newest.version + 1

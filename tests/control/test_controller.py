@@ -14,10 +14,9 @@ from potluck.control.gateway import GatewayAway
 from potluck.control.launch.base import Place, Sighting
 from potluck.control.loop import Controller
 from potluck.control.planning import Planner
-from potluck.control.replanner import Asked, Reply
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
-from potluck.control.values import Instance, Make
+from potluck.control.values import Asked, Instance, Make, Reply
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import NodeCount, Plan, Replica, Template, plan_mark

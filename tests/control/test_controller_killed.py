@@ -25,7 +25,7 @@ from potluck.control.store.store import Store
 from potluck.core.values.plan import plan_mark
 
 PROCESS = Path(__file__).with_name("controller_process.py")
-KILLS = 5
+KILLS = 3
 WITHIN_S = 60.0
 
 

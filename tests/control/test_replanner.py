@@ -7,16 +7,18 @@ from dataclasses import replace
 import pytest
 
 from potluck.catalog import models, nodes
-from potluck.control.replanner import Asked, Replanner
+from potluck.control.replanner import Replanner
+from potluck.control.values import Asked
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import single
+from potluck.core.values.pace import Pace, spoken
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.perf.profile import ProfileTimer
 from potluck.perf.step import steps
 from potluck.plan.again import drifted
-from potluck.plan.observed import Pace, observed, profile_of, spoken
+from potluck.plan.observed import observed, profile_of
 from potluck.plan.problem import Problem, ask
 from potluck.plan.rates import layout_timer
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop

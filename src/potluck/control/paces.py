@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from potluck.control.store.store import Store
+from potluck.core.values.pace import Pace
 from potluck.core.values.plan import Template
-from potluck.plan.observed import Pace
 
 PACES = "paces"
 """The setting that has them."""

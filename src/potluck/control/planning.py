@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from potluck.control.byhand import is_by_hand
-from potluck.control.replanner import Asked, Reply
 from potluck.control.store.store import Store
+from potluck.control.values import Asked, Reply
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import PotluckError
+from potluck.core.values.pace import Pace, spoken
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
-from potluck.plan.observed import Pace, spoken
 
 FIRST_S = 1.5
 """A turn waits so long for the first answer."""

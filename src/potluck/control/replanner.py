@@ -6,48 +6,21 @@ full    a new plan, by the strategy that made the one in force, that pays for wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from potluck.core.brain.actions import SeenLengths
+from potluck.control.values import Asked, Reply
 from potluck.core.values.plan import Plan
-from potluck.core.values.types import Region
 from potluck.plan.again import INTERVAL_S, Startups, problem_now
 from potluck.plan.candidates import with_candidates
 from potluck.plan.ladder import Answer, at_once, best_answer, survivors
-from potluck.plan.observed import Pace, observed
+from potluck.plan.observed import observed
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
 FIRST_S = 1.0
 """For each solve of the first answer."""
 SAME = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What is to be planned for."""
-
-    rates_per_s: Mapping[str, float]
-    reason: str
-    lengths: tuple[SeenLengths, ...] = ()
-    regions: tuple[Region, ...] | None = None
-    """Prices and nodes, where they differ from the spec's."""
-    running: Plan | None = None
-    """The newest plan, with the copies that are there."""
-    planned: Plan | None = None
-    """The newest plan as it was made; some of its copies may be gone already."""
-    paces: tuple[Pace, ...] = ()
-    """What replicas really take, as far as is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A plan, or None where what runs is as good, and why."""
-
-    plan: Plan | None
-    why: str
 
 
 @dataclass(slots=True)

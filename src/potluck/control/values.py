@@ -1,12 +1,16 @@
-"""What the controller compares: what is wanted, and what was started."""
+"""What the controller compares: what is wanted, and what was started; what it asks a planner, and is told."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from potluck.core.brain.actions import SeenLengths
 from potluck.core.values.layout import Layout
-from potluck.core.values.types import Role
+from potluck.core.values.pace import Pace
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Region, Role
 
 InstanceState = Literal["starting", "up", "dead"]
 
@@ -88,3 +92,28 @@ class Clear:
 
 
 Order = Launch | Assign | Halt | Clear
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be planned for."""
+
+    rates_per_s: Mapping[str, float]
+    reason: str
+    lengths: tuple[SeenLengths, ...] = ()
+    regions: tuple[Region, ...] | None = None
+    """Prices and nodes, where they differ from the spec's."""
+    running: Plan | None = None
+    """The newest plan, with the copies that are there."""
+    planned: Plan | None = None
+    """The newest plan as it was made; some of its copies may be gone already."""
+    paces: tuple[Pace, ...] = ()
+    """What replicas really take, as far as is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A plan, or None where what runs is as good, and why."""
+
+    plan: Plan | None
+    why: str

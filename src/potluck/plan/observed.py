@@ -9,57 +9,23 @@ worth it: facts that are nearly right are used as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.layout import single
+from potluck.core.values.pace import Pace
 from potluck.perf.profile import Profile, ProfilePoint
 from potluck.perf.step import StepTimer, steps
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import layout_timer
 
-LEAST, MOST = 0.5, 4.0
-"""What is planned with at most: beyond it something is broken, and no plan helps."""
-WORTH = 0.1
-"""A pace must be off by so much."""
 ENGINE = "observed"
 CHUNKS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
 CACHED = (0, 1024, 8192)
 BATCHES = (1, 4, 16, 64, 256)
 CONTEXTS = (64, 512, 4096)
 MIXED = ((256, 16), (1024, 64), (2048, 4), (512, 256))
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How long replicas of a model on one kind of node take, for each second of their facts."""
-
-    model: str
-    """As the plan names it."""
-    node: str
-    tp: int
-    pace: float
-    replicas: int = 1
-    """In how many it was seen; it is their median."""
-
-    @property
-    def believed(self) -> float:
-        return min(MOST, max(LEAST, self.pace))
-
-    @property
-    def matters(self) -> bool:
-        return abs(self.pace - 1.0) > WORTH
-
-    def __str__(self) -> str:
-        shards = f" tp{self.tp}" if self.tp > 1 else ""
-        return f"{self.node}{shards} at {self.believed:.2f} of its facts for {self.model}"
-
-
-def spoken(paces: Sequence[Pace]) -> str:
-    """What is planned with, in a line; empty where it is the facts."""
-    listed = ", ".join(str(each) for each in paces if each.matters)
-    return f"plans with {listed}" if listed else ""
 
 
 def observed(problem: Problem, paces: Sequence[Pace], day: str) -> Problem:

@@ -14,8 +14,8 @@ from potluck.cli.serving.service import nothing, opened
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.core.values.pace import Pace
     from potluck.perf.profile import Profile
-    from potluck.plan.observed import Pace
 
 
 def write_live(state: Path | None, out: Path, as_json: bool) -> None:

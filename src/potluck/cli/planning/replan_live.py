@@ -16,9 +16,9 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.control.view import Service
+    from potluck.core.values.pace import Pace
     from potluck.core.values.plan import Plan
     from potluck.plan.ladder import Answer
-    from potluck.plan.observed import Pace
     from potluck.plan.problem import Problem
 
 LEAST_PER_S = 1e-3
@@ -108,7 +108,7 @@ def is_no_better(plan: Plan, running: Plan) -> bool:
 
 def said_of(running: Live) -> None:
     """What the answers are for."""
-    from potluck.plan.observed import spoken
+    from potluck.core.values.pace import spoken
 
     rates = ", ".join(running.rates) or "as the spec has them (nothing was seen for ten minutes yet)"
     click.echo(f"plan {running.version} runs, ${running.plan.cost_usd_per_h:.2f}/h; requests/s: {rates}")
