@@ -13,7 +13,7 @@ from potluck.core.brain.events import Cancelled, Computed, Reported, SegmentDone
 from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.brain.fleet import View
 from potluck.core.brain.policy import Policy
-from potluck.core.routing.opportunistic import busier, in_place, step_seconds
+from potluck.core.routing.opportunistic import Usage, busier, in_place, step_seconds
 from potluck.core.routing.split import partial_tokens, printed_tokens
 from potluck.core.values.member import Member
 from potluck.core.values.route import aggregated, handed_over
@@ -234,3 +234,43 @@ def test_the_printed_algorithm_is_a_switch() -> None:
         parts.append(run.route.segments[0].stop)
     assert parts[0] != parts[1]
     assert parts[1] == printed_tokens(1000, build.SPLIT, 0, 0.0, 1 << 30, 16)
+
+
+def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
+    """Prompts of 0.1 s come every 0.125 s: each finds the replica free, which is busy for 0.8 of the time."""
+    fleet = build.plan(
+        [build.template("c", ("prefill", "decode"), "combo", closed=(5.0, 5.0))],
+        {("c", "near"): 1},
+        {("c", "near", "closed"): (5.0, 5.0)},
+    )
+    there = build.world(fleet)
+    prefill = [view for view in there.brain.fleet.views.values() if view.role == "prefill"]
+    facts = prefill[0].facts
+    assert facts is not None
+    prompt_s = facts.prefill_fixed_s + 1000 * facts.prefill_s_per_token
+    usage = Usage()
+    found = [usage.seen(number * prompt_s / 0.8, prefill, 1000) for number in range(200)]
+    assert found[0] == 0.0
+    assert found[-1] == pytest.approx(0.8)
+
+
+def test_copies_that_are_alike_have_alike_though_their_paces_scatter() -> None:
+    there = build.world(
+        build.plan(
+            [build.template("one", closed=(5.0, 5.0))],
+            {("one", "near"): 3},
+            {("one", "near", "closed"): (5.0, 5.0)},
+        )
+    )
+    targets = list(there.brain.table.singles.values())
+    for number, target in enumerate(targets):
+        assert target.view is not None
+        target.view.pace = 1.0 + 0.03 * number
+        target.timed()
+    chooser = there.brain.table.ways(there.brain.table.models["m"], 0, 100).closed.prefills
+    assert Counter(chooser.pick() for _ in range(30)) == dict.fromkeys(targets, 10)
+    assert targets[2].view is not None
+    targets[2].view.pace = 1.3
+    targets[2].timed()
+    targets[2].load = 1.0
+    assert targets[2] not in [chooser.pick() for _ in range(30)]

@@ -179,6 +179,14 @@ class Room:
         step_s = view.gap_pace * step_seconds(facts, view.open_requests + 1)
         return step_s + prompt_s / max(1.0, answer_tokens) <= MARGIN * slo.tpot_s
 
+    def keeps_pace(self, view: View, flight: Flight, busy: float) -> bool:
+        """Whether one answer more keeps its pace where prompts take `busy` of the time."""
+        slo, facts = self.slo(flight.request.model), view.facts
+        if slo is None or facts is None or not view.open_requests:
+            return True
+        step_s = view.pace * step_seconds(facts, view.open_requests + 1)
+        return step_s <= MARGIN * slo.tpot_s * (1.0 - busy)
+
     def answers(self, view: View, flight: Flight, slo: Slo, phase: int, fill: float = 1.0) -> bool:
         """Whether it could make one answer more, whatever prompts it has."""
         facts = view.facts

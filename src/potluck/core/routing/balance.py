@@ -57,7 +57,7 @@ class _Place:
 
 
 class Least:
-    """The target with the least (load + offset) x pace; of equals the one that was set, or grew lighter, first."""
+    """The target with the least (load + offset) x pace; equals take turns."""
 
     __slots__ = ("_heap", "_offset_of", "_places", "_stamp", "total")
 
@@ -123,6 +123,11 @@ class Least:
                 place.key = now
                 heapreplace(heap, (now, stamp, place))
                 continue
+            size = len(heap)
+            if (size > 1 and heap[1][0] <= key) or (size > 2 and heap[2][0] <= key):
+                self._stamp += 1  # equals take turns
+                place.stamp = self._stamp
+                heapreplace(heap, (key, self._stamp, place))
             return member
         return None
 

@@ -291,12 +291,14 @@ class Router:
     def _combo(self, target: Target, flight: Flight) -> None:
         prefills, decodes = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         target.turn += 1
+        room = self._room
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
         else:
-            target.busy = busier(target.busy, target.prefills)
+            at_s = flight.request.arrival_s
+            target.busy = target.usage.seen(at_s, target.prefills, flight.prompt_tokens)
             alone = in_place(prefills, decodes, next_step_seconds, target.busy)
-            if alone is not None:
+            if alone is not None and (room is None or room.keeps_pace(alone, flight, target.busy)):
                 self._alone(flight, alone)
                 return
             if flight.request.blocks and self._policy.affinity > 0:

@@ -10,7 +10,7 @@ from collections import deque
 from typing import Final, Protocol
 
 from potluck.core.brain.fleet import Unit, View
-from potluck.core.routing.opportunistic import seconds_per_token
+from potluck.core.routing.opportunistic import Usage, seconds_per_token
 from potluck.core.values.plan import Template
 from potluck.core.values.route import Route, aggregated
 
@@ -24,6 +24,10 @@ LATE: Final = 8.0
 MANY: Final = 0.2
 """A smaller share of them counts for less than that in proportion: bursts do it to anybody, and to shun whoever had
 one would only pass it on to the next."""
+ROUNDING: Final = 1e-9
+ALIKE: Final = 0.1
+"""A pace so near to the planned one counts as that: what is learned scatters as much, and copies that are alike
+are to have alike."""
 
 
 class Index(Protocol):
@@ -57,6 +61,7 @@ class Target:
         "route",
         "turn",
         "unit",
+        "usage",
         "view",
         "waiting",
     )
@@ -73,7 +78,8 @@ class Target:
         self.decodes: list[View] = []
         """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
         self.busy = 0.0
-        """Share of arrivals that lately found its prefill replicas at work."""
+        """How busy prompts keep its prefill replicas, as seen by those that came lately."""
+        self.usage = Usage()
         self.turn = 0
         """Counts requests, for plain round robin inside."""
         self.load = 0.0
@@ -90,13 +96,16 @@ class Target:
     def lighten(self, load: float) -> None:
         """Some of its work has ended."""
         self.load -= load
+        if -ROUNDING < self.load < ROUNDING:  # else who is idle is told apart by what rounding left
+            self.load = 0.0
         for index in self.indexes:
             index.lighter(self)
 
     def timed(self) -> None:
         """Take over the pace of its replicas; of a group's two sides that of the slower one."""
         view = self.view
-        self.pace = _strain(view) if view is not None else max(_pace(self.prefills), _pace(self.decodes))
+        pace = _strain(view) if view is not None else max(_pace(self.prefills), _pace(self.decodes))
+        self.pace = 1.0 if abs(pace - 1.0) < ALIKE else pace
 
     def refresh(self, unit: Unit | None) -> None:
         """Look again which replicas of a group are ready."""
