@@ -126,7 +126,7 @@ def test_more_than_any_factor_gives_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_bursty_model_gets_more_in_real_runs_and_it_is_the_same_twice() -> None:
     traffic = (a_traffic(rate_per_s=10.0),)
     problem = a_problem(*traffic)
-    trial = a_trial(problem, traffic, cv=4.0, requests=500)
+    trial = a_trial(problem, traffic, cv=6.0, requests=500)
     found = rehearse(Workshop(problem), melange, SETTINGS, trial, RULES)
     assert not found.first.holds
     assert found.chosen is not None

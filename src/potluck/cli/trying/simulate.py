@@ -98,7 +98,9 @@ def options(command: Command) -> Command:
 )
 @click.option("--cold", is_flag=True, help="Replicas start at time 0 instead of being up.")
 @click.option(
-    "--paced", is_flag=True, help="Engines take steps that fit the objective; else 2048 tokens at most."
+    "--paced/--unpaced",
+    default=True,
+    help="Engines take steps that fit the objective, as planned; else 2048 tokens at most.",
 )
 @click.option(
     "--heartbeat",
