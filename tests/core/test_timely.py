@@ -8,7 +8,7 @@ from brain_builders import World, assert_at_rest, facts, plan, request, template
 
 from potluck.core.admission.room import AHEAD
 from potluck.core.brain.actions import Action, Refuse, Run
-from potluck.core.brain.events import Cached, Cancelled, Tick
+from potluck.core.brain.events import Cached, Cancelled, ReplicaLost, Tick
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.values.types import Slo
@@ -222,3 +222,30 @@ def test_a_decoder_computes_prompts_only_if_answers_there_keep_their_pace() -> N
         there.arrive(request(str(number), prompt=160, output=100))
     assert there.brain.admission.room.bears(view, new, 42_000)
     assert not there.brain.admission.room.bears(view, new, 43_000)
+
+
+def test_prompts_on_a_decoder_add_up_until_an_answers_time_has_passed() -> None:
+    """As above, 4.2 s of prompts are borne in the time of an answer, which is 100 tokens of 60 ms."""
+    there = apart(max_tokens=200_000)
+    view, room = there.brain.fleet.views["d@near#0/0"], there.brain.admission.room
+    for number in range(10):
+        there.arrive(request(str(number), prompt=160, output=100))
+    first = Flight(request("first", prompt=30_000, output=100))
+    first.last_tokens = 30_000
+    room.borne(view, first)
+    for passed_s, tokens in ((0.0, 12_000), (3.0, 27_000), (6.0, 42_000)):
+        later = Flight(request("later", output=100)._replace(arrival_s=first.request.arrival_s + passed_s))
+        assert room.bears(view, later, tokens)
+        assert not room.bears(view, later, tokens + 1000)
+
+
+def test_who_only_computes_prompts_answers_none_while_others_can() -> None:
+    there = apart()
+    there.arrive(request("first", prompt=3000))
+    there.arrive(request("second", prompt=3000))
+    room = there.brain.admission.room
+    target = there.brain.table.singles["p@near#1/0"]
+    new = Flight(request("new", prompt=160))
+    assert not room.fits(target, new)
+    there.tell(ReplicaLost("d@near#0/0", None))
+    assert room.fits(target, new)

@@ -68,12 +68,12 @@ class Lobby:
 
     def _in_time(self, at_s: float, flight: Flight, flows: bool = False) -> bool:
         """Send it where it is in time though there is no room; whether that is anywhere. `flows`: over these alone,
-        where it is as well off in a replica's line as here."""
+        where there is but one: it is as well off in a replica's line as here."""
         table = self._table.models.get(flight.request.model)
         if table is None or flight.avoid:
             return False
         ways = self._table.ways(table, table.kind(flight)[0], flight.total_tokens)
-        if flows and ways.simple:
+        if flows and (ways.simple or len(ways.turns) > 1):  # with several ways, turns are as planned
             return False
         return self._router.in_time(flight, ways, self._admission.left_s(at_s, flight))
 

@@ -59,6 +59,8 @@ class Room:
         self._classes: Mapping[str, RequestClass] = {each.name: each for each in policy.classes}
         self._overflow = policy.split_overflow
         self._habits: dict[tuple[str, str], Habit] = {}
+        self._owed: dict[View, tuple[float, float]] = {}
+        """Decoding replicas that computed prompts: when last, and how many seconds of them count then."""
         self.mixes: dict[View, Mix] = {}
         """Whose requests replicas have; written by `between`."""
         self.several = False
@@ -160,24 +162,51 @@ class Room:
                 ahead_s /= 1.0 - self.between.apart.taken(flight, view)
             if ahead_s > (AHEAD_APART if view.role == "prefill" else AHEAD) * slo.ttft_s * fill:
                 return False
-        if phase == CLOSED and view.role == "decode" and not self.bears(view, flight, flight.prompt_tokens):
+        if phase == CLOSED and view.role != "mixed" and not self._takes_whole(view, flight):
             return False
         return phase == PREFILL or self.answers(view, flight, slo, phase, fill)
+
+    def _takes_whole(self, view: View, flight: Flight) -> bool:
+        """Whether one that is busy with its own phase may do all of a request: a decoder where answers bear it, who
+        computes prompts only where nobody else is left to answer."""
+        if view.role == "decode":
+            return self.bears(view, flight, flight.prompt_tokens)
+        return not self._table.answered(flight.request.model)
 
     def bears(self, view: View, flight: Flight, tokens: int) -> bool:
         """Whether answers that a decoding replica makes keep their pace while it computes so much of a prompt.
 
         The planner gave it answers alone, so each of them waits once for the whole of it: with answers of A tokens
-        a token takes s(n) + prompt seconds / A.
+        a token takes s(n) + prompt seconds / A, of all prompts in the time of an answer.
         """
         slo, facts = self.slo(flight.request.model), view.facts
         if slo is None or facts is None or not view.open_requests:
             return True
-        prompt_s = tokens * max(facts.prefill_s_per_token, facts.alone_s_per_token) * view.pace
-        habit = self._habits.get((flight.request.model, flight.request.tenant))
-        answer_tokens = habit.answer_tokens if habit is not None else flight.output_tokens
+        answer_tokens = self._answer_tokens(flight)
         step_s = view.gap_pace * step_seconds(facts, view.open_requests + 1)
-        return step_s + prompt_s / max(1.0, answer_tokens) <= MARGIN * slo.tpot_s
+        owed_s = self._owed_s(view, flight, answer_tokens * slo.tpot_s) + _alone_s(view, facts, tokens)
+        return step_s + owed_s / answer_tokens <= MARGIN * slo.tpot_s
+
+    def borne(self, view: View, flight: Flight) -> None:
+        """A decoding replica is to compute the prompt of a request that it answers."""
+        slo, facts = self.slo(flight.request.model), view.facts
+        if slo is None or facts is None:
+            return
+        before_s = self._owed_s(view, flight, self._answer_tokens(flight) * slo.tpot_s)
+        self._owed[view] = (
+            flight.request.arrival_s,
+            before_s + _alone_s(view, facts, flight.last_tokens),
+        )
+
+    def _owed_s(self, view: View, flight: Flight, span_s: float) -> float:
+        """What answers still wait for prompts there: all of what was sent, less as time passes; nothing after the
+        time of an answer."""
+        then_s, seconds = self._owed.get(view, (0.0, 0.0))
+        return seconds * max(0.0, 1.0 - (flight.request.arrival_s - then_s) / span_s)
+
+    def _answer_tokens(self, flight: Flight) -> float:
+        habit = self._habits.get((flight.request.model, flight.request.tenant))
+        return max(1.0, habit.answer_tokens if habit is not None else float(flight.output_tokens))
 
     def keeps_pace(self, view: View, flight: Flight, busy: float) -> bool:
         """Whether one answer more keeps its pace where prompts take `busy` of the time."""
@@ -227,6 +256,10 @@ class Room:
         """Prompt tokens for each output token."""
         habit = self._habits.get((model, tenant))
         return habit.prompt_tokens / habit.answer_tokens if habit is not None else 0.0
+
+
+def _alone_s(view: View, facts: ReplicaFacts, tokens: int) -> float:
+    return tokens * max(facts.prefill_s_per_token, facts.alone_s_per_token) * view.pace
 
 
 def crowded(view: View) -> bool:

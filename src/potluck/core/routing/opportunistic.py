@@ -22,6 +22,7 @@ from typing import Final
 
 from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.brain.fleet import View
+from potluck.core.brain.flight import Flight
 
 Step = Callable[[View], float]
 """Seconds of a replica's decode step with one request more than it has."""
@@ -89,8 +90,9 @@ class Usage:
         self._count = 0
         self._found = self._gap_s = self._work_s = self._last_s = 0.0
 
-    def seen(self, at_s: float, prefills: Sequence[View], tokens: int) -> float:
-        """After a prompt that came then."""
+    def seen(self, flight: Flight, prefills: Sequence[View]) -> float:
+        """After one more that came."""
+        at_s, tokens = flight.request.arrival_s, flight.prompt_tokens
         self._found = busier(self._found, prefills)
         if self._count:
             part = 1.0 / min(self._count, MEMORY)

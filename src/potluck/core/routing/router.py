@@ -237,7 +237,7 @@ class Router:
             aside = self.timely.aside(chooser, view, flight)
             if aside is not None:
                 return aside
-        alien = view is not None and phase == CLOSED_WAY and view.role == "decode"  # it may bear no prompts
+        alien = view is not None and phase == CLOSED_WAY and view.role != "mixed"
         if calm and not alien:
             return picked
         found = room.other(chooser, picked, flight, phase)
@@ -295,8 +295,7 @@ class Router:
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
         else:
-            at_s = flight.request.arrival_s
-            target.busy = target.usage.seen(at_s, target.prefills, flight.prompt_tokens)
+            target.busy = target.usage.seen(flight, target.prefills)
             alone = in_place(prefills, decodes, next_step_seconds, target.busy)
             if alone is not None and (room is None or room.keeps_pace(alone, flight, target.busy)):
                 self._alone(flight, alone)
@@ -369,6 +368,8 @@ class Router:
             self.links.load(flight, flight.route)
         self._fleet.open(view, flight.last_tokens, flight.total_tokens)
         self.timely.sent(flight, view, flight.last_tokens)
+        if view.role == "decode" and self._room is not None:
+            self._room.borne(view, flight)
 
     def _hand_over(
         self, flight: Flight, first: View, second: View, part: int, lender: tuple[View, int] | None = None

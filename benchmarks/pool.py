@@ -1,0 +1,113 @@
+"""`examples/pool.yaml` when something happens: a machine is lost, or conversations become code. Roles flip, or not.
+
+The plan is THUNDERSERVE's; arrivals are Poisson, times are those of the simulation. A loss is noticed when heartbeats
+are missing for HEARTBEAT_S. Nothing is started in any run: flips change the roles of what is loaded.
+
+    kept, WHAT            share within the objective in the last 5 minutes, without flips
+    kept with flips       the same with `scaling=flips`
+    flipped, WHAT         seconds from what happened to the first change of a role
+    recovered, WHAT       seconds from then until 90 % of every 30 s are within the objective for good
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+
+from common import ROOT, run
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.trying.simulation import Inputs, scene_of
+from potluck.core.brain.policy import Policy
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.sim.load import arrivals
+from potluck.sim.load.workload import Workload, workload
+from potluck.sim.results.metrics import judge
+from potluck.sim.results.records import SimResult
+from potluck.sim.run import simulate
+from potluck.sim.settings import Settings as Running
+from potluck.sim.world.faults import Fault, Faults
+from potluck.worlds.scene import Scene
+
+HAPPENS_S, SPAN_S, LAST_S, BIN_S = 400.0, 1200.0, 300.0, 30.0
+HEARTBEAT_S = 5.0
+PROMISE = 0.9
+LOSSES: Mapping[str, float] = {"a40": 4.0, "ti-a": 5.0, "a6000-a": 4.0}
+"""Machine that is lost, and requests a second, which the rest can serve."""
+SHIFT_PER_S = 7.0
+CHAT, CODE = (1155, 211), (2000, 28)
+"""Mean prompts and answers of the Azure trace."""
+
+
+def planned() -> Scene:
+    spec = read_spec(ROOT / "examples" / "pool.yaml")
+    problem = load_problem(spec, 0.8, None, (), 0.0)
+    plan = STRATEGIES["thunderserve"](Workshop(problem), Settings(time_limit_s=20.0)).plan
+    return scene_of(Inputs(spec, problem, plan))
+
+
+def asked(rate_per_s: float, shifts: bool = False) -> Workload:
+    """Conversations, which become code where it shifts."""
+    count = round(rate_per_s * SPAN_S)
+    arrival_s = arrivals.gamma(np.random.default_rng(7), rate_per_s, 1.0, count)
+    code = shifts & (arrival_s >= HAPPENS_S)
+    return workload("llama", arrival_s, np.where(code, CODE[0], CHAT[0]), np.where(code, CODE[1], CHAT[1]))
+
+
+def served(scene: Scene, load: Workload, lost: str, flips: bool) -> SimResult:
+    policy = Policy(scaling="flips" if flips else "none")
+    faults = Faults((Fault(HAPPENS_S, "node", node=lost),)) if lost else None
+    return simulate(scene, load, policy, seed=1, settings=Running(heartbeat_s=HEARTBEAT_S), faults=faults)
+
+
+def kept(result: SimResult) -> tuple[float, float]:
+    """(in the last minutes, seconds from what happened until it is well for good)"""
+    verdict = judge(result.records, result.slos, result.end_s)
+    arrival_s = result.records.arrival_s
+    last = verdict.judged & (arrival_s >= SPAN_S - LAST_S)
+    recovered_s = 0.0
+    for start_s in np.arange(HAPPENS_S, SPAN_S, BIN_S):
+        rows = verdict.judged & (arrival_s >= start_s) & (arrival_s < start_s + BIN_S)
+        if rows.any() and verdict.met[rows].mean() < PROMISE:
+            recovered_s = start_s + BIN_S - HAPPENS_S
+    return float(verdict.met[last].mean()), recovered_s
+
+
+def first_flip_s(result: SimResult) -> float:
+    """From what happened; infinite without one."""
+    times = [
+        after
+        for replica in result.replicas
+        for (_, _, before_role), (after, state, role) in zip(
+            replica.changes, replica.changes[1:], strict=False
+        )
+        if role != before_role and state == "ready" and after >= HAPPENS_S
+    ]
+    return min(times, default=SPAN_S) - HAPPENS_S
+
+
+def measure(quick: bool) -> dict[str, float]:
+    scene = planned()
+    figures: dict[str, float] = {}
+    cases = [(f"{name} lost", asked(rate), name) for name, rate in LOSSES.items()]
+    cases.append(("code", asked(SHIFT_PER_S, shifts=True), ""))
+    for what, load, lost in cases[-2:] if quick else cases:
+        still, moved = (served(scene, load, lost, flips) for flips in (False, True))
+        figures[f"kept, {what}"] = kept(still)[0]
+        figures[f"kept with flips, {what}"], recovered_s = kept(moved)
+        figures[f"flipped, {what}"] = first_flip_s(moved)
+        figures[f"recovered, {what}"] = recovered_s
+    return figures
+
+
+if __name__ == "__main__":
+    names = [*(f"{name} lost" for name in LOSSES), "code"]
+    sys.exit(
+        run(
+            "pool",
+            measure,
+            {f"kept with flips, {each}": (">=", PROMISE) for each in names},
+            quick_without="two of three lost machines",
+        )
+    )
