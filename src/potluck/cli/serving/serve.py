@@ -111,19 +111,19 @@ def serve(
         tls=tls,
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
-        files=_files(inputs.spec, files),
+        files=files_of(inputs.spec, files),
         pretended=pretended,
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
     )
     scene = replace(scene_of(inputs), history=_history(history, inputs.spec))
-    serve_forever(scene, rules, settings, _said(as_json))
+    serve_forever(scene, rules, settings, announced(as_json))
 
 
 def _nothing(line: str) -> None:
     """Nothing is planned here."""
 
 
-def _said(as_json: bool) -> Callable[[str, str], None]:
+def announced(as_json: bool) -> Callable[[str, str], None]:
     def ready(url: str, admin: str) -> None:
         if as_json:
             click.echo(json.dumps({"url": url, "admin": admin}))
@@ -133,7 +133,7 @@ def _said(as_json: bool) -> Callable[[str, str], None]:
     return ready
 
 
-def _files(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
+def files_of(spec: Spec, pairs: tuple[str, ...]) -> dict[str, Path]:
     """Where each model's tokenizer lies: as the spec says, or stronger, as the command line does."""
     from potluck.engine.shipped import shipped_model
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,12 +29,14 @@ from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, offered, policy_of, read_one_spec, startups_of
 from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.spec.values import SHIPPED
 
 if TYPE_CHECKING:
     from potluck.control.loop import Turn
     from potluck.control.planning import Planner
     from potluck.control.stand import Stand
     from potluck.core.brain.policy import Policy
+    from potluck.spec.values import ModelSpec
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
@@ -61,10 +65,14 @@ def demo() -> Path:
     "style",
     default="emulated",
     show_default=True,
-    type=click.Choice(["emulated", "pretended", "gpu"]),
+    type=click.Choice(["emulated", "pretended", "gpu", "vllm"]),
     help="emulated: the small model at the planned GPUs' pace; pretended: made-up tokens at that pace; "
-    "gpu: the models' own weights on this machine's GPUs.",
+    "gpu: the models' own weights on this machine's GPUs; vllm: the same in stock vLLM.",
 )
+@click.option(
+    "--vllm-python", default=sys.executable, help="With --engine vllm: of the environment it is in."
+)
+@click.option("--vllm-flags", default="", metavar="TEXT", help="With --engine vllm: further flags of vLLM's.")
 @click.option(
     "--model",
     type=click.Path(file_okay=False, path_type=Path),
@@ -74,6 +82,11 @@ def demo() -> Path:
     "--measure/--no-measure", default=True, show_default=True, help="With --model: each kind of GPU."
 )
 @click.option("--device", default="cuda", hidden=True, help="Where engines compute that should on GPUs.")
+@click.option(
+    "--attach",
+    type=_file,
+    help="Servers that somebody else started, vLLM or any of plain OpenAI: a gateway over those; see docs/vllm.md.",
+)
 @click.option("--averages", is_flag=True, help="Take the plan as it is, without a rehearsal.")
 @click.option("--advise", is_flag=True, help="Only recommend other plans; change nothing by itself.")
 @click.option(
@@ -95,11 +108,32 @@ def demo() -> Path:
     help="With --check: seconds in which all must be ready.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
-def up(
+def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
+    """Plan, rehearse, start engines and a gateway on this machine, and look after them until Ctrl-C.
+
+    \b
+    Examples:
+      potluck up                     a small mixed fleet that needs no GPU
+      potluck up potluck.yaml        your own
+      potluck up --model DIR         a model on the GPUs that this machine has
+      potluck up --attach servers.yaml potluck.yaml    servers that somebody else started
+      potluck up --check             the same for scripts: start, ask one question, stop
+    """
+    if attach is None:
+        _up(paths, **options)
+        return
+    from potluck.cli.serving.up_attach import attach as attached
+
+    attached(attach, paths, *(options[name] for name in ("port", "policy", "time_limit_s", "as_json")))
+
+
+def _up(
     paths: tuple[Path, ...],
     port: int | None,
     state: Path | None,
     style: str,
+    vllm_python: str,
+    vllm_flags: str,
     model: Path | None,
     measure: bool,
     device: str,
@@ -112,15 +146,6 @@ def up(
     within_s: float,
     as_json: bool,
 ) -> None:
-    """Plan, rehearse, start engines and a gateway on this machine, and look after them until Ctrl-C.
-
-    \b
-    Examples:
-      potluck up                     a small mixed fleet that needs no GPU
-      potluck up potluck.yaml        your own
-      potluck up --model DIR         a model on the GPUs that this machine has
-      potluck up --check             the same for scripts: start, ask one question, stop
-    """
     from potluck.control.market import MarketFile
     from potluck.control.stand import Stand, StandSettings, must_be_free, nursery_of
 
@@ -142,7 +167,8 @@ def up(
         if model is not None:
             ready = prepared_for_gpus(model, folder, wishes, device, said, measure=measure)
         else:
-            ready = _prepared(paths, spec_path, style, device, wishes, policy, said)
+            below = (vllm_python, vllm_flags)
+            ready = _prepared(paths, spec_path, style, device, below, wishes, policy, said)
         spec = ready.prepared.inputs.spec
         rules = policy_of(policy, spec.policy)
         if nursery is not None:
@@ -172,6 +198,7 @@ def _prepared(
     spec_path: Path,
     style: str,
     device: str,
+    below: tuple[str, str],
     wishes: Wishes,
     policy: tuple[str, ...],
     said: Callable[[str], None],
@@ -184,6 +211,9 @@ def _prepared(
     policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
     if style == "gpu":
         maker, wishes = maker_of(spec, found_chips(), device), for_this_machine(wishes, spec)
+    elif style == "vllm":
+        files = tuple((model.name, vllm_files(model)) for model in spec.models)
+        maker = EngineMaker(style, files, python=below[0], more=tuple(shlex.split(below[1])))
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((each.name, each.model.name) for each in spec.models)
@@ -192,6 +222,13 @@ def _prepared(
     found = prepared(paths, spec, wishes, said)
     must_run_here(found.inputs.plan, style)
     return Ready(spec_path, found, maker, ())
+
+
+def vllm_files(model: ModelSpec) -> Path:
+    """A model's own directory, or the one that ships."""
+    from potluck.engine.shipped import shipped_model
+
+    return shipped_model() if model.files in (None, SHIPPED) else Path(str(model.files))
 
 
 def _start_s(ready: Ready) -> float:

@@ -15,7 +15,7 @@ import yaml
 
 from potluck.cli.serving.up_plan import Prepared, Said, Wishes, planned_for_all, tried_as_it_is
 from potluck.control.launch.chips import VISIBLE, Chip, find_chips
-from potluck.control.launch.command import EngineMaker, nodes_of
+from potluck.control.launch.command import EngineMaker, nodes_of, parallel_of
 from potluck.control.values import Make
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import CapacityError, InputError, UnknownNameError
@@ -247,6 +247,8 @@ def must_run_here(plan: Plan, style: str) -> None:
         for replica in template.replicas:
             if style == "gpu":
                 nodes_of(Make(template.model, replica.layout, each.region))
+            elif style == "vllm":
+                parallel_of(Make(template.model, replica.layout, each.region))
             elif style == "emulated" and len(replica.layout.stages) > 1:
                 raise InputError(
                     "--engine",

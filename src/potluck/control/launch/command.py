@@ -15,8 +15,8 @@ from potluck.core.values.likeness import Likeness
 
 EngineStyle = str
 """`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a
-model's own weights on the GPUs of this machine."""
-STYLES = ("emulated", "pretended", "gpu")
+model's own weights on the GPUs of this machine; `vllm`: the same in stock vLLM."""
+STYLES = ("emulated", "pretended", "gpu", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class EngineMaker:
     device: str = "cuda"
     links: tuple[tuple[str, str, float, float], ...] = ()
     """(from machine, to machine, gbps, round trip in s), where a pool names its machines."""
+    python: str = sys.executable
+    """Of the environment that vLLM is in."""
+    more: tuple[str, ...] = ()
+    """Flags of vLLM's own."""
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -50,14 +54,18 @@ class EngineMaker:
     def command(self, make: Make, port: int, kv_port: int) -> list[str]:
         """What to run for an engine at these ports."""
         name = dict(self.catalog_names).get(make.model, make.model)
+        kind = "vllm" if self.style == "vllm" else "serve"
         command = [
-            *(sys.executable, "-m", "potluck.cli.main", "engine", "serve", "--json"),
+            *(sys.executable, "-m", "potluck.cli.main", "engine", kind, "--json"),
             *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
             *("--name", make.model),
         ]
         folder = dict(self.files).get(make.model)
         if folder is not None:
             command += ["--model", str(folder)]
+        if self.style == "vllm":
+            budget = ["--token-budget", str(make.step_tokens)] if make.step_tokens else []
+            return [*command, *parallel_of(make), *budget, "--python", self.python, "--", *self.more]
         if self.style == "gpu":
             return [*command, "--device", self.device, *stages_of(make), *self.flags(make)]
         command += ["--emulate", emulate_text(make, name, self.links)]
@@ -79,6 +87,16 @@ def nodes_of(make: Make) -> tuple[str, ...]:
             "this engine has no tensor parallelism; plan with nodes of one GPU each (1xL4, not 4xL4)",
         )
     return tuple(node.node for node in nodes)
+
+
+def parallel_of(make: Make) -> tuple[str, ...]:
+    """The flags of a layout for vLLM, which shards every stage alike and has one node for each."""
+    stages = make.layout.stages
+    wide = {node.tp for stage in stages for node in stage.nodes}
+    if len(wide) != 1 or any(len(stage.nodes) != 1 for stage in stages):
+        raise InputError("layout", "vLLM needs one node per stage, and the same tensor parallelism in all")
+    found = ("--tensor-parallel", str(wide.pop()))
+    return found if len(stages) == 1 else (*found, "--stages", ",".join(str(each.layers) for each in stages))
 
 
 def stages_of(make: Make) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ ENGINE_BYTES = {
     "forked": 200_000_000,
     "pretended": 150_000_000,
     "gpu": 1_500_000_000,
+    "vllm": 1_500_000_000,
 }
 """Of one engine of a style, of the host's memory: as measured, with some more for what comes with requests."""
 GATEWAY_BYTES = 150_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -21,6 +22,10 @@ WAIT_S = 0.25
 GRACE_S = 15.0
 """From asking it to end to making it."""
 LAST_LINES = 40
+MARKS = ("POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK_NURSERY")
+"""By these a controller knows engines; vLLM's processes are the adapter's own affair."""
+DEATH_SIGNAL = 1
+"""prctl's PR_SET_PDEATHSIG."""
 
 
 class Server:
@@ -39,6 +44,8 @@ class Server:
         ours = str(Path(potluck.__file__).parents[1])
         path = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
         variables = os.environ | environment(self._settings) | {"PYTHONPATH": path}
+        for mark in MARKS:
+            variables.pop(mark, None)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command(self._settings, port, self._channel),
@@ -47,6 +54,7 @@ class Server:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         except OSError as error:
             raise InputError(
@@ -81,9 +89,11 @@ class Server:
 
     def last_words(self) -> str:
         """The line that most likely says why."""
-        said = [line for line in self._lines if "Error" in line or "error" in line]
-        lines = said or list(self._lines)
-        return lines[-1][:300] if lines else "without a word"
+        code = self._process.returncode if self._process is not None else None
+        if code is not None and code < 0:
+            return f"signal {-code} ended it"
+        said = [line for line in self._lines if "Error" in line]
+        return said[-1][:300] if said else f"exit code {code}; its log says more"
 
     async def end(self) -> None:
         process = self._process
@@ -111,6 +121,12 @@ class Server:
             if text:
                 self._lines.append(text)
                 os.write(2, line)
+
+
+def _end_with_parent() -> None:
+    """An adapter that is killed takes vLLM with it, where the system can do that (Linux)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM)
 
 
 def free_port() -> int:

@@ -1,0 +1,76 @@
+"""`potluck up --attach FILE SPEC`: the gateway over servers that somebody else started, and looks after.
+
+Nothing is started or stopped here. The spec says on which nodes they run and what they cost; a server of plain OpenAI
+computes whole requests, so the plan has whole replicas alone unless every server has an engine's face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from secrets import token_bytes
+
+import click
+
+from potluck.cli.serving.serve import announced, files_of
+from potluck.cli.trying.simulation import Inputs, policy_of, read_inputs, read_one_spec, scene_of
+from potluck.core.errors import InputError
+from potluck.gateway.fleet.roster import Entry, read_roster
+
+WHOLE, ANY = "melange", "auto"
+"""Strategies: whole replicas of whatever GPUs; whatever is cheapest."""
+
+
+def attach(
+    file: Path,
+    paths: tuple[Path, ...],
+    port: int | None,
+    policy: tuple[str, ...],
+    time_limit_s: float,
+    as_json: bool,
+) -> None:
+    from potluck.gateway.serve import serve_forever
+    from potluck.gateway.settings import Places, Settings
+
+    if not paths:
+        raise InputError("--attach", "needs a SPEC: on what the servers run, and what is asked of them")
+    entries = read_entries(file)
+    rules = policy_of(policy, read_one_spec(paths).policy)
+    inputs = planned_for(entries, paths, time_limit_s, lambda line: click.echo(line, err=True))
+    places = Places("127.0.0.1", 8000 if port is None else port, "127.0.0.1", 0, 1)
+    files = files_of(inputs.spec, ())
+    settings = Settings(places, engines=file, files=files, secret=token_bytes(32))
+    serve_forever(scene_of(inputs), rules, settings, announced(as_json))
+
+
+def read_entries(file: Path) -> tuple[Entry, ...]:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("--attach", f"{file} cannot be read") from error
+    entries = read_roster(text, file.name, file.parent)
+    if not entries:
+        raise InputError("--attach", f"{file} names no server")
+    return entries
+
+
+def planned_for(
+    entries: tuple[Entry, ...], paths: tuple[Path, ...], time_limit_s: float, said: Callable[[str], None]
+) -> Inputs:
+    """The plan that was named, or one that these servers can carry out."""
+    from potluck.cli.planning.plan import require_service
+    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+
+    if len(paths) == 2:
+        return read_inputs(paths, time_limit_s, said, lambda spec: None)[0]
+    from potluck.cli.common.problems import load_problem
+
+    spec = read_one_spec(paths)
+    problem = load_problem(spec, 0.8, None, (), 0.0)
+    plain = any(entry.kind == "openai" for entry in entries)
+    said("planning")
+    outcome = STRATEGIES[WHOLE if plain else ANY](
+        Workshop(problem, said=said), Settings(time_limit_s=time_limit_s)
+    )
+    require_service(problem, outcome, time_limit_s)
+    return Inputs(spec, problem, outcome.plan)

@@ -1,0 +1,62 @@
+"""`potluck up --attach`: what it plans for servers that somebody else started, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.serving.up_attach import attach, planned_for, read_entries
+from potluck.control.launch.command import EngineMaker
+from potluck.control.values import Make
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout, Stage, StageNode
+
+SPEC = """
+models:
+  - {model: Llama-3.1-8B, slo: {ttft_ms: 4000, tpot_ms: 60}, traffic: {rate_per_s: 4, input: 500, output: 80}}
+fleet:
+  regions:
+    - name: here
+      nodes: [{node: 1xL40S, available: 2}, {node: 1xL4, available: 2}]
+"""
+
+
+def roster(folder: Path, *lines: str) -> Path:
+    file = folder / "servers.yaml"
+    file.write_text("engines:\n" + "".join(f"  - {{{line}}}\n" for line in lines))
+    return file
+
+
+def test_plain_servers_are_planned_as_whole_replicas(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    entries = read_entries(roster(tmp_path, "url: 'http://127.0.0.1:1', kind: openai, token_ids: true"))
+    found = planned_for(entries, (tmp_path / "spec.yaml",), 10.0, lambda line: None)
+    kinds = {found.plan.template(each.template).kind for each in found.plan.deployments}
+    assert kinds == {"homogeneous"}
+
+
+def test_without_a_spec_or_a_server_there_is_nothing_to_attach(tmp_path: Path) -> None:
+    file = roster(tmp_path, "url: 'http://127.0.0.1:1'")
+    with pytest.raises(InputError, match="needs a SPEC"):
+        attach(file, (), None, (), 1.0, False)
+    file.write_text("engines: []\n")
+    with pytest.raises(InputError, match="names no server"):
+        read_entries(file)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_entries(tmp_path / "nothing.yaml")
+
+
+def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
+    def make(*widths: int) -> Make:
+        stages = tuple(Stage(16, (StageNode("8xH100", tp),)) for tp in widths)
+        return Make("m", Layout(stages), "here")
+
+    maker = EngineMaker("vllm", (("m", Path("dir")),), python="py", more=("--dtype", "float32"))
+    words = maker.command(make(4, 4), 8000, 9000)
+    assert words[4:6] == ["vllm", "--json"]
+    assert words[words.index("--tensor-parallel") + 1] == "4"
+    assert words[words.index("--stages") + 1] == "16,16"
+    assert words[-5:] == ["--python", "py", "--", "--dtype", "float32"]
+    with pytest.raises(InputError, match="same tensor parallelism"):
+        maker.command(make(4, 2), 8000, 9000)
