@@ -12,6 +12,7 @@ import pytest
 from potluck import __version__
 from potluck.cli import main as entry
 from potluck.cli.common import render
+from potluck.core import figures
 from potluck.core.errors import CapacityError, InputError
 
 
@@ -144,7 +145,7 @@ def test_a_closed_stdout_is_no_error() -> None:
 
 
 def test_numbers() -> None:
-    assert [render.seconds(s) for s in (0, 2.5e-5, 0.0123, 0.99996, 1.5, 90, 600, 36000)] == [
+    assert [figures.seconds(s) for s in (0, 2.5e-5, 0.0123, 0.99996, 1.5, 90, 600, 36000)] == [
         "0 µs",
         "25.0 µs",
         "12.3 ms",

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_results import MODELS, made_replica, made_result
 
+from potluck.core.figures import digits, seconds
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import OPEN, SimResult
 from potluck.sim.results.report import html
 from potluck.sim.results.report.plots import (
     attribute,
     clipped,
-    digits,
-    duration,
     log_ticks,
     moment,
     nice_ticks,
@@ -255,7 +254,7 @@ def test_words_for_numbers() -> None:
     assert [moment(at) for at in (0, 45, 60, 150, 5400, 86400, 90000)] == [
         "0", "45 s", "1 min", "2:30 min", "1:30 h", "1 d", "1:01 d",
     ]  # fmt: skip
-    assert [duration(at) for at in (2e-5, 0.0123, 0.9997, 61.0, 600.0, 9000.0)] == [
+    assert [seconds(at) for at in (2e-5, 0.0123, 0.9997, 61.0, 600.0, 9000.0)] == [
         "20.0 µs", "12.3 ms", "1.00 s", "61.0 s", "10.0 min", "2.50 h",
     ]  # fmt: skip
     assert [short(text) for text in ("50.0 ms", "2.00 s", "0.5", "1,000", "2.50 h")] == [

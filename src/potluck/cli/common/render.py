@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import click
 
+from potluck.core.figures import digits
+
 MIN_WIDTH = 100
 PIPE_WIDTH = 140
 WIDEST = 200
@@ -89,32 +91,18 @@ def _width() -> int:
     return max(MIN_WIDTH, int(columns) if columns.isdecimal() else PIPE_WIDTH)
 
 
-def seconds(value_s: float) -> str:
-    """`12.3 ms`: three digits and the unit that fits."""
-    for limit_s, factor, unit in (
-        (1e-3, 1e6, "µs"),
-        (1.0, 1e3, "ms"),
-        (120.0, 1.0, "s"),
-        (7200.0, 1 / 60, "min"),
-    ):
-        # 0.9996 s rounds to 1000 ms, which is better said as 1.00 s.
-        if abs(value_s) < limit_s * 0.9995:
-            return f"{_digits(value_s * factor)} {unit}"
-    return f"{_digits(value_s / 3600)} h"
-
-
 def count(value: float) -> str:
     """`1,234,567`; three digits below a hundred when it is not whole."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
-    return _digits(value)
+    return digits(value)
 
 
 def short(value: float) -> str:
     """`8.03 B`: large counts, such as parameters or FLOPs, in thousands' steps."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= limit * 0.9995:
-            return f"{_digits(value / limit)} {unit}"
+            return f"{digits(value / limit)} {unit}"
     return count(value)
 
 
@@ -129,24 +117,10 @@ def bytes_(value_bytes: float) -> str:
     """`16.1 GB`, decimal as GPU makers count."""
     for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(value_bytes) >= limit * 0.9995:
-            return f"{_digits(value_bytes / limit)} {unit}"
+            return f"{digits(value_bytes / limit)} {unit}"
     return f"{value_bytes:.0f} B"
 
 
 def percent(share: float) -> str:
     """`37.4 %`."""
-    return f"{_digits(share * 100)} %"
-
-
-def _digits(value: float) -> str:
-    """Three significant digits without an exponent."""
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size >= 99.95:
-        return f"{value:,.0f}"
-    if size >= 9.995:
-        return f"{value:.1f}"
-    if size >= 0.9995:
-        return f"{value:.2f}"
-    return f"{value:.3g}"
+    return f"{digits(share * 100)} %"

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, percent, seconds, table
+from potluck.cli.common.render import emit_json, percent, table
 from potluck.cli.measuring.profile_live import write_live
 from potluck.cli.serving.emulate import emulation
 from potluck.cli.serving.service import state_option
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.perf.profile import Profile, ProfilePoint

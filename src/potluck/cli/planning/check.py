@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from potluck.cli.common.render import bytes_, count, emit_json, percent, seconds, short, table, usd
+from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, usd
+from potluck.core.figures import seconds
 from potluck.core.values.model import Model
 from potluck.spec.load import load_spec
 from potluck.spec.problems import SpecError

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import bytes_, count, emit_json, percent, seconds, table, usd
+from potluck.cli.common.render import bytes_, count, emit_json, percent, table, usd
 from potluck.core.errors import InputError
+from potluck.core.figures import seconds
 from potluck.core.values.layout import Ep
 from potluck.core.values.types import NodeType, Role, Slo
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.problems import read_spec
-from potluck.cli.common.render import emit_json, seconds, table, usd
+from potluck.cli.common.render import emit_json, table, usd
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.perf.estimate import Estimate

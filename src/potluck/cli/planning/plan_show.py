@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import percent, seconds, short, table, usd
+from potluck.cli.common.render import percent, short, table, usd
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,13 +11,14 @@ import click
 
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, percent, seconds, table, usd
+from potluck.cli.common.render import emit_json, percent, table, usd
 from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
 from potluck.cli.planning.replan_live import apply, live_of, said_of, with_paces
 from potluck.cli.serving.service import opened, state_option
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan

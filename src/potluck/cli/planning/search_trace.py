@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import percent, seconds
+from potluck.cli.common.render import percent
 from potluck.core.errors import InputError
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.plan.search.tabu import Found

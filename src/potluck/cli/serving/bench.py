@@ -18,6 +18,7 @@ import click
 
 from potluck.cli.common import render
 from potluck.cli.serving.service import running_url
+from potluck.core import figures
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
 
@@ -193,14 +194,14 @@ def _traced(
 def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int | None) -> None:
     times = (("TTFT", found.ttft_s), ("TPOT", found.tpot_s), ("E2E", found.e2e_s))
     rows = [
-        (name, *(render.seconds(value) for value in asdict(each).values()))
+        (name, *(figures.seconds(value) for value in asdict(each).values()))
         for name, each in times
         if each is not None
     ]
     if rows:
         render.table(f"{model} at {url}", ("", "mean", "p50", "p90", "p99", "most"), rows)
     click.echo(
-        f"{found.answered:,} of {found.requests:,} requests answered in {render.seconds(found.span_s)}: "
+        f"{found.answered:,} of {found.requests:,} requests answered in {figures.seconds(found.span_s)}: "
         f"{render.count(found.requests_per_s)} requests/s, "
         f"{render.count(found.output_tokens_per_s)} output tokens/s"
     )
@@ -213,7 +214,7 @@ def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int |
         click.echo("open loop: times count from when each request should have been sent")
         if found.late_s > LATE_S:
             click.echo(
-                f"note: this client was late by up to {render.seconds(found.late_s)}; that is counted in"
+                f"note: this client was late by up to {figures.seconds(found.late_s)}; that is counted in"
             )
     else:
         line = "a slow server was asked less, so users would wait longer than this says"
@@ -222,7 +223,7 @@ def _show(url: str, model: str, found: Findings, slo: Slo | None, at_once: int |
 
 def _said(slo: Slo | None) -> str:
     parts = [] if slo is None else [("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s)]
-    return ", ".join(f"{name} <= {render.seconds(s)}" for name, s in parts if s is not None and s < UNSAID_S)
+    return ", ".join(f"{name} <= {figures.seconds(s)}" for name, s in parts if s is not None and s < UNSAID_S)
 
 
 def _json(
@@ -272,7 +273,7 @@ def _page(url: str, shots: Sequence[Shot], found: Findings, slo: Slo | None) -> 
         for name, values, limit_s in columns
         if values
     )
-    words = f"{found.answered:,} of {found.requests:,} requests answered in {render.seconds(found.span_s)}"
+    words = f"{found.answered:,} of {found.requests:,} requests answered in {figures.seconds(found.span_s)}"
     return sheet(
         f"Potluck bench of {url}",
         f"<header><h1>{escape(url)}</h1><p>{words}</p>{THEME}</header>\n"

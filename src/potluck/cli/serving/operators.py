@@ -13,6 +13,7 @@ import click
 
 from potluck.cli.common import render
 from potluck.cli.serving.service import nothing, opened, state_option
+from potluck.core import figures
 from potluck.core.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _show(found: dict[str, Any], now_s: float) -> None:
     lives = ", ".join(f"{name} {'runs' if found[name] else 'is gone'}" for name in ("gateway", "controller"))
     click.echo(f"{found['url'] or 'no address yet'}  ({lives}; state in {found['state']})")
     if plan is not None:
-        ago = render.seconds(max(0.0, now_s - plan["since_s"]))
+        ago = figures.seconds(max(0.0, now_s - plan["since_s"]))
         click.echo(
             f"plan {plan['version']} ({plan['strategy']}), ${plan['cost_usd_per_h']:.2f}/h, since {ago}: "
             f"{plan['reason']}"
@@ -57,9 +58,9 @@ def _show(found: dict[str, Any], now_s: float) -> None:
         slo = model.get("slo")
         aim = ""
         if slo:
-            aim = f"; TTFT <= {render.seconds(slo['ttft_s'])}, TPOT <= {render.seconds(slo['tpot_s'])}"
+            aim = f"; TTFT <= {figures.seconds(slo['ttft_s'])}, TPOT <= {figures.seconds(slo['tpot_s'])}"
             if slo.get("e2e_s"):
-                aim += f", E2E <= {render.seconds(slo['e2e_s'])}"
+                aim += f", E2E <= {figures.seconds(slo['e2e_s'])}"
         click.echo(f"model {name}: {'ready' if model['ready'] else model['why']}{aim}")
     click.echo()
     if found["replicas"]:

@@ -11,6 +11,7 @@ import click
 
 from potluck.cli.common import render
 from potluck.cli.serving.service import nothing, opened, state_option
+from potluck.core import figures
 from potluck.core.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _links(snapshot: dict[str, Any]) -> Table | None:
 
 
 def _seconds(value_s: float | None) -> str:
-    return "-" if value_s is None else render.seconds(value_s).replace(" ", "")
+    return "-" if value_s is None else figures.seconds(value_s).replace(" ", "")
 
 
 def _short(name: str, most: int = 35) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import seconds
 from potluck.core.errors import CapacityError
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from pathlib import Path

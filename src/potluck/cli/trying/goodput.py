@@ -10,10 +10,11 @@ import click
 import numpy as np
 
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, percent, seconds, table
+from potluck.cli.common.render import emit_json, percent, table
 from potluck.cli.trying.simulate import options, require_positive
 from potluck.cli.trying.simulation import offered, planner_of, policy_of, read_inputs, requests, scene_of
 from potluck.core.errors import InputError
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from potluck.cli.common.render import bytes_, count, listing, percent, seconds, short, table, usd
+from potluck.cli.common.render import bytes_, count, listing, percent, short, table, usd
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.sim.results.metrics import ModelSummary, Spread, Summary

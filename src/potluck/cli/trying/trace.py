@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import count, emit_json, percent, seconds, table
+from potluck.cli.common.render import count, emit_json, percent, table
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     import numpy as np

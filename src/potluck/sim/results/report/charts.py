@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from math import log2
 
+from potluck.core.figures import digits, seconds
 from potluck.sim.results.report.plots import (
     FULL_WIDTH,
     HALF_WIDTH,
@@ -15,8 +16,6 @@ from potluck.sim.results.report.plots import (
     area,
     axes,
     clipped,
-    digits,
-    duration,
     limit,
     line,
     log_ticks,
@@ -93,11 +92,11 @@ def distribution(curves: Sequence[Curve], title: str) -> str:
     highs = [max(_at(curve, 1 - EXTREMES), (curve.limit_s or 0.0) * 1.1) for curve in curves]
     low, high = min(lows), max(max(highs), min(lows) * 1.5)
     frame = Frame(THIRD_WIDTH, 240, (low, high), (0.0, 1.0), top=22, left=46, log_x=True)
-    x_ticks = [Tick(at, short(duration(at))) for at in _thinned(log_ticks(low, high), 5)]
+    x_ticks = [Tick(at, short(seconds(at))) for at in _thinned(log_ticks(low, high), 5)]
     parts = [axes(frame, x_ticks, [Tick(at / 4, f"{at * 25} %") for at in range(5)], title)]
     for index, curve in enumerate(curves):
         if curve.limit_s is not None:
-            told = f"≤ {short(duration(curve.limit_s))}"
+            told = f"≤ {short(seconds(curve.limit_s))}"
             parts.append(limit(frame, curve.limit_s, told, f"c{index % 6}", index))
     for index, curve in enumerate(curves):
         parts.append(line(frame, [(max(x, low), y) for x, y in curve.points], f"c{index % 6}"))
@@ -125,7 +124,7 @@ def timeline(bands: Sequence[Band], end_s: float, faults: Sequence[tuple[float, 
         parts.append(_row_label(band.label, band.what, y, row))
         for from_s, to_s, state, role in band.spans:
             x, width = frame.x(from_s), max(frame.x(to_s) - frame.x(from_s), 0.8)
-            told = escape(f"{band.label}: {state}, {role}, {duration(to_s - from_s)} ({band.what})")
+            told = escape(f"{band.label}: {state}, {role}, {seconds(to_s - from_s)} ({band.what})")
             parts.append(
                 f'<rect class="span {escape(state)} {escape(role)}" x="{x:.1f}" y="{y + 1:.1f}" '
                 f'width="{width:.1f}" height="{row - 2:.1f}"><title>{told}</title></rect>'

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
+from potluck.core.figures import digits, seconds
 from potluck.sim.results.metrics import ModelSummary, Spread, Summary
 from potluck.sim.results.records import SimResult
 from potluck.sim.results.report import charts
-from potluck.sim.results.report.plots import digits, duration, moment
+from potluck.sim.results.report.plots import moment
 from potluck.sim.results.series import Series, series
 
 PARTS = ("mean", "p50", "p90", "p99")
@@ -52,12 +53,12 @@ def _header(summary: Summary, title: str) -> str:
     total = summary.total
     facts = [
         f"{total.requests:,} requests",
-        f"{duration(summary.end_s)} simulated",
+        f"{seconds(summary.end_s)} simulated",
         f"{summary.replicas:,} replica{'s' if summary.replicas != 1 else ''}",
         f"seed {summary.seed}",
     ]
     if summary.start_s > 0:
-        facts.append(f"the first {duration(summary.start_s)} left out of figures")
+        facts.append(f"the first {seconds(summary.start_s)} left out of figures")
     return f"<header><h1>{escape(title)}</h1><p>{' · '.join(facts)}</p>{THEME}</header>"
 
 
@@ -71,8 +72,8 @@ def _tiles(summary: Summary) -> str:
         tiles.append(_tile("Throughput", digits(total.throughput_per_s), "requests/s", offered))
     for label, spread in (("TTFT p99", total.ttft_s), ("TPOT p99", total.tpot_s)):
         if spread is not None:
-            value, unit = duration(spread.p99).split(" ")
-            tiles.append(_tile(label, value, unit, f"median {duration(spread.p50)}"))
+            value, unit = seconds(spread.p99).split(" ")
+            tiles.append(_tile(label, value, unit, f"median {seconds(spread.p50)}"))
     if summary.output_tokens_per_usd is not None:
         value, unit = _large(summary.output_tokens_per_usd)
         tokens_per_s = f"{digits(total.output_tokens_per_s)} tokens/s"
@@ -166,7 +167,7 @@ def _spread_cells(spread: Spread | None) -> str:
         return '<td class="n first">–</td>' + '<td class="n">–</td>' * (len(PARTS) - 1)
     values = (spread.mean, spread.p50, spread.p90, spread.p99)
     return "".join(
-        f'<td class="n{" first" if i == 0 else ""}">{duration(value)}</td>' for i, value in enumerate(values)
+        f'<td class="n{" first" if i == 0 else ""}">{seconds(value)}</td>' for i, value in enumerate(values)
     )
 
 

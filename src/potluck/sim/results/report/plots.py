@@ -88,31 +88,6 @@ def moment(at_s: float) -> str:
     return f"{at_s:g} s"
 
 
-def duration(value_s: float) -> str:
-    """`12.3 ms`: three digits and the unit that fits."""
-    for limit_s, factor, unit in (
-        (1e-3, 1e6, "µs"),
-        (1.0, 1e3, "ms"),
-        (120.0, 1.0, "s"),
-        (7200.0, 1 / 60, "min"),
-    ):
-        if abs(value_s) < limit_s * 0.9995:
-            return f"{digits(value_s * factor)} {unit}"
-    return f"{digits(value_s / 3600)} h"
-
-
-def digits(value: float) -> str:
-    """Three significant digits, without an exponent where a person would write none."""
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if size >= 99.95:
-        return f"{value:,.0f}"
-    if size >= 9.995:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if size >= 0.9995 else f"{value:.3g}"
-
-
 def short(text: str) -> str:
     """A figure or duration without zeros at its end: `50.0 ms` is `50 ms` on an axis."""
     number, space, unit = text.partition(" ")

@@ -1,0 +1,29 @@
+"""Figures as people read them: three digits, and the unit that fits."""
+
+from __future__ import annotations
+
+
+def digits(value: float) -> str:
+    """Three significant digits, without an exponent where a person would write none."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 99.95:
+        return f"{value:,.0f}"
+    if size >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 0.9995 else f"{value:.3g}"
+
+
+def seconds(value_s: float) -> str:
+    """`12.3 ms`."""
+    for limit_s, factor, unit in (
+        (1e-3, 1e6, "µs"),
+        (1.0, 1e3, "ms"),
+        (120.0, 1.0, "s"),
+        (7200.0, 1 / 60, "min"),
+    ):
+        # 0.9996 s rounds to 1000 ms, which is better said as 1.00 s.
+        if abs(value_s) < limit_s * 0.9995:
+            return f"{digits(value_s * factor)} {unit}"
+    return f"{digits(value_s / 3600)} h"
