@@ -17,6 +17,8 @@ from loop_kit import desk
 from potluck.engine.face.carriage import KvSettings
 from potluck.engine.face.service import FaceLimits
 from potluck.engine.memory.handover import Manifest, token_hash
+from potluck.gateway.fleet.grants import LASTS_S, granted
+from potluck.gateway.parts import Address, Endpoint
 from potluck.kv.handles import bound_to, new_handle
 from potluck.kv.send.outbox import Outbox
 from potluck.kv.send.stream import OutboxLimits
@@ -121,6 +123,13 @@ def test_an_engine_keeps_to_what_it_is_granted() -> None:
             ):
                 assert (await one.put("/grants", wrong))[0] == 400, wrong
             assert (await one.get("/grants"))[1] == told
+            ends = [
+                Endpoint(name, "m", name, Address(host, 1), kv=f"{host}:1")
+                for name, host in (("a", "10.0.0.4"), ("b", "10.0.0.5"))
+            ]
+            (given,) = granted(ends, {("a", "b"): 8.0}, {}).values()  # what a gateway would say
+            status, told = await one.put("/grants", {"grants": given, "lasts_s": LASTS_S})
+            assert (status, told["grants"]) == (200, [{**grant, "peers": ["10.0.0.5"], "bytes_per_s": 9e8}])
             assert (await one.put("/grants", {"grants": [], "lasts_s": 30}))[1] == {"grants": []}
 
     played(scene)

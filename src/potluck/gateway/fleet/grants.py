@@ -42,6 +42,6 @@ def granted(
         if not peers or not senders or bandwidth <= 0:
             continue
         for replica, rate in grants(bandwidth * 1e9 / 8, senders).items():
-            said = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": round(rate)}
+            said = {"link": f"{source}->{target}", "peers": peers, "bytes_per_s": max(1, round(rate))}
             found.setdefault(replica, []).append(said)
     return found
