@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import gzip
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -59,6 +59,11 @@ class Market:
     @cached_property
     def times(self) -> tuple[float, ...]:
         return tuple(sorted({change.at_s for change in self.changes}))
+
+    def after(self, at_s: float) -> Market:
+        """The same from a later moment on."""
+        moved = (replace(change, at_s=max(0.0, change.at_s - at_s)) for change in self.changes)
+        return replace(self, changes=tuple(moved))
 
     def regions(self, at_s: float) -> tuple[Region, ...]:
         offers: dict[Key, Offer] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sim_fleets import SLOW, closed_plan, load, mixed, problem
-from sim_minds import Around
+from sim_minds import Around, requests
 
 from potluck.core.brain.actions import Action
 from potluck.core.brain.events import Event, Quoted
@@ -81,3 +81,23 @@ def test_the_brain_is_told_once_for_all_that_changes_in_a_moment() -> None:
     )
     assert [at_s for at_s, _ in told] == [300.0, 600.0]
     assert len(result.replicas) == 2, "nothing is started where there is no machine"
+
+
+def test_what_is_drained_for_a_new_plan_ends_its_answers() -> None:
+    """CORAL 5.1: an instance that goes shuts down once its requests complete, however long they take."""
+    moved = closed_plan((mixed(SLOW), "east", 1))
+    steady = [(float(at_s), 200, 5) for at_s in range(0, 700, 10)]
+    work = requests(*sorted([*steady, (395.0, 200, 12_000)]))
+    result = simulate(
+        problem(closed_plan((mixed(), "east", 1))),
+        work,
+        Policy(scaling="replan"),
+        faults=Faults(prices=(PriceChange(300.0, "east", FAST_NODE, 99.0),)),
+        planner=lambda moment: moved,
+    )
+    old = result.replicas[0]
+    drained_s, stopped_s = (at_s for at_s, state, _ in old.changes if state in ("draining", "stopped"))
+    (long,) = [place for place, tokens in enumerate(work.output_tokens) if tokens == 12_000]
+    assert 395.0 < drained_s < stopped_s - 40.0
+    assert result.records.finish_s[long] == pytest.approx(stopped_s)
+    assert (result.records.attempts == 1).all()
