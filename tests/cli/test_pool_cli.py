@@ -197,6 +197,12 @@ def test_bad_options_get_one_line(
         ("Llama-2-13B", "DeepSeek-V3", [], "chat: its weights fit on no node on offer"),
         ("tpot_ms: 100", "tpot_ms: 0.1", [], "out of reach"),
         ("gbps: 20", "gbps: 20", ["--trace", "x.png"], "trace: 'x.png' must end in .html, .svg, .json"),
+        (
+            "pool:",
+            "- {model: Llama-2-13B, slo: {ttft: 1, tpot: 1}, traffic: {rate_per_s: 1, input: 9, output: 9}}\npool:",
+            ["--attainment", "simulated"],
+            "--attainment: simulated is for groups of a pool: thunderserve plans one model at a time",
+        ),
     ],
 )
 def test_bad_pools_get_one_line(

@@ -18,6 +18,7 @@ from potluck.plan.search.evaluate import Evaluator
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.result import to_templates
 from potluck.plan.search.tabu import Found, Limits, Settings, search_with
+from potluck.plan.strategies.pools import search_groups
 
 QUICK = Settings(limits=Limits(walks=3, patience=10), phases=("prefill", "decode"))
 POOL: Pool = uniform_pool(
@@ -84,3 +85,18 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[Evaluator, Found]) 
             assert attained[ends] == 0.9  # pairs that fail get no request
     hopeless = dict.fromkeys(attained, 0.0)
     assert to_templates(problem, WANTED, POOL, best, attained=hopeless) == ()
+
+
+def test_a_plans_groups_are_those_that_held_when_tried() -> None:
+    asked: list[float] = []
+
+    def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
+        asked.append(rate_per_s)
+        return 0.5
+
+    problem = pool_problem(POOL, WANTED)
+    templates, found = search_groups(problem, WANTED, 1.0, 0, estimate)
+    assert asked
+    (region,) = found
+    assert {pairing.attained for pairing in found[region].orchestration.pairings} == {0.5}
+    assert templates

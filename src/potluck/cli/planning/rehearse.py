@@ -105,7 +105,10 @@ def estimate_of(spec: Spec, problem: Problem, options: Mapping[str, Any], seed: 
     from potluck.plan.strategies.pools import require_pool
     from potluck.rehearse.pairs import PairTrial
 
-    ask = require_pool(problem)
+    try:
+        ask = require_pool(problem)
+    except InputError as error:
+        raise InputError("--attainment", f"simulated is for groups of a pool: {error.problem}") from error
     nothing = Plan("none", (), (), (), (), (), (), 0.0, 0.0)
     world = scene_of(Inputs(spec, problem, nothing))
     return PairTrial(problem, world, spec.model(ask.name).traffic, spec.policy, seed=seed)
