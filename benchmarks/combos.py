@@ -6,6 +6,9 @@ and cost from when they are asked for.
 
     out     planned for 10 requests/s; from 300 s on 40 come. `own`: only templates that the plan has may be started;
             `offer`: all combos of the strategy
+    spike   DailyMail's lengths (1155 / 77), TTFT 2 s, TPOT 50 ms, three combos of two H20 that prefill for one, 39/s;
+            from 300 to 600 s answers are 16 times as long. `stay`: roles stay; `change`: they change (scaling=flips)
+    loss    one such combo at 13/s; at 300 s a prefill replica, or its decode replica, is gone, and back 91 s later
 """
 
 from __future__ import annotations
@@ -18,41 +21,46 @@ import numpy as np
 from common import run
 from potluck.catalog import models, nodes
 from potluck.core.brain.policy import Policy
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.candidates import with_candidates
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies.base import allocated
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
+from potluck.sim.world.faults import Fault, Faults
 from potluck.worlds.scene import Scene
 
 USD_PER_H = {"1xH800": 2.69, "1xA800-PCIe": 1.19, "1xH20": 1.50}
 SLO = Slo(1.0, 0.03)
 LENGTHS = (337, 1330)
+NEWS, NEWS_SLO = (1155, 77), Slo(2.0, 0.05)
 SEED = 3
 
 
-def the_problem(rate_per_s: float, available: int = 4) -> Problem:
-    traffic = Traffic("m", rate_per_s, (LengthBin(*LENGTHS, 1.0),))
+def the_problem(
+    rate_per_s: float, available: int = 4, lengths: tuple[int, int] = LENGTHS, slo: Slo = SLO
+) -> Problem:
+    traffic = Traffic("m", rate_per_s, (LengthBin(*lengths, 1.0),))
     offers = tuple(Offer(node, usd, available) for node, usd in USD_PER_H.items())
     types = tuple(nodes.node_type(name) for name in USD_PER_H)
     return Problem(
-        (ask("m", models.model("Llama-3.1-8B"), SLO, traffic),), (Region("cluster", offers),), types
+        (ask("m", models.model("Llama-3.1-8B"), slo, traffic),), (Region("cluster", offers),), types
     )
 
 
-def scene(plan: Plan, problem: Problem) -> Scene:
+def scene(plan: Plan, problem: Problem, lengths: tuple[int, int] = LENGTHS, slo: Slo = SLO) -> Scene:
     return Scene(
         plan,
         {"m": problem.asks[0].model},
         problem.by_name,
         problem.regions,
-        slos={"m": SLO},
-        mean_tokens={"m": (float(LENGTHS[0]), float(LENGTHS[1]))},
+        slos={"m": slo},
+        mean_tokens={"m": (float(lengths[0]), float(lengths[1]))},
     )
 
 
@@ -61,13 +69,13 @@ def load_of(rates_per_s: Sequence[float], step_s: float, lengths: tuple[int, int
     return workload("m", when, np.full(len(when), lengths[0]), np.full(len(when), lengths[1]))
 
 
-def kept(result: SimResult, from_s: float, to_s: float) -> float:
+def kept(result: SimResult, from_s: float, to_s: float, slo: Slo = SLO) -> float:
     """Share of those who came in that time that were served within the objective."""
     records = result.records
     came = (records.arrival_s >= from_s) & (records.arrival_s < to_s)
     ttft_s = records.first_token_s - records.arrival_s
     tpot_s = (records.finish_s - records.first_token_s) / np.maximum(records.output_tokens - 1, 1)
-    within = (ttft_s <= SLO.ttft_s) & (tpot_s <= SLO.tpot_s)
+    within = (ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)
     return float((within & came).sum() / max(1, came.sum()))
 
 
@@ -91,9 +99,38 @@ def out(strategy: str) -> dict[str, float]:
     return figures
 
 
+def combos_of(copies: int, rate_per_s: float) -> tuple[Problem, Plan]:
+    """So many combos of three H20, whatever a strategy would have chosen."""
+    problem = the_problem(rate_per_s, 16, NEWS, NEWS_SLO)
+    made = {each.name: each for each in Workshop(problem).combos(problem.asks[0])}
+    chosen = (Deployment("m: combo 2 1xH20 -> 1 1xH20", "cluster", copies),)
+    templates = {"m": [made[chosen[0].template]]}
+    pinned = Settings(time_limit_s=5, pins=chosen)
+    return problem, allocated(Workshop(problem), pinned, "cauchy", templates).plan
+
+
+def roles() -> dict[str, float]:
+    """A spike of long answers and the loss of either kind of replica, with roles that stay and that change."""
+    rng, figures = np.random.default_rng(SEED), {}
+    lost = {name: Faults((Fault(300.0, "replica", replica=f"*#0/{i}"),)) for i, name in ((0, "p"), (2, "d"))}
+    cases = [("spike", 3, 39.0, 16, None, 300.0)]
+    cases += [(f"loss_{name}", 1, 13.0, 1, fault, 90.0) for name, fault in lost.items()]
+    for name, copies, rate, longer, fault, lasts_s in cases:
+        problem, plan = combos_of(copies, rate)
+        when = np.cumsum(rng.exponential(1 / rate, int(rate * 900)))
+        answers = np.where((when > 300) & (when < 600), NEWS[1] * longer, NEWS[1])
+        load = workload("m", when, np.full(len(when), NEWS[0]), answers)
+        for way, scaling in (("stay", "none"), ("change", "flips")):
+            policy = Policy(scaling=scaling)
+            result = simulate(scene(plan, problem, NEWS, NEWS_SLO), load, policy, seed=SEED, faults=fault)
+            figures[f"{name}_{way}_kept"] = kept(result, 300.0, 300.0 + lasts_s, NEWS_SLO)
+            figures[f"{name}_{way}_kept_after"] = kept(result, 300.0 + lasts_s, 900.0, NEWS_SLO)
+    return figures
+
+
 def measure(quick: bool) -> dict[str, float]:
-    figures: dict[str, float] = {}
-    for strategy in ("cauchy", "cauchy-ce"):
+    figures = roles()
+    for strategy in ("cauchy",) if quick else ("cauchy", "cauchy-ce"):
         figures |= out(strategy)
     return figures
 

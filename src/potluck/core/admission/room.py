@@ -130,6 +130,11 @@ class Room:
         answers = any(
             self._view(view, flight, slo, fill, DECODE if target.kind == COMBO else SPLIT)
             for view in target.decodes
+            if view not in target.prefills
+        ) or any(  # what is left of a combo does both
+            self._view(view, flight, slo, fill, CLOSED)
+            for view in target.prefills
+            if view.role == "mixed" and target.kind == COMBO
         )
         if not answers:
             return False

@@ -291,6 +291,9 @@ class Router:
     def _combo(self, target: Target, flight: Flight) -> None:
         prefills, decodes = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         target.turn += 1
+        if prefills[0].role == "mixed":  # nobody only prefills any more
+            self._alone(flight, least_loaded(prefills, fullness))
+            return
         room = self._room
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]

@@ -112,6 +112,8 @@ class Target:
         ready = [view for view in unit.views if view.serves] if unit is not None else []
         self.prefills = [view for view in ready if view.role == "prefill"]
         self.decodes = [view for view in ready if view.role != "prefill"]
+        if self.kind == COMBO and not self.prefills:  # what is left of it may do both
+            self.prefills = [view for view in ready if view.role == "mixed"]
 
     @property
     def usable(self) -> bool:
@@ -145,7 +147,8 @@ def intact_share(target: Target, template: Template) -> float:
     ready, ready_others = len(target.prefills), len(target.decodes)
     flipped = any(view.role != view.member.role for view in target.prefills + target.decodes)
     if flipped:
-        return min(1.0, (ready + ready_others) / len(template.replicas))
+        there = {view.member.id for view in target.prefills + target.decodes}
+        return min(1.0, len(there) / len(template.replicas))
     return min(1.0, ready / planned, ready_others / others)
 
 

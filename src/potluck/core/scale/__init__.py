@@ -16,6 +16,7 @@ from potluck.core.scale.base import (
     SetThreshold,
 )
 from potluck.core.scale.cauchy import Cauchy
+from potluck.core.scale.inside import Inside, WithInside
 from potluck.core.scale.prfaas import PrfaasSplit
 from potluck.core.scale.replan import PeriodicReplan
 from potluck.core.scale.shift import ShiftFlips
@@ -36,9 +37,9 @@ __all__ = [
 def scaler_of(policy: Policy, facts: Facts) -> Scaler:
     """The rule that the policy names, set up with its knobs."""
     if policy.scaling == "cauchy":
-        return Cauchy(policy, facts.regions)
+        return WithInside(Cauchy(policy, facts.regions), Inside(policy, facts))
     if policy.scaling == "flips":
-        return ShiftFlips(policy, facts)
+        return WithInside(ShiftFlips(policy, facts), Inside(policy, facts))
     if policy.scaling == "prfaas":
         return PrfaasSplit(policy, facts)
     if policy.scaling == "replan":

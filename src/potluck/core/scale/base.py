@@ -116,6 +116,11 @@ class Notes:
     def wait(self, topic: str, line: str) -> None:
         self._waits[topic] = line
 
+    @property
+    def any(self) -> str:
+        """What was said, if anything was."""
+        return self.text() if self._lines or self._waits else ""
+
     def text(self) -> str:
         topics = dict.fromkeys([*self._lines, *self._waits])
         return "; ".join(f"{topic}: {self._line(topic)}" for topic in topics) or "not asked yet"
