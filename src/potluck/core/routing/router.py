@@ -286,8 +286,6 @@ class Router:
             return SENT
         return self.pair(target, flight)
 
-    # Combos.
-
     def _combo(self, target: Target, flight: Flight) -> None:
         prefills, decodes = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         target.turn += 1
@@ -313,8 +311,6 @@ class Router:
             return
         lender = self._lender(flight, first, False, second)
         self._hand_over(flight, first, second, flight.prompt_tokens, lender)
-
-    # Pairs.
 
     def pair(self, target: Target, flight: Flight) -> Answer:
         """Split a prompt between a pair's two sides, or let it wait for a place on the low-end one."""
