@@ -29,7 +29,8 @@ from potluck.core.routing.table import ModelTable, Table
 from potluck.core.routing.targets import Target
 from potluck.core.scale.steward import Steward
 
-ENDED: Final = 1 << 15
+ENDED: Final = 1 << 12
+"""Whoever tells of a request again does so within seconds."""
 
 
 class Flights:

@@ -53,10 +53,11 @@ class NameBook:
     used are forgotten.
     """
 
-    def __init__(self, runs: int = 8192, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, runs: int = 4096, block_tokens: int = BLOCK_TOKENS) -> None:
+        """A run takes half a kilobyte."""
         self._most, self._block_tokens = runs, block_tokens
-        self._known: dict[bytes, tuple[bytes, list[int]]] = {}
-        """A run's hash to the name that it ends with, and all its names."""
+        self._known: dict[bytes, bytes] = {}
+        """A run's hash to its names, as they are hashed, one behind the other."""
 
     def names(self, tokens: Sequence[int], model: str = "", salt: str = "") -> tuple[int, ...]:
         """What `block_hashes` says."""
@@ -71,12 +72,18 @@ class NameBook:
             run = known.pop(key, None)
             if run is None:
                 named: list[int] = []
-                run = (_chain(name, piece, size, named), named)
+                _chain(name, piece, size, named)
+                run = b"".join([number.to_bytes(HASH_BYTES, "little") for number in named])
                 if len(known) >= self._most:
                     del known[next(iter(known))]
+                found += named
+            else:
+                found += [
+                    int.from_bytes(run[place : place + HASH_BYTES], "little")
+                    for place in range(0, len(run), HASH_BYTES)
+                ]
             known[key] = run
-            name = run[0]
-            found += run[1]
+            name = run[-HASH_BYTES:]
             start += run_bytes
         _chain(name, data[start:], size, found)
         return tuple(found)

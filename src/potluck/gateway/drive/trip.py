@@ -66,6 +66,7 @@ class Trip:
         self.ends = ride.ends
         self.vocab = asked.vocab
         self._legs: list[Leg] = []
+        """None once it is over: what holds each other would wait for the collector of garbage, prompt and all."""
         self._over = False
         self._suspicion: tuple[Leg, Verdict] | None = None
         self._cached_tokens = 0
@@ -130,6 +131,7 @@ class Trip:
         self._over = True
         for leg in self._legs:
             self._let_go(leg)
+        self._legs = []
 
     def pause(self) -> None:
         """Its reader is slow: what comes is not read for now, and nobody is blamed for that."""
@@ -178,6 +180,7 @@ class Trip:
         self._means.watch.leave(self._legs[-1])  # It has ended by itself: its connection can be used again.
         for leg in self._legs[:-1]:
             self._let_go(leg)
+        self._legs = []
         self._ride.finished(reason, max(self._cached_tokens, cached_tokens))
 
     def too_much(self, leg: Leg) -> None:
@@ -219,6 +222,7 @@ class Trip:
         self._over = True
         for leg in self._legs:
             self._let_go(leg, why if leg.replica == where else GIVEN_UP)
+        self._legs = []
         self._ride.failed(kind, where, why)
 
     def _count(self, leg: Leg, problem: str = "") -> None:
@@ -232,7 +236,7 @@ class Trip:
         """Nothing more is wanted of it; one that has said its end is left to end by itself."""
         if leg.over and leg.pulse is None:
             return
-        self._count(leg, "" if self._streams and leg is not self._legs[-1] else problem)
+        self._count(leg, "" if self._streams and isinstance(leg, HandingLeg) else problem)
         leg.over = True
         self._means.watch.leave(leg)
         call, leg.call = leg.call, None
