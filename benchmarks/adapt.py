@@ -8,6 +8,9 @@
     spot       a spot machine goes, with notice
     sleep      nobody asks for a while: no copy is left, and the next request waits for one
     restarts   the controller is killed twenty times
+    ahead      a rise that the days before had: copies come before it
+    prfaas     other lengths for a remote prefill cluster: its threshold and the local roles follow
+    advise     three times the load, and only advice
 
 Each scenario starts its own `potluck up` (gateway, controller, engines: real processes), loads it in an open loop and
 tells attainment before, during and after, how long what took, and how many requests were lost.
@@ -22,6 +25,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from adapt_foresight import advise, ahead, prfaas
 from adapt_kills import restarts
 from adapt_plot import draw, panel
 from adapt_scenarios import SCENARIOS as HAPPENINGS
@@ -31,12 +35,20 @@ from common import run
 SCENARIOS: dict[str, Callable[[Path, int, Callable[[str], None]], dict[str, float]]] = {
     **HAPPENINGS,
     "restarts": restarts,
+    "ahead": ahead,
+    "prfaas": prfaas,
+    "advise": advise,
 }
 QUICK = ("slow",)
 TARGETS = {
     "slow_noticed_s": ("<=", 10.0),
     "killed_first_answer_s": ("<=", 2.0),
     "shift_first_flip_s": ("<=", 13.0),
+    "ahead_lead_s": (">", 0.0),
+    "prfaas_threshold_s": ("<=", 60.0),
+    "prfaas_flips": (">=", 1.0),
+    "advise_changed": ("<=", 0.0),
+    "advise_advice": (">=", 1.0),
     "restarts_twice": ("<=", 0.0),
     "restarts_orphans": ("<=", 0.0),
     **{f"{name}_lost": ("<=", 0.0) for name in SCENARIOS},

@@ -280,6 +280,16 @@ def test_other_prices_call_for_a_plan_at_once(scaling: str) -> None:
     assert not [each for each in world.tell(Tick()) if isinstance(each, Replan)]
 
 
+def test_a_service_that_has_just_started_lets_nothing_go_for_want_of_requests() -> None:
+    world = build.world(PLAIN, Policy(scaling="ahead", window_s=24.0))
+    asked: list[float] = []
+    for second in range(60):
+        world.now_s = float(second)
+        asked += [world.now_s for each in world.tell(Tick()) if isinstance(each, Replan)]
+    assert asked
+    assert asked[0] >= 24.0, "a window that nobody has looked through says nothing"
+
+
 def test_nodes_that_can_be_had_now_are_used_at_once() -> None:
     known = replace(build.facts((ONE,)), regions=(Region("near", (Offer("node", 1.0, 1),)),))
     world = build.world(TWO, known=known)

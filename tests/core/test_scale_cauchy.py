@@ -161,7 +161,9 @@ def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None
     assert rule.on_tick(100.0, observed(100.0, traffic(50.0, span_s=100.0)), fleet, there) == ()
     assert "looks again in 20 s" in rule.why()
     assert rule.on_tick(130.0, observed(130.0, traffic(50.0)), fleet, there) != ()
-    assert rule.on_tick(200.0, observed(200.0, traffic(500.0)), fleet, there) == ()
+    assert rule.on_tick(150.0, observed(150.0, traffic(500.0)), fleet, there) == ()
+    assert rule.on_tick(170.0, observed(170.0, traffic(1.0)), fleet, there) == (), "nothing goes so soon"
+    assert rule.on_tick(180.0, observed(180.0, traffic(500.0)), fleet, there) != (), "but more may come"
     asked = []
     rule = Cauchy(POLICY, REGIONS)
     for tick in range(4000):
@@ -170,6 +172,16 @@ def test_it_looks_once_a_window_and_asks_for_a_plan_when_the_rate_held() -> None
     times = [tick for tick, _ in asked]
     assert [round(b - a) for a, b in pairwise(times)] == [1800]
     assert all(isinstance(each, AskReplan) and each.rates_per_s == (("m", 16.0),) for _, each in asked)
+
+
+def test_a_jump_is_followed_by_what_the_last_quarter_of_the_window_shows() -> None:
+    """The window's mean still has the time before the jump in it, and would start a part of what is needed."""
+    found, _ = ask(replace(traffic(20.0), recent_rate_per_s=40.0, recent_span_s=30.0, recent_error_per_s=1.2))
+    assert counts(found) == {"small": 5}, "40 at a headroom of 0.8"
+    noisy, why = ask(
+        replace(traffic(16.0), recent_rate_per_s=19.0, recent_span_s=30.0, recent_error_per_s=0.8)
+    )
+    assert noisy == (), why
 
 
 def test_prefill_and_decode_apart_are_each_brought_up() -> None:

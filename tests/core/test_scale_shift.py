@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scale_builders import fleet_of, observed, plan_of, template, traffic
 
-from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import FlipRole, ScaleDecision
@@ -225,6 +225,23 @@ def steady_flips(output: float, rate: float, seed: int) -> int:
             fleet.flip(each.replica, each.role)
             flips += 1
     return flips
+
+
+def test_nobody_is_counted_for_more_than_its_card_carries() -> None:
+    """Long prompts and short answers: by times alone one replica would decode for all others."""
+    carded = replace(TIMED, card_gbps=8.0)
+    facts = Facts(
+        models={"m": ModelFacts(kv_bytes_per_token=1e5)}, replicas={("pre", 0): carded, ("dec", 0): carded}
+    )
+    fleet = fleet_of(plan(1, 5))
+    found, _ = flippable(fleet, facts, "m", 2000, 4)
+    assert {each.decode_per_s for each in found} == {5.0}, "1 GB/s, and 0.2 GB for each prompt"
+    assert [each.prefill_per_s for each in found] == pytest.approx([1 / 0.21] * 6)
+    assert len(best_flips(found)) == 2, "three for three"
+    unbound, _ = flippable(fleet, FACTS, "m", 2000, 4)
+    assert len(best_flips(unbound)) == 4
+    small, _ = flippable(fleet, facts, "m", 2000, 4, "int4")
+    assert max(each.decode_per_s for each in small) > 15.0
 
 
 def test_rates_come_from_the_timings() -> None:

@@ -77,9 +77,9 @@ def test_cache_reports_keep_their_numbers_and_names() -> None:
 
 def test_a_link_is_slow_only_where_bytes_wait_for_it() -> None:
     planned = {("e", "w"): 8.0, ("w", "e"): 8.0}
-    waiting = {("e", "w"): Passed(1e8, 1.0, queued_bytes=5e7), ("w", "e"): Passed(1e8, 1.0)}
+    waiting = {("e", "w"): Passed(1e8, 1.0, queued_bytes=5e8), ("w", "e"): Passed(1e8, 1.0, queued_bytes=5e7)}
     slow, idle = link_reports(waiting, planned, 1.0)
-    assert slow == LinkReported("e", "w", 0.1, 5e7, pytest.approx(0.8))
+    assert slow == LinkReported("e", "w", 0.1, 5e8, pytest.approx(0.8))
     assert idle.gbps == 8.0
     quiet = link_reports({}, planned, 1.0)
     assert all(each.utilisation == 0 and each.gbps == 8.0 for each in quiet)

@@ -38,8 +38,7 @@ class Channel:
 
     def close(self) -> None:
         if self._socket is not None:
-            with suppress(queue.Full):
-                self._lines.put_nowait(None)
+            self._lines.put(None)
 
     def _write(self) -> None:
         assert self._socket is not None

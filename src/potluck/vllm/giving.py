@@ -92,9 +92,7 @@ class Giving:
             return Manifest(self._fingerprint, departure.have, offer.stop, offer.token_hash)
 
         def closed(state: State) -> None:
-            self._forget(
-                departure
-            )  # The outbox holds its lock here, and nobody here asks for that under ours.
+            departure.over = True  # The outbox holds a lock here: no other may be waited for.
             shipment = departure.shipment
             self._told(
                 {
@@ -182,9 +180,6 @@ class Giving:
         if copied is not None:
             departure.copying.append(copied)
         with self._lock:
-            if departure.over:
-                self._aside_bytes -= size
-                return False
             departure.pieces.append(_Piece(layer, first, read.upto, values, copied))
             departure.read_to[layer] = read.upto
         return True

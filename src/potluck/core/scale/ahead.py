@@ -76,6 +76,10 @@ class ReplanAhead:
         if self._looked_s is not None and at_s - self._looked_s < LOOK_S and not self._quoted:
             self._notes.wait("ahead", f"looks again in {LOOK_S - (at_s - self._looked_s):.0f} s")
             return ()
+        if any(seen.span_s < self._policy.window_s for seen in observed.models) and not self._quoted:
+            # Just started: that nobody has come yet is no reason to let copies go that were planned.
+            self._notes.say("ahead", "has not seen a window of requests yet")
+            return ()
         self._looked_s = at_s
         needs = {seen.model: self._need(at_s, seen, fleet) for seen in observed.models}
         moved = [self._moved(model, need) for model, need in needs.items() if self._moved(model, need)]

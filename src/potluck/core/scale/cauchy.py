@@ -8,6 +8,9 @@ With Q the window's mean rate and C what the copies serve under the lengths now 
     else, when the global window has passed: ask for a new plan at its mean rate; reconciling starts before it stops
 
 Beyond the paper, each for a failure seen in other scalers:
+- A jump is not a window old: more is also started where the last quarter of the window alone asks for it, beyond its
+  own, larger noise, and a quarter of a window after other starts. A window that must fill first would start a part of
+  what is needed, and wait for the next one with the rest.
 - Requests that queue are demand too: Q includes what is needed to work off within one window whatever waits beyond
   `QUEUE_S` of work and one request a copy; while it does, nothing is taken away.
 - Noise is not a change: the difference must also exceed NOISE standard deviations of the rate, so that at a steady
@@ -49,6 +52,10 @@ from potluck.core.values.types import Region
 
 NOISE = 3.0
 """Standard deviations: at a steady rate one window in about 700 is as far off."""
+RECENT_NOISE = 3.5
+"""The same for a quarter of a window, of which there are more."""
+ON = 0.25
+"""Share of a window after which more may be started after other starts."""
 QUEUE_S = 5.0
 
 
@@ -83,6 +90,7 @@ class Cauchy:
     def __init__(self, policy: Policy, regions: tuple[Region, ...] = ()) -> None:
         self._policy, self._regions = policy, regions
         self._last_s: dict[str, float] = {}
+        self._resized_s: dict[str, float] = {}
         self._plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
         self._quoted = False
@@ -111,14 +119,18 @@ class Cauchy:
                 self._notes.say(model, "no request seen yet")
                 continue
             last_s = self._last_s.setdefault(model, at_s - seen.span_s)
-            if at_s - last_s < self._policy.window_s:
-                left_s = self._policy.window_s - (at_s - last_s)
+            window_s = self._policy.window_s
+            left_s = window_s - (at_s - last_s)
+            if left_s > 0 and at_s - self._resized_s.get(model, at_s) < ON * window_s:
                 self._notes.wait(model, f"looks again in {left_s:.0f} s, a window after the last change")
                 continue
             standing = self._standing(model, seen, fleet, plan)
-            resizes = self._resizes(seen, standing, fleet, plan)
+            resizes = self._resizes(seen, standing, fleet, plan, only_out=left_s > 0)
+            if left_s > 0 and not resizes:
+                self._notes.wait(model, f"looks again in {left_s:.0f} s, unless more is needed before")
+                continue
             if resizes:
-                self._last_s[model] = at_s
+                self._last_s[model] = self._resized_s[model] = at_s
                 decisions += resizes
             elif at_s - last_s >= self._policy.global_window_s:
                 stable.append(model)
@@ -153,7 +165,7 @@ class Cauchy:
         return _Standing(counts, rates, moving, able, busy_copies(plan, model, mix), planned)
 
     def _resizes(
-        self, seen: ModelObserved, standing: _Standing, fleet: Fleet, plan: Plan
+        self, seen: ModelObserved, standing: _Standing, fleet: Fleet, plan: Plan, only_out: bool
     ) -> list[ScaleDecision]:
         model, policy = seen.model, self._policy
         unknown = sorted({key[0] for key, n in standing.counts.items() if n and key not in standing.rates})
@@ -166,14 +178,22 @@ class Cauchy:
         serves = standing.serves(standing.counts).served_per_s * policy.headroom
         queued = seen.held + queued_requests(fleet, model)
         late = max(0.0, queued - QUEUE_S * serves - sum(standing.counts.values()))
-        demand = seen.rate_per_s + late / policy.window_s
-        state = (
-            f"{seen.rate_per_s:.3g} requests/s and {queued} queued need {demand:.3g}, served are {serves:.3g}"
-        )
-        # At the rate the copies are made for, how far off would one window be?
+        if only_out:
+            late = 0.0  # it was counted at the last change, and goes on until what was started then serves
+        # At the rate the copies are made for, how far off would a quarter of a window be?
+        noise = RECENT_NOISE * max(seen.recent_error_per_s, sqrt(serves / max(seen.recent_span_s, 1e-9)))
+        demand = seen.recent_rate_per_s + late / policy.window_s
+        if seen.recent_rate_per_s > seen.rate_per_s and demand - serves > max(policy.ratio * serves, noise):
+            state = _state(seen.recent_rate_per_s, queued, demand, serves)
+            return self._out(model, demand, standing, fleet, plan, state)
+        # And a whole one?
         noise = NOISE * max(seen.error_per_s, sqrt(serves / seen.span_s))
+        demand = seen.rate_per_s + late / policy.window_s
+        state = _state(seen.rate_per_s, queued, demand, serves)
         if demand - serves > max(policy.ratio * serves, noise):
             return self._out(model, demand, standing, fleet, plan, state)
+        if only_out:
+            return []
         if serves - demand > policy.ratio * serves:
             if standing.moving:
                 self._notes.say(model, f"{state}; waits for {standing.moving} copies that start or leave")
@@ -299,6 +319,10 @@ class Cauchy:
             self._notes.say(model, "steady for the global window; asks for a new plan")
         rates = tuple((seen.model, asked_per_s(seen, seen.model in stable)) for seen in observed.models)
         return AskReplan(rates, f"steady for {self._policy.global_window_s:.0f} s: {', '.join(stable)}")
+
+
+def _state(rate_per_s: float, queued: int, demand: float, serves: float) -> str:
+    return f"{rate_per_s:.3g} requests/s and {queued} queued need {demand:.3g}, served are {serves:.3g}"
 
 
 def asked_per_s(seen: ModelObserved, steady: bool) -> float:

@@ -5,15 +5,20 @@ combos and pairs are planned to work together and stay. Templates tell the capac
 the planned lengths. After a shift both roles are needed at the lengths now seen, so the rates come from `Facts`:
 
     prefill = 1 / (fixed + per token x mean prompt)          decode = batch / (step x mean output)
+
+and neither is more than its network card carries of such prompts' KV: many that prefill for one that decodes are as
+slow as that one's card.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-from potluck.core.brain.facts import Facts, ReplicaFacts
+from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet, View
-from potluck.core.values.types import Role
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Codec, Role
 
 FLIPPABLE = frozenset({"homogeneous", "pipeline", "group", "remote_prefill"})
 
@@ -44,8 +49,20 @@ def decode_per_s(facts: ReplicaFacts, output_tokens: float) -> float:
     return facts.decode_batch / seconds if seconds > 0 else 0.0
 
 
+def card_per_s(facts: ReplicaFacts, model: ModelFacts | None, prompt_tokens: float, codec: Codec) -> float:
+    """Prompts whose KV its card carries; without bound where nothing is known of it."""
+    size = 0.0 if model is None else model.wire_bytes(prompt_tokens, codec)
+    return facts.card_gbps * 1e9 / 8 / size if facts.card_gbps > 0 and size > 0 else inf
+
+
+def codec_of(plan: Plan | None, model: str) -> Codec:
+    """In which KV goes between replicas that prefill or decode alone."""
+    codecs = () if plan is None else [flow.codec for flow in plan.flows if flow.model == model]
+    return codecs[0] if codecs else "fp16"
+
+
 def flippable(
-    fleet: Fleet, facts: Facts, model: str, prompt_tokens: float, output_tokens: float
+    fleet: Fleet, facts: Facts, model: str, prompt_tokens: float, output_tokens: float, codec: Codec = "fp16"
 ) -> tuple[list[Flippable], list[str]]:
     """A model's replicas that prefill or decode alone and are ready; and the templates nobody timed."""
     found: list[Flippable] = []
@@ -60,7 +77,11 @@ def flippable(
         if timed is None:
             untimed.add(member.template)
             continue
-        rates = (prefill_per_s(timed, prompt_tokens), decode_per_s(timed, output_tokens))
+        most = card_per_s(timed, facts.models.get(model), prompt_tokens, codec)
+        rates = (
+            min(most, prefill_per_s(timed, prompt_tokens)),
+            min(most, decode_per_s(timed, output_tokens)),
+        )
         if min(rates) <= 0:
             untimed.add(member.template)
             continue

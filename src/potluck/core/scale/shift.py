@@ -30,7 +30,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.routing.groups import Lengths
 from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetLengths
 from potluck.core.scale.regroup import best_roles
-from potluck.core.scale.roles import Flippable, flippable, last_of_role
+from potluck.core.scale.roles import Flippable, codec_of, flippable, last_of_role
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region, Role
@@ -110,6 +110,7 @@ class ShiftFlips:
         replicas, untimed = flippable(
             fleet, self._facts, model, seen.mean_prompt_tokens, seen.mean_output_tokens
         )
+        codec = codec_of(self._plan, model)
         if untimed:
             self._notes.say(model, f"no flips: nobody timed {', '.join(untimed)} in both roles")
             return []
@@ -130,7 +131,7 @@ class ShiftFlips:
                 model, f"the workload stays within {self._policy.ratio:.0%} of what roles are for"
             )
             return []
-        replicas, _ = flippable(fleet, self._facts, model, now.prompt_tokens, now.output_tokens)
+        replicas, _ = flippable(fleet, self._facts, model, now.prompt_tokens, now.output_tokens, codec)
         towards = self._towards.get(model)
         back: Role | None = None
         if towards is not None and at_s - self._last_s[model] < BACK_S:

@@ -84,6 +84,10 @@ class ModelObserved:
     recent_prompt_tokens: float = 0.0
     recent_output_tokens: float = 0.0
     """The two means over the last quarter of the window; 0 where too few were seen."""
+    recent_span_s: float = 0.0
+    recent_rate_per_s: float = 0.0
+    recent_error_per_s: float = 0.0
+    """The rate over that quarter, and one standard deviation of it; 0 where too few were seen."""
 
     @property
     def attainment(self) -> float:
@@ -279,7 +283,17 @@ class Window:
             lengths,
             watch.arrivals_ever,
             *_recent(slots[-BLOCK_SLOTS - 1 :]),
+            *self._recent_rate(at_s, watch, slots[-BLOCK_SLOTS - 1 :], long_rate),
         )
+
+    def _recent_rate(
+        self, at_s: float, watch: _Watch, slots: Sequence[_Slot], long_rate_per_s: float
+    ) -> tuple[float, float, float]:
+        """(span, rate, its standard deviation)"""
+        arrivals, span_s = sum(slot.arrivals for slot in slots), self._span_s(at_s, BLOCK_SLOTS)
+        if arrivals < LEAST_RECENT:
+            return span_s, 0.0, 0.0
+        return span_s, arrivals / span_s, self._error_per_s(watch, arrivals, span_s, long_rate_per_s)
 
     def _span_s(self, at_s: float, slots: int) -> float:
         """From the start of the oldest slot of a window of so many whole slots until now."""

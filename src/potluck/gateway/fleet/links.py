@@ -9,6 +9,9 @@ from potluck.core.brain.events import LinkReported
 
 LEAST_BUSY = 0.1
 """Share of a period in which something must have been on its way for its rate to say anything."""
+LEAST_QUEUE_S = 0.1
+"""So long bytes must have to wait at the planned rate for the rate seen to say anything: some layers of a prompt that
+is being computed are always about to leave."""
 SEGMENT_BYTES = 1448
 """Payload of a segment of TCP in a frame of 1,500 bytes."""
 
@@ -38,7 +41,7 @@ def link_reports(
     """One report for each link that is planned.
 
     Layers cross as they are computed, so a transfer is often slower than its link: the rate seen counts only where
-    bytes wait for the link. A link that nobody waits for is as fast as planned.
+    many bytes wait for the link. A link that nobody waits for is as fast as planned.
     """
     found = []
     for ends, gbps in planned_gbps.items():
@@ -46,7 +49,7 @@ def link_reports(
         room_bytes = gbps * 1e9 / 8 * period_s
         share = min(1.0, each.moved_bytes / room_bytes) if room_bytes > 0 else 1.0
         busy_s = min(period_s, each.busy_s)
-        if each.queued_bytes > 0 and busy_s >= LEAST_BUSY * period_s:
+        if each.queued_bytes > LEAST_QUEUE_S * gbps * 1e9 / 8 and busy_s >= LEAST_BUSY * period_s:
             gbps = min(gbps, each.moved_bytes * 8e-9 / busy_s)
         resent_bytes = each.resent_segments * SEGMENT_BYTES
         lost = resent_bytes / (each.moved_bytes + resent_bytes) if resent_bytes > 0 else 0.0
