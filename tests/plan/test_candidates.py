@@ -15,6 +15,7 @@ from potluck.core.scale.repertoire import options, startable, weight
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.candidates import MOST, with_candidates
+from potluck.plan.explain import copy_tokens_per_usd, tokens_json
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.kinds import KINDS, templates_of
@@ -114,3 +115,20 @@ def test_weights_are_the_strategys_programs(plan: Plan) -> None:
 
 def test_every_strategy_that_has_kinds_is_a_strategy() -> None:
     assert KINDS.keys() == STRATEGIES.keys() - {"homo", "thunderserve"}
+
+
+def test_tokens_per_dollar_of_deployments_add_up_to_the_plans(plan: Plan) -> None:
+    """Weighed by what each costs: prompts and answers are counted once, whoever does which phase."""
+    found = tokens_json(PROBLEM, plan)
+    prices = {offer.node: offer.price_usd_per_h for offer in PROBLEM.regions[0].offers}
+    prompts = answers = 0.0
+    for each in plan.deployments:
+        usd = sum(prices[n.node] * n.count for n in plan.template(each.template).nodes) * each.count
+        first, second = copy_tokens_per_usd(PROBLEM, plan, each)
+        prompts, answers = prompts + first * usd, answers + second * usd
+    assert prompts == pytest.approx(6.4 * 1155 * 3600, rel=1e-3)
+    assert answers == pytest.approx(6.4 * 77 * 3600, rel=1e-3)
+    whole = found["plan"]
+    assert isinstance(whole, dict)
+    assert whole["prompt"] == pytest.approx(prompts / plan.cost_usd_per_h, rel=1e-3)
+    assert whole["answer"] == pytest.approx(answers / plan.cost_usd_per_h, rel=1e-3)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import Offer, Region
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import check_tp
@@ -131,6 +131,38 @@ def tokens_per_usd(problem: Problem, plan: Plan, model: str) -> tuple[float, flo
     prompts = sum(demand.rate_per_s * demand.input_tokens for demand in ask.demands)
     answers = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands)
     return prompts * served, answers * served
+
+
+def copy_tokens_per_usd(problem: Problem, plan: Plan, deployment: Deployment) -> tuple[float, float]:
+    """The same of one deployment: tokens of the prompts it computes and of the answers it makes, as planned."""
+    template = plan.template(deployment.template)
+    ask = next(ask for ask in problem.asks if ask.name == template.model)
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    cost = sum(prices[deployment.region, n.node] * n.count for n in template.nodes) * deployment.count
+    prompts = answers = 0.0
+    for share in plan.shares:
+        if (share.template, share.region) == (deployment.template, deployment.region):
+            demand = ask.demands[share.bucket]
+            prompts += share.rate_per_s * demand.input_tokens * (share.phase != "decode")
+            answers += share.rate_per_s * demand.output_tokens * (share.phase != "prefill")
+    return (prompts * 3600 / cost, answers * 3600 / cost) if cost > 0 else (0.0, 0.0)
+
+
+def tokens_json(problem: Problem, plan: Plan) -> dict[str, object]:
+    """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
+    models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
+    served = plan.fraction * 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
+    prompts = sum(d.rate_per_s * d.input_tokens for ask in problem.asks for d in ask.demands)
+    answers = sum(d.rate_per_s * d.output_tokens for ask in problem.asks for d in ask.demands)
+    copies = [(each, copy_tokens_per_usd(problem, plan, each)) for each in plan.deployments]
+    return {
+        "plan": {"prompt": prompts * served, "answer": answers * served},
+        "models": {name: {"prompt": each[0], "answer": each[1]} for name, each in models.items()},
+        "deployments": [
+            {"template": d.template, "region": d.region, "prompt": each[0], "answer": each[1]}
+            for d, each in copies
+        ],
+    }
 
 
 def _usd_per_h(problem: Problem, plan: Plan, model: str) -> float:

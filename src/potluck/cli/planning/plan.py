@@ -148,7 +148,7 @@ def plan(
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
     if as_json:
-        emit_json(_as_json(outcome, reasons) | rehearsal_json(tried))
+        emit_json(_as_json(workshop.problem, outcome, reasons) | rehearsal_json(tried))
         return
     show_rehearsal(tried)
     show_plan(problem, outcome)
@@ -279,10 +279,12 @@ def _positive(field: str, value: float) -> float:
     return value
 
 
-def _as_json(outcome: Outcome, reasons: Explanation | None) -> dict[str, object]:
+def _as_json(problem: Problem, outcome: Outcome, reasons: Explanation | None) -> dict[str, object]:
     from potluck.core.codec import encode
+    from potluck.plan.explain import tokens_json
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}
+    body["tokens_per_usd"] = tokens_json(problem, outcome.plan)
     if outcome.allocation.shortfall is not None:
         body["shortfall"] = str(outcome.allocation.shortfall)
     if reasons is not None:

@@ -88,7 +88,30 @@ def show_groups(plan: Plan) -> None:
         table("Groups of machines", ("model", "group", "role", "GPUs", "stages (GPUs:layers)"), rows)
 
 
+COLUMNS = {
+    "auto": "all kinds of templates",
+    "homo": "the node types it picked",
+    "melange": "aggregated replicas",
+    "cauchy": "combos of whole nodes",
+    "cauchy-mc": "combos of whole nodes",
+    "cauchy-mce": "combos of whole nodes",
+    "cauchy-ce": "the combos that equation 15 shortlists",
+    "cronus": "pairs and aggregated replicas",
+    "prfaas": "single nodes that do one phase",
+    "coral": "pipelines and single nodes that do one phase",
+}
+"""What a strategy chooses from: of these its proof is, and of no others."""
+
+
+def _columns(plan: Plan) -> str:
+    if plan.strategy == "cauchy-ce" and any(each.ce_tokens_per_usd <= 0 for each in plan.templates):
+        return COLUMNS["cauchy"]  # its fallback
+    return COLUMNS.get(plan.strategy, "its own columns")
+
+
 def _show_deployments(problem: Problem, outcome: Outcome) -> None:
+    from potluck.plan.explain import copy_tokens_per_usd
+
     found = outcome.plan
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
     rows = []
@@ -108,12 +131,14 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
                 template.name.split(": ", 1)[-1],
                 f"{rate:.3g}",
                 usd(cost),
+                *(short(each) for each in copy_tokens_per_usd(problem, found, deployment)),
                 template.confidence,
             )
         )
-    proof = "proven cheapest of its own columns"
+    columns = _columns(found)
+    proof = f"proven cheapest of {columns}"
     if found.gap >= 1e-6:
-        proof = f"at most {percent(found.gap)} above the cheapest of its own columns"
+        proof = f"at most {percent(found.gap)} above the cheapest of {columns}"
     if found.strategy == "thunderserve" and found.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if found.fraction < 1:
@@ -122,7 +147,8 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
     if problem.init_penalty > 0:
         starts = f"{usd(found.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"
         title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h of rent and {starts}, {proof}"
-    table(title, ("model", "region", "copies", "template", "req/s", "USD/h", "confidence"), rows)
+    tokens = ("prompt tokens/$", "answer tokens/$")
+    table(title, ("model", "region", "copies", "template", "req/s", "USD/h", *tokens, "confidence"), rows)
 
 
 def _show_predictions(problem: Problem, outcome: Outcome) -> None:

@@ -89,8 +89,8 @@ class Policy:
     global_window_s: float = 1800.0
     """A rate that held so long calls for a refinement of the whole fleet (CAUCHY 3.5.2)."""
     grace_s: float = 600.0
-    """From a drain until the replica is stopped whether done or not: long enough that answers end (CORAL 5.1 waits for
-    all of them, about a minute; CAUCHY 3.5 gives them 30 s)."""
+    """From a drain until the replica is stopped whether done or not: long enough that answers end (CORAL 5.1 waits
+    for all of them, about a minute; CAUCHY 3.5 gives them 30 s)."""
     replan_s: float = 360.0
     """Between two periodic re-allocations (CORAL 5.1)."""
     forecast_share: float = 0.7
