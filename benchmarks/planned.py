@@ -1,6 +1,7 @@
 """Is what is planned what runs? Every strategy on every example and on random specs, simulated at the planned rate.
 
-Arrivals are smooth (gaps with a variation of 0.1): nothing but the plan, the routing and the hardware decides.
+Arrivals are smooth (gaps with a variation of 0.1) and lengths just as often as was planned for, in random order:
+nothing but the plan, the routing and the hardware decides.
 A run passes when (`sim/results/planned.py` has the rules)
 
     served      the answered share is within 2 points of the planned one
@@ -11,8 +12,8 @@ A run passes when (`sim/results/planned.py` has the rules)
 
 Specs: the examples, and 40 at random, the kinds of `planned_specs.py` in turn. A strategy that cannot plan a spec (no
 pairs there, several models), or finds nothing to deploy, is left out of it. Where a fleet does not suffice, as much
-is asked for as the plan serves. Every model has 500 requests or more: of fewer, a share of 95 % is off by more than a
-point by chance. A quick run has the examples and as many random specs as there is time for.
+is asked for as the plan serves. Every model has 500 requests or more. A quick run has the examples and as many random
+specs as there is time for.
 
     --only two-regions,pair-*     these specs alone
     --strategy auto,coral         these strategies alone
@@ -100,7 +101,7 @@ def smooth(spec: Spec, fraction: float) -> Workload:
     total = sum(model.traffic.rate_per_s for model in spec.models) * fraction
     rarest = min(model.traffic.rate_per_s for model in spec.models if model.traffic.rate_per_s > 0) * fraction
     count = min(MOST_OF_ALL, max(round(LEAST * total / rarest), min(MOST, round(total * SPAN_S))))
-    made = of_traffic([model.traffic for model in spec.models], count, 0, SMOOTH)
+    made = of_traffic([model.traffic for model in spec.models], count, 0, SMOOTH, even=True)
     return made if fraction >= 1 else at_rate(made, len(made) / made.span_s * fraction)
 
 

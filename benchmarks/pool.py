@@ -1,7 +1,8 @@
 """`examples/pool.yaml` when something happens: a machine is lost, or conversations become code. Roles flip, or not.
 
-The plan is THUNDERSERVE's; arrivals are Poisson, times are those of the simulation. A loss is noticed when heartbeats
-are missing for HEARTBEAT_S. Nothing is started in any run: flips change the roles of what is loaded.
+The plan is THUNDERSERVE's with the paper's two phases (with a third, both at once, there is little to flip); arrivals
+are Poisson, times are those of the simulation. A loss is noticed when heartbeats are missing for HEARTBEAT_S. Nothing
+is started in any run: flips change the roles of what is loaded.
 
     kept, WHAT            share within the objective in the last 5 minutes, without flips
     kept with flips       the same with `scaling=flips`
@@ -20,7 +21,13 @@ from common import ROOT, run
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.brain.policy import Policy
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.machines import region_pool
+from potluck.plan.search.pool import workload_of
+from potluck.plan.search.result import CODEC, to_templates
+from potluck.plan.search.tabu import Limits, search
+from potluck.plan.search.tabu import Settings as Searching
+from potluck.plan.strategies import Settings, Workshop
+from potluck.plan.strategies.base import allocated
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge
@@ -33,9 +40,11 @@ from potluck.worlds.scene import Scene
 HAPPENS_S, SPAN_S, LAST_S, BIN_S = 400.0, 1200.0, 300.0, 30.0
 HEARTBEAT_S = 5.0
 PROMISE = 0.9
-LOSSES: Mapping[str, float] = {"a40": 4.0, "ti-a": 5.0, "a6000-a": 4.0}
+LOSSES: Mapping[str, float] = {"a40": 5.0, "a6000-b": 3.0}
 """Machine that is lost, and requests a second, which the rest can serve."""
 SHIFT_PER_S = 7.0
+STEPS = 40
+"""Of the search."""
 CHAT, CODE = (1155, 211), (2000, 28)
 """Mean prompts and answers of the Azure trace."""
 
@@ -43,7 +52,14 @@ CHAT, CODE = (1155, 211), (2000, 28)
 def planned() -> Scene:
     spec = read_spec(ROOT / "examples" / "pool.yaml")
     problem = load_problem(spec, 0.8, None, (), 0.0)
-    plan = STRATEGIES["thunderserve"](Workshop(problem), Settings(time_limit_s=20.0)).plan
+    ask, pool = problem.asks[0], region_pool(problem, problem.regions[0].name)
+    assert pool is not None
+    work = workload_of(ask, CODEC, problem.headroom)
+    # A walk that is counted, not timed: the same plan on every machine.
+    limits = Limits(walks=2, steps=STEPS, time_limit_s=600.0)
+    found = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))
+    templates = {ask.name: to_templates(problem, ask, pool, found)}
+    plan = allocated(Workshop(problem), Settings(time_limit_s=20.0), "thunderserve", templates).plan
     return scene_of(Inputs(spec, problem, plan))
 
 
@@ -108,6 +124,6 @@ if __name__ == "__main__":
             "pool",
             measure,
             {f"kept with flips, {each}": (">=", PROMISE) for each in names},
-            quick_without="two of three lost machines",
+            quick_without="one of two lost machines",
         )
     )

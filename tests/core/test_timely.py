@@ -247,5 +247,5 @@ def test_who_only_computes_prompts_answers_none_while_others_can() -> None:
     target = there.brain.table.singles["p@near#1/0"]
     new = Flight(request("new", prompt=160))
     assert not room.fits(target, new)
-    there.tell(ReplicaLost("d@near#0/0", None))
+    there.tell(ReplicaLost("d@near#0/0", "gone"))
     assert room.fits(target, new)

@@ -343,3 +343,13 @@ def test_planned_traffic_has_the_prefix_hits_it_was_planned_with() -> None:
         kept += next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
         recent = [*recent[-7:], blocks]
     assert kept >= 0.95 * hit
+
+
+def test_even_lengths_are_just_as_often_as_planned_for_in_any_order() -> None:
+    bins = (LengthBin(100, 7, 0.125), LengthBin(900, 3, 0.875))
+    for seed in range(5):
+        prompts, _ = draw(np.random.default_rng(seed), Binned(bins, even=True), 400)
+        assert np.unique(prompts, return_counts=True)[1].tolist() == [50, 350]
+        assert (prompts[:50] == 900).any()
+    by_chance = {int((draw(np.random.default_rng(s), Binned(bins), 400)[0] == 100).sum()) for s in range(5)}
+    assert len(by_chance) > 1

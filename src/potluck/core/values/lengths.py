@@ -101,6 +101,8 @@ class Binned:
     """Prompt and answer lengths together, in bins: planning's view of traffic."""
 
     bins: tuple[LengthBin, ...]
+    even: bool = False
+    """Each just as often as its share says, not by chance."""
 
     def __post_init__(self) -> None:
         if not self.bins or not sum(one.share for one in self.bins) > 0:

@@ -33,9 +33,14 @@ def draw_law(rng: np.random.Generator, law: Law, count: int) -> Ints:
 
 
 def draw_bins(rng: np.random.Generator, lengths: Binned, count: int) -> tuple[Ints, Ints]:
-    """Each bin as often as its share says; all of its requests have its mean lengths."""
+    """Each bin as often as its share says, by chance or just so; all of its requests have its mean lengths."""
     share = np.array([one.share for one in lengths.bins])
-    chosen = rng.choice(len(share), size=count, p=share / share.sum())
+    share /= share.sum()
+    if lengths.even:
+        places = (np.arange(count) + rng.random()) / count
+        chosen = rng.permutation(np.minimum(np.searchsorted(np.cumsum(share), places), len(share) - 1))
+    else:
+        chosen = rng.choice(len(share), size=count, p=share)
     inputs = np.array([one.input_tokens for one in lengths.bins])[chosen]
     outputs = np.array([one.output_tokens for one in lengths.bins])[chosen]
     return whole(rng, inputs), whole(rng, outputs)

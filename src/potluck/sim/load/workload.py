@@ -157,8 +157,11 @@ def synthetic(
     return workload(model, arrivals.gamma(times, rate_per_s, cv, requests), prompt, output, priority)
 
 
-def of_traffic(traffic: Sequence[Traffic], requests: int, seed: int, cv: float = 1.0) -> Workload:
-    """The traffic that was planned for: every model at its rate, `requests` in all, for the same time.
+def of_traffic(
+    traffic: Sequence[Traffic], requests: int, seed: int, cv: float = 1.0, *, even: bool = False
+) -> Workload:
+    """The traffic that was planned for: every model at its rate, `requests` in all, for the same time. With
+    `even` lengths are just as often as was planned for, in random order, not as chance has it.
 
     A prefix-hit share becomes shared prefixes, see `with_prefixes`. It was planned with wherever a prompt goes, so
     texts are in use one after the other: a cache that holds one finds it, and misses it at first only.
@@ -173,7 +176,7 @@ def of_traffic(traffic: Sequence[Traffic], requests: int, seed: int, cv: float =
             continue
         numbers = np.random.default_rng(source)
         part_seed, prefix_seed = (int(number) for number in numbers.integers(2**63, size=2))
-        part = synthetic(one.model, Binned(one.lengths), one.rate_per_s, count, part_seed, cv)
+        part = synthetic(one.model, Binned(one.lengths, even), one.rate_per_s, count, part_seed, cv)
         if one.prefix_hit_share > 0:
             part = with_prefixes(part, one.prefix_hit_share, prefix_seed, run=REQUESTS_PER_TEXT)
         parts.append(part)
