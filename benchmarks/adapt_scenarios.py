@@ -191,7 +191,7 @@ def shift(folder: Path, seed: int, say: Say) -> Figures:
     slo = Slo(2.0, SLO.tpot_s)
     rules = {"scaling": "flips", "window_s": 15}
     with service(folder, [write_plan(plan, spec), spec], rules) as rig:
-        # Five that prefill for one that decodes are bound by its card (6.4 a second), four for two by prefill (8.5).
+        # Five that prefill for one that decodes are bound by its card (6.4 a second), four for two by prefill (7.8).
         phases = [Phase(happens_s, 7.0, *talk), Phase(lasts_s - happens_s, 7.0, *code)]
         with rig.loaded(phases, seed):
             pass
