@@ -157,6 +157,16 @@ def test_blocks_that_nobody_comes_for_are_free_when_the_time_is_over(pair: Pair)
     assert pair.state() == "gone"
 
 
+def test_what_lies_in_the_host_is_let_go_when_the_time_is_over(pair: Pair) -> None:
+    pair.offer(lasts_s=0.3)
+    pair.compute()
+    pair.giving.keep(pair.sent)
+    assert pair.giving.done() == {"g"}
+    assert pair.giving.aside_bytes > 0
+    until(lambda: pair.giving.aside_bytes == 0)
+    assert pair.state() == "gone"
+
+
 def test_a_sender_that_ends_early_is_told_to_the_receiver(pair: Pair) -> None:
     handle = pair.offer()
     pair.ask(handle)

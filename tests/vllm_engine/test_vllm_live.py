@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_kit import BATCH_TOKENS, TOKEN_BYTES, VOCAB, Instance, handed, make_model, needs_vllm
+from vllm_kit import BATCH_TOKENS, TOKEN_BYTES, VOCAB, Adapter, Instance, handed, make_model, needs_vllm
 
 pytestmark = needs_vllm
 
@@ -167,31 +168,62 @@ def test_a_receiver_that_goes_away_leaves_no_block(trio: Trio) -> None:
     until_free(first)
 
 
+@pytest.fixture(scope="module")
+def mortal(trio: Trio, model: Path) -> Iterator[Adapter]:
+    made = Adapter(model, model.parent / "mortal.log")
+    try:
+        made.ready()
+        yield made
+    finally:
+        made.end()
+
+
+def test_segments_come_and_go_through_the_face(
+    trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
+) -> None:
+    first, second, plain = trio
+    tokens = prompt("face", 300)
+    expected = plain.ask(tokens)
+    # Taken from a bare instance.
+    handle = secrets.token_urlsafe(32)
+    give = {"request": "s", "give": {"handle": handle, "stop": 170}}
+    threads.submit(first.ask, tokens[:170], 1, give)
+    source = {"kv": first.kv, "handle": handle}
+    lines = mortal.segment(tokens, start=170, max_tokens=12, ignore_eos=True, source=source)
+    assert [line["token"] for line in lines[:-1]] == expected
+    assert (lines[-1]["ended"], lines[-1]["output_tokens"]) == ("length", 12)
+    # Given to one; the last line says that it has it.
+    handle = secrets.token_urlsafe(32)
+    giving = threads.submit(mortal.segment, tokens, stop=200, handle=handle)
+    take = {"kv": mortal.kv, "handle": handle, "stop": 200}
+    assert second.ask(tokens, moves={"request": "s", "take": take}) == expected
+    assert [next(iter(line)) for line in giving.result(60)] == ["handle", "computed", "ended"]
+    assert giving.result()[-1]["ended"] == "handed_on"
+
+
 def test_whoever_dies_meanwhile_the_other_answers_and_serves_on(
-    trio: Trio, model: Path, threads: ThreadPoolExecutor
+    trio: Trio, mortal: Adapter, threads: ThreadPoolExecutor
 ) -> None:
     _, second, plain = trio
-    mortal = Instance(model, model.parent / "mortal.log").ready()
-    try:
-        tokens = prompt(41, 1500)
-        expected = plain.ask(tokens)
-        # Standing still in the middle of it, which no connection notices.
-        work = threads.submit(handed, threads, mortal, second, tokens, 1400)
-        while not mortal.metric("vllm:num_requests_running"):
-            time.sleep(0.01)
-        mortal.stand_still()
-        assert work.result(120)[0] == expected
-        mortal.stand_still(False)
-        # Killed in the middle of it, then gone.
-        tokens = prompt(42, 1500)
+
+    def in_the_middle(seed: int) -> tuple[list[int], Future[tuple[list[int], Future[list[int]]]]]:
+        tokens = prompt(seed, 1500)
         expected = plain.ask(tokens)
         work = threads.submit(handed, threads, mortal, second, tokens, 1400)
-        while not mortal.metric("vllm:num_requests_running"):
+        while not (mortal.metric("vllm:num_requests_running") or work.done()):
             time.sleep(0.01)
-        mortal.end(signal.SIGKILL)
-        assert work.result(120)[0] == expected
-        until_free(second)
-    finally:
-        mortal.end(signal.SIGKILL)
+        return expected, work
+
+    # It stands still, which no connection notices; then it goes on.
+    expected, work = in_the_middle(41)
+    mortal.stand_still()
+    assert work.result(120)[0] == expected
+    mortal.stand_still(False)
+    # It is killed, and whoever stands before it says so and ends.
+    expected, work = in_the_middle(42)
+    os.killpg(mortal.below, signal.SIGKILL)
+    assert work.result(120)[0] == expected
+    assert mortal.ended(60) == 2
+    until_free(second)
     tokens = prompt(43, 300)
     assert second.ask(tokens) == plain.ask(tokens)

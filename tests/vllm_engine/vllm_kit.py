@@ -83,12 +83,11 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def flags(model: Path, block_tokens: int = 32) -> list[str]:
+def flags(block_tokens: int = 32) -> list[str]:
     return [
-        "--model", str(model), "--served-model-name", "tiny", "--dtype", "float32",
-        "--distributed-executor-backend", "uni", "--kv-cache-memory-bytes", str(1 << 26), "--enforce-eager",
-        "--block-size", str(block_tokens), "--max-num-batched-tokens", str(BATCH_TOKENS),
-        "--max-num-seqs", "16", "--max-model-len", "2048", "--disable-hybrid-kv-cache-manager",
+        "--dtype", "float32", "--distributed-executor-backend", "uni", "--enforce-eager",
+        "--kv-cache-memory-bytes", str(1 << 26), "--block-size", str(block_tokens), "--max-num-seqs", "16",
+        "--max-num-batched-tokens", str(BATCH_TOKENS), "--max-model-len", "2048",
     ]  # fmt: skip
 
 
@@ -97,10 +96,9 @@ class Instance:
 
     def __init__(self, model: Path, log: Path, *, block_tokens: int = 32, connector: bool = True) -> None:
         self.port, self.kv_port, self._log = free_port(), free_port(), log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(model, block_tokens)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command = self._command(model, block_tokens)
         if connector:
-            command += ["--kv-transfer-config", json.dumps(self._transfer())]
+            command += self._connected()
         path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
         with log.open("wb") as out:
@@ -108,14 +106,22 @@ class Instance:
                 command, stdout=out, stderr=out, env=environment, start_new_session=True
             )
 
-    def _transfer(self) -> dict[str, object]:
-        return {
+    def _command(self, model: Path, block_tokens: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(block_tokens)),
+            *("--model", str(model), "--served-model-name", "tiny", "--disable-hybrid-kv-cache-manager"),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+        ]
+
+    def _connected(self) -> list[str]:
+        said = {
             "kv_connector": "PotluckConnector",
             "kv_connector_module_path": "potluck.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"port": self.kv_port, "fleet": ["127.0.0.1:0"]},
         }
+        return ["--kv-transfer-config", json.dumps(said)]
 
     @property
     def kv(self) -> str:
@@ -144,8 +150,9 @@ class Instance:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(20)
 
-    def stand_still(self, still: bool = True) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP if still else signal.SIGCONT)
+    def ended(self, within_s: float) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self._process.wait(within_s)
 
     def ask(
         self, tokens: Tokens, output: int = 12, moves: Mapping[str, object] | None = None, **more: object
@@ -185,6 +192,35 @@ class Instance:
     def blocks_free(self) -> bool:
         running = self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
         return running == 0 and self.metric("vllm:kv_cache_usage_perc") == 0
+
+
+class Adapter(Instance):
+    """`potluck engine vllm`: the same behind an engine's face."""
+
+    def _command(self, model: Path, block_tokens: int) -> list[str]:
+        return [
+            *(sys.executable, "-m", "potluck.cli.main", "engine", "vllm", "--model", str(model)),
+            *("--name", "tiny", "--port", str(self.port), "--kv-port", str(self.kv_port)),
+            *("--kv-from", "127.0.0.1", "--", *flags(block_tokens)),
+        ]
+
+    def _connected(self) -> list[str]:
+        return []
+
+    @property
+    def below(self) -> int:
+        """vLLM's own process, which leads a group of its own."""
+        task = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        return int(task.read_text().split()[0])
+
+    def stand_still(self, still: bool = True) -> None:
+        os.killpg(self.below, signal.SIGSTOP if still else signal.SIGCONT)
+
+    def segment(self, tokens: Tokens, **more: object) -> list[dict[str, object]]:
+        body = {"request": "s", "model": "tiny", "tokens": list(tokens), **more}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/segments", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return [json.loads(line) for line in answer]
 
 
 def handed(

@@ -92,6 +92,8 @@ class Orders:
     places: list[Place] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     """Requests that want no KV any more."""
+    idle: bool = False
+    """Nothing is computed with this step."""
 
 
 @dataclass(slots=True)
@@ -182,6 +184,7 @@ class Booking:
     def orders(self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[int] | None]) -> Orders:
         """What the workers do with this step, in which so many tokens of these requests are computed."""
         found, self._orders = self._orders, Orders()
+        found.idle = not scheduled
         if not self._live:
             return found
         for key, tokens in scheduled.items():

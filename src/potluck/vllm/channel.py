@@ -38,7 +38,8 @@ class Channel:
 
     def close(self) -> None:
         if self._socket is not None:
-            self._lines.put(None)
+            with suppress(queue.Full):
+                self._lines.put_nowait(None)
 
     def _write(self) -> None:
         assert self._socket is not None

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 logger = init_logger("vllm.potluck")
+REST_S = 0.005
+"""How much later a new request may be seen while others wait for their KV and nothing is computed."""
 KEYS = frozenset({"host", "port", "fleet", "channel", "any_version", "shared_memory"})
 
 
@@ -233,6 +235,8 @@ class PotluckConnector(KVConnectorBase_V1):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._giving is None or self._taking is None:
             return None, None
+        if self._orders.idle:
+            self._taking.rest(REST_S)
         return self._giving.done() or None, self._taking.received() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

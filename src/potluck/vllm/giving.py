@@ -92,7 +92,9 @@ class Giving:
             return Manifest(self._fingerprint, departure.have, offer.stop, offer.token_hash)
 
         def closed(state: State) -> None:
-            departure.over = True  # The outbox holds a lock here: no other may be waited for.
+            self._forget(
+                departure
+            )  # The outbox holds its lock here, and nobody here asks for that under ours.
             shipment = departure.shipment
             self._told(
                 {
@@ -180,6 +182,9 @@ class Giving:
         if copied is not None:
             departure.copying.append(copied)
         with self._lock:
+            if departure.over:
+                self._aside_bytes -= size
+                return False
             departure.pieces.append(_Piece(layer, first, read.upto, values, copied))
             departure.read_to[layer] = read.upto
         return True
