@@ -156,7 +156,8 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
         print(f"fidelity: {len(wrong)} of {count} were not answered, such as {wrong[0]}", file=sys.stderr)
     records = simulate(scene_of(live.inputs), load, Policy()).records
     answered = np.array([shot.ended for shot in shots])
-    many = answered & (records.output_tokens > 1)
+    both = answered & np.isfinite(records.first_token_s)
+    many = both & (records.output_tokens > 1)
     ttft_s = np.array([shot.ttft_s for shot in shots])
     tpot_s = np.array([shot.tpot_s for shot in shots])
     simulated_ttft_s = records.first_token_s - records.arrival_s
@@ -167,13 +168,14 @@ def fidelity(live: Live, count: int) -> dict[str, float]:
     figures = {
         "fidelity: requests": float(count),
         "fidelity: answered": float(answered.mean()),
+        "fidelity: answered in the simulation": float(np.isfinite(records.first_token_s).mean()),
         "fidelity: client late p99 (s)": float(np.percentile([s.sent_s - s.at_s for s in shots], 99)),
         "fidelity: gateway waited for a core, of the time": waited[0],
         "fidelity: engines waited for a core, of the time, at most": max(waited[1:]),
         "log replays": float(replayed.returncode == 0),
     }
     for name, live_s, simulated_s, mask in (
-        ("ttft", ttft_s, simulated_ttft_s, answered),
+        ("ttft", ttft_s, simulated_ttft_s, both),
         ("tpot", tpot_s, simulated_tpot_s, many),
     ):
         figures |= {
