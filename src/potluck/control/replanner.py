@@ -6,6 +6,7 @@ full    a new plan, by the strategy that made the one in force, that pays for wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -35,6 +36,8 @@ class Replanner:
     """Whether plans say what scaling may start beside their copies."""
     startups: Startups | None = None
     """What a start costs, by model, where the spec says where weights lie."""
+    shop: Callable[[Problem], Workshop] = Workshop
+    """With the kinds of templates that can be started here."""
 
     def first(self, asked: Asked) -> Reply:
         """What to do at once; nothing where all machines of the running plan are there."""
@@ -58,7 +61,7 @@ class Replanner:
             now = self._at_once(problem, running)
             left = replace(running, deployments=survivors(problem, running))
             settings = replace(settings, running=left)
-        workshop, force = Workshop(problem), asked.planned or running
+        workshop, force = self.shop(problem), asked.planned or running
         strategy = STRATEGIES.get("auto" if force is None else force.strategy, STRATEGIES["auto"])
         outcome = strategy(workshop, settings)
         plan = with_candidates(workshop, outcome.plan) if self.candidates else outcome.plan

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from potluck.cli.serving.up_gpus import (
     must_run_here,
     prepared_for_gpus,
 )
-from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared
+from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared, workshop_of
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, offered, policy_of, read_one_spec, startups_of
 from potluck.core.errors import CapacityError, InputError, PotluckError
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from potluck.control.planning import Planner
     from potluck.control.stand import Stand
     from potluck.core.brain.policy import Policy
+    from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Workshop
     from potluck.spec.values import ModelSpec
 
 STATE = Path.home() / ".local" / "state" / "potluck"
@@ -188,8 +191,11 @@ def _up(
             profiles=ready.profiles,
             start_s=_start_s(ready),
         )
-        found = replace(ready.prepared, inputs=offered(ready.prepared.inputs, rules))
-        stand = Stand(settings, found.inputs.plan, _planner(found.inputs, rules, time_limit_s), nursery)
+        shop = partial(workshop_of, wishes=ready.wishes)
+        inputs = ready.prepared.inputs
+        found = replace(ready.prepared, inputs=offered(inputs, rules, shop(inputs.problem)))
+        planner = _planner(found.inputs, rules, time_limit_s, shop)
+        stand = Stand(settings, found.inputs.plan, planner, nursery)
         _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))
 
 
@@ -219,9 +225,15 @@ def _prepared(
         names = tuple((each.name, each.model.name) for each in spec.models)
         maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
     said("planning")
-    found = prepared(paths, spec, wishes, said)
+    chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
+    try:
+        found = prepared(paths, spec, chosen, said)
+    except CapacityError:
+        if chosen != wishes:  # would it do with what cannot be emulated?
+            must_run_here(prepared(paths, spec, replace(wishes, averages=True), said).inputs.plan, style)
+        raise
     must_run_here(found.inputs.plan, style)
-    return Ready(spec_path, found, maker, ())
+    return Ready(spec_path, found, maker, (), chosen)
 
 
 def vllm_files(model: ModelSpec) -> Path:
@@ -254,7 +266,9 @@ def _must_be_nobodys(folder: Path) -> None:
             raise InputError("--state", f"{folder}: another controller runs it; `potluck status` shows it")
 
 
-def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | None:
+def _planner(
+    inputs: Inputs, rules: Policy, time_limit_s: float, shop: Callable[[Problem], Workshop]
+) -> Planner | None:
     from potluck.control.replanner import Replanner
 
     if rules.scaling == "none":
@@ -264,6 +278,7 @@ def _planner(inputs: Inputs, rules: Policy, time_limit_s: float) -> Planner | No
         time_limit_s,
         candidates=rules.scaling == "cauchy",
         startups=startups_of(inputs.spec),
+        shop=shop,
     )
 
 

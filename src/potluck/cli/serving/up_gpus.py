@@ -133,6 +133,8 @@ class Ready:
     prepared: Prepared
     maker: EngineMaker
     profiles: tuple[Path, ...]
+    wishes: Wishes = Wishes(30.0)
+    """How later plans are chosen, too."""
 
 
 def prepared_for_gpus(
@@ -170,7 +172,7 @@ def prepared_for_gpus(
             break
     what = f"planned for {rate_per_s:g} requests/s of about {INPUT['mean']} tokens in, {OUTPUT['mean']} out ({path})"
     lines = (*notes, what, *found.lines)
-    return Ready(path, Prepared(found.inputs, lines), maker_of(spec, chips, device), profiles)
+    return Ready(path, Prepared(found.inputs, lines), maker_of(spec, chips, device), profiles, wishes)
 
 
 def _within_reach(

@@ -79,7 +79,7 @@ def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
     from potluck.plan.strategies import STRATEGIES, Settings
 
     problem = _problem(spec, wishes)
-    workshop = _workshop(problem, wishes, said)
+    workshop = workshop_of(problem, wishes, said)
     settings = Settings(time_limit_s=wishes.time_limit_s)
     outcome = STRATEGIES["auto"](workshop, settings)
     require_service(problem, outcome, wishes.time_limit_s)
@@ -100,7 +100,7 @@ def planned_for_all(spec: Spec, wishes: Wishes, said: Said) -> tuple[float, Call
     from potluck.rehearse.factors import restored, scaled
 
     problem, settings = _problem(spec, wishes), Settings(time_limit_s=wishes.time_limit_s)
-    workshop, ask = _workshop(problem, wishes, said), problem.asks[0]
+    workshop, ask = workshop_of(problem, wishes, said), problem.asks[0]
     factor = FIRST_PER_S / ask.rate_per_s
     while True:
         more = scaled(problem, {ask.name: factor})
@@ -127,7 +127,8 @@ def _problem(spec: Spec, wishes: Wishes) -> Problem:
     return measured(load_problem(spec, HEADROOM, None, (), 0.0), wishes.profiles)
 
 
-def _workshop(problem: Problem, wishes: Wishes, said: Said) -> Workshop:
+def workshop_of(problem: Problem, wishes: Wishes, said: Said = lambda line: None) -> Workshop:
+    """With the kinds of templates that the engines here can be."""
     from potluck.plan.strategies import Workshop
     from potluck.plan.strategies.pools import machines_key
 

@@ -114,14 +114,14 @@ def planned(
     return with_candidates(workshop, outcome.plan) if candidates else outcome.plan
 
 
-def offered(inputs: Inputs, rules: Policy) -> Inputs:
+def offered(inputs: Inputs, rules: Policy, workshop: Workshop | None = None) -> Inputs:
     """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
     if rules.scaling != "cauchy" or inputs.plan.candidates:
         return inputs
     from potluck.plan.candidates import with_candidates
     from potluck.plan.strategies import Workshop
 
-    return replace(inputs, plan=with_candidates(Workshop(inputs.problem), inputs.plan))
+    return replace(inputs, plan=with_candidates(workshop or Workshop(inputs.problem), inputs.plan))
 
 
 def startups_of(spec: Spec) -> dict[str, StartupCosts]:
