@@ -6,9 +6,9 @@ from prompt to last token, on one replica ("0 -> null"):
 1. on a decode replica that has nothing to do, while every prefill replica is busy (Figure 5b);
 2. on a prefill replica without a waiting prompt, if decoding there is faster than on the least loaded decode
    replica. Prefills that come between its steps slow it down, so its step counts 1 / (1 - busy) times, where
-   `busy` is the share of arrivals that lately found a prefill replica at work (as arrivals see time averages, that
-   is its utilisation), or what they asked for in their time where that is more (`Usage`). An idle decode replica
-   gets the request by the rule, and so does whoever would not keep its TPOT objective in place (`Room.keeps_pace`).
+   `busy` is the share of arrivals that lately found a prefill replica at work: as arrivals see time averages, that is
+   its utilisation. An idle decode replica gets the request by the rule, and so does whoever would not keep its TPOT
+   objective in place (`Room.keeps_pace`; there what arrivals asked for in their time counts too, `Usage`).
 
 The paper says "underutilized" and gives no measure; that of rule 2 is ours. Where prefill is nearly idle it takes
 much of the decoding, as in the paper's Table 3; where prompts keep the prefill replicas busy it takes none.

@@ -296,9 +296,9 @@ class Router:
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
         else:
-            target.busy = target.usage.seen(flight, target.prefills)
+            target.busy, busy = busier(target.busy, prefills), target.usage.seen(flight, prefills)
             alone = in_place(prefills, decodes, next_step_seconds, target.busy)
-            if alone is not None and (room is None or room.keeps_pace(alone, flight, target.busy)):
+            if alone is not None and (room is None or room.keeps_pace(alone, flight, busy)):
                 self._alone(flight, alone)
                 return
             if flight.request.blocks and self._policy.affinity > 0:

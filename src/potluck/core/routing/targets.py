@@ -78,7 +78,7 @@ class Target:
         self.decodes: list[View] = []
         """A combo's decode replicas; a pair's high-end ones. Mixed ones count as these."""
         self.busy = 0.0
-        """How busy prompts keep its prefill replicas, as seen by those that came lately."""
+        """Share of arrivals that lately found its prefill replicas at work."""
         self.usage = Usage()
         self.turn = 0
         """Counts requests, for plain round robin inside."""
