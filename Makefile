@@ -9,9 +9,6 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # The same with pip's progress, without the lines about what is there already.
 PIP_VISIBLE := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt --progress-bar on
 
-# Files in benchmarks/ that others use.
-BENCH_PARTS := common engine_soak gateway_clients gateway_proxies gateway_relay gateway_upstream kv_peer simulate_fleets stress_fleets stress_more stress_scenarios stress_speed
-
 # setuptools would put what it finds of an earlier build into the next one.
 BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/python -m pip
 BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
@@ -55,7 +52,7 @@ wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C c
 	$(BUILD) wheel $(BUILD_OPTIONS) --wheel-dir dist .
 
 bench: $(VENV)/.dev ## run every benchmark in its quick form
-	@set -e; for file in $(filter-out $(BENCH_PARTS:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for file in benchmarks/*.py; do \
 	  echo "== $$file"; $(BIN)/python "$$file" --quick; done
 
 # The pins do not depend on where they were made: a build of torch for one accelerator (+cpu, +cu...) and

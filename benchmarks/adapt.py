@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from adapt_foresight import advise, ahead, prfaas
-from adapt_kills import restarts
-from adapt_plot import draw, panel
-from adapt_scenarios import SCENARIOS as HAPPENINGS
-from adapt_scenarios import SEEN, SLO, slow
-from common import run
+from parts.adapt_foresight import advise, ahead, prfaas
+from parts.adapt_kills import restarts
+from parts.adapt_plot import draw, panel
+from parts.adapt_scenarios import SCENARIOS as HAPPENINGS
+from parts.adapt_scenarios import SEEN, SLO, slow
+from parts.common import run
 
 SCENARIOS: dict[str, Callable[[Path, int, Callable[[str], None]], dict[str, float]]] = {
     **HAPPENINGS,

@@ -22,7 +22,7 @@ from functools import cache
 
 import numpy as np
 
-from common import Budget, run
+from parts.common import Budget, run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.types import Slo
 from potluck.plan.allocate.colgen import relax

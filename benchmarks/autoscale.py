@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Budget, run, skip
+from parts.common import Budget, run, skip
 from potluck.catalog import models, nodes, prices
 from potluck.catalog import workloads as named
 from potluck.core.brain.policy import Policy

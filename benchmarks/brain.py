@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from common import run
+from parts.common import run
 from potluck.core.brain.actions import Start
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import Arrived, Event, Finished, FirstToken, Planned, ReplicaReady, SegmentDone

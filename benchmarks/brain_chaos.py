@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "core"))
 
 import brain_chaos_driver as driver
 
-from common import as_table, context, holds
+from parts.common import as_table, context, holds
 
 TARGETS = {"broken": ("==", 0.0)}
 TRIAL_EVENTS = 120_000

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common import run
+from parts.common import run
 from potluck.catalog import models, nodes
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Deployment, Plan

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 
-from common import run
+from parts.common import run
 from potluck.catalog import models, nodes
 from potluck.cli.serving.emulate import emulation
 from potluck.core.replica.batch import Limits

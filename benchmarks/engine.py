@@ -35,8 +35,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
-import engine_soak
+from parts import common, engine_soak
 
 SEED = 11
 QUICK_SPEED_S = 15.0

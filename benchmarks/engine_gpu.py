@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from common import skip
+from parts.common import skip
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, Model
 from potluck.engine.compute.runner import Runner, Size, Work
 from potluck.engine.model.checkpoint import Files, Seeded, Source

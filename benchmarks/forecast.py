@@ -29,8 +29,8 @@ from dataclasses import replace
 import numpy as np
 
 from autoscale import DATA, NAME, RATE_PER_S, RUNNING, SEED, SLO, STEP_S, lengths, the_problem
-from common import run, skip
-from forecast_parts import Stairs, missed, paid
+from parts.common import run, skip
+from parts.forecast_parts import Stairs, missed, paid
 from potluck.core.brain.policy import Policy
 from potluck.core.scale.ahead import BURST_S
 from potluck.core.scale.replan import MARGIN

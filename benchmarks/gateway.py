@@ -34,9 +34,9 @@ from pathlib import Path
 
 import uvloop
 
-import common
-import gateway_clients as clients
-import gateway_proxies as proxies
+from parts import common
+from parts import gateway_clients as clients
+from parts import gateway_proxies as proxies
 
 ENGINES = 16
 PACE_MS, SLOW_PACE_MS = 20, 250

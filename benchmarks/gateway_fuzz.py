@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import common
+from parts import common
 from potluck.core.values.sampling import Choice
 from potluck.gateway.door.cards import ModelCard
 from potluck.gateway.door.front import FrontDoor

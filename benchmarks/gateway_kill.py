@@ -30,7 +30,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import run
+from parts.common import run
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 

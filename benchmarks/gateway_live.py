@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from adapt_rig import shots_of_load
-from common import ROOT, run
+from parts.adapt_rig import shots_of_load
+from parts.common import ROOT, run
 
 sys.path.insert(0, str(ROOT / "tools"))
 from live_fleet import LiveFleet

@@ -28,10 +28,10 @@ from typing import Any, cast
 
 import uvloop
 
-import common
-import gateway_clients as clients
-import gateway_proxies as proxies
-import gateway_upstream as upstream
+from parts import common
+from parts import gateway_clients as clients
+from parts import gateway_proxies as proxies
+from parts import gateway_upstream as upstream
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.gateway.collector import calm
 from potluck.gateway.desk.center import Center

@@ -35,7 +35,7 @@ from typing import Any
 
 import aiohttp
 
-from common import ROOT, run
+from parts.common import ROOT, run
 
 sys.path.insert(0, str(ROOT / "tools"))
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common import ROOT, Budget, cpu_s, run
+from parts.common import ROOT, Budget, cpu_s, run
 from potluck.kv.codec.convert import Codec, decode, encode, sizes
 from potluck.kv.codec.reference import from_floats, to_floats
 

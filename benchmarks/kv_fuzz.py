@@ -16,7 +16,7 @@ import time
 import traceback
 import zlib
 
-import common
+from parts import common
 from potluck.core.errors import FormatError
 from potluck.kv.codec.layout import CODEC_IDS, Codec, sizes
 from potluck.kv.parcels import Manifest, Parcel

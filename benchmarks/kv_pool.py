@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from common import ROOT, cpu_s, run, skip
+from parts.common import ROOT, cpu_s, run, skip
 from potluck.catalog.models import model
 from potluck.core.replica.block_layout import checkpoints_at, pool_layout
 from potluck.core.replica.blocks import BlockPool, Changes, Found

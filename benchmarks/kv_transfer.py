@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import common
-import kv_peer
+from parts import common, kv_peer
 from potluck.kv.handles import new_handle
 
 DEGREES = (1, 2, 4, 8, 16)

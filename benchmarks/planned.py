@@ -38,8 +38,8 @@ from functools import partial
 from math import sqrt
 from pathlib import Path
 
-from common import ROOT, Budget, run
-from planned_specs import KINDS, spec_text
+from parts.common import ROOT, Budget, run
+from parts.planned_specs import KINDS, spec_text
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.planning.rehearse import Asked, trial_of
 from potluck.cli.trying.simulation import Inputs, scene_of

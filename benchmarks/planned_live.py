@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from adapt_rig import Rig, service, shots_of_load
-from adapt_scenarios import NEVER_S, report
-from common import run
-from planned_live_kinds import KINDS, Happened, Kind, News, load_of
+from parts.adapt_rig import Rig, service, shots_of_load
+from parts.adapt_scenarios import NEVER_S, report
+from parts.common import run
+from parts.planned_live_kinds import KINDS, Happened, Kind, News, load_of
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.trying.simulation import Inputs, planner_of, policy_of, scene_of
 from potluck.core.brain.actions import Run

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from common import ROOT, run
+from parts.common import ROOT, run
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.brain.policy import Policy

@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
-from common import most_resident_mb, run, spent_cpu_s
+from parts.common import most_resident_mb, run, spent_cpu_s
 from potluck.catalog import models, nodes
 from potluck.core.replica.batch import Limits
 from potluck.core.values.model import Model

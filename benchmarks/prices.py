@@ -23,7 +23,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from common import Budget, run
+from parts.common import Budget, run
+from parts.prices_market import NODES, NOTICE_S, ON_DEMAND, Market, the_market
 from potluck.catalog import models, nodes
 from potluck.catalog import workloads as named
 from potluck.core.brain.policy import Policy
@@ -42,7 +43,6 @@ from potluck.sim.settings import Settings as Running
 from potluck.sim.world.faults import Faults, PriceChange, SupplyChange
 from potluck.sim.world.moment import Moment, Planner
 from potluck.worlds.scene import Scene
-from prices_market import NODES, NOTICE_S, ON_DEMAND, Market, the_market
 
 ASKED = (
     ("chat", "Llama-3.1-8B", "azure-conv", 3.0, Slo(2.0, 0.08)),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common import run
+from parts.common import run
 from potluck.catalog import models, nodes, prices
 from potluck.core.brain.policy import Policy
 from potluck.core.values.lengths import Binned

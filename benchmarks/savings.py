@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 
-from common import run
+from parts.common import run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.problem import Problem, ask

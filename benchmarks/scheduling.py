@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import ROOT, cpu_s, run
+from parts.common import ROOT, cpu_s, run
 from potluck.papers import cauchy, cauchy_rows, cronus, cronus_beyond, cronus_rows
 
 SEED = 0

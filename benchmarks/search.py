@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from common import Budget, cpu_s, run
+from parts.common import Budget, cpu_s, run
 from potluck.catalog import gpus, models, nodes
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.step import steps

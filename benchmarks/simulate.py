@@ -22,8 +22,8 @@ from math import factorial, inf
 
 import numpy as np
 
-import simulate_fleets as fleets
-from common import COMPILED, ROOT, compiled_copy, cpu_s, run
+from parts import simulate_fleets as fleets
+from parts.common import COMPILED, ROOT, compiled_copy, cpu_s, run
 from potluck.core.replica.batch import FINISHED, Limits
 from potluck.core.values.plan import Confidence
 from potluck.perf.roofline import roofline
@@ -49,8 +49,8 @@ TARGETS = {
 MEMORY = """
 import sys
 sys.path[:0] = [{folder!r}]
-import common
-import simulate_fleets as fleets
+from parts import common
+from parts import simulate_fleets as fleets
 from potluck.sim.run import simulate
 problem = fleets.aggregated(8)
 result = simulate(problem, fleets.requests(problem, {count}, {seed}))

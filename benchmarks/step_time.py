@@ -13,7 +13,7 @@ import tempfile
 
 import numpy as np
 
-from common import child_cpu_s, cpu_s, run
+from parts.common import child_cpu_s, cpu_s, run
 from potluck.catalog import models, nodes
 from potluck.perf.roofline import RooflineTimer, roofline
 from potluck.perf.step import Steps, steps

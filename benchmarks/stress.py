@@ -23,16 +23,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from common import COMPILED, compiled_copy, run
+from parts.common import COMPILED, compiled_copy, run
+from parts.stress_fleets import SEED, Rules
+from parts.stress_more import MORE
+from parts.stress_scenarios import SCENARIOS, Scenario
+from parts.stress_speed import COMPILED as RUNS_COMPILED
+from parts.stress_speed import SCENARIOS as SPEEDS
 from potluck.cli.trying.simulation import policy_of
 from potluck.core.brain.policy import Policy
 from potluck.core.codec import decode
 from potluck.core.errors import PotluckError
-from stress_fleets import SEED, Rules
-from stress_more import MORE
-from stress_scenarios import SCENARIOS, Scenario
-from stress_speed import COMPILED as RUNS_COMPILED
-from stress_speed import SCENARIOS as SPEEDS
 
 ALL = (*SCENARIOS, *SPEEDS)
 EVERY = (*ALL, *MORE)

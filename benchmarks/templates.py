@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import Budget, cpu_s, peak_bytes, run
+from parts.common import Budget, cpu_s, peak_bytes, run
 from potluck.catalog import models, nodes
 from potluck.core.values.types import NodeType, Slo
 from potluck.plan.library import pipeline_libraries

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from common import run
+from parts.common import run
 from potluck.catalog import models
 from potluck.plan.threshold import Curve, Site, local_from_remote, operating, optimum, truncated_lognormal
 

@@ -178,6 +178,21 @@ def test_a_fleet_of_one_node_is_explained_too(capsys: pytest.CaptureFixture[str]
     assert "not enough" in worth
 
 
+def test_a_fleet_of_one_node_of_each_type_is_explained_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What one fewer costs is asked of a fleet without that type, with templates that were made with it."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "models: [{model: Llama-3.1-8B, slo: {ttft_ms: 2000, tpot_ms: 100},"
+        " traffic: {rate_per_s: 4, input: 300, output: 60}}]\n"
+        "fleet: {regions: [{name: here, nodes: [{node: 1xL40S, available: 1, price_usd_per_h: 1.0},"
+        " {node: 1xL4, available: 1, price_usd_per_h: 0.5}]}]}\n"
+    )
+    assert run(["plan", str(path)]) == 0
+    assert "not enough" in capsys.readouterr().out
+
+
 def test_kv_stays_as_it_is_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Chat's KV needs most of a 10 Gbps card: in fewer bits, or over more nodes."""
     spec = Path(__file__).parents[2] / "examples" / "two-regions.yaml"

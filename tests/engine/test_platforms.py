@@ -78,7 +78,7 @@ def test_other_processors_have_no_tiles(system: str, machine: str, monkeypatch: 
 
 def test_benchmarks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import common
+    from parts import common
 
     here = common.spent_cpu_s(os.getpid())
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -94,7 +94,7 @@ def test_a_quick_benchmark_leaves_out_what_has_no_room(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import common
+    from parts import common
 
     budget = common.Budget(True, 5.0)
     assert budget.allows("one", 4.0)

@@ -18,7 +18,7 @@ def test_random_specs_run_as_planned(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import planned
-    import planned_specs
+    from parts import planned_specs
 
     path = tmp_path / f"{kind}.yaml"
     path.write_text(planned_specs.spec_text(kind, 0), encoding="utf-8")
@@ -31,7 +31,7 @@ def test_random_specs_run_as_planned(
 
 def test_specs_are_the_same_for_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import planned_specs
+    from parts import planned_specs
 
     for kind in planned_specs.KINDS:
         assert planned_specs.spec_text(kind, 3) == planned_specs.spec_text(kind, 3)

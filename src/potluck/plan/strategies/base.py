@@ -134,7 +134,9 @@ class Workshop:
         if key not in self.made:
             self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
             self.made[key] = make()
-        return self.made[key]
+        # They may have been made for a problem that had more node types than this one.
+        here = self.prices
+        return [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
 
 
 def allocated(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapt_rig import Rig
+from parts.adapt_rig import Rig
 from potluck.core.values.types import Slo
 
 WIDTH, HEIGHT, LEFT, GAP = 560, 120, 46, 44

@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from adapt_rig import MODEL, Phase, Rig, Seen, service
+from parts.adapt_rig import MODEL, Phase, Rig, Seen, service
 from potluck.control.byhand import scaled
 from potluck.control.values import Instance
 from potluck.core.values.plan import Plan, plan_to_json

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adapt_rig import Rig
-from adapt_scenarios import NEVER_S, post, write_market
-from common import ROOT
+from parts.adapt_rig import Rig
+from parts.adapt_scenarios import NEVER_S, post, write_market
+from parts.common import ROOT
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Traffic
 from potluck.sim.load.workload import Workload, merge, of_traffic

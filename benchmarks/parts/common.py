@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMPILED = ROOT / "build" / "compiled"
 """Where `make compiled` puts a compiled copy of the package."""
 OPERATORS: dict[str, Callable[[float, float], bool]] = {

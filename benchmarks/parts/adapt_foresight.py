@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from adapt_rig import MODEL, Phase, service
-from adapt_scenarios import (
+from parts.adapt_rig import MODEL, Phase, service
+from parts.adapt_scenarios import (
     NEVER_S,
     OUTPUT,
     PROMPT,

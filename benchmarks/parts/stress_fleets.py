@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-import simulate_fleets as fleets
+from parts import simulate_fleets as fleets
 from potluck.catalog import nodes
 from potluck.catalog import workloads as named
 from potluck.cli.trying.goodput import Step, faster, search, step_of

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-import stress_fleets as fleet
+from parts import stress_fleets as fleet
+from parts.stress_fleets import FAST, SMALL, Rules
 from potluck.cli.common.workloads import Asked, load
 from potluck.core.values.types import Slo
 from potluck.sim.load.workload import first, labelled, merge
@@ -22,9 +23,8 @@ from potluck.sim.results.metrics import ModelSummary, summarise, tpot
 from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.world.faults import Fault
 from potluck.worlds.scene import Scene
-from stress_fleets import FAST, SMALL, Rules
 
-DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 TRACES = {
     "mooncake_fast25_synthetic": 0.6,
     "mooncake_arxiv_first1000": 1.0,

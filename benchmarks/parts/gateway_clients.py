@@ -7,7 +7,7 @@ import re
 import time
 from dataclasses import dataclass, field
 
-from gateway_proxies import PAGES
+from parts.gateway_proxies import PAGES
 
 HEADERS = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nAccept-Encoding: gzip, deflate\r\n"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import gc
 
-import simulate_fleets as fleets
-from common import cpu_s
+from parts import simulate_fleets as fleets
+from parts.common import cpu_s
+from parts.stress_fleets import SEED, Rules
+from parts.stress_scenarios import Figures, Scenario
 from potluck.sim.load.workload import Workload
 from potluck.sim.replicas import steps
 from potluck.sim.run import simulate
 from potluck.worlds.scene import Scene
-from stress_fleets import SEED, Rules
-from stress_scenarios import Figures, Scenario
 
 COMPILED = not steps.__file__.endswith(".py")
 

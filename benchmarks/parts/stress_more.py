@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-import simulate_fleets
-import stress_fleets as fleet
+from parts import simulate_fleets
+from parts import stress_fleets as fleet
+from parts.stress_fleets import FAST, SMALL, Rules
+from parts.stress_scenarios import Figures, Scenario, four
 from potluck.core.values.plan import Deployment
 from potluck.core.values.service import Tenant
 from potluck.core.values.types import Offer, Region
@@ -21,8 +23,6 @@ from potluck.sim.results.records import ANSWERED, SimResult
 from potluck.sim.settings import Settings
 from potluck.sim.world.faults import Fault
 from potluck.worlds.scene import Scene
-from stress_fleets import FAST, SMALL, Rules
-from stress_scenarios import Figures, Scenario, four
 
 END_S = 120.0
 

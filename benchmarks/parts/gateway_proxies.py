@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = sorted((HERE.parent / "docs").glob("*.md"))
+PAGES = sorted((HERE.parents[1] / "docs").glob("*.md"))
 ROUTERS = Path(os.environ.get("POTLUCK_ROUTERS", Path.home() / ".cache" / "potluck" / "routers"))
 """A virtual environment with vllm-router and sglang-router; made where pip can fetch them."""
 

@@ -8,8 +8,19 @@ import threading
 import time
 from pathlib import Path
 
-from adapt_rig import Phase, Rig, Seen, service
-from adapt_scenarios import OUTPUT, PROMPT, Figures, Say, after, plan_as, report, told, write_plan, write_spec
+from parts.adapt_rig import Phase, Rig, Seen, service
+from parts.adapt_scenarios import (
+    OUTPUT,
+    PROMPT,
+    Figures,
+    Say,
+    after,
+    plan_as,
+    report,
+    told,
+    write_plan,
+    write_spec,
+)
 from potluck.control.byhand import BY_HAND, scaled
 from potluck.control.store.store import Store
 

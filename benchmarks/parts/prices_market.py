@@ -20,7 +20,7 @@ import numpy as np
 
 from potluck.core.values.types import Offer, Region
 
-DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 INSTANCES = {"g6.xlarge": "1xL4", "g5.xlarge": "1xA10G", "g6e.xlarge": "1xL40S"}
 NODES = tuple(INSTANCES.values())
 ZONES = {"us-east-2": "use2-az1", "ap-northeast-2": "apne2-az1"}
