@@ -15,6 +15,7 @@ from potluck.core.errors import InputError
 from potluck.core.scale import NoScaling, scaler_of
 from potluck.core.scale.base import AskReplan, ScaleDecision
 from potluck.core.scale.cauchy import Cauchy
+from potluck.core.scale.inside import WithInside
 from potluck.core.scale.prfaas import PrfaasSplit
 from potluck.core.scale.replan import PeriodicReplan
 from potluck.core.scale.shift import ShiftFlips
@@ -113,8 +114,10 @@ def test_the_policy_names_the_rule() -> None:
     }
     for name, kind in rules.items():
         rule = scaler_of(Policy(scaling=name), facts)
-        assert type(rule) is kind
         assert rule.why()
+        whole = rule.rule if isinstance(rule, WithInside) else rule
+        assert type(whole) is kind
+        assert isinstance(rule, WithInside) == (name in ("cauchy", "flips"))
     there = plan()
     assert NoScaling().on_tick(0.0, observed(0.0, traffic(99.0)), fleet_of(there), there) == ()
     for wrong in ({"headroom": 0.0}, {"headroom": 1.1}, {"dip": -0.1}, {"dip": 1.1}):

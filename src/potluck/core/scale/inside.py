@@ -214,18 +214,18 @@ class WithInside:
     """A rule for whole copies, and this one for the roles inside them."""
 
     def __init__(self, rule: Scaler, inside: Inside) -> None:
-        self._rule, self._inside = rule, inside
+        self.rule, self._inside = rule, inside
 
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         flips = self._inside.on_tick(at_s, observed, fleet, plan)
-        return (*flips, *self._rule.on_tick(at_s, observed, fleet, plan))
+        return (*flips, *self.rule.on_tick(at_s, observed, fleet, plan))
 
     def quoted(self, regions: tuple[Region, ...]) -> None:
-        self._rule.quoted(regions)
+        self.rule.quoted(regions)
 
     def why(self) -> str:
         inside = self._inside.notes.any
-        return f"{self._rule.why()}; {inside}" if inside else self._rule.why()
+        return f"{self.rule.why()}; {inside}" if inside else self.rule.why()
 
 
 def served(able: Mapping[str, Able], roles: Mapping[str, Role]) -> float:
