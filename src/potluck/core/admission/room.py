@@ -167,16 +167,9 @@ class Room:
                 ahead_s /= 1.0 - self.between.apart.taken(flight, view)
             if ahead_s > (AHEAD_APART if view.role == "prefill" else AHEAD) * slo.ttft_s * fill:
                 return False
-        if phase == CLOSED and view.role != "mixed" and not self._takes_whole(view, flight):
+        if phase == CLOSED and view.role == "decode" and not self.bears(view, flight, flight.prompt_tokens):
             return False
         return phase == PREFILL or self.answers(view, flight, slo, phase, fill)
-
-    def _takes_whole(self, view: View, flight: Flight) -> bool:
-        """Whether one that is busy with its own phase may do all of a request: a decoder where answers bear it, who
-        computes prompts only where nobody else is left to answer."""
-        if view.role == "decode":
-            return self.bears(view, flight, flight.prompt_tokens)
-        return not self._table.answered(flight.request.model)
 
     def bears(self, view: View, flight: Flight, tokens: int) -> bool:
         """Whether answers that a decoding replica makes keep their pace while it computes so much of a prompt.

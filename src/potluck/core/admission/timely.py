@@ -94,7 +94,8 @@ class Timely:
         """Who computes its prompt first, and in how long; nobody in time: None."""
         room = self._room
         slo = room.slo(flight.request.model) if room is not None else None
-        best, least_s = None, left_s
+        best: Target | None = None
+        least_s = left_s
         if room is None or slo is None or room.several or left_s <= 0:
             return best, least_s
         usual_tokens = self._speeds.prompt_tokens(flight.request.model)

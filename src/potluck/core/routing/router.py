@@ -237,7 +237,7 @@ class Router:
             aside = self.timely.aside(chooser, view, flight)
             if aside is not None:
                 return aside
-        alien = view is not None and phase == CLOSED_WAY and view.role != "mixed"
+        alien = view is not None and phase == CLOSED_WAY and view.role == "decode"  # it may bear no prompts
         if calm and not alien:
             return picked
         found = room.other(chooser, picked, flight, phase)

@@ -331,14 +331,6 @@ class Table:
         views = [target.view for target in self.singles.values() if target.view is not None]
         return [view for view in views if view.member.model == model]
 
-    def answered(self, model: str) -> bool:
-        """Whether a replica of a model is there whose role it is to answer."""
-        for target in self.singles.values():
-            view = target.view
-            if view is not None and view.role != "prefill" and view.member.model == model:
-                return True
-        return False
-
     def request_s(self, target: Target) -> float:
         """Seconds between two requests that a target does at best; 0 when not known."""
         template = self._templates[_views(target)[0].member.template]
