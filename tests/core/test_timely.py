@@ -8,7 +8,7 @@ from brain_builders import World, assert_at_rest, facts, plan, request, template
 
 from potluck.core.admission.room import AHEAD
 from potluck.core.brain.actions import Action, Refuse, Run
-from potluck.core.brain.events import Cached, Cancelled, ReplicaLost, Tick
+from potluck.core.brain.events import Cached, Cancelled, Tick
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.values.types import Slo
@@ -237,15 +237,3 @@ def test_prompts_on_a_decoder_add_up_until_an_answers_time_has_passed() -> None:
         later = Flight(request("later", output=100)._replace(arrival_s=first.request.arrival_s + passed_s))
         assert room.bears(view, later, tokens)
         assert not room.bears(view, later, tokens + 1000)
-
-
-def test_who_only_computes_prompts_answers_none_while_others_can() -> None:
-    there = apart()
-    there.arrive(request("first", prompt=3000))
-    there.arrive(request("second", prompt=3000))
-    room = there.brain.admission.room
-    target = there.brain.table.singles["p@near#1/0"]
-    new = Flight(request("new", prompt=160))
-    assert not room.fits(target, new)
-    there.tell(ReplicaLost("d@near#0/0", "gone"))
-    assert room.fits(target, new)
