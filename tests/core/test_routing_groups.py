@@ -12,7 +12,6 @@ from potluck.core.brain.actions import Run
 from potluck.core.brain.events import Cancelled, Computed, Reported, SegmentDone, Status
 from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.brain.fleet import View
-from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.routing.opportunistic import Usage, busier, in_place, step_seconds
 from potluck.core.routing.split import partial_tokens, printed_tokens
@@ -251,7 +250,7 @@ def test_arrivals_in_turn_do_not_hide_how_busy_a_prefill_replica_is() -> None:
     prompt_s = facts.prefill_fixed_s + 1000 * facts.prefill_s_per_token
     usage = Usage()
     came = [build.request("r", 1000)._replace(arrival_s=number * prompt_s / 0.8) for number in range(200)]
-    found = [usage.seen(Flight(each), prefill) for each in came]
+    found = [usage.seen(each.arrival_s, each.prompt_tokens, prefill) for each in came]
     assert found[0] == 0.0
     assert found[-1] == pytest.approx(0.8)
 

@@ -157,7 +157,7 @@ def _remote(url: str, options: Options) -> Profile:
 
     from aiohttp import ClientSession
 
-    from potluck.cli.serving.engine import api_key
+    from potluck.cli.serving.doorstep import api_key
     from potluck.engine.measure.http import HttpBench
     from potluck.engine.measure.local import grid
 

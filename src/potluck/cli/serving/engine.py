@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from potluck.cli.serving.doorstep import KEY_VARIABLE, announce, key_for
 from potluck.cli.serving.engine_kinds import Common, computing, pretending
 from potluck.cli.serving.engine_vllm import vllm
 from potluck.core.errors import InputError
@@ -17,9 +15,6 @@ from potluck.core.errors import InputError
 if TYPE_CHECKING:
     from potluck.api.generation import Generation
     from potluck.engine.face.carriage import KvSettings
-
-KEY_VARIABLE = "POTLUCK_API_KEY"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @click.group()
@@ -184,38 +179,4 @@ def generation_of(directory: Path) -> Generation:
     found = read_generation(directory)
     if found.left_out:
         click.echo(f"potluck: warning: {FILE}: left out: {', '.join(found.left_out)}", err=True)
-    return found
-
-
-def announce(name: str, role: str, as_json: bool) -> Callable[[str], None]:
-    """Says where an engine listens, once it does."""
-
-    def ready(address: str) -> None:
-        if as_json:
-            # On one line, since whoever started the engine reads it while it runs.
-            click.echo(json.dumps({"url": address, "model": name, "role": role}))
-        else:
-            click.echo(f"Serving {name} at {address}  (try {address}/v1/models; Ctrl-C ends)")
-
-    return ready
-
-
-def key_for(host: str, file: Path | None) -> str | None:
-    """The clients' key, with a warning where others can reach the engine and there is none."""
-    key = api_key(file)
-    if host not in LOOPBACK and key is None:
-        click.echo(f"potluck: warning: {host} is open to others and no key is set", err=True)
-    return key
-
-
-def api_key(file: Path | None) -> str | None:
-    """The clients' key, from a file or the environment; never shown."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    try:
-        found = file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--api-key-file", f"{file} cannot be read") from error
-    if not found:
-        raise InputError("--api-key-file", f"{file} is empty")
     return found

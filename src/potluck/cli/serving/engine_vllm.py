@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from potluck.cli.serving.doorstep import announce, key_for
 from potluck.core.errors import InputError
 
 
@@ -80,7 +81,6 @@ def vllm(
         from potluck.vllm.params import address_of
     except ModuleNotFoundError as error:
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
-    from potluck.cli.serving.engine import announce, key_for
 
     shape = Shape(tensor_parallel, _layers(stages))
     if shape.workers > 1 and not kv_port:

@@ -12,7 +12,7 @@ from secrets import token_bytes
 import click
 
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.serving.engine import LOOPBACK
+from potluck.cli.serving.doorstep import LOOPBACK
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.values import SHIPPED, Spec

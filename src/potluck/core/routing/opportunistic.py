@@ -22,7 +22,6 @@ from typing import Final
 
 from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.brain.fleet import View
-from potluck.core.brain.flight import Flight
 
 Step = Callable[[View], float]
 """Seconds of a replica's decode step with one request more than it has."""
@@ -90,9 +89,8 @@ class Usage:
         self._count = 0
         self._found = self._gap_s = self._work_s = self._last_s = 0.0
 
-    def seen(self, flight: Flight, prefills: Sequence[View]) -> float:
-        """After one more that came."""
-        at_s, tokens = flight.request.arrival_s, flight.prompt_tokens
+    def seen(self, at_s: float, tokens: int, prefills: Sequence[View]) -> float:
+        """After one more prompt that came."""
         self._found = busier(self._found, prefills)
         if self._count:
             part = 1.0 / min(self._count, MEMORY)

@@ -296,7 +296,8 @@ class Router:
         if not self._policy.opportunistic:
             first, second = prefills[target.turn % len(prefills)], decodes[target.turn % len(decodes)]
         else:
-            target.busy, busy = busier(target.busy, prefills), target.usage.seen(flight, prefills)
+            target.busy = busier(target.busy, prefills)
+            busy = target.usage.seen(flight.request.arrival_s, flight.prompt_tokens, prefills)
             alone = in_place(prefills, decodes, next_step_seconds, target.busy)
             if alone is not None and (room is None or room.keeps_pace(alone, flight, busy)):
                 self._alone(flight, alone)

@@ -6,9 +6,9 @@ The status is only said with the first part, so that what fails before has its o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from potluck.api.answers import LAST_EVENT, Head, event, usage
+from potluck.api.answers import LAST_EVENT, Head, Json, event, usage
 from potluck.api.chunks import usage_text, whole_reply
 from potluck.api.errors import Refused
 from potluck.gateway.door.keys import ApiKey
@@ -24,11 +24,21 @@ from potluck.gateway.door.replies import (
 from potluck.gateway.door.wishes import Wish, understand
 from potluck.gateway.parts import Driver, Exchange, Meter, Told
 
-if TYPE_CHECKING:
-    from potluck.gateway.door.voice import Voice
-
 GONE = 499
 """The status that is counted where a client left before there was one."""
+
+
+class Speaking(Protocol):
+    """A voice, as its answer sees it."""
+
+    id: str
+    over: bool
+    begun: bool
+    choice: Json | None
+    finish: str | None
+    texts: list[str]
+
+    def whole(self) -> Json: ...
 
 
 class Door(Protocol):
@@ -47,7 +57,7 @@ class Answering:
     limits = b""
     """Lines that say what is left to the key."""
     wish: Wish | None = None
-    voices: Sequence[Voice] = ()
+    voices: Sequence[Speaking] = ()
     over = _begun = estimated = logprobs = False
     _choices = 1
     _left = output = _cached = prompt_tokens = 0
@@ -76,7 +86,7 @@ class Answering:
         self._tag = (b"x-request-id", request.encode())
 
     def start(
-        self, wish: Wish, word: str, created_s: float, voices: Sequence[Voice], prompt_tokens: int
+        self, wish: Wish, word: str, created_s: float, voices: Sequence[Speaking], prompt_tokens: int
     ) -> None:
         """What is asked is known: from here on voices may speak. `word` names the answer."""
         self.wish, self.voices = wish, voices

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from potluck.api.errors import Refused
 from potluck.gateway.http.answers import AnswerReader
-from potluck.gateway.http.wheel import TICK_S
+from potluck.gateway.http.wheel import TICK_S, Wheel
 from potluck.gateway.parts import Address, Headers, Listener
-
-if TYPE_CHECKING:
-    from potluck.gateway.http.calls import Calls
 
 STALE_S = 1.0
 """A kept connection that the engine had closed already shows so at once; one that fails later was a failure."""
@@ -35,6 +32,20 @@ class _Deaf:
 DEAF = _Deaf()
 
 
+class Keeping(Protocol):
+    """Who has the connections: what one of them tells."""
+
+    wheel: Wheel
+
+    def made(self, wire: Wire) -> None: ...
+
+    def keep(self, wire: Wire) -> None: ...
+
+    def gone(self, wire: Wire) -> None: ...
+
+    def again(self, call: OpenCall) -> None: ...
+
+
 class OpenCall:
     """The `Call` of parts.py: a request on its way, or being answered."""
 
@@ -55,7 +66,7 @@ class OpenCall:
 
     def __init__(
         self,
-        calls: Calls,
+        calls: Keeping,
         address: Address,
         data: bytes,
         listener: Listener,
@@ -125,7 +136,7 @@ class Wire(asyncio.Protocol):
         "slot",
     )
 
-    def __init__(self, calls: Calls, address: Address) -> None:
+    def __init__(self, calls: Keeping, address: Address) -> None:
         self._calls = calls
         self._wheel = calls.wheel
         self.address = address
