@@ -8,12 +8,13 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from potluck.core.brain.actions import Action, Drain, Start, Stop
+from potluck.core.brain.actions import Action, Drain, Recast, Start, Stop
 from potluck.core.brain.events import LinkReported
 from potluck.core.brain.fleet import Fleet, Unit
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
+from potluck.core.scale.progress import Progress, Step
 from potluck.core.scale.rates import Rates, total
-from potluck.core.scale.reconcile import Progress, Step, reconcile
+from potluck.core.scale.reconcile import reconcile
 from potluck.core.scale.window import LengthCount, ModelObserved, Observed
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Bucket, BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
@@ -73,6 +74,7 @@ class World:
         self.known, self.wanted, self.chance = dict(known), dict(wanted), chance
         self.available, self.dip, self.grace_s = available, dip, grace_s
         self.fleet, self.progress, self.at_s = Fleet(), Progress(), 0.0
+        self.standby: dict[Key, int] = {}
         self.units_seen: set[str] = set()
         self.ids_seen: set[str] = set()
 
@@ -86,6 +88,7 @@ class World:
             available=self.available,
             dip=self.dip,
             grace_s=self.grace_s,
+            standby=self.standby,
         )
         self.progress = step.progress
         new = {action.member.unit for action in step.actions if isinstance(action, Start)}
@@ -104,6 +107,9 @@ class World:
         elif isinstance(action, Drain):
             assert self.fleet.views[action.replica].state == "ready"
             self.fleet.drain(action.replica)
+        elif isinstance(action, Recast):
+            assert self.fleet.views[action.member.id].member.standby != action.member.standby
+            self.fleet.recast(action.member)
         else:
             assert isinstance(action, Stop)
             assert self.fleet.remove(action.replica) is not None
@@ -120,17 +126,18 @@ class World:
                 self.progress = self.progress.drained(view.member.id)
 
     def serving_per_s(self, model: str) -> float:
-        whole = [unit.template for unit in self.fleet.units.values() if self.whole(unit)]
+        units = self.fleet.units.values()
+        whole = [unit.template for unit in units if self.whole(unit) and not unit.standby]
         return served(self.known, whole, model)
 
     def whole(self, unit: Unit) -> bool:
         return unit.whole and len(unit.views) == len(self.known[unit.template].template.replicas)
 
-    def counts(self) -> dict[Key, int]:
-        """Whole copies of each key."""
-        found = dict.fromkeys(self.wanted, 0)
+    def counts(self, standby: bool = False) -> dict[Key, int]:
+        """Whole copies of each key that serve, or are on standby."""
+        found = dict.fromkeys(self.standby if standby else self.wanted, 0)
         for unit in self.fleet.units.values():
-            if self.whole(unit):
+            if self.whole(unit) and unit.standby == standby:
                 key = (unit.template, unit.region)
                 found[key] = found.get(key, 0) + 1
         return found

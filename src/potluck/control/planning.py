@@ -129,14 +129,14 @@ class Planning:
 
 
 def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:
-    """The newest plan with the copies that are wanted now: rules may have changed their number."""
+    """The newest plan with the copies that are to serve now: rules may have changed their number."""
     if planned is None:
         return None
     known = {template.name for template in planned.repertoire}
     units = {
         each["unit"]: (each["template"], each["region"])
         for each in wanted.get("replicas", ())
-        if not each.get("draining") and each["template"] in known
+        if not each.get("draining") and not each.get("standby") and each["template"] in known
     }
     counts: dict[tuple[str, str], int] = {}
     for key in units.values():

@@ -80,6 +80,7 @@ class PolicyIn(Written):
     busiest: float | None = None
     headroom: float | None = None
     dip: float | None = None
+    standby: int | None = None
     advise: bool | None = None
 
 

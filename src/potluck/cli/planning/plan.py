@@ -148,10 +148,10 @@ def plan(
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
     if as_json:
-        emit_json(_as_json(workshop.problem, outcome, reasons) | rehearsal_json(tried))
+        emit_json(_as_json(workshop.problem, outcome, reasons, spec.policy.standby) | rehearsal_json(tried))
         return
     show_rehearsal(tried)
-    show_plan(problem, outcome)
+    show_plan(problem, outcome, spec.policy.standby)
     show_search(searched)
     show_reasons(reasons)
 
@@ -279,12 +279,21 @@ def _positive(field: str, value: float) -> float:
     return value
 
 
-def _as_json(problem: Problem, outcome: Outcome, reasons: Explanation | None) -> dict[str, object]:
+def _as_json(
+    problem: Problem, outcome: Outcome, reasons: Explanation | None, standby: int
+) -> dict[str, object]:
     from potluck.core.codec import encode
+    from potluck.core.scale.standby import standby_counts, standby_usd_per_h
     from potluck.plan.explain import tokens_json
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}
     body["tokens_per_usd"] = tokens_json(problem, outcome.plan)
+    if standby:
+        counts = standby_counts(outcome.plan, standby, problem.regions)
+        body["standby"] = {
+            "copies": [{"template": key[0], "region": key[1], "count": n} for key, n in counts.items()],
+            "usd_per_h": standby_usd_per_h(outcome.plan, counts, problem.regions),
+        }
     if outcome.allocation.shortfall is not None:
         body["shortfall"] = str(outcome.allocation.shortfall)
     if reasons is not None:

@@ -54,11 +54,15 @@ def show_compared(rows: Sequence[Compared]) -> None:
     table("Strategies on the same templates", columns, cells)
 
 
-def show_plan(problem: Problem, outcome: Outcome) -> None:
-    """What is deployed where, and what to expect of it."""
+def show_plan(problem: Problem, outcome: Outcome, standby: int = 0) -> None:
+    """What is deployed where, what stands by, and what to expect of it."""
+    from potluck.core.scale.standby import spoken
+
     if outcome.allocation.shortfall is not None:
         click.echo(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
     _show_deployments(problem, outcome)
+    if line := spoken(outcome.plan, standby, problem.regions):
+        click.echo(f"{line}\n")
     _show_codecs(outcome.plan)
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)

@@ -54,6 +54,12 @@ def _show(found: dict[str, Any], now_s: float) -> None:
         )
         for each in plan["deployments"]:
             click.echo(f"  {each['count']} x {each['template']} in {each['region']}")
+        standby = found["standby"] or {"copies": ()}
+        for each in standby["copies"]:
+            click.echo(f"  {each['count']} x {each['template']} in {each['region']} on standby")
+        if standby["copies"]:
+            whole = plan["cost_usd_per_h"] + standby["usd_per_h"]
+            click.echo(f"  standby is ${standby['usd_per_h']:.2f}/h more, ${whole:.2f}/h in all")
     for name, model in found["models"].items():
         slo = model.get("slo")
         aim = ""
@@ -80,7 +86,7 @@ def _row(each: dict[str, Any], only: str | None) -> tuple[object, ...]:
     return (
         str(each["replica"]).removeprefix(f"{only}: "),
         f"{each['role']}{' (by hand)' if each['by_hand'] else ''}",
-        f"{each['state']}{', doubted' if each['doubted'] else ''}",
+        f"{each['state']}{', doubted' if each['doubted'] else ''}{', standby' if each['standby'] else ''}",
         each["engine"] or "-",
         "-" if each["pace"] is None else f"{each['pace']:.2f}",
         each["open_requests"],

@@ -26,9 +26,9 @@ from potluck.cli.serving.up_gpus import (
     must_run_here,
     prepared_for_gpus,
 )
-from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared, workshop_of
+from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared, with_offers, workshop_of
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
-from potluck.cli.trying.simulation import Inputs, offered, policy_of, read_one_spec, startups_of
+from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec, startups_of
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.spec.values import SHIPPED
 
@@ -192,8 +192,7 @@ def _up(
             start_s=_start_s(ready),
         )
         shop = partial(workshop_of, wishes=ready.wishes)
-        inputs = ready.prepared.inputs
-        found = replace(ready.prepared, inputs=offered(inputs, rules, shop(inputs.problem)))
+        found = with_offers(ready.prepared, rules, shop)
         planner = _planner(found.inputs, rules, time_limit_s, shop)
         stand = Stand(settings, found.inputs.plan, planner, nursery)
         _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.cli.common.render import percent
-from potluck.cli.trying.simulation import Inputs, read_plan_and_spec
+from potluck.cli.trying.simulation import Inputs, offered, read_plan_and_spec
 
 if TYPE_CHECKING:
+    from potluck.core.brain.policy import Policy
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
@@ -186,3 +187,13 @@ def _line(seen: Evidence) -> str:
         f"rehearsed: {seen.model} in time for {percent(seen.mean)} of {seen.requests:,} requests, "
         f"{kept} its {percent(seen.promised)}"
     )
+
+
+def with_offers(found: Prepared, rules: Policy, shop: Callable[[Problem], Workshop]) -> Prepared:
+    """With what scaling may start, and a line on what is on standby."""
+    from potluck.core.scale.standby import spoken
+
+    inputs = found.inputs
+    standby = spoken(inputs.plan, rules.standby, inputs.spec.regions)
+    lines = (*found.lines, standby) if standby else found.lines
+    return replace(found, inputs=offered(inputs, rules, shop(inputs.problem)), lines=lines)

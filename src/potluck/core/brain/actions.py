@@ -78,7 +78,8 @@ class Flip(NamedTuple):
 
 
 class Recast(NamedTuple):
-    """A replica is another template's from now on, in that one's role: `member` has the id that it had."""
+    """A replica is another template's from now on, in that one's role; or on standby, or no longer. `member` has its
+    id as it was."""
 
     member: Member
 

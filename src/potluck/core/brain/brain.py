@@ -139,7 +139,8 @@ class Brain:
         if view is None or view.state != "starting":
             return []
         self.fleet.ready(event.replica)
-        return self._flights.changed(at_s, view) + self._recovery.let_in(at_s, view)
+        actions = self._flights.changed(at_s, view)
+        return actions if view.member.standby else actions + self._recovery.let_in(at_s, view)
 
     def _lost(self, at_s: float, event: told.ReplicaLost) -> list[Action]:
         view = self.fleet.remove(event.replica)
@@ -200,6 +201,7 @@ class Brain:
         for action in actions:
             done.append(action)
             view: View | None = None
+            comes = False
             match action:
                 case Start(member):
                     self.fleet.add(member)
@@ -216,8 +218,11 @@ class Brain:
                     self.fleet.flip(replica, role)
                 case Recast(member):
                     view = self.fleet.views[member.id]
+                    comes = view.member.standby and not member.standby
                     self.fleet.recast(member)
             if view is not None:
                 done += self._flights.changed(at_s, view)
+            if comes and view is not None and view.serves:
+                done += self._recovery.let_in(at_s, view)
         self.steward.settled()
         return done

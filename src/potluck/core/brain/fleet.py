@@ -85,7 +85,7 @@ class View:
     @property
     def serves(self) -> bool:
         """Whether it may be sent requests."""
-        return self.state == "ready" and not self.doubted
+        return self.state == "ready" and not self.doubted and not self.member.standby
 
     @property
     def idle(self) -> bool:
@@ -109,6 +109,11 @@ class Unit:
     """Which of the template's replicas were started for it, those since lost included."""
     whole: bool = False
     """All of its replicas are there and ready. Written by `Fleet`."""
+
+    @property
+    def standby(self) -> bool:
+        """It is kept ready for when more is needed, and serves nothing."""
+        return any(view.member.standby for view in self.views)
 
 
 @dataclass(slots=True)
@@ -146,7 +151,7 @@ class Fleet:
         self.version += 1
 
     def recast(self, member: Member) -> None:
-        """A replica is another template's from now on."""
+        """A replica is another template's from now on, or on standby, or no longer."""
         view = self.views[member.id]
         view.member, view.role = member, member.role
         view.facts = self.facts.get((member.template, member.index))

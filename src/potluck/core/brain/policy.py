@@ -103,7 +103,9 @@ class Policy:
     """Share of a template's capacity that scaling counts on, as the planner does."""
     dip: float = 0.0
     """Share of the capacity that may be missing while copies are exchanged on nodes that are all taken."""
-
+    standby: int = 0
+    """Copies of each model that are loaded and idle, so that more is there at once (CAUCHY 3.5.1's pre-warmed
+    instances; `core.scale.standby` says of what). They are paid for."""
     advise: bool = False
     """Scaling only says what it would do."""
 
@@ -136,5 +138,6 @@ class Policy:
                 raise InputError(
                     "policy: shared_prefixes", "has two entries for the same tenant and model; make them one"
                 )
-        if self.retries < 0:
-            raise InputError("policy: retries", f"must not be negative, is {self.retries}")
+        for name in ("retries", "standby"):
+            if getattr(self, name) < 0:
+                raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")

@@ -170,10 +170,10 @@ def queued_requests(fleet: Fleet, model: str) -> int:
 
 
 def missing_copies(fleet: Fleet, plan: Plan) -> int:
-    """Copies that the plan has and the fleet has not, not even starting."""
+    """Copies that the plan has and the fleet has not, not even starting; those on standby do not count."""
     there: dict[tuple[str, str], int] = {}
     for unit in fleet.units.values():
-        if not any(view.state == "draining" for view in unit.views):
+        if not unit.standby and not any(view.state == "draining" for view in unit.views):
             key = (unit.template, unit.region)
             there[key] = there.get(key, 0) + 1
     return sum(max(0, d.count - there.get((d.template, d.region), 0)) for d in plan.deployments)

@@ -51,7 +51,7 @@ class Measure:
             if name in ours:
                 parts.setdefault(ours[name].template.model, []).append(self._template(name).times(count))
         for unit in fleet.units.values():
-            if (unit.template, unit.region) not in wanted and unit.whole:
+            if (unit.template, unit.region) not in wanted and unit.whole and not unit.standby:
                 parts.setdefault(unit.model, []).append(self.unit(unit))
         self.targets = {model: total(rates) for model, rates in parts.items()}
 

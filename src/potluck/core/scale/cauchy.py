@@ -20,6 +20,7 @@ Beyond the paper, each for a failure seen in other scalers:
   taken away, and more is added only if those on their way will not do.
 - A template whose capacity is not known is never scaled, and `why` says so. The last copy of a model stays.
 - If nodes suffice for a part of the deficit only, that part is started.
+- Copies on standby that are ready come first, whatever they cost: they are paid already, and there at once.
 - Where the plan sends some lengths here and others there, each deployment is scaled by its own part (`parts`).
 """
 
@@ -46,6 +47,7 @@ from potluck.core.scale.cover import Option, cheapest_cover, largest_within
 from potluck.core.scale.parts import busy_copies, missing_copies, served_by
 from potluck.core.scale.rates import NOTHING, Rates, buckets_of, rates_of, total
 from potluck.core.scale.repertoire import options, startable
+from potluck.core.scale.standby import ready_copies, taken_by_parts, taken_first
 from potluck.core.scale.window import ModelObserved, Observed
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region
@@ -149,7 +151,7 @@ class Cauchy:
         there: dict[Key, int] = {}
         moving = 0
         for unit in fleet.units.values():
-            if unit.model != model:
+            if unit.model != model or unit.standby:
                 continue
             moving += not unit.whole
             if not any(view.state == "draining" for view in unit.views):
@@ -208,11 +210,11 @@ class Cauchy:
     def _out(
         self, model: str, demand: float, standing: _Standing, fleet: Fleet, plan: Plan, state: str
     ) -> list[ScaleDecision]:
-        free = self._free(fleet, plan)
+        free, ready = self._free(fleet, plan), ready_copies(fleet, model)
         if standing.busy is not None:
-            more, partly = self._parts(demand, standing, plan, free)
+            more, partly = self._parts(demand, standing, plan, free, ready)
         else:
-            more, partly = self._cover(demand, standing, plan, free)
+            more, partly = self._cover(demand, standing, plan, free, ready)
         if not more:
             self._notes.say(model, f"{state}; more is needed but no nodes are free")
             return []
@@ -221,7 +223,12 @@ class Cauchy:
         return self._resized(standing, more, f"{state}{short}")
 
     def _cover(
-        self, demand: float, standing: _Standing, plan: Plan, free: dict[Resource, int] | None
+        self,
+        demand: float,
+        standing: _Standing,
+        plan: Plan,
+        free: dict[Resource, int] | None,
+        ready: dict[Key, int],
     ) -> tuple[dict[Key, int], bool]:
         """The best copies for what is missing of each phase; and whether nodes allow only some."""
         rates, more, partly = standing.serves(standing.counts), dict[Key, int](), False
@@ -230,6 +237,9 @@ class Cauchy:
             missing = demand / self._policy.headroom - (
                 rates.served_per_s if phase == "closed_per_s" else rates.closed_per_s + getattr(rates, phase)
             )
+            for key, n in taken_first(ready, standing.rates, phase, missing).items():
+                more[key] = more.get(key, 0) + n
+                missing -= n * getattr(standing.rates[key], phase)
             if missing <= 0:
                 continue
             found = cheapest_cover(offers, missing, free)
@@ -241,7 +251,12 @@ class Cauchy:
         return more, partly
 
     def _parts(
-        self, demand: float, standing: _Standing, plan: Plan, free: dict[Resource, int] | None
+        self,
+        demand: float,
+        standing: _Standing,
+        plan: Plan,
+        free: dict[Resource, int] | None,
+        ready: Mapping[Key, int],
     ) -> tuple[dict[Key, int], bool]:
         """Where copies take different requests: more of each, or copies that take all of them, whichever is better.
 
@@ -254,13 +269,15 @@ class Cauchy:
         added = {key: n for key, n in standing.counts.items() if key not in standing.planned}
         alone = total(standing.rates.get(key, NOTHING).times(n) for key, n in added.items()).served_per_s
         needs = {each.key: each.needs for each in offers if each.key in standing.planned}
-        more, partly = missing_copies(standing.busy, standing.counts, rate_per_s - alone, needs, free)
+        first = taken_by_parts(ready, standing.busy, standing.counts, rate_per_s - alone)
+        counts = _sum(standing.counts, first)
+        more, partly = missing_copies(standing.busy, counts, rate_per_s - alone, needs, free)
         whole = [each for each in offers if each.key not in standing.planned]
-        missing = rate_per_s - standing.serves(standing.counts).served_per_s
-        other = cheapest_cover(whole, missing, free) if whole else None
+        missing = rate_per_s - standing.serves(counts).served_per_s
+        other = cheapest_cover(whole, missing, free) if whole and missing > 0 else None
         if other and (partly or _weighs(other, weights) < _weighs(more, weights)):
-            return other, False
-        return more, partly
+            return _sum(first, other), False
+        return _sum(first, more), partly
 
     def _phases(self, standing: _Standing) -> tuple[str, ...]:
         """Copies that serve alone are scaled as such; prefill and decode apart, each by its own deficit."""
@@ -339,6 +356,10 @@ def _take(free: dict[Resource, int] | None, offers: Sequence[Option], counts: Ma
         for node, need in offer.needs.items():
             assert free is not None
             free[node] = free.get(node, 0) - need * counts.get(offer.key, 0)
+
+
+def _sum(counts: Mapping[Key, int], more: Mapping[Key, int]) -> dict[Key, int]:
+    return {key: counts.get(key, 0) + more.get(key, 0) for key in {**counts, **more}}
 
 
 def _weighs(counts: Mapping[Key, int], weights: Mapping[Key, float]) -> float:

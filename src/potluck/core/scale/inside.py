@@ -69,7 +69,8 @@ class Inside:
         found: list[FlipRole] = []
         self._changed = {unit: when for unit, when in self._changed.items() if unit in fleet.units}
         for seen in observed.models:
-            combos = [unit for unit in fleet.units.values() if unit.model == seen.model and _split(unit)]
+            mine = [u for u in fleet.units.values() if u.model == seen.model and not u.standby]
+            combos = [unit for unit in mine if _split(unit)]
             if combos and seen.mean_output_tokens > 0:
                 found += self._model(at_s, seen, combos, fleet, plan)
         return found
@@ -191,7 +192,9 @@ class Inside:
         templates = {each.name: each for each in plan.repertoire}
         mix, prefill, decode, closed = planned_mix(plan, model), 0.0, 0.0, 0.0
         for unit in fleet.units.values():
-            if unit.model == model and unit.whole and not _split(unit) and unit.template in templates:
+            if unit.model != model or unit.standby or _split(unit):
+                continue
+            if unit.whole and unit.template in templates:
                 rates = rates_of(templates[unit.template], mix)
                 closed += rates.closed_per_s
                 prefill += rates.prefill_per_s

@@ -26,7 +26,7 @@ def recasts(
     """Which replicas become whose, so that as little as possible is missing; `fixed` ones stay."""
     live: dict[Key, list[Unit]] = {}
     for unit in fleet.units.values():
-        if not any(view.state == "draining" for view in unit.views):
+        if not unit.standby and not any(view.state == "draining" for view in unit.views):
             live.setdefault((unit.template, unit.region), []).append(unit)
     spare = {
         key: [unit for unit in units if _free(unit, fixed)]

@@ -25,69 +25,26 @@ the one after the last call or `step.due_s` has come. The rules, per model:
    they may go within `dip`: the share of the smaller of old and new that may be missing meanwhile. With no room
    in it nothing moves, and a note says which dip it would take.
 
+5. Of `standby` so many copies of each are kept loaded and idle. One that is missing is taken from there first, one
+   that is too much goes there while there is a place for it that no copy is ready in, and what is missing there is
+   started last. Where nodes are short, copies on standby go for those that are to serve.
+
 Copies of templates and regions that `wanted` does not name are someone else's and left alone, but for their nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from math import inf
-from typing import NamedTuple
 
-from potluck.core.brain.actions import Action, Drain, Flip, Start, Stop
+from potluck.core.brain.actions import Flip
 from potluck.core.brain.fleet import Fleet, Unit
 from potluck.core.scale.capacity import Blueprint, FreeNodes, Key, Measure, room_in
+from potluck.core.scale.progress import Notebook, Progress, Step
 from potluck.core.scale.rates import NOTHING, Rates
-from potluck.core.values.member import Member
-from potluck.core.values.plan import Plan, Template
+from potluck.core.scale.standby import recast
+from potluck.core.values.plan import Plan
 
-RETRY_S = 10.0
-RETRY_MOST_S = 300.0
 ROUNDING = 1e-9
-
-
-class Attempt(NamedTuple):
-    """Starts of one template in one region that came to nothing, one after another."""
-
-    failures: int
-    again_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What must be remembered between two calls."""
-
-    next_number: int = 0
-    """Copies and replicas are numbered from here; no number is used twice."""
-    starting: Mapping[str, Key] = field(default_factory=dict)
-    """Replicas whose start was asked for and not yet seen through."""
-    draining_s: Mapping[str, float] = field(default_factory=dict)
-    """When each was asked to drain."""
-    done: frozenset[str] = frozenset()
-    """Draining replicas that said they are done."""
-    attempts: Mapping[Key, Attempt] = field(default_factory=dict)
-    goal: tuple[tuple[Key, int], ...] = ()
-    floors_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Model to the smaller of what was served and what is wanted, when the goal was set."""
-
-    def drained(self, replica: str) -> Progress:
-        return replace(self, done=self.done | {replica})
-
-
-class Step(NamedTuple):
-    """What to do now, what to remember, and what cannot be done."""
-
-    actions: tuple[Action, ...]
-    progress: Progress
-    due_s: float
-    """When to look again even if nothing happens; infinite when there is no need."""
-    notes: tuple[str, ...]
-
-    @property
-    def settled(self) -> bool:
-        """Nothing is missing, starting or leaving."""
-        return not self.notes and self.due_s == inf and not self.progress.starting
 
 
 def wanted_counts(plan: Plan, before: Mapping[Key, int] | None = None) -> dict[Key, int]:
@@ -117,19 +74,24 @@ def reconcile(
     available: Mapping[tuple[str, str], int] | None = None,
     grace_s: float = 30.0,
     dip: float = 0.0,
+    standby: Mapping[Key, int] | None = None,
 ) -> Step:
     """The next step towards `wanted`; `available` counts all nodes that can be had, those in use included."""
-    work = _Work(fleet, wanted, known, progress, at_s, grace_s)
+    work = _Work(fleet, wanted, known, progress, at_s, grace_s, standby or {})
     work.remember_starts()
     work.set_goal()
     work.stop_drained()
+    work.promote()
     work.drain_surplus()
-    work.start_missing(room_in(fleet, wanted, known, available, work.stopped), dip)
+    work.trim_standby()
+    room = room_in(fleet, {**(standby or {}), **wanted}, known, available, work.stopped)
+    if work.start_missing(room, dip):
+        work.fill_standby(room)
     return work.step()
 
 
-class _Work:
-    """One call's notebook: what is there, what leaves, what is free."""
+class _Work(Notebook):
+    """What is there, what is too much, what is missing."""
 
     def __init__(
         self,
@@ -139,50 +101,31 @@ class _Work:
         progress: Progress,
         at_s: float,
         grace_s: float,
+        standby: Mapping[Key, int],
     ) -> None:
-        self.fleet, self.wanted, self.known, self.at_s, self.grace_s = fleet, wanted, known, at_s, grace_s
-        self.actions: list[Action] = []
-        self.notes: list[str] = []
-        self.next_number = progress.next_number
-        self.starting = dict(progress.starting)
-        self.draining_s = {k: v for k, v in progress.draining_s.items() if k in fleet.views}
-        self.done = frozenset(replica for replica in progress.done if replica in fleet.views)
-        self.attempts = dict(progress.attempts)
+        self.standby = standby
+        self.spare: dict[Key, list[Unit]] = {}
+        """Copies on standby."""
+        super().__init__(fleet, known, progress, at_s, grace_s)
+        self.wanted = wanted
         self.goal, self.floors_per_s = progress.goal, dict(progress.floors_per_s)
-        self.due_s = inf
-        self.stopped: set[str] = set()
         self.live: dict[Key, list[Unit]] = {}
         """Copies that stay or may stay, of the keys that are ours."""
         self.measure = Measure(fleet, wanted, known)
         self.serving: dict[str, Rates] = {}
         self.whole: set[str] = set()
         for unit in fleet.units.values():
-            leaving = any(view.state == "draining" for view in unit.views)
+            key, idle = (unit.template, unit.region), unit.standby
             if unit.whole:
                 self.whole.add(unit.id)
-                self._serve(unit, 1)
-            if (unit.template, unit.region) not in wanted:
+                if not idle:
+                    self._serve(unit, 1)
+            if key not in wanted and not idle:
                 continue
-            if leaving:
-                self._leave(unit)
+            if any(view.state == "draining" for view in unit.views):
+                self.leave(unit)
             else:
-                self.live.setdefault((unit.template, unit.region), []).append(unit)
-
-    def remember_starts(self) -> None:
-        """Which of the starts came to something."""
-        failed: set[Key] = set()
-        fine: set[Key] = set()
-        for replica, key in list(self.starting.items()):
-            view = self.fleet.views.get(replica)
-            if view is None or view.state != "starting":
-                del self.starting[replica]
-                (failed if view is None else fine).add(key)
-        for key in fine - failed:
-            self.attempts.pop(key, None)
-        for key in failed:
-            failures = self.attempts[key].failures + 1 if key in self.attempts else 1
-            wait_s = min(RETRY_S * 2 ** min(failures - 1, 30), RETRY_MOST_S)
-            self.attempts[key] = Attempt(failures, self.at_s + wait_s)
+                (self.spare if idle else self.live).setdefault(key, []).append(unit)
 
     def set_goal(self) -> None:
         goal = tuple(sorted(self.wanted.items()))
@@ -198,9 +141,61 @@ class _Work:
         for replica in sorted(self.draining_s):
             over_s = self.draining_s[replica] + self.grace_s
             if replica in self.done or self.at_s >= over_s:
-                self._stop(replica)
+                self.stop(replica)
             else:
                 self.due_s = min(self.due_s, over_s)
+
+    def promote(self) -> None:
+        """What is missing, from those on standby: the ready ones first, for the others are nearer than new ones."""
+        for key, units in sorted(self.spare.items()):
+            missing = self.wanted.get(key, 0) - len(self.live.get(key, ()))
+            for unit in sorted(units, key=lambda each: (each.id not in self.whole, _number_of(each.id))):
+                if missing <= 0:
+                    break
+                missing -= 1
+                self.actions += recast(unit, False)
+                units.remove(unit)
+                self.live.setdefault(key, []).append(unit)
+                if unit.id in self.whole:
+                    self._serve(unit, 1)
+
+    def _demote(self, unit: Unit) -> bool:
+        """Whether a copy that is too much goes on standby instead: with planned roles, where no ready one is in its
+        place."""
+        key = (unit.template, unit.region)
+        spare = self.spare.setdefault(key, [])
+        planned = all(view.role == view.member.role for view in unit.views)
+        if not planned or sum(each.id in self.whole for each in spare) >= self.standby.get(key, 0):
+            return False
+        self.actions += recast(unit, True)
+        self._serve(unit, -1)
+        self.live[key].remove(unit)
+        spare.append(unit)
+        return True
+
+    def trim_standby(self) -> None:
+        for key, units in sorted(self.spare.items()):
+            for unit in self._idlest(units)[: max(0, len(units) - self.standby.get(key, 0))]:
+                units.remove(unit)
+                self.leave(unit)
+
+    def fill_standby(self, room: FreeNodes) -> None:
+        """What is missing on standby, as far as nodes go."""
+        for key, count in sorted(self.standby.items()):
+            attempt = self.attempts.get(key)
+            missing = count - len(self.spare.get(key, ())) if key[0] in self.known else 0
+            if missing > 0 and attempt is not None and self.at_s < attempt.again_s:
+                self.due_s = min(self.due_s, attempt.again_s)
+                continue
+            while missing > 0 and room.take(key):
+                self.start(key, standby=True)
+                missing -= 1
+            if missing > 0:
+                self.notes.append(f"{key[0]}@{key[1]}: {missing} wanted on standby, but there are no nodes")
+
+    def _idlest(self, units: Iterable[Unit]) -> list[Unit]:
+        """First those that are not ready, then the least loaded, the youngest."""
+        return sorted(units, key=lambda unit: (unit.id in self.whole, *_load(unit)))
 
     def drain_surplus(self) -> None:
         for unit in self.candidates():
@@ -211,7 +206,7 @@ class _Work:
                 continue
             serving = self.serving[unit.model].served_per_s
             needed = min(serving, self.measure.target_per_s(unit.model))
-            if self._after_per_s(unit) >= needed * (1 - ROUNDING):
+            if self._after_per_s(unit) >= needed * (1 - ROUNDING) and not self._demote(unit):
                 self._retire(unit)
 
     def candidates(self) -> list[Unit]:
@@ -220,9 +215,10 @@ class _Work:
         for key, units in self.live.items():
             if len(units) > self.wanted[key]:
                 found += units
-        return sorted(found, key=lambda unit: (unit.id in self.whole, *_load(unit)))
+        return self._idlest(found)
 
-    def start_missing(self, room: FreeNodes, dip: float) -> None:
+    def start_missing(self, room: FreeNodes, dip: float) -> bool:
+        """Whether there were nodes for all of it."""
         missing = self._missing()
         for key, count in sorted(missing.items()):
             if count and (key[0] not in self.known):
@@ -237,13 +233,14 @@ class _Work:
         while ready:  # one copy each in turn, so that scarce nodes do not all go to the first name
             for key in list(ready):
                 if missing[key] and room.take(key):
-                    self._start(key)
+                    self.start(key)
                     missing[key] -= 1
                 else:
                     ready.remove(key)
         short = {key: missing[key] for key in sorted(blocked) if missing[key]}
         if short:
             self._exchange(short, room, dip)
+        return not short
 
     def step(self) -> Step:
         progress = Progress(
@@ -261,20 +258,24 @@ class _Work:
         """Copies to start, after giving back what copies lost of their replicas."""
         missing = {}
         for key, count in self.wanted.items():
-            units = self.live.get(key, [])
-            missing[key] = max(0, count - len(units))
-            blueprint = self.known.get(key[0])
-            for unit in units if blueprint else ():
-                assert blueprint is not None
-                here = {view.member.index for view in unit.views}
-                lost = [i for i in range(len(blueprint.template.replicas)) if i not in here]
-                attempt = self.attempts.get(key)
-                if lost and attempt is not None and self.at_s < attempt.again_s:
-                    self.due_s = min(self.due_s, attempt.again_s)
-                    continue
-                for index in lost:
-                    self._start_replica(blueprint.template, key, unit.id, index, f"{index}+{self._number()}")
+            missing[key] = max(0, count - len(self.live.get(key, ())))
+            self._restore(key, self.live.get(key, ()), standby=False)
+        for key, units in self.spare.items():
+            self._restore(key, units, standby=True)
         return missing
+
+    def _restore(self, key: Key, units: Iterable[Unit], standby: bool) -> None:
+        blueprint = self.known.get(key[0])
+        for unit in units if blueprint else ():
+            assert blueprint is not None
+            here = {view.member.index for view in unit.views}
+            lost = [i for i in range(len(blueprint.template.replicas)) if i not in here]
+            attempt = self.attempts.get(key)
+            if lost and attempt is not None and self.at_s < attempt.again_s:
+                self.due_s = min(self.due_s, attempt.again_s)
+                continue
+            for index in lost:
+                self.start_replica(key, unit.id, index, f"{index}+{self.number()}", standby)
 
     def _exchange(self, short: Mapping[Key, int], room: FreeNodes, dip: float) -> None:
         """There are no nodes for copies that are wanted: let copies go that hold them, within the dip."""
@@ -283,7 +284,7 @@ class _Work:
         for key, count in short.items():
             name = f"{key[0]}@{key[1]}"
             for left in range(count, 0, -1):
-                if room.take(key):
+                if room.take(key) or self._yielded(key, room):
                     continue  # enough is on its way out: wait for it
                 units, lost = self._in_the_way(key, room)
                 if not units or lost > dip + ROUNDING:
@@ -295,6 +296,22 @@ class _Work:
                     room.give(unit)
                     self.notes.append(f"{name}: no spare nodes, so {unit.id} goes first")
                 room.take(key)
+
+    def _yielded(self, key: Key, room: FreeNodes) -> bool:
+        """Whether copies on standby go, so that one of these can start."""
+        trial, units = room.copy(), list[Unit]()
+        for unit in self._idlest([each for mine in self.spare.values() for each in mine]):
+            if not trial.helps(key, unit):
+                continue
+            trial.give(unit)
+            units.append(unit)
+            if trial.take(key):
+                for each in units:
+                    self.spare[each.template, each.region].remove(each)
+                    self.leave(each)
+                    room.give(each)
+                return room.take(key)
+        return False
 
     def _in_the_way(self, key: Key, room: FreeNodes) -> tuple[list[Unit], float]:
         """Copies that must go for one of these to start, and the share of the floor that is missing meanwhile."""
@@ -334,43 +351,7 @@ class _Work:
         if unit.id in self.whole:
             self._serve(unit, -1)
         self.live[unit.template, unit.region].remove(unit)
-        self._leave(unit)
-
-    def _leave(self, unit: Unit) -> None:
-        """All of a copy's replicas go: what serves is drained, what does not is stopped."""
-        for view in unit.views:
-            replica = view.member.id
-            if view.state == "starting":
-                self._stop(replica)
-            elif replica not in self.draining_s:
-                if view.state == "ready":
-                    self.actions.append(Drain(replica))
-                self.draining_s[replica] = self.at_s
-                self.due_s = min(self.due_s, self.at_s + self.grace_s)
-
-    def _stop(self, replica: str) -> None:
-        self.actions.append(Stop(replica))
-        self.stopped.add(replica)
-        self.starting.pop(replica, None)
-        self.draining_s.pop(replica, None)
-        self.done -= {replica}
-
-    def _start(self, key: Key) -> None:
-        template = self.known[key[0]].template
-        unit = f"{key[0]}@{key[1]}#{self._number()}"
-        for index in range(len(template.replicas)):
-            self._start_replica(template, key, unit, index, str(index))
-
-    def _start_replica(self, template: Template, key: Key, unit: str, index: int, place: str) -> None:
-        role = template.replicas[index].role
-        replica = f"{unit}/{place}"
-        member = Member(replica, unit, template.name, index, template.kind, template.model, role, key[1])
-        self.actions.append(Start(member))
-        self.starting[replica] = key
-
-    def _number(self) -> int:
-        self.next_number += 1
-        return self.next_number - 1
+        self.leave(unit)
 
 
 def _load(unit: Unit) -> tuple[int, int, int]:

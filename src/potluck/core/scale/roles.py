@@ -69,7 +69,7 @@ def flippable(
     untimed: set[str] = set()
     for view in fleet.views.values():
         member = view.member
-        if member.model != model or view.state != "ready" or view.role == "mixed":
+        if member.model != model or view.state != "ready" or view.role == "mixed" or member.standby:
             continue
         if member.kind not in FLIPPABLE:
             continue

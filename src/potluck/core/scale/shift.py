@@ -101,7 +101,8 @@ class ShiftFlips:
     def _model(self, at_s: float, seen: ModelObserved, fleet: Fleet, on: bool) -> list[ScaleDecision]:
         """With `on`, less than a window after other flips: only more of those."""
         model = seen.model
-        groups = [u for u in fleet.units.values() if u.model == model and u.template in self._facts.groups]
+        mine = [u for u in fleet.units.values() if u.model == model and not u.standby]
+        groups = [u for u in mine if u.template in self._facts.groups]
         if groups and on:
             self._notes.wait(model, "waits a window after the last flips")
             return []

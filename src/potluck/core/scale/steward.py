@@ -19,8 +19,10 @@ from potluck.core.scale import AskReplan, FlipRole, Resize, SetLengths, SetThres
 from potluck.core.scale.base import available_nodes
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
 from potluck.core.scale.naps import Naps
+from potluck.core.scale.progress import Progress
 from potluck.core.scale.recast import recasts
-from potluck.core.scale.reconcile import Progress, reconcile, restored, wanted_counts
+from potluck.core.scale.reconcile import reconcile, restored, wanted_counts
+from potluck.core.scale.standby import standby_counts, standby_usd_per_h
 from potluck.core.scale.window import Observed, Window
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
@@ -37,6 +39,7 @@ class Steward:
         self._facts = facts
         self._policy = policy
         self._fleet = fleet
+        self._regions = facts.regions
         self._available = available_nodes(facts.regions)
         self._scaler = scaler_of(policy, facts)
         self.watches = policy.scaling != "none"
@@ -44,6 +47,8 @@ class Steward:
         self.window = Window(policy.window_s, policy.global_window_s)
         self.plan: Plan | None = None
         self._wanted: dict[Key, int] = {}
+        self.standby: dict[Key, int] = {}
+        """Copies that are to be loaded and idle."""
         self._naps = Naps(facts.models)
         self.naps = False
         """Whether any model may sleep."""
@@ -62,6 +67,7 @@ class Steward:
         """From now on this plan: roles that change in place; what is to be started comes with the next step."""
         self.plan = plan
         self._wanted = wanted_counts(plan, self._wanted)
+        self.standby = standby_counts(plan, self._policy.standby, self._regions)
         self._known.update(blueprints(plan))
         self.naps = self._naps.any
         if self.watches:
@@ -74,7 +80,7 @@ class Steward:
 
     def quoted(self, at_s: float, regions: tuple[Region, ...]) -> tuple[Action, ...]:
         """Other prices, other nodes."""
-        self._available = available_nodes(regions)
+        self._regions, self._available = regions, available_nodes(regions)
         self._scaler.quoted(regions)
         return self.step(at_s)
 
@@ -151,6 +157,7 @@ class Steward:
     def step(self, at_s: float) -> tuple[Action, ...]:
         """The next actions towards what is wanted."""
         wanted = {key: 0 if self._sleeps(key[0]) else count for key, count in self._wanted.items()}
+        standby = {key: 0 if self._sleeps(key[0]) else count for key, count in self.standby.items()}
         step = reconcile(
             self._fleet,
             wanted,
@@ -160,9 +167,17 @@ class Steward:
             available=self._available,
             grace_s=self._policy.grace_s,
             dip=self._policy.dip,
+            standby=standby,
         )
         self._progress, self._due_s, self.notes = step.progress, step.due_s, step.notes
         return tuple(Start(self._placed(a.member)) if isinstance(a, Start) else a for a in step.actions)
+
+    @property
+    def standby_usd_per_h(self) -> float:
+        """What copies on standby cost beside the plan's, at the prices of now."""
+        if self.plan is None:
+            return 0.0
+        return standby_usd_per_h(self.plan, self.standby, self._regions)
 
     def asked(self, at_s: float, model: str) -> None:
         """A request came, for a model that may sleep."""

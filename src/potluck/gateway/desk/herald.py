@@ -38,6 +38,7 @@ from potluck.core.brain.events import (
     SegmentDone,
     Tick,
 )
+from potluck.core.values.member import Member
 
 MOST_KEPT = 1_000
 _OF_REQUESTS = frozenset({Arrived, SegmentDone, FirstToken, Finished, Reported, Run, Refuse, Abandon})
@@ -65,6 +66,8 @@ class Herald:
         self.epoch = secrets.token_hex(8)
         self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
         self._number = 0
+        self._standby: set[str] = set()
+        """Replicas that are on standby."""
 
     def _say(self, what: str, why: str) -> None:
         self._number += 1
@@ -78,6 +81,7 @@ class Herald:
             case ReplicaReady(replica):
                 self._say(f"{replica} is ready", "its engine answers")
             case ReplicaLost(replica, reason):
+                self._standby.discard(replica)
                 self._say(f"{replica} is lost", reason)
             case Drained(replica):
                 self._say(f"{replica} is empty", "it was asked to drain")
@@ -90,6 +94,12 @@ class Herald:
         for action in actions:
             self._act(action, event)
 
+    def _stands_by(self, member: Member) -> bool:
+        """Whether it did before."""
+        before = member.id in self._standby
+        (self._standby.add if member.standby else self._standby.discard)(member.id)
+        return before
+
     def _act(self, action: Action, event: Event) -> None:
         why = ""
         if isinstance(event, Ordered):
@@ -98,16 +108,24 @@ class Herald:
             why = f"the plan of {event.plan.strategy} wants it so"
         match action:
             case Start(member):
-                self._say(f"{member.id} is wanted", why or f"{member.template} in {member.region}")
+                self._stands_by(member)
+                wanted = "is wanted on standby" if member.standby else "is wanted"
+                self._say(f"{member.id} {wanted}", why or f"{member.template} in {member.region}")
             case Drain(replica):
                 self._say(f"{replica} drains", why or "the plan or scaling needs it no more")
             case Stop(replica):
+                self._standby.discard(replica)
                 self._say(f"{replica} stops", "it is empty or its grace is over")
             case Flip(replica, role):
                 thought = self._thinks() if isinstance(event, Tick) else "its role is the plan's again"
                 self._say(f"{replica} becomes {role}", why or thought)
             case Recast(member):
-                self._say(f"{member.id} becomes {member.role} of {member.template}", why)
+                came = self._stands_by(member) and not member.standby
+                if member.standby or came:
+                    what = "goes on standby" if member.standby else "serves, from standby"
+                    self._say(f"{member.id} {what}", why or self._thinks())
+                else:
+                    self._say(f"{member.id} becomes {member.role} of {member.template}", why)
             case Replan(_, reason):
                 self._say("another plan is asked for", reason)
             case Remark(what, reason):

@@ -69,6 +69,13 @@ class Oversight:
                 "deployments": [encode(each) for each in center.plan.deployments],
             },
             "scaling": center.policy.scaling,
+            "standby": {
+                "copies": [
+                    {"template": template, "region": region, "count": count}
+                    for (template, region), count in center.brain.steward.standby.items()
+                ],
+                "usd_per_h": center.brain.steward.standby_usd_per_h,
+            },
             "copies": self._copies(),
             "models": {
                 name: {
@@ -137,6 +144,7 @@ class Oversight:
             "region": view.member.region,
             "role": view.role,
             "state": view.state,
+            "standby": view.member.standby,
             "by_hand": name in self._center.brain.steward.by_hand,
             "doubted": view.doubted,
             "pace": view.pace,
@@ -198,6 +206,8 @@ class Oversight:
         if role not in ("prefill", "decode"):
             raise InputError("role", f"must be prefill or decode, is {role!r}")
         member = view.member
+        if member.standby:
+            raise InputError("replica", f"{member.id} is on standby; only one that serves changes its role")
         if member.kind not in FLIPPABLE or view.role == "mixed":
             raise InputError(
                 "replica", f"{member.id} ({member.kind}, {view.role}) does both and keeps its role"

@@ -108,6 +108,7 @@ def steady(replicas: tuple[ReplicaRecord, ...]) -> bool:
         # a flip is a change to the state that it has already
         and len({role for _, _, role in each.changes}) == 1
         for each in replicas
+        if not each.stood_by
     )
 
 
@@ -176,7 +177,7 @@ def _replicas(said: Promises, result: SimResult, span_s: float, over: set[str]) 
     alike: dict[tuple[str, ReplicaPromise], list[int]] = {}
     for number, replica in enumerate(result.replicas):
         each = promised.get(place_of(replica))
-        if each is not None:
+        if each is not None and not replica.stood_by:
             kind = replace(each, place=(*each.place[:2], 0)) if each.interchangeable else each
             alike.setdefault((replica.unit, kind), []).append(number)
     for (_, each), numbers in alike.items():

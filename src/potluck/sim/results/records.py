@@ -104,7 +104,8 @@ class ReplicaRecord:
     """Node types that it stands on, one entry per node."""
     gpus: int
     changes: tuple[tuple[float, str, str], ...]
-    """(time, state, role) from each time on; states: starting, ready, draining, leaving, stopped, lost."""
+    """(time, state, role) from each time on; states: starting, standby, ready, draining, leaving,
+    stopped, lost."""
     busy_s: float
     """Seconds in steps."""
     prefill_tokens: int
@@ -123,6 +124,11 @@ class ReplicaRecord:
     @property
     def ready_s(self) -> float | None:
         return next((at_s for at_s, state, _ in self.changes if state == "ready"), None)
+
+    @property
+    def stood_by(self) -> bool:
+        """Whether it was never more than on standby."""
+        return {state for _, state, _ in self.changes} <= {"starting", "standby"} and self.ready_s is None
 
     def ended_s(self, end_s: float) -> float:
         """When it stopped or was lost; the end of the run when it did not."""

@@ -30,13 +30,13 @@ Planner = Callable[[Moment], Plan | None]
 
 
 def running_of(plan: Plan, sites: Iterable[Site]) -> Plan:
-    """A plan with the copies that are up or coming up whole; those on their way out are none."""
+    """A plan with the copies that are up or coming up whole; those on their way out or on standby are none."""
     replicas = {template.name: len(template.replicas) for template in plan.repertoire}
     found: dict[str, tuple[str, str, int]] = {}
     """Copy to its template, region and how many of its replicas are there."""
     for site in sites:
         member = site.member
-        if site.state in ("starting", "ready") and member.template in replicas:
+        if site.state in ("starting", "ready") and member.template in replicas and not member.standby:
             count = found[member.unit][2] if member.unit in found else 0
             found[member.unit] = (member.template, member.region, count + 1)
     copies: dict[tuple[str, str], int] = {}

@@ -125,7 +125,8 @@ class Site:
     def become(self, at_s: float, state: SiteState) -> None:
         self.state = state
         self.serves = state in ("ready", "draining", "leaving")
-        self.changes.append((at_s, state, self.role))
+        told = "standby" if state == "ready" and self.member.standby else state
+        self.changes.append((at_s, told, self.role))
 
 
 class Journey:

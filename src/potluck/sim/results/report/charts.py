@@ -139,7 +139,8 @@ def timeline(bands: Sequence[Band], end_s: float, faults: Sequence[tuple[float, 
         parts.append(f'<path class="fault" d="M{x:.1f} 20V{frame.height - frame.bottom:.1f}"/>')
         parts.append(f'<path class="flag" d="M{x - 5:.1f} 8h10l-5 9z"><title>{escape(what)}</title></path>')
     keys = [("span ready prefill", "prefill"), ("span ready decode", "decode"), ("span ready mixed", "mixed")]
-    keys += [("span starting mixed", "starting"), ("span draining mixed", "draining"), ("lost", "lost")]
+    keys += [("span starting mixed", "starting"), ("span standby mixed", "standby")]
+    keys += [("span draining mixed", "draining"), ("lost", "lost")]
     shown = {f"span {state} {role}" for band in bands for _, _, state, role in band.spans}
     states = {name.split()[1] for name in shown}
     kept = [
