@@ -15,7 +15,7 @@ from setuptools import setup
 
 COMPILED = {
     "core/admission": "admission apart backlog between lobby mixes room timely",
-    "core/brain": "brain caches fleet flight flights held inquiries losses recovery",
+    "core/brain": "brain caches fleet flight flights hedges held inquiries losses recovery",
     "core/replica": "batch batch_values lockstep sequences sharing spare",
     "core/routing": "affinity balance charges detours index links offers opportunistic pairs rebalance router speeds"
     " split table targets threshold thresholds ways weighted",

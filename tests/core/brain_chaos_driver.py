@@ -15,9 +15,10 @@ from itertools import islice
 from random import Random
 
 import brain_builders as build
-from brain_chaos_fleets import Job, facts, plan, policy
+from brain_chaos_fleets import Broken, Job, facts, plan, policy
+from brain_chaos_twins import run_beside
 
-from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop
+from potluck.core.brain.actions import Abandon, Action, Drain, Flip, Inquire, Refuse, Run, Start, Stop, Twin
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import (
     Arrived,
@@ -52,10 +53,6 @@ ROUND_EVENTS = 20_000
 FATES = ("answered", "refused", "cancelled")
 
 
-class Broken(AssertionError):
-    """The Brain did what it must never do."""
-
-
 class Chaos:
     """One Brain and its driver."""
 
@@ -63,7 +60,7 @@ class Chaos:
         self.random = Random(seed)
         self.events = 0
         self.fates = dict.fromkeys(FATES, 0)
-        self.asked = 0
+        self.asked = self.twins = 0
         self._number = 0
         self.new_brain()
 
@@ -113,6 +110,8 @@ class Chaos:
         match action:
             case Run():
                 self._run(action)
+            case Twin():
+                run_beside(self, action)
             case Refuse(name):
                 job = self._open(name, action)
                 self._end(job, "refused")
@@ -132,8 +131,14 @@ class Chaos:
             case Stop(replica):
                 self._down(replica)
             case Flip(replica):
-                if replica not in self.members and replica in self.brain.fleet.views:
+                if replica not in self.members and not self._unheard(replica):
                     raise Broken(f"{replica} is flipped and not there")
+
+    def _unheard(self, replica: str) -> bool:
+        """Whether the Brain knows that it is gone, or the letter that says so is still under way."""
+        letters = (*self.late, *self._news)
+        crossed = any(isinstance(each, ReplicaLost) and each.replica == replica for each in letters)
+        return crossed or replica not in self.brain.fleet.views
 
     def _open(self, name: str, action: Action) -> Job:
         """A request that may still be answered; an action for any other is a mistake, but for crossed letters."""
@@ -168,6 +173,8 @@ class Chaos:
             self.tell(Underway(name, attempt))
         elif job.last is not None and job.last.attempt == attempt:
             self.tell(job.last)
+        elif job.run is not None and attempt < job.attempt:  # its twin took its place
+            self.tell(Failed(name, attempt, "timeout", "", 0))
         elif job.fate != "cancelled":
             self.tell(Failed(name, attempt, "timeout", "", job.streamed))
 

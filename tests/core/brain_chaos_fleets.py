@@ -28,6 +28,10 @@ BALANCES: tuple[Balance, ...] = ("learned", "goodput", "round-robin", "token", "
 SCALINGS: tuple[Scaling, ...] = ("none", "none", "cauchy", "flips", "replan")
 
 
+class Broken(AssertionError):
+    """The Brain did what it must never do."""
+
+
 @dataclass(slots=True)
 class Job:
     """What the driver knows of a request."""
@@ -66,6 +70,7 @@ def policy(chance: Random) -> Policy:
         max_wait_s=chance.choice((2.0, 10.0)),
         grace_s=chance.choice((2.0, 20.0)),
         classes=with_built_in((RequestClass("hasty", stops=True),)),
+        hedge=chance.choice((0.0, 1.0, 3.0)),
     )
 
 

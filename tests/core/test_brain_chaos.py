@@ -16,6 +16,7 @@ def test_whatever_is_told_every_request_ends_once_and_nothing_is_left(seed: int)
         "a trial in which nobody is answered, refused or cancelled shows nothing"
     )
     assert chaos.asked
+    assert chaos.twins
 
 
 def test_the_driver_notices_what_it_looks_for() -> None:

@@ -34,7 +34,8 @@ STATUS = [
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["step"] * 8 + ["kill", "lie", "refuse", "cut", "late", "double", "stop", "part", "gone", "pause"]
+            ["step"] * 8
+            + ["wait", "kill", "lie", "refuse", "cut", "late", "double", "stop", "part", "gone", "pause"]
         ),
         st.integers(0, 1000),
         st.integers(1, 5),
@@ -46,12 +47,12 @@ TROUBLES = 6
 
 
 @pytest.mark.parametrize("fleet_name", FLEETS)
-@given(steps=STEPS, requests=st.integers(1, 5), most=st.integers(1, 15))
+@given(steps=STEPS, requests=st.integers(1, 5), most=st.integers(1, 15), hedge=st.sampled_from([0.0, 2.0]))
 def test_every_request_gets_its_right_answer(
-    fleet_name: str, steps: list[tuple[str, int, int]], requests: int, most: int
+    fleet_name: str, steps: list[tuple[str, int, int]], requests: int, most: int, hedge: float
 ) -> None:
     clock, fleet = Clock(), Fleet()
-    desk = Desk(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99))
+    desk = Desk(clock, fleet, plan_of(FLEETS[fleet_name]), Policy(retries=99, hedge=hedge))
     rides = driver(desk, fleet, clock)
     heards = []
     for number in range(requests):
@@ -68,6 +69,8 @@ def test_every_request_gets_its_right_answer(
         call = calls[pick % len(calls)]
         if what == "step":
             call.step(lines)
+        elif what == "wait":
+            desk.tick(0.5)
         elif what == "pause":
             rides.room(call.body["request"], lines > 2)
         elif left > 0:
@@ -114,6 +117,8 @@ def test_every_request_gets_its_right_answer(
         heard.is_right()
     assert rides.sizes() == {"open": 0, "watched": 0, "news": 0}
     assert desk.brain.flights == {}
+    assert desk.brain.sizes()["twins"] == 0
+    assert not any(view.open_requests for view in desk.brain.fleet.views.values())
     assert not fleet.calls
     attempts = [(each.request, each.attempt) for each in desk.told if isinstance(each, Failed)]
     assert len(set(attempts)) == len(attempts), "an attempt fails once"

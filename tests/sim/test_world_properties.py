@@ -135,6 +135,7 @@ def test_books_balance_whatever_happens(data: st.DataObject) -> None:
         split=data.draw(st.booleans()),
         retries=data.draw(st.integers(0, 3)),
         max_wait_s=data.draw(st.sampled_from([0.0, 5.0])),
+        hedge=data.draw(st.sampled_from([0.0, 1.5])),
     )
     how = Settings(
         fast_forward=data.draw(st.booleans()),

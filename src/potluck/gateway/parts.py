@@ -195,7 +195,7 @@ class Driver(Protocol):
         """The client reads too slowly for now, or has caught up."""
 
     def act(self, actions: Sequence[Action]) -> None:
-        """What the Brain asks of this worker: Run, Refuse, Abandon, Inquire."""
+        """What the Brain asks of this worker: Run, Twin, Refuse, Abandon, Inquire."""
 
     def gone(self, replica: str) -> None:
         """The fleet's keeper says that it is gone: what runs there has failed, whatever its connections say."""
@@ -308,6 +308,9 @@ class Meter(Protocol):
 
     def routed(self, asked: Asked, run: Run) -> None:
         """An attempt is sent on its way; a further one is a retry."""
+
+    def hedged(self, asked: Asked, run: Run) -> None:
+        """A second attempt is sent beside one that is late."""
 
     def segment(
         self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""

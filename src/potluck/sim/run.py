@@ -112,6 +112,7 @@ def build(
             reports=reads if settings.reports is None else settings.reports,
             first_tokens=reads
             or bounded
+            or policy.hedge > 0
             or policy.balance == "learned"
             or log is not None
             or mind is not None
@@ -172,6 +173,7 @@ def result_of(world: World, seed: int) -> SimResult:
         "hand-overs that waited for room": world.handovers.waited,
         "reports lost": world.reports.lost,
         "plans asked for": world.replans,
+        "second attempts": world.journeys.twinned,
     }
     return SimResult(
         world.ledger.records(world.workload),

@@ -61,6 +61,7 @@ class PolicyIn(Written):
     low_decodes: bool | None = None
     scaling: Scaling | None = None
     retries: int | None = None
+    hedge: float | None = None
     max_wait_s: float | None = None
     admission: bool | None = None
     queue_requests: int | None = None

@@ -52,6 +52,7 @@ ACTIONS: dict[str, type[Any]] = {
     each.__name__: each
     for each in (
         actions.Run,
+        actions.Twin,
         actions.Refuse,
         actions.Abandon,
         actions.Inquire,
@@ -140,9 +141,9 @@ def _cached(event: events.Cached) -> str:
     )
 
 
-def _run(action: actions.Run) -> str:
+def _run(action: actions.Run | actions.Twin) -> str:
     return (
-        f'["Run",{text_of(action.request)},{_route(action.route)},{action.attempt},{action.prompt_tokens},'
+        f'["{type(action).__name__}",{text_of(action.request)},{_route(action.route)},{action.attempt},{action.prompt_tokens},'
         f"{action.streamed_tokens},{number(action.weight)}{',true' if action.yields else ''}]"
     )
 
@@ -181,6 +182,7 @@ _WRITERS: dict[type[Any], Callable[[Any], str]] = {
     events.Planned: _nested,
     events.Quoted: _quoted,
     actions.Run: _run,
+    actions.Twin: _run,
     actions.Move: _move,
     actions.Start: _nested,
     actions.Recast: _nested,
@@ -253,6 +255,10 @@ def _read_run(fields: list[Any], place: str) -> actions.Run:
     return actions.Run(request, _read_route(route), *rest)
 
 
+def _read_twin(fields: list[Any], place: str) -> actions.Twin:
+    return actions.Twin(*_read_run(fields, place))
+
+
 def _read_replan(rates: list[Any], reason: str, lengths: Sequence[Any] = ()) -> actions.Replan:
     seen = [
         actions.SeenLengths(model, out, tuple([(a, b) for a, b in prompts]))
@@ -266,6 +272,7 @@ _READERS: dict[str, Callable[[list[Any], str], Any]] = {
     "Adopted": _read_adopted,
     "Cached": _read_cached,
     "Run": _read_run,
+    "Twin": _read_twin,
     "Reported": lambda fields, _: events.Reported(fields[0], events.Status(*fields[1:])),
     "Planned": lambda fields, place: events.Planned(decode(Plan, fields[0], place)),
     "Quoted": lambda fields, place: events.Quoted(tuple(decode(Region, each, place) for each in fields[0])),

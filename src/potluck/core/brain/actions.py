@@ -30,6 +30,22 @@ class Run(NamedTuple):
     """Its prompt is late wherever it is computed: others go before it, chunk by chunk (`LATE`)."""
 
 
+class Twin(NamedTuple):
+    """Send a request along a second route, beside the attempt under way, which is late with its first token.
+
+    Whoever drives it lets the first of the two that has a token answer, stops the other at once and tells nothing
+    more of it; should the former have a token already, or be over, this is not begun beside it.
+    """
+
+    request: str
+    route: Route
+    attempt: int
+    prompt_tokens: int
+    streamed_tokens: int
+    weight: float = 1.0
+    yields: bool = False
+
+
 class Refuse(NamedTuple):
     """Tell the user no, and why."""
 
@@ -125,5 +141,18 @@ class Remark(NamedTuple):
 
 
 Action = (
-    Run | Refuse | Abandon | Inquire | Start | Drain | Stop | Flip | Recast | Replan | Recount | Move | Remark
+    Run
+    | Twin
+    | Refuse
+    | Abandon
+    | Inquire
+    | Start
+    | Drain
+    | Stop
+    | Flip
+    | Recast
+    | Replan
+    | Recount
+    | Move
+    | Remark
 )

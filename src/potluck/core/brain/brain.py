@@ -23,6 +23,8 @@ look at the fleet).
     Quoted             the next steps, as other nodes can be had; scaling may ask for another plan
     Tick               refusals of those that waited too long; Inquire after those that went silent; scaling
 
+Whatever happens, a request that is late with its first token may be sent elsewhere as well (Twin), if that is wanted.
+
 Every accepted request ends once: in Finished, in a Refuse or in Cancelled. Events that name an unknown request,
 replica or an attempt that is over change nothing.
 
@@ -44,6 +46,7 @@ from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.flights import Flights
+from potluck.core.brain.hedges import Hedges
 from potluck.core.brain.policy import Policy
 from potluck.core.brain.recovery import Recovery
 from potluck.core.brain.remarks import Remarks
@@ -84,6 +87,18 @@ class Brain:
         self._remarks = Remarks()
         adoption = Adoption(policy, self.fleet, flights, self.admission)
         self._recovery = Recovery(policy, self.fleet, flights, self.router)
+        self._hedges: Hedges | None = None
+        if policy.hedge > 0:
+            self._hedges = Hedges(
+                facts,
+                policy.hedge,
+                self.admission,
+                self.table,
+                flights,
+                self._recovery,
+                self.router,
+                self.speeds,
+            )
         self.flights: dict[str, Flight] = flights.open
         """Requests that were accepted and have not ended, by id."""
         self._handlers: dict[type, Callable[[float, Any], list[Action]]] = {
@@ -110,11 +125,13 @@ class Brain:
 
     def on(self, at_s: float, event: told.Event) -> list[Action]:
         """What to do about an event."""
-        return self._handlers[type(event)](at_s, event)
+        handler = self._handlers[type(event)]
+        return handler(at_s, event) if self._hedges is None else self._hedges.on(at_s, event, handler)
 
     def sizes(self) -> dict[str, int]:
         """How much is remembered of requests; but for those that ended lately it is nothing when none is open."""
-        return {**self._flights.sizes(), **self._recovery.sizes()}
+        twins = len(self._hedges.twins) if self._hedges is not None else 0
+        return {**self._flights.sizes(), **self._recovery.sizes(), "twins": twins}
 
     # What replicas, links and caches say.
 

@@ -38,6 +38,8 @@ class Flight:
     """The longest it can get, which is what it counts for where it decodes; the same on every attempt."""
     state = HELD
     attempt = 0
+    twins = 0
+    """Attempts that ran beside this one (`hedges.py`): their numbers are taken."""
     earlier: tuple[tuple[View, int], ...] = ()
     """Segments before the last: where, and how many tokens count as open there."""
     done = 0

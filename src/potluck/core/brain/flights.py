@@ -61,7 +61,7 @@ class Flights:
         self._admission = admission
         self._room = admission.room
         self._between = admission.room.between
-        self._lobby = Lobby(admission, router, table, self._run, self._turned_away, self._hold)
+        self._lobby = Lobby(admission, router, table, self.run, self._turned_away, self._hold)
         self._backlogs = admission.backlogs
         self._weights = admission.weights
         self._bounded = policy.admission
@@ -130,7 +130,7 @@ class Flights:
                 self._between.now_s = at_s
             answer = self._router.send(flight, table)
             if answer is SENT:
-                return [self._run(at_s, flight)]
+                return [self.run(at_s, flight)]
             if answer is Answer.FULL:
                 return self._lobby.line_up(at_s, flight, table)
             if answer is Answer.WAITS:
@@ -141,7 +141,7 @@ class Flights:
             self.doubtful[flight.request.id] = None
         return []
 
-    def _run(self, at_s: float, flight: Flight) -> Action:
+    def run(self, at_s: float, flight: Flight) -> Action:
         flight.held_s = -1.0
         flight.heard_s = at_s
         if flight.earlier:
@@ -331,7 +331,7 @@ class Flights:
                 continue
             if pair.usable:
                 self._router.pair(pair, flight)
-                actions.append(self._run(at_s, flight))
+                actions.append(self.run(at_s, flight))
             else:
                 flight.pair = None
                 self.release(at_s, flight)

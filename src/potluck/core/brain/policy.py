@@ -61,6 +61,9 @@ class Policy:
     retries: int = 2
     """How often a request may be sent again after failures that may be its own fault: all but broken links and
     replicas that were lost together with others."""
+    hedge: float = 0.0
+    """A request without a first token after so many times what was predicted is sent elsewhere as well, if there is
+    room; 0: never. Whoever has the first token first answers it, the other is stopped."""
     max_wait_s: float = 60.0
     """Requests wait so long for a replica, or for their turn, before they are refused."""
     admission: bool = True
@@ -110,7 +113,7 @@ class Policy:
     """Scaling only says what it would do."""
 
     def __post_init__(self) -> None:
-        for name in ("affinity", "max_wait_s", "grace_s", "disturbance"):
+        for name in ("affinity", "hedge", "max_wait_s", "grace_s", "disturbance"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"policy: {name}", f"must not be negative, is {getattr(self, name)}")
         for name in ("tick_s", "window_s", "ratio", "global_window_s", "replan_s", "keep_s"):

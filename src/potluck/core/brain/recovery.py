@@ -76,15 +76,28 @@ class Recovery:
             self._flights.end(request.id)
             return actions
         flight.prompt_tokens = request.prompt_tokens + flight.streamed_tokens
-        flight.attempt += 1
-        flight.failed_by |= {where}
-        flight.losses += lost
-        if (lost and self._losses.alone(at_s, where, flight.failed_by)) or kind not in LOSSES:
-            flight.failures += 1
+        flight.attempt += 1 + flight.twins
+        flight.twins = 0
+        self._blame(at_s, flight, kind, where)
         problem = verdict(flight, at_s, self._policy)
         if problem is not None:
             return actions + self._flights.refuse(at_s, flight, *problem)
         return actions + self._again(at_s, flight, kind)
+
+    def one_of_two(self, at_s: float, event: told.Failed, lost: Flight, left: Flight) -> list[Action]:
+        """One of two attempts is over, and the other goes on."""
+        kind, where = event.kind, event.where
+        actions = self._doubt(at_s, where) if kind == "replica" else []
+        if where:
+            self._blame(at_s, left, kind, where)
+        return actions + self._flights.release(at_s, lost)
+
+    def _blame(self, at_s: float, flight: Flight, kind: told.FailureKind, where: str) -> None:
+        lost = kind == "replica"
+        flight.failed_by |= {where}
+        flight.losses += lost
+        if (lost and self._losses.alone(at_s, where, flight.failed_by)) or kind not in LOSSES:
+            flight.failures += 1
 
     def _again(self, at_s: float, flight: Flight, kind: told.FailureKind) -> list[Action]:
         """Send a request that failed: away from what failed it, and from what may be dying.
@@ -116,7 +129,7 @@ class Recovery:
             flight = self._flights.open[name]
             model = flight.request.model
             again_s = self._router.detours.again_s(flight, before.get(model, 0))
-            if flight.attempt or flight.recalled or verdict(flight, at_s, self._policy):
+            if flight.attempt or flight.twins or flight.recalled or verdict(flight, at_s, self._policy):
                 continue
             if over_s >= again_s + PATIENCE_S:
                 flight.recalled = flight.link

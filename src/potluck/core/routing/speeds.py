@@ -22,7 +22,7 @@ from math import inf
 from typing import Final
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ReplicaFacts
-from potluck.core.brain.fleet import Fleet, View
+from potluck.core.brain.fleet import ODD_S, ODDS, Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.routing.balance import decode_seconds
 
@@ -87,18 +87,42 @@ class Speeds:
         """A prompt was computed where it is answered. As long as one waits, a replica computes prompts, a step each
         and the one that was under way; so much is planned at most. It only tells whether the replica has changed,
         and nothing where prompts may have waited for memory."""
-        sent_s, done_s, prompts = flight.sent
+        planned_s, sent_s = self._planned_s(flight, view, 1), flight.sent[0]
         flight.sent = (-1.0, 0.0, 0)
+        if planned_s >= 0:
+            self._fleet.learn(at_s, view, at_s - sent_s, planned_s, False)
+            if flight.charges:
+                _time(flight)
+
+    def outrun(self, at_s: float, flight: Flight, view: View) -> None:
+        """Another replica had the first token of a prompt sooner (`core/brain/hedges.py`): here it takes longer than
+        until now. ODDS such races in a row will do, however short the prompts; of a replica that may be in time
+        nothing is learned."""
+        facts = view.facts
+        if flight.sent[0] < 0 or not flight.last_tokens or facts is None:
+            return
+        planned_s = self._planned_s(flight, view, 2)
+        if planned_s < 0:
+            return
+        planned_s += facts.prefill_s_per_token * flight.last_tokens
+        observed_s = at_s - flight.sent[0]
+        if observed_s >= view.pace * planned_s > 0:
+            weight = max(1.0, ODD_S / ODDS / planned_s)
+            self._fleet.learn(at_s, view, weight * observed_s, weight * planned_s, False)
+            if flight.charges:
+                _time(flight)
+
+    def _planned_s(self, flight: Flight, view: View, more: int) -> float:
+        """What a replica should have taken for all that it computed since a request was sent there, with so many
+        steps more; below 0 where that tells nothing."""
+        _, done_s, prompts = flight.sent
         facts = view.facts
         if not self._learns or facts is None or view.open_requests > facts.decode_batch:
-            return
+            return -1.0
         if view.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
-            return
-        steps = view.done_prompts - prompts + 1
-        planned_s = view.done_s - done_s + steps * _step_s(facts, view.open_requests)
-        self._fleet.learn(at_s, view, at_s - sent_s, planned_s, False)
-        if flight.charges:
-            _time(flight)
+            return -1.0
+        steps = view.done_prompts - prompts + more
+        return view.done_s - done_s + steps * _step_s(facts, view.open_requests)
 
     def handed(self, at_s: float, flight: Flight, view: View, tells: bool = True) -> None:
         """A timed prompt was computed, or handed on where nobody said so before; whether that tells anything: between

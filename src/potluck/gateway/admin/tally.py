@@ -206,6 +206,9 @@ class Tally:
                 },
             )
 
+    def hedged(self, asked: Asked, run: Run) -> None:
+        self.count(known.HEDGES, (asked.model,))
+
     def route_kind(self, run: Run) -> str:
         segments = run.route.segments
         if run.attempt > 0:

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
+from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run, Twin
 from potluck.core.brain.events import Adopted, Arrived, Cancelled, Event, Failed, Finished, Tick
 from potluck.worlds.mind import Mind
 
 Act = Callable[[Sequence[Action]], None]
 Watcher = Callable[[float, Event, Sequence[Action]], None]
 """Hears of everything that was told and asked for; must be quick and must not raise."""
-_OF_REQUESTS = (Run, Refuse, Abandon, Inquire)
+_OF_REQUESTS = (Run, Twin, Refuse, Abandon, Inquire)
 _ENDINGS = (Finished, Failed, Cancelled)
 
 

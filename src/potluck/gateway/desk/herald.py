@@ -22,6 +22,7 @@ from potluck.core.brain.actions import (
     Run,
     Start,
     Stop,
+    Twin,
 )
 from potluck.core.brain.events import (
     Arrived,
@@ -41,7 +42,7 @@ from potluck.core.brain.events import (
 from potluck.core.values.member import Member
 
 MOST_KEPT = 1_000
-_OF_REQUESTS = frozenset({Arrived, SegmentDone, FirstToken, Finished, Reported, Run, Refuse, Abandon})
+_OF_REQUESTS = frozenset({Arrived, SegmentDone, FirstToken, Finished, Reported, Run, Twin, Refuse, Abandon})
 """What comes by the thousand a second, and says nothing of the fleet."""
 
 

@@ -21,6 +21,7 @@ from potluck.gateway.parts import Call, Endpoint, Headers
 
 if TYPE_CHECKING:
     from potluck.gateway.drive.ride import Ride
+    from potluck.gateway.drive.second import Second
 
 SILENCE_S = 600.0
 """An answer that is not streamed says nothing until all of it is there."""
@@ -67,7 +68,7 @@ class Relay(Debtor):
     """Whether the stream said that it is whole."""
     _rewriter: rewrite.Rewriter | None = None
 
-    def __init__(self, ride: Ride, run: Run, means: Means, stream: Stream) -> None:
+    def __init__(self, ride: Ride | Second, run: Run, means: Means, stream: Stream) -> None:
         self.tokens = run.prompt_tokens
         self._ride, self._means, self._stream = ride, means, stream
         self._now_s = means.now_s
@@ -254,6 +255,7 @@ class Relay(Debtor):
             self._flat = self._rewriter is None and not stream.knows_ids
 
     def _begin(self, data: bytes) -> None:
+        self._ride.leads()
         stream = self._stream
         stream.begun = True
         stream.first = data.split(EVENT_END, 1)[0]

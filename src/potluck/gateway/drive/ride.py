@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-from potluck.core.brain.actions import Inquire, Refuse, Run
+from potluck.core.brain.actions import Inquire, Refuse, Run, Twin
 from potluck.core.brain.events import (
     Adopted,
     Arrived,
@@ -28,6 +28,7 @@ from potluck.core.values.route import Route, Segment
 from potluck.core.values.sampling import Choice
 from potluck.core.values.types import Request
 from potluck.gateway.drive.relay import Relay, Stream
+from potluck.gateway.drive.second import Second
 from potluck.gateway.drive.trip import Means, Trip
 from potluck.gateway.parts import Answer, Asked, Endpoint
 
@@ -47,11 +48,20 @@ class Going(Protocol):
     def resume(self) -> None: ...
 
 
+class Obstacle(NamedTuple):
+    """Why an attempt cannot be begun."""
+
+    where: str
+    why: str
+
+
 class Ride:
     """`tell` reaches the Brain; `over` is called once, with the last thing that was told."""
 
     _attempt = -1
     _going: Going | None = None
+    _second: Second | None = None
+    """An attempt beside it, while neither has anything to pass on."""
     _sent: tuple[Run, Sequence[Endpoint]] | None = None
     """The attempt under way, and by whom it is carried out."""
     _done = 0
@@ -96,33 +106,63 @@ class Ride:
         if run.streamed_tokens != len(self.output):
             self.failed("link", "", "was sent from elsewhere than where its user is")
             return
-        endpoints: list[Endpoint] = []
-        faces = 0
-        find = self._means.directory.find
-        for segment in run.route.segments:
-            endpoint = find(segment.replica)
-            if endpoint is None:
-                self.failed("replica", segment.replica, "cannot be reached")
-                return
-            endpoints.append(endpoint)
-            faces += endpoint.kind == "face"
-        if faces:
-            self._means.met(endpoints[-1])
-        going: Going
-        if faces == 0 and len(endpoints) == 1 and (self._stream.begun or not self.output):
-            going = Relay(self, run, self._means, self._stream)
-        elif faces == len(endpoints) and self.asked.prompt and not self._stream.begun:
-            going = Trip(self, run, self._means)
-        else:
-            self.failed("replica", run.route.decoder, "cannot do what the route asks of it")
+        made = self._made(self, run, self._stream)
+        if isinstance(made, Obstacle):
+            self.failed("replica", made.where, made.why)
             return
-        self._going = going
+        self._going, endpoints = going, _ = made
         self._sent, self._done = (run, endpoints), 0
         if self._means.meter is not None:
             self._means.meter.routed(self.asked, run)
         going.start(endpoints)
         if self._paused and self._going is going:
             going.pause()
+
+    def twin(self, twin: Twin) -> None:
+        """Go along a second route as well, unless something was passed on; alone if the first one has failed."""
+        run = Run(*twin)
+        if self._ended or run.attempt <= self._attempt:
+            return
+        if self._going is None:
+            self.run(run)
+            return
+        if self._first or self.output or self._stream.begun or self._second is not None:
+            return
+        second = Second(self, run, self._tell)
+        made = self._made(second, run, second.stream)
+        if isinstance(made, Obstacle):
+            self._tell(Failed(self.asked.id, run.attempt, "replica", made.where, 0))
+            return
+        if isinstance(made[0], Relay) and not self.asked.stream:
+            # When its first token is there nobody knows, so it is not late.
+            self._tell(Failed(self.asked.id, run.attempt, "timeout", "", 0))
+            return
+        second.going, second.endpoints = made
+        self._second = second
+        if self._means.meter is not None:
+            self._means.meter.hedged(self.asked, run)
+        second.going.start(second.endpoints)
+
+    def _made(
+        self, rider: Ride | Second, run: Run, stream: Stream
+    ) -> tuple[Going, Sequence[Endpoint]] | Obstacle:
+        """An attempt, and by whom it is carried out."""
+        endpoints: list[Endpoint] = []
+        faces = 0
+        find = self._means.directory.find
+        for segment in run.route.segments:
+            endpoint = find(segment.replica)
+            if endpoint is None:
+                return Obstacle(segment.replica, "cannot be reached")
+            endpoints.append(endpoint)
+            faces += endpoint.kind == "face"
+        if faces:
+            self._means.met(endpoints[-1])
+        if faces == 0 and len(endpoints) == 1 and (stream.begun or not self.output):
+            return Relay(rider, run, self._means, stream), endpoints
+        if faces == len(endpoints) and self.asked.prompt and not stream.begun:
+            return Trip(rider, run, self._means), endpoints
+        return Obstacle(run.route.decoder, "cannot do what the route asks of it")
 
     def refuse(self, refusal: Refuse) -> None:
         if not self._ended:
@@ -135,7 +175,11 @@ class Ride:
 
     def inquire(self, inquire: Inquire) -> None:
         """Say what became of an attempt."""
-        if self._ended or inquire.attempt < self._attempt:
+        if self._ended:
+            return
+        if inquire.attempt < self._attempt:
+            if self._going is not None:  # Another took its place, which the Brain may not have heard.
+                self._tell(Failed(self.asked.id, inquire.attempt, "timeout", "", 0))
             return
         if inquire.attempt == self._attempt and self._going is not None:
             self._tell(Underway(self.asked.id, self._attempt))
@@ -147,6 +191,7 @@ class Ride:
 
     def whereabouts(self, named: Callable[[Endpoint], str | None], request: Request) -> Event | None:
         """For a Brain that knows nothing of it. None: it is under way where that Brain knows nobody yet."""
+        self._stop_second()
         if self._attempt < 0:
             return Arrived(request)
         if self._going is None or self._sent is None:
@@ -178,6 +223,34 @@ class Ride:
                 self._going.resume()
             else:
                 self._going.pause()
+
+    # What two attempts tell, until one has something to pass on.
+
+    def leads(self) -> None:
+        """The first one has."""
+        self._stop_second()
+
+    def overtaken(self, second: Second) -> None:
+        """The second one has, or is the only one left: it is the ride's attempt from now on."""
+        going, self._going, self._second = self._going, second.going, None
+        self._attempt, self._first, self._stream = second.run.attempt, False, second.stream
+        self._sent, self._done = (second.run, second.endpoints), second.done
+        second.leading = True
+        if going is not None:
+            going.stop()
+        if self._paused:
+            second.going.pause()
+
+    def second_failed(self, second: Second, kind: FailureKind, where: str, why: str) -> None:
+        """The first one goes on."""
+        self._second = None
+        self._note(kind, where, why)
+        self._tell(Failed(self.asked.id, second.run.attempt, kind, where, 0))
+
+    def _stop_second(self) -> None:
+        second, self._second = self._second, None
+        if second is not None:
+            second.going.stop()
 
     # What the attempt tells.
 
@@ -274,6 +347,11 @@ class Ride:
         self._going = None
         streamed = len(self.output)
         self._note(kind, where, why)
+        if self._second is not None:
+            attempt = self._attempt
+            self.overtaken(self._second)
+            self._tell(Failed(self.asked.id, attempt, kind, where, streamed))
+            return
         if self._whole is not None:
             self._finish(self._whole)
             return
@@ -286,6 +364,7 @@ class Ride:
             self._means.meter.failed(self.asked, where, kind, why)
 
     def _stop(self) -> None:
+        self._stop_second()
         going, self._going = self._going, None
         if going is not None:
             going.stop()
@@ -296,6 +375,7 @@ class Ride:
         self._close(event)
 
     def _close(self, event: Event | None) -> None:
+        self._stop_second()
         self._over(self, event)
         if event is not None:
             self._tell(event)

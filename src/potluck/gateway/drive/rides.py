@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run
+from potluck.core.brain.actions import Abandon, Action, Inquire, Refuse, Run, Twin
 from potluck.core.brain.events import Arrived, Cancelled, Event, Finished
 from potluck.core.values.types import Request
 from potluck.gateway.drive.naming import Naming
@@ -123,6 +123,10 @@ class Rides:
                 ride = self._open.get(action.request)
                 if ride is not None:
                     ride.refuse(action)
+            case Twin():
+                ride = self._open.get(action.request)
+                if ride is not None:
+                    ride.twin(action)
             case Abandon():
                 ride = self._open.get(action.request)
                 if ride is not None:

@@ -27,6 +27,7 @@ from potluck.gateway.parts import Directory, Endpoint, Meter, Outgoing
 
 if TYPE_CHECKING:
     from potluck.gateway.drive.ride import Ride
+    from potluck.gateway.drive.second import Second
 
 GRACE_S = 0.25
 BACKSTOP_S = 300.0
@@ -53,7 +54,7 @@ class Means:
 class Trip:
     """From its `Run` to its end, its failure, or until it is given up."""
 
-    def __init__(self, ride: Ride, run: Run, means: Means) -> None:
+    def __init__(self, ride: Ride | Second, run: Run, means: Means) -> None:
         self._ride = ride
         self._run = run
         self._means = means
@@ -64,7 +65,7 @@ class Trip:
         """Output tokens that this attempt may still bring."""
         self.least_tokens = max(0, asked.min_tokens - run.streamed_tokens)
         self.ends = ride.ends
-        self.vocab = asked.vocab
+        self.vocab: int = asked.vocab
         self._legs: list[Leg] = []
         """None once it is over: what holds each other would wait for the collector of garbage, prompt and all."""
         self._over = False
@@ -153,6 +154,7 @@ class Trip:
         """The next tokens, in order. What the legs before had to do is done, whatever they still say."""
         if not self._streams:
             self._streams = True
+            self._ride.leads()
             leg = self._legs[-1]
             if not leg.owes and not self._paused:
                 leg.expect(leg.heard_s)

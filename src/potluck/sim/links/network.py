@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from potluck.core.brain.events import FailureKind
 from potluck.core.routing.grants import GRANTED
 from potluck.core.values.types import Link
 from potluck.perf.transfer import alpha_beta, link_alpha_beta
@@ -75,6 +76,22 @@ class Network:
         """Whether there is a link between two regions that carries something at present."""
         pipe = self.links.get((source, target))
         return pipe is not None and pipe.rate_bytes_per_s > 0
+
+    def obstacle(self, journey: Journey) -> tuple[FailureKind, str] | None:
+        """Why a route cannot be gone: a replica too small, or no link for its KV."""
+        output_tokens = journey.request.max_output_tokens - journey.before_tokens
+        sites, last = journey.sites, len(journey.sites) - 1
+        if journey.prompt_tokens + output_tokens > sites[last].room_tokens:
+            return "memory", sites[last].id
+        for place in range(last):
+            source, target = sites[place].member.region, sites[place + 1].member.region
+            if source != target and not self.carries(source, target):
+                return "link", f"{source}->{target}"
+        for place in range(last):
+            stop = journey.segments[place].stop
+            if stop is not None and stop > sites[place].room_tokens:
+                return "memory", sites[place].id
+        return None
 
     def pipe(self, source: Site, target: Site, journey: Journey | None = None) -> Pipe | None:
         """The pipe between two replicas; None when they share a machine, or no link joins their regions."""

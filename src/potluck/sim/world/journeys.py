@@ -8,21 +8,16 @@ the Brain then sends it again or refuses it.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
 
 from potluck.core.brain import events as told
-from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run
+from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run, Twin
 from potluck.core.brain.events import Computed, FailureKind, Finished, FirstToken, SegmentDone
-from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
 from potluck.core.replica.batch_values import LATE
 from potluck.core.values.types import Request
 from potluck.sim.results import records
 from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.state import Handover, Journey, Site
-
-if TYPE_CHECKING:
-    from potluck.core.replica.spare import SpareCache
 
 
 class Journeys:
@@ -48,6 +43,8 @@ class Journeys:
         "ended_s",
         "ledger",
         "open",
+        "twinned",
+        "twins",
     )
 
     def __init__(self, ground: Ground, tell: Tell) -> None:
@@ -70,6 +67,10 @@ class Journeys:
         self._chatty = ground.settings.first_tokens is not False or ground.workload.blocks is not None
         self.open: dict[int, Request | Journey] = {}
         """What has not ended: a request that was not sent anywhere yet, or is to be sent again, or its journey."""
+        self.twins: dict[int, Journey] = {}
+        """Second attempts, beside those that are open."""
+        self.twinned = 0
+        """How many there were."""
         self.ended_s = 0.0
         """When the last one ended so far."""
 
@@ -106,57 +107,61 @@ class Journeys:
         if self._reporting and not site.touched:
             self._reports.touched(at_s, site)
 
-    def _run(self, at_s: float, action: Run, key: int, request: Request) -> None:
+    def twin(self, at_s: float, action: Twin) -> None:
+        """Send a request along a second route, unless its first attempt has a token; if that is over, alone."""
+        key = int(action.request)
+        there = self.open.get(key)
+        if isinstance(there, Journey):
+            if self._first_s[key] != self._first_s[key]:
+                self.twinned += 1
+                self._run(at_s, Run(*action), key, there.request, twin=True)
+        else:
+            self.run(at_s, Run(*action))
+
+    def _run(self, at_s: float, action: Run, key: int, request: Request, twin: bool = False) -> None:
         """The same for any route, attempt and prompt."""
-        segments, ledger, streamed = action.route.segments, self.ledger, action.streamed_tokens
+        _, route, attempt, prompt_tokens, streamed, weight, yields = action
+        segments = route.segments
         sites = []
         for segment in segments:
             site = self._sites.get(segment.replica)
             if site is None or not site.serves:
-                self._failed(at_s, key, action.attempt, "replica", segment.replica, streamed)
+                self._failed(at_s, key, attempt, "replica", segment.replica, streamed)
                 return
             sites.append(site)
-        journey = Journey(
-            key,
-            request,
-            action.attempt,
-            action.prompt_tokens,
-            streamed,
-            segments,
-            tuple(sites),
-            action.weight,
-            action.yields,
-        )
-        problem = self._obstacle(journey)
+        way = tuple(sites)
+        journey = Journey(key, request, attempt, prompt_tokens, streamed, segments, way, weight, yields)
+        problem = self._network.obstacle(journey)
         if problem is not None:
-            self._failed(at_s, key, action.attempt, *problem, streamed)
+            self._failed(at_s, key, attempt, *problem, streamed)
             return
-        whole = segments[-1].start >= action.prompt_tokens
+        if twin:
+            self.twins[key] = journey
+        else:
+            self.ledger.cached_tokens[key] = 0
+            self._enter(journey)
+        for site in way:
+            site.journeys[key] = journey
+        self._begin(at_s, journey)
+
+    def _enter(self, journey: Journey) -> None:
+        """The journey that answers a request, as far as is known."""
+        key, sites, ledger = journey.key, journey.sites, self.ledger
+        whole = journey.segments[-1].start >= journey.prompt_tokens
         kind = records.AGGREGATED if len(sites) == 1 else records.HANDED_OVER if whole else records.SPLIT
         ledger.route[key] = kind
         ledger.prefill_replica[key] = sites[0].index
         ledger.decode_replica[key] = sites[-1].index
-        ledger.cached_tokens[key] = 0
         self.open[key] = journey
-        for site in sites:
-            site.journeys[key] = journey
-        self._begin(at_s, journey)
 
-    def _obstacle(self, journey: Journey) -> tuple[FailureKind, str] | None:
-        """Why a route cannot be gone: a replica too small, or no link for its KV."""
-        output_tokens = journey.request.max_output_tokens - journey.before_tokens
-        sites, last = journey.sites, len(journey.sites) - 1
-        if journey.prompt_tokens + output_tokens > sites[last].room_tokens:
-            return "memory", sites[last].id
-        for place in range(last):
-            source, target = sites[place].member.region, sites[place + 1].member.region
-            if source != target and not self._network.carries(source, target):
-                return "link", f"{source}->{target}"
-        for place in range(last):
-            stop = journey.segments[place].stop
-            if stop is not None and stop > sites[place].room_tokens:
-                return "memory", sites[place].id
-        return None
+    def _alone(self, at_s: float, journey: Journey) -> None:
+        """Of two journeys of a request this one goes on; the other is taken off everywhere."""
+        other: Request | Journey = self.twins.pop(journey.key)
+        if other is journey:
+            other = self.open[journey.key]
+            self._enter(journey)
+        assert isinstance(other, Journey)
+        self._take_off(at_s, other)
 
     def _begin(self, at_s: float, journey: Journey) -> None:
         """Give the segment under way to its replica."""
@@ -168,7 +173,7 @@ class Journeys:
             stop = journey.prompt_tokens
             output = request.max_output_tokens - journey.before_tokens
         if request.blocks and site.cache is not None and start < stop:
-            hit = self._hit(at_s, site, request, stop)
+            hit = site.hit(at_s, request, stop)
             if hit > start:
                 cached = self.ledger.cached_tokens
                 cached[journey.key] = max(cached[journey.key], hit)
@@ -183,25 +188,6 @@ class Journeys:
         if output == 0:
             self._expect(at_s, journey, stop)
 
-    def _hit(self, at_s: float, site: Site, request: Request, stop: int) -> int:
-        """Tokens of a prefix that a replica holds; the last token is always computed."""
-        cache = site.cache
-        if not cache:
-            return 0
-        self._fit(at_s, site, cache)
-        return min(cache.match(request.blocks) * cache.block_tokens, stop - 1)
-
-    def keep(self, at_s: float, site: Site, blocks: tuple[int, ...]) -> None:
-        """The KV of a prompt's blocks is at a replica: hold what fits beside running requests."""
-        cache = site.cache
-        if cache is not None:
-            cache.keep(blocks)
-            self._fit(at_s, site, cache)
-
-    def _fit(self, at_s: float, site: Site, cache: SpareCache) -> None:
-        """Give up cached blocks whose room running requests need."""
-        cache.shrink(site.replica.free_blocks(at_s) * BLOCK_TOKENS)
-
     def _expect(self, at_s: float, journey: Journey, stop: int) -> None:
         """The KV of [0, stop) will go to the next segment's replica, less what that one holds."""
         source, target = journey.sites[journey.place], journey.sites[journey.place + 1]
@@ -209,7 +195,7 @@ class Journeys:
             return
         request, model, have = journey.request, source.member.model, 0
         if request.blocks and target.cache is not None:
-            have = self._hit(at_s, target, request, stop + 1)
+            have = target.hit(at_s, request, stop + 1)
         codec = source.kit.codec
         if source.member.unit != target.member.unit:
             codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
@@ -242,6 +228,8 @@ class Journeys:
             journey = journeys.get(key)
             if journey is None:
                 continue
+            if self.twins and key in self.twins and kind in (FIRST, FINISHED):
+                self._alone(when_s, journey)
             if kind == FIRST:
                 if first_s[key] != first_s[key]:  # a retry's first token is not the user's first
                     first_s[key] = when_s
@@ -266,7 +254,7 @@ class Journeys:
         request = journey.request
         # KV that came whole from elsewhere was kept when it arrived.
         if request.blocks and journey.segments[-1].start < journey.prompt_tokens:
-            self.keep(at_s, site, request.blocks)
+            site.keep(at_s, request.blocks)
         self._tell(at_s, tuple.__new__(FirstToken, (request.id, journey.attempt)))
 
     def _finished(self, at_s: float, site: Site, journey: Journey) -> None:
@@ -284,7 +272,7 @@ class Journeys:
         """A segment that hands over is computed."""
         blocks = journey.request.blocks
         if blocks and journey.segments[journey.place].stop == journey.prompt_tokens:
-            self.keep(at_s, site, blocks)
+            site.keep(at_s, blocks)
         if journey.hand is not None:
             self._tell(at_s, Computed(journey.request.id, journey.attempt, journey.place))
             self._handovers.computed(at_s, journey)
@@ -306,7 +294,7 @@ class Journeys:
         target = hand.target
         whole = journey.segments[journey.place].stop == journey.prompt_tokens
         if whole and journey.request.blocks:
-            self.keep(at_s, target, journey.request.blocks)
+            target.keep(at_s, journey.request.blocks)
         self._next_segment(at_s, journey)
 
     def _next_segment(self, at_s: float, journey: Journey) -> None:
@@ -315,7 +303,7 @@ class Journeys:
         target = journey.sites[place + 1]
         if target.replica.wake_s <= at_s:
             self.catch_up(at_s, target)
-        if self.open.get(journey.key) is not journey:
+        if journey is not self.open.get(journey.key) and journey is not self.twins.get(journey.key):
             return
         self._begin(at_s, journey)
         self._tell(at_s, tuple.__new__(SegmentDone, (journey.request.id, journey.attempt, place)))
@@ -331,7 +319,16 @@ class Journeys:
         journey = self.open.get(key)
         if not isinstance(journey, Journey):
             return self.ledger.streamed_tokens[key]
+        twin = self.twins.pop(key, None)
+        if twin is not None:
+            self._take_off(at_s, twin)
         self.open[key] = journey.request
+        self.ledger.streamed_tokens[key] = streamed = self._take_off(at_s, journey)
+        return streamed
+
+    def _take_off(self, at_s: float, journey: Journey) -> int:
+        """The same for one journey alone."""
+        key = journey.key
         self._handovers.drop(at_s, journey)
         streamed = journey.before_tokens
         for place, site in enumerate(journey.sites):
@@ -344,13 +341,19 @@ class Journeys:
                     self.touch(at_s, site)
                     if site.waiting:
                         self._handovers.room(at_s, site)
-        self.ledger.streamed_tokens[key] = streamed
         return streamed
 
-    def fail(self, at_s: float, key: int, kind: FailureKind, where: str) -> None:
+    def fail(self, at_s: float, journey: Journey, kind: FailureKind, where: str) -> None:
         """A request lost its replica, link or transfer; nothing when it is not on its way."""
-        if isinstance(journey := self.open.get(key), Journey):
-            self._failed(at_s, key, journey.attempt, kind, where, self.drop(at_s, key))
+        key, streamed = journey.key, journey.before_tokens
+        first, twin = self.open.get(key), self.twins.get(key)
+        if twin is not None and isinstance(first, Journey) and (journey is twin or journey is first):
+            self._alone(at_s, first if journey is twin else twin)
+        elif journey is first:
+            streamed = self.drop(at_s, key)
+        else:
+            return
+        self._failed(at_s, key, journey.attempt, kind, where, streamed)
 
     def _failed(
         self, at_s: float, key: int, attempt: int, kind: FailureKind, where: str, streamed: int

@@ -155,7 +155,7 @@ class Outside:
         self._set_rate(at_s, ends, rate)
         if rate <= 0:
             for journey in ground.handovers.broken(network.links[ends]):
-                self._journeys.fail(at_s, journey.key, "link", f"{ends[0]}->{ends[1]}")
+                self._journeys.fail(at_s, journey, "link", f"{ends[0]}->{ends[1]}")
         if fault.duration_s < inf:
             full = network.full_rate(ends)
             ground.agenda.push(

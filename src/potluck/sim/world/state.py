@@ -122,6 +122,21 @@ class Site:
     def there(self) -> bool:
         return self.state not in ("stopped", "lost")
 
+    def hit(self, at_s: float, request: Request, stop: int) -> int:
+        """Tokens of a prefix that it holds; the last token is always computed."""
+        cache = self.cache
+        if not cache:
+            return 0
+        cache.shrink(self.replica.free_blocks(at_s) * BLOCK_TOKENS)
+        return min(cache.match(request.blocks) * cache.block_tokens, stop - 1)
+
+    def keep(self, at_s: float, blocks: tuple[int, ...]) -> None:
+        """The KV of a prompt's blocks is here: hold what fits beside running requests, whose room comes first."""
+        cache = self.cache
+        if cache is not None:
+            cache.keep(blocks)
+            cache.shrink(self.replica.free_blocks(at_s) * BLOCK_TOKENS)
+
     def become(self, at_s: float, state: SiteState) -> None:
         self.state = state
         self.serves = state in ("ready", "draining", "leaving")

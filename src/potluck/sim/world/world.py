@@ -35,6 +35,7 @@ from potluck.core.brain.actions import (
     Run,
     Start,
     Stop,
+    Twin,
 )
 from potluck.core.brain.events import Arrived, Event, Planned, Tick
 from potluck.core.errors import CapacityError
@@ -116,6 +117,7 @@ class World(Ground):
         }
         self._doers: dict[type, Callable[[float, Any], None]] = {
             Run: self.journeys.run,
+            Twin: self.journeys.twin,
             Refuse: self.journeys.refuse,
             Abandon: self.journeys.abandon,
             Inquire: self.journeys.inquire,
@@ -225,7 +227,7 @@ class World(Ground):
     def _tick(self, at_s: float, _: object) -> None:
         self.handovers.give_back(at_s)
         for hand in self.handovers.stuck(at_s):
-            self.journeys.fail(at_s, hand.journey.key, "memory", hand.target.id)
+            self.journeys.fail(at_s, hand.journey, "memory", hand.target.id)
         self.tell(at_s, Tick())
         self.agenda.push(at_s + self.settings.tick_s, TICK, None)
         journeys = self.journeys
@@ -284,7 +286,7 @@ class World(Ground):
 
         def there(when_s: float) -> None:
             if target.there:
-                self.journeys.keep(when_s, target, blocks)
+                target.keep(when_s, blocks)
                 self.journeys.touch(when_s, target)
 
         self.handovers.carry(at_s, pipe, size_bytes, there)

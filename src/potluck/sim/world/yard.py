@@ -147,8 +147,8 @@ class Yard:
             site.become(at_s, "stopped")
         del ground.sites[site.id]
         site.waiting.clear()
-        for key in list(site.journeys):
-            self._journeys.fail(at_s, key, "replica", site.id)
+        for journey in list(site.journeys.values()):
+            self._journeys.fail(at_s, journey, "replica", site.id)
         for machine in site.machines:
             machine.sites.remove(site)
             if not machine.sites:

@@ -1,0 +1,87 @@
+"""A second attempt beside a ride's first, which is late with its token: whoever has something to pass on first leads.
+
+Until then nothing of either has reached the client. The one that leads is the ride's attempt from then on, and the
+other is stopped before a byte is passed on: so nothing comes twice, and an answer ends once. Should the first one
+fail, the second takes its place; should the second fail, the first goes on as if there had been none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Computed, Event, FailureKind, SegmentDone
+from potluck.core.values.sampling import Choice
+from potluck.gateway.drive.relay import Stream
+from potluck.gateway.parts import Answer, Asked, Endpoint
+
+if TYPE_CHECKING:
+    from potluck.gateway.drive.ride import Going, Ride
+
+
+class Second:
+    """What its trip or relay takes for the ride."""
+
+    asked: Asked
+    answer: Answer
+    ends: frozenset[int]
+    output: list[int]
+    going: Going
+    endpoints: Sequence[Endpoint] = ()
+
+    def __init__(self, ride: Ride, run: Run, tell: Callable[[Event], None]) -> None:
+        self._ride = ride
+        self._tell = tell
+        self.run = run
+        self.asked, self.answer, self.ends, self.output = ride.asked, ride.answer, ride.ends, ride.output
+        self.stream = Stream()
+        self.done = 0
+        """How many of its segments were handed on."""
+        self.leading = False
+
+    def leads(self) -> None:
+        """It has something to pass on."""
+        if not self.leading:
+            self._ride.overtaken(self)
+
+    # What it tells until it leads is told of its own attempt; what only comes behind that is the ride's.
+
+    def segment_done(self, place: int) -> None:
+        if self.leading:
+            self._ride.segment_done(place)
+        else:
+            self.done = place + 1
+            self._tell(SegmentDone(self.asked.id, self.run.attempt, place))
+
+    def segment_computed(self, place: int) -> None:
+        self._tell(Computed(self.asked.id, self.run.attempt, place))
+
+    def failed(self, kind: FailureKind, where: str, why: str) -> None:
+        if self.leading:
+            self._ride.failed(kind, where, why)
+        else:
+            self._ride.second_failed(self, kind, where, why)
+
+    def tokens(self, choices: list[Choice]) -> None:
+        self._ride.tokens(choices)
+
+    def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
+        self._ride.finished(reason, cached_tokens)
+
+    def first_token(self) -> None:
+        self._ride.first_token()
+
+    def relayed(self, output_tokens: int) -> None:
+        self._ride.relayed(output_tokens)
+
+    def relayed_whole(self, kind: bytes, body: bytes, output_tokens: int) -> None:
+        self.leads()
+        self._ride.relayed_whole(kind, body, output_tokens)
+
+    def turned_down(self, status: int, kind: bytes, body: bytes) -> None:
+        self.leads()
+        self._ride.turned_down(status, kind, body)
+
+    def broken(self, kind: FailureKind, where: str, why: str) -> None:
+        self._ride.broken(kind, where, why)
