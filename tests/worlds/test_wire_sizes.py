@@ -42,7 +42,7 @@ def test_everyone_counts_the_same_bytes(model, codec: Codec, tokens: int) -> Non
     held, state = kv_bytes(model, float(tokens)), state_bytes(model)
     assert float(wire_bytes(held - state, state, codec, stored_bits=model.kv_bits)) == pytest.approx(sent)
     assert crossing_bytes(model, held, codec) == pytest.approx(sent)
-    facts = _model_facts(model, 16, None)
+    facts = _model_facts(model, 16, None, None, 1.0)
     assert facts.wire_bytes(tokens, codec) == pytest.approx(sent)
     assert scaled_bytes(facts, tokens, codec) == pytest.approx(sent)
     links = Links(Facts({"m": facts}, {}))
@@ -72,4 +72,4 @@ def test_the_state_of_a_hybrid_model_is_not_quantised() -> None:
         whole, small = (kv_of(model).wire_bytes(0, 8192, codec) for codec in ("fp16", "int4"))
         ratio = small / whole
         assert ratio > 0.267
-        assert scaled_bytes(_model_facts(model, 16, None), 8192, "int4") == pytest.approx(small)
+        assert scaled_bytes(_model_facts(model, 16, None, None, 1.0), 8192, "int4") == pytest.approx(small)
