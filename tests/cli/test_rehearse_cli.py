@@ -39,7 +39,7 @@ def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
 ) -> None:
     out = tmp_path / "plan.json"
     path = a_spec(tmp_path)
-    assert run(["plan", str(path), *QUICK, "--cv", "4", "--out", str(out)]) == 0
+    assert run(["plan", str(path), *QUICK, "--cv", "6", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     for words in (
         "Rehearsal",
@@ -54,7 +54,7 @@ def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
 
 
 def test_json_has_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "4", "--json"]) == 0
+    assert run(["plan", str(a_spec(tmp_path)), *QUICK, "--cv", "6", "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     told = body["rehearsal"]
     assert told["holds"]

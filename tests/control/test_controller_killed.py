@@ -96,11 +96,13 @@ def test_whenever_it_is_killed_it_ends_with_just_what_is_wanted(tmp_path: Path, 
         while time.monotonic() < until_s:
             names = running(store)
             told = sorted(each["replica"] for each in gateway.fleet)
-            if told == ["r0", "x", "y"] and len(names) == 3:
+            kept = sorted(each.name for each in store.instances())
+            if told == ["r0", "x", "y"] and len(names) == 3 and sorted(names) == kept:
                 break
             time.sleep(0.1)
         assert told == ["r0", "x", "y"]
-        assert sorted(names) == sorted(each.name for each in store.instances())
+        assert len(names) == 3
+        assert sorted(names) == kept
         assert Counter(each.replica for each in store.instances()) == Counter(["r0", "x", "y"])
         assert {each["url"] for each in gateway.fleet} == {each.url for each in store.instances()}
     finally:

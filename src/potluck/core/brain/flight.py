@@ -116,6 +116,12 @@ class Flight:
         yields = self.yielding is not None
         return tuple.__new__(Run, (self.request.id, self.route, self.attempt, *tokens, self.weight, yields))
 
+    def leaves_region(self) -> bool:
+        """Whether KV of the present one of its earlier segments goes to another region. Until it has crossed it lies
+        where it was computed, and counts there: so a full link holds prompts back."""
+        onto = self.earlier[self.done + 1][0] if self.done + 1 < len(self.earlier) else self.last
+        return onto is not None and onto.member.region != self.earlier[self.done][0].member.region
+
     def computed(self) -> tuple[View, int]:
         """The present one of its earlier segments is computed: where, and how many tokens are open there no more."""
         place = self.done

@@ -175,7 +175,7 @@ class Flights:
         flight = self.open.get(event.request)
         if flight is None or flight.state != RUNNING or event.attempt != flight.attempt:
             return []
-        if event.segment != flight.done or event.segment >= len(flight.earlier):
+        if event.segment != flight.done or event.segment >= len(flight.earlier) or flight.leaves_region():
             return []
         view, tokens = flight.computed()
         if tokens:
