@@ -257,7 +257,8 @@ def test_thresholds_that_move_are_spoken_of_with_the_reason() -> None:
     assert len(said) < 6, "steps that are small are not spoken of"
 
 
-def test_a_prefill_replica_is_free_when_it_has_computed_whatever_the_link_does() -> None:
+def test_a_prompt_counts_until_its_kv_has_crossed_and_says_nothing_of_how_fast_it_was() -> None:
+    """Else a full link would let ever more of it pile up where it is computed."""
     world = build.world(LENGTHS)
     run = sent(world, 4000)
     far = world.brain.fleet.views[run.route.segments[0].replica]
@@ -265,8 +266,8 @@ def test_a_prefill_replica_is_free_when_it_has_computed_whatever_the_link_does()
     assert far.open_prefill_tokens == 4000
     world.now_s += planned_s
     assert world.tell(Computed(run.request, run.attempt, 0)) == []
-    assert (far.open_prefill_tokens, far.open_requests) == (0, 1), "its KV is still there"
+    assert (far.open_prefill_tokens, far.open_requests) == (4000, 1), "its KV is still there"
     world.now_s += 100 * planned_s
     world.tell(SegmentDone(run.request, run.attempt, 0))
-    assert far.open_requests == 0
+    assert (far.open_prefill_tokens, far.open_requests) == (0, 0)
     assert far.pace == pytest.approx(1.0), "what the link took says nothing of the replica"
