@@ -52,7 +52,9 @@ SEED = 11
 SETTLED = 1 / 3
 """From this share of the first part on requests are counted: before, little has been learned."""
 SHARE = 0.1
-"""Shares may differ by so much, live from simulated."""
+"""Shares may differ by so much, live from simulated, and both from planned where a plan tells them."""
+TOLD = ("pool", "remote")
+"""Kinds whose plans say what each replica gets; in pairs and combos the Brain decides request by request."""
 Say = Callable[[str], None]
 Sent = tuple[float, str, tuple[str, ...]]
 """When, which kind of route, over whom."""
@@ -274,9 +276,15 @@ def figures(kind: Kind, said: Seen, sim: Seen, live: Seen) -> dict[str, float]:
         *(abs(live.share("flows", name) - sim.share("flows", name)) for name in flows),
         *(abs(live.share("kinds", name) - sim.share("kinds", name)) for name in kinds),
     ]
+    told = [
+        abs(each.share("replicas", name) - said.share("replicas", name))
+        for name in said.replicas
+        for each in (sim, live)
+    ]
     return {
         "requests": float(sum(live.kinds.values())),
         "lost": float(live.lost),
+        "shares, off planned, at most": max(told, default=0.0),
         "attainment planned": said.attainment["before"],
         **{f"attainment simulated, {name}": value for name, value in sim.attainment.items()},
         **{f"attainment live, {name}": value for name, value in live.attainment.items()},
@@ -315,6 +323,7 @@ def main() -> int:
             f"{name}: lost": ("<=", 0.0),
             f"{name}: shares, live off simulated, at most": ("<=", SHARE),
             f"{name}: attainment live, before": (">=", 0.9),
+            **({f"{name}: shares, off planned, at most": ("<=", SHARE)} if name in TOLD else {}),
             **{f"{name}: {what} after (s), live": ("<", NEVER_S) for what in KINDS[name].waits_for},
         }
     return run(

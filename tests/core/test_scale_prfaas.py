@@ -27,7 +27,7 @@ from potluck.core.scale.prfaas import (
 )
 from potluck.core.scale.roles import Flippable, decode_per_s, prefill_per_s
 from potluck.core.scale.window import LengthCount, ModelObserved, Window
-from potluck.core.values.plan import Flow, Plan
+from potluck.core.values.plan import Bucket, Flow, Plan
 from potluck.core.values.types import Request, Role
 from potluck.plan import threshold as planner
 
@@ -203,6 +203,21 @@ def test_the_threshold_is_set_after_a_window_and_moves_with_lengths_and_link_onl
     (third,) = run(rule, there, seen(0.3), 1200, 1700, slow)
     assert isinstance(third[1], SetThreshold)
     assert third[1].tokens > second[1].tokens
+
+
+def test_the_plans_own_threshold_is_kept_unless_another_is_better() -> None:
+    """It begins where the plan has it, and does not move for what the lengths' noise could feign."""
+    best = best_threshold(site(4, local(8, 3)), BINS, [each.role == "decode" for each in local(8, 3)])[1]
+    for cut, moves in ((best * 0.95, False), (best * 6.0, True)):
+        buckets = [Bucket("m", 0, round(cut), 0.5), Bucket("m", 1, 10**6, 0.5)]
+        flows = (Flow("m", 0, "here", "here", 0.5), Flow("m", 1, "there", "here", 0.5))
+        counts = {("far", "there"): 4, ("pre", "here"): 3, ("dec", "here"): 5}
+        there = replace(plan_of(TEMPLATES, counts, buckets), flows=flows)
+        FLEETS[there] = fleet_of(there)
+        rule = PrfaasSplit(POLICY, FACTS)
+        made = run(rule, there, seen(), 0, 600)
+        assert bool(made) == moves
+        assert moves or f"keeps {round(cut)} tokens" in rule.why()
 
 
 def test_roles_change_on_the_long_timescale_only_and_restore_the_balance() -> None:

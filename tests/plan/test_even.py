@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.core.routing.offers import offers as make_offers
+from potluck.core.routing.threshold import planned
 from potluck.core.values.plan import Deployment, Plan, Share
+from potluck.core.values.types import Link, Slo
 from potluck.plan.even import evened
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
@@ -51,7 +54,7 @@ def test_unlike_copies_are_equally_busy() -> None:
         0.0,
     )
     assert verify(problem, lopsided) == ()
-    plan = evened(problem, lopsided, SETTINGS)
+    plan = evened(problem, lopsided, SETTINGS.time_limit_s)
     shares = busy(problem, plan)
     assert len(shares) == 2
     assert min(shares.values()) == pytest.approx(max(shares.values()))
@@ -68,7 +71,7 @@ def test_nothing_but_the_routing_changes_and_nobody_gets_busier_than_the_busiest
     problem = a_problem(an_ask(rate_per_s=rate))
     shop = Workshop(problem, SHOP.made)
     plan = STRATEGIES[strategy](shop, SETTINGS).plan
-    even = evened(problem, plan, SETTINGS)
+    even = evened(problem, plan, SETTINGS.time_limit_s)
     assert verify(problem, even) == ()
     assert even.deployments == plan.deployments
     assert even.cost_usd_per_h == plan.cost_usd_per_h
@@ -81,4 +84,29 @@ def test_a_plan_that_falls_short_is_left_as_it_is() -> None:
     problem = a_problem(an_ask(rate_per_s=5000.0))
     plan = STRATEGIES["melange"](Workshop(problem), SETTINGS).plan
     assert plan.fraction < 1
-    assert evened(problem, plan, SETTINGS) is plan
+    assert evened(problem, plan, SETTINGS.time_limit_s) is plan
+
+
+def test_prompts_from_some_length_on_cross_and_routing_has_that_threshold() -> None:
+    """PrfaaS 3.3: long ones are prefilled elsewhere, short ones at home, by the same copies at the same cost."""
+    lengths = tuple((float(tokens), 60.0, 0.2) for tokens in (300, 700, 1500, 3000, 6000))
+    offers = {"near": {"1xA10": (1.2, 8)}, "far": {"1xL40S": (1.2, 1)}}
+    links = (Link("far", "near", 40.0, 0.01),)
+    problem = a_problem(
+        an_ask(rate_per_s=7.0, slo=Slo(4.0, 0.06), lengths=lengths), offers=offers, links=links
+    )
+    plan = STRATEGIES["prfaas"](Workshop(problem), SETTINGS).plan
+    assert plan.fraction == 1
+    assert verify(problem, plan) == ()
+    far = [0.0] * len(lengths)
+    for flow in plan.flows:
+        far[flow.bucket] += flow.rate_per_s * (flow.prefill_region == "far")
+    shares = [rate / demand.rate_per_s for rate, demand in zip(far, problem.asks[0].demands, strict=True)]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx(0.0)
+    assert shares[-1] == pytest.approx(1.0)
+    threshold = planned(make_offers(plan, "learned")["chat"])
+    assert threshold is not None
+    assert 300 <= threshold.tokens < 6000
+    even = evened(problem, plan, SETTINGS.time_limit_s)  # as a rehearsal does
+    assert even.flows == plan.flows

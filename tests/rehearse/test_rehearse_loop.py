@@ -48,7 +48,7 @@ def every_factor(shop: Workshop, judge: Judge, trial: Trial) -> list[tuple[float
     for place in range(20):
         factors = {"chat": 0.8 * 1.15**place}
         problem = scaled(shop.problem, factors)
-        raw = evened(problem, melange(replace(shop, problem=problem), SETTINGS).plan, SETTINGS)
+        raw = evened(problem, melange(replace(shop, problem=problem), SETTINGS).plan, SETTINGS.time_limit_s)
         holds = judge(trial, restored(raw, shop.problem, factors), [0], None)[0].holds
         found.append((raw.cost_usd_per_h, holds))
     return found

@@ -4,24 +4,38 @@ The program only asks that demand is met within the headroom, so where copies ha
 another idle; at equal cost it does not care. A burst does. Here counts are fixed and, model by model, the most that
 its copies could serve is asked for: the largest t such that t times every bucket's demand fits, a linear program. Its
 shares, divided by t, serve the planned demand with every bottleneck equally far from full.
+
+PrfaaS sends long prompts to another region and keeps short ones (its 3.3). The program does not care which of them
+cross, and the threshold that decides at run time could not carry out what it happens to choose. So of a plan of
+that strategy every length is tried as the threshold, and the one with the largest t is taken (equation 7: where both
+sides are equally full); where none serves the demand, or length cannot tell, the plan stays as it is.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from potluck.core.routing.offers import offers
+from potluck.core.routing.threshold import planned
 from potluck.core.values.plan import Flow, Plan, Prediction, Share
+from potluck.plan.allocate.program import Bucket
 from potluck.plan.allocate.solve import solve
-from potluck.plan.columns import codecs_of, columns, plan_of
+from potluck.plan.columns import Columns, codecs_of, columns, plan_of
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.strategies.base import Settings
 from potluck.plan.verify import verify
+
+BY_LENGTH = "prfaas"
+"""The strategy whose plans cross by length."""
 
 MORE = 64.0
 """Times the demand that is asked for: more than any plan's copies serve."""
 
 
-def evened(problem: Problem, plan: Plan, settings: Settings) -> Plan:
+def evened(
+    problem: Problem, plan: Plan, time_limit_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+) -> Plan:
     """The same copies at the same cost; the plan itself where nothing is gained, or its links would not carry it."""
     if plan.fraction < 1 or not plan.deployments:
         return plan
@@ -29,7 +43,7 @@ def evened(problem: Problem, plan: Plan, settings: Settings) -> Plan:
     flows: list[Flow] = []
     predictions: list[Prediction] = []
     for ask in problem.asks:
-        most = _most(problem, plan, ask, settings) if ask.rate_per_s > 0 else None
+        most = _most(problem, plan, ask, time_limit_s, clock) if ask.rate_per_s > 0 else None
         times = 0.0 if most is None else most.fraction * MORE
         if most is None or times < 1:
             names = {template.name for template in plan.templates if template.model == ask.name}
@@ -44,7 +58,9 @@ def evened(problem: Problem, plan: Plan, settings: Settings) -> Plan:
     return plan if verify(problem, better) else better
 
 
-def _most(problem: Problem, plan: Plan, ask: Ask, settings: Settings) -> Plan | None:
+def _most(
+    problem: Problem, plan: Plan, ask: Ask, time_limit_s: float, clock: Callable[[], float]
+) -> Plan | None:
     """One model's copies, all busy; None where it has none."""
     templates = [template for template in plan.templates if template.model == ask.name]
     names = {template.name for template in templates}
@@ -65,5 +81,39 @@ def _most(problem: Problem, plan: Plan, ask: Ask, settings: Settings) -> Plan | 
         init_penalty=0.0,
     )
     found = columns(alone, {ask.name: templates}, pins=pins, exactly=True, codecs=codecs_of(plan))
-    answer = solve(found.program, time_limit_s=settings.time_limit_s, clock=settings.clock)
-    return plan_of(found, answer, plan.strategy)
+
+    def best(one: Columns) -> Plan:
+        return plan_of(one, solve(one.program, time_limit_s=time_limit_s, clock=clock), plan.strategy)
+
+    if plan.strategy == BY_LENGTH and _crosses(plan, ask.name):
+        tried = [best(_divided(found, plan, cut)) for cut in range(len(ask.demands))]
+        able = [each for each in tried if each.fraction * MORE >= 1 and _told_by_length(each, ask.name)]
+        if able:
+            return max(able, key=lambda each: each.fraction)
+    return best(found)
+
+
+def _crosses(plan: Plan, model: str) -> bool:
+    return any(each.model == model and each.prefill_region != each.decode_region for each in plan.flows)
+
+
+def _told_by_length(plan: Plan, model: str) -> bool:
+    """Whether routing has a threshold in it."""
+    return planned(offers(plan, "fixed")[model]) is not None
+
+
+def _divided(found: Columns, plan: Plan, cut: int) -> Columns:
+    """The program where buckets below the cut stay at home, and those above it go elsewhere if they can."""
+    (model,) = found.program.models
+    regions = range(len(found.program.fleet.regions))
+    names = found.program.fleet.regions
+    away = frozenset((a, b) for a in regions for b in regions if a != b)
+    targets = {flow.decode_region for flow in plan.flows if flow.prefill_region != flow.decode_region}
+    home = frozenset((a, a) for a in regions if names[a] in targets)
+    bars: Sequence[frozenset[tuple[int, int]]] = [
+        away if place < cut else home if place > cut else frozenset() for place in range(len(model.buckets))
+    ]
+    buckets: tuple[Bucket, ...] = tuple(
+        replace(bucket, barred=bucket.barred | more) for bucket, more in zip(model.buckets, bars, strict=True)
+    )
+    return replace(found, program=replace(found.program, models=(replace(model, buckets=buckets),)))

@@ -165,7 +165,7 @@ class _Search:
         self.workshop.searched = shop.searched
         if not outcome.plan.deployments:
             raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
-        even = evened(shop.problem, outcome.plan, self.settings)
+        even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
         return self._try(replace(outcome, plan=even), factors)
 
     def _try(self, outcome: Outcome, factors: dict[str, float]) -> Step:

@@ -110,7 +110,7 @@ def planned_for_all(spec: Spec, wishes: Wishes, said: Said) -> tuple[float, Call
         if outcome.plan.fraction < 1 or factor * ask.rate_per_s > MOST_PER_S:
             break
         factor *= 4
-    even = evened(more, outcome.plan, settings)
+    even = evened(more, outcome.plan, settings.time_limit_s, settings.clock)
     most_per_s = factor * ask.rate_per_s
 
     def plan(other: Spec) -> Inputs:

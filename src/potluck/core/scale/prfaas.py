@@ -10,8 +10,9 @@ sums over the replicas there are instead of counts of equal ones (equations 3 to
 
 Every window: the t with the largest Λ_max for the lengths now seen and the roles there are. Every global window: also
 how many local replicas prefill (those relatively best at it first), by role flips; never the last of a role. Both by
-trying all (equations 7 and 8 hold at the best), and both only for a gain beyond the noise of the lengths. Reacting to
-a congested link within seconds is routing's part (`core.threshold`), around the t that is set here.
+trying all (equations 7 and 8 hold at the best), and both only for a gain beyond the noise of the lengths over what is
+in force, which is the plan's own t to begin with. Reacting to a congested link within seconds is routing's part
+(`core.threshold`), around the t that is set here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from math import inf
 from potluck.core.brain.facts import Facts, ModelFacts, ReplicaFacts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
+from potluck.core.routing.offers import offers
+from potluck.core.routing.threshold import planned
 from potluck.core.scale.base import FlipRole, Notes, ScaleDecision, SetThreshold
 from potluck.core.scale.roles import Flippable, flippable
 from potluck.core.scale.window import LengthCount, ModelObserved, Observed
@@ -152,7 +155,7 @@ class PrfaasSplit:
     def on_tick(self, at_s: float, observed: Observed, fleet: Fleet, plan: Plan) -> tuple[ScaleDecision, ...]:
         if plan is not self._plan:
             self._plan = plan
-            self._thresholds.clear()
+            self._thresholds = _planned(plan, self._policy)
             self._short_s.clear()
             self._long_s.clear()
         decisions: list[ScaleDecision] = []
@@ -232,6 +235,12 @@ class PrfaasSplit:
         crossing = [f.codec for f in plan.flows if f.model == model and f.prefill_region != f.decode_region]
         codec = crossing[0] if crossing else "fp16"
         return Site(Counter(each.facts for each in remote), tuple(local), egress * 1e9 / 8, cargo, codec)
+
+
+def _planned(plan: Plan, policy: Policy) -> dict[str, int]:
+    """Where routing begins: the plan's own threshold, of models that have one."""
+    found = {model: planned(each) for model, each in offers(plan, policy.balance).items()}
+    return {model: round(each.base_tokens) for model, each in found.items() if each is not None}
 
 
 def _least(gain: float, seen: ModelObserved) -> float:

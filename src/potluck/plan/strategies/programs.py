@@ -16,6 +16,7 @@ from dataclasses import replace
 from math import ceil
 
 from potluck.core.values.plan import Template
+from potluck.plan.even import evened
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_mc
@@ -88,8 +89,12 @@ def coral(workshop: Workshop, settings: Settings) -> Outcome:
 
 
 def prfaas(workshop: Workshop, settings: Settings) -> Outcome:
-    """Prefill and decode on single nodes, in one region or over a link; which lengths cross falls out."""
-    return _over_kinds(workshop, settings, "prfaas")
+    """Prefill and decode on single nodes, in one region or over a link; from some length on prompts cross."""
+    outcome = _over_kinds(workshop, settings, "prfaas")
+    if all(flow.prefill_region == flow.decode_region for flow in outcome.plan.flows):
+        return outcome
+    plan = evened(workshop.problem, outcome.plan, settings.time_limit_s, settings.clock)
+    return replace(outcome, plan=plan)
 
 
 def cronus(workshop: Workshop, settings: Settings) -> Outcome:
