@@ -116,7 +116,7 @@ def test_pins_are_kept() -> None:
 
 def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:
     """A site with compute but no memory to decode, one with memory but little compute: KV crosses, or cannot."""
-    ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(4.0, 0.06))
+    ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(1.5, 0.06))
     offers = {"site": {"1xH100": (3.0, 4)}, "home": {"1xA10G": (0.5, 40)}}
     joined = a_problem(ask, offers=offers, links=(Link("site", "home", 100.0, 0.02),))
     plan = STRATEGIES["coral"](Workshop(joined), QUICK).plan

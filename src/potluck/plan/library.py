@@ -32,7 +32,7 @@ from potluck.core.values.types import NodeType, Slo
 from potluck.perf.calibration import Calibration
 from potluck.perf.pipeline import ORDER
 from potluck.plan.multisets import multisets
-from potluck.plan.stage_rates import StageRates, largest_tp, stage_rates
+from potluck.plan.stage_rates import Rule, StageRates, largest_tp, stage_rates
 from potluck.plan.templates.pipeline import (
     MAX_NODES,
     MEMORY_RATIO,
@@ -43,7 +43,7 @@ from potluck.plan.templates.pipeline import (
 )
 
 FORMAT = 1
-RATES = ("stage_rates.py", "stage_rates_kernel.py")
+RATES = ("stage_rates.py", "stage_rates_kernel.py", "rates.py")
 SEARCH = ("multisets.py", *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")))
 """What is stored follows from this code, besides `perf`."""
 Arrays = dict[str, NDArray[Any]]
@@ -71,6 +71,7 @@ def pipeline_libraries(
     memory_ratio: float = MEMORY_RATIO,
     running: Iterable[Mapping[str, int]] = (),
     calibration: Calibration | None = None,
+    rule: Rule | None = None,
     folder: Path | None = None,
 ) -> tuple[PipelineLibrary, PipelineLibrary]:
     """(prefill, decode) templates of a model, from disk where they are there.
@@ -80,7 +81,15 @@ def pipeline_libraries(
     """
     place = default_folder() if folder is None else folder
     both = cached_stage_rates(
-        model, nodes, slo, input_tokens, output_tokens, max_nodes, calibration=calibration, folder=place
+        model,
+        nodes,
+        slo,
+        input_tokens,
+        output_tokens,
+        max_nodes,
+        calibration=calibration,
+        rule=rule,
+        folder=place,
     )
     stays = list(running)
     prefill, decode = (
@@ -98,10 +107,11 @@ def cached_stage_rates(
     max_stages: int,
     *,
     calibration: Calibration | None = None,
+    rule: Rule | None = None,
     folder: Path | None,
 ) -> tuple[StageRates, StageRates]:
     """`stage_rates`, from disk where they are there."""
-    given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages))
+    given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages, rule))
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
     code = sources("potluck.perf") + b"".join(map(_own, RATES))
     key = _hash(b"stage rates", dumps(given).encode(), fitted, code)
@@ -116,7 +126,14 @@ def cached_stage_rates(
             StageRates(*shared, "decode", slo.tpot_s, input_tokens, output_tokens, stored["decode"]),
         )
     made = stage_rates(
-        model, nodes, slo, input_tokens, output_tokens, max_stages=max_stages, calibration=calibration
+        model,
+        nodes,
+        slo,
+        input_tokens,
+        output_tokens,
+        max_stages=max_stages,
+        calibration=calibration,
+        rule=rule,
     )
     order = np.array([ORDER.index(each) for each in made[0].confidences], np.int64)
     save(folder, key, {"prefill": made[0].units, "decode": made[1].units, "confidences": order})

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import ceil, sqrt
+from math import ceil
 from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
 from potluck.core.admission.room import MARGIN
 from potluck.core.errors import CapacityError
@@ -53,12 +54,20 @@ def decode_room(ask: Ask, demand: Demand, timer: StepTimer, room: int, headroom:
     taken waits for an answer to end, which is late; so that no more than the attained share do, c requests' room is
     filled to 1 - z / sqrt(c) on average (square-root staffing, z the attained share's normal quantile).
     """
-    if room < 1:
-        return 0
     answer_s = demand.output_tokens * ask.slo.tpot_s
     held_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
-    filled = 1.0 - NormalDist().inv_cdf(min(max(ask.slo.attainment, 0.5), 0.999)) / sqrt(room)
-    return max(1, int(room * min(1.0, filled / headroom) * answer_s / (answer_s + held_s)))
+    filled = filled_room(np.array(room), ask.slo.attainment, headroom, answer_s / (answer_s + held_s))
+    return int(filled)
+
+
+def filled_room(
+    room: NDArray[np.int64], attainment: float, headroom: float, answer_share: float
+) -> NDArray[np.int64]:
+    """The same for many rooms at once; `answer_share` is the part of its time in the room that KV is decoded."""
+    z = NormalDist().inv_cdf(min(max(attainment, 0.5), 0.999))
+    filled = 1.0 - z / np.sqrt(np.maximum(room, 1))
+    most = room * np.minimum(1.0, filled / headroom) * answer_share
+    return np.where(room < 1, 0, np.maximum(most, 1.0)).astype(np.int64)
 
 
 def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> StepTimer:

@@ -17,6 +17,11 @@ so that what a template promises holds for every order of its stages and every c
 - w(B) is the hand-over through the node's own card. One between unlike nodes takes the time of the slower
   card, which is at most the sum of the two, and each end pays its part.
 
+That is CORAL's rule. A plan asks for more (`Rule`): prompts are computed one by one and wait for others, some of TTFT
+is kept for handing KV over, the longest prompt of a bucket must be in time too, and KV does not fill all its room. A
+library that is to lose nothing in a plan must compare nodes by that, or single nodes that are a little too slow for
+the plan make the pipelines of them look superfluous.
+
 All GPUs of a node are one tensor-parallel group. Where the model's heads do not allow that, the node carries
 several copies of its stage, each on the largest group that is allowed; they share the card and add up.
 
@@ -41,15 +46,51 @@ from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import STEP_TOKENS, USABLE_SHARE, stage_memory
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.network import handover_s
+from potluck.perf.phases import CHUNK_TOKENS, prefill_s
 from potluck.perf.roofline import RooflineTimer, check_tp, roofline
-from potluck.perf.step import Steps, steps
+from potluck.perf.step import Floats, Steps, steps
 from potluck.perf.throughput import MAX_BATCH
+from potluck.plan.rates import UNPROMISED_TTFT_S, filled_room
 
 UNITS_PER_TOKEN = 100
 """Rates are whole numbers of 1/100 token a second."""
 
 Phase = Literal["prefill", "decode"]
 Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a plan asks of a bucket's prompts beyond the objective (`plan.rates` times templates by the same)."""
+
+    wait: float
+    """w: time in the system over time of service, while as busy as planned."""
+    ttft_share: float
+    """Of TTFT, what is not kept for handing KV over."""
+    longest_tokens: int
+    cached_tokens: int
+    """Of a prompt's tokens, those that are there already; the others are the input tokens."""
+    promised: bool
+    headroom: float
+    attainment: float
+    uneven: float = 1.0
+    """How much longer than the mean a stage may take: what others take less is for the plan to see."""
+
+    def prompt_s(self, ttft_s: float, input_tokens: int, max_stages: int, longest: float) -> Floats:
+        """By S, the longest that one of S stages may take for a prompt; the longest one takes `longest` times that.
+
+        A prompt takes S stages, waits w - 1 of them, and before that on average half a round of chunks.
+        """
+        if not self.promised:
+            return np.full(max_stages, UNPROMISED_TTFT_S)
+        stages = np.arange(1.0, max_stages + 1)
+        rounds = np.where(stages > 1, stages / 2 * min(1.0, CHUNK_TOKENS / input_tokens), 0.0)
+        whole = np.maximum(stages + self.wait - 1.0 + rounds, stages * longest)
+        return ttft_s * self.ttft_share / whole * self.unlike(max_stages)
+
+    def unlike(self, max_stages: int) -> Floats:
+        """By S, how much longer than the mean a stage may take."""
+        return np.where(np.arange(max_stages) > 0, self.uneven, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,22 +134,45 @@ def stage_rates(
     *,
     max_stages: int = 6,
     calibration: Calibration | None = None,
+    rule: Rule | None = None,
 ) -> tuple[StageRates, StageRates]:
-    """(prefill under `slo.ttft_s`, decode under `slo.tpot_s`) for requests of these mean lengths."""
+    """(prefill under `slo.ttft_s`, decode under `slo.tpot_s`) for requests of these mean lengths.
+
+    Without a `rule`, by CORAL's.
+    """
     _check(model, nodes, input_tokens, output_tokens, max_stages)
     tps = tuple(largest_tp(model, node) for node in nodes)
-    shares = {tp: _share(model, nodes[tps.index(tp)], tp, input_tokens, output_tokens) for tp in set(tps)}
-    prompts, decodes = _prompt_steps(input_tokens), _decode_steps(input_tokens, output_tokens)
+    cached = 0 if rule is None else rule.cached_tokens
+    shares = {
+        tp: _share(model, nodes[tps.index(tp)], tp, cached + input_tokens, output_tokens) for tp in set(tps)
+    }
+    prompts = _prompt_steps(input_tokens) if rule is None else steps(input_tokens, cached)
+    decodes = _decode_steps(cached + input_tokens, output_tokens)
     shape = (max_stages, len(nodes), model.layer_count)
     prefill, decode = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    by_stages = np.arange(1.0, max_stages + 1)
     confidences: list[Confidence] = []
     for g, (node, tp) in enumerate(zip(nodes, tps, strict=True)):
         timer, share = roofline(model, node, tp, calibration=calibration), shares[tp]
         confidences.append(timer.confidence)
         most = _most_requests(node, share, share.kv_prefill, shape, tied=model.tied_embeddings)
-        prefill[:, g] = _node_rates(timer, prompts, input_tokens, most, slo.ttft_s)
+        within_s, answering = slo.ttft_s / by_stages, 1.0
+        if rule is not None:
+            mean_s, longest_s = prefill_s(timer, [input_tokens, rule.longest_tokens], [cached, 0])
+            within_s = rule.prompt_s(slo.ttft_s, input_tokens, max_stages, float(longest_s / mean_s))
+            answering = output_tokens * slo.tpot_s / (output_tokens * slo.tpot_s + float(mean_s))
+        prefill[:, g] = _node_rates(timer, prompts, input_tokens, most, within_s)
         most = _most_requests(node, share, share.kv_decode, shape, tied=model.tied_embeddings)
-        decode[:, g] = _node_rates(timer, decodes, 1, most, slo.tpot_s)
+        if rule is not None:
+            room = most * np.arange(1, max_stages + 1)[:, None]
+            most = filled_room(room, rule.attainment, rule.headroom, answering) // by_stages[:, None].astype(
+                int
+            )
+            most[1:] = np.minimum.accumulate(
+                most[1:], axis=0
+            )  # rounding apart, more stages never have more room
+        within_s = slo.tpot_s / by_stages * (1.0 if rule is None else rule.unlike(max_stages))
+        decode[:, g] = _node_rates(timer, decodes, 1, most, within_s)
     shared = (model, tuple(nodes), tps, tuple(confidences))
     return (
         StageRates(*shared, "prefill", slo.ttft_s, input_tokens, output_tokens, prefill),
@@ -165,10 +229,11 @@ def _most_requests(
     return np.asarray(np.floor(np.maximum(room, 0.0) / (kv_bytes * j * stages)), np.int64)
 
 
-def _node_rates(
-    timer: RooflineTimer, batch: Steps, tokens: int, most: Integers, latency_s: float
-) -> Integers:
-    """(S_max, L) T̂ of one node type; `batch` are steps of 1, 2, ... requests of so many tokens each."""
+def _node_rates(timer: RooflineTimer, batch: Steps, tokens: int, most: Integers, stage_s: Floats) -> Integers:
+    """(S_max, L) T̂ of one node type; `batch` are steps of 1, 2, ... requests of so many tokens each.
+
+    `stage_s` (S_max) is what one of S stages may take.
+    """
     from potluck.plan.stage_rates_kernel import best_rates  # numba is slow to load
 
     model, node, copies = timer.model, timer.node, timer.node.gpus // timer.tp
@@ -186,7 +251,7 @@ def _node_rates(
         wire_s = handover_s(copies * rows.tokens * model.hidden * 2.0, node, node)
         units = float(UNITS_PER_TOKEN * tokens * copies)
         each_s = layers_s / model.layer_count
-        best_rates(each_s, whole_s - layers_s, wire_s, most, latency_s, units, found)
+        best_rates(each_s, whole_s - layers_s, wire_s, most, stage_s, units, found)
     return np.floor(found).astype(np.int64)
 
 

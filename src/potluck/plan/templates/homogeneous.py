@@ -27,7 +27,7 @@ def homogeneous(problem: Problem, ask: Ask) -> list[Template]:
     found: list[Template] = []
     for node in problem.offered:
         for role in ROLES:
-            found += _best_degrees(_of_node(problem, ask, node, role))
+            found += best_of(_of_node(problem, ask, node, role))
     return found
 
 
@@ -66,7 +66,8 @@ def layouts_on(model: Model, node: NodeType, role: Role) -> Iterable[tuple[int, 
             yield tp, ep
 
 
-def _best_degrees(templates: Iterable[Template]) -> list[Template]:
+def best_of(templates: Iterable[Template]) -> list[Template]:
+    """Without those that another does as well in every bucket."""
     kept: list[Template] = []
     for template in templates:
         if any(_at_least(other, template) for other in kept):

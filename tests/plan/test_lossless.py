@@ -1,0 +1,112 @@
+"""What the libraries drop, no plan misses: pipelines by the plan's rule, against all placements timed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, combinations_with_replacement, pairwise
+from pathlib import Path
+
+import pytest
+from plan_problems import a_problem, an_ask
+
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.values.plan import NodeCount, Replica, Template
+from potluck.core.values.types import Slo
+from potluck.plan.codecs import solved
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.rates import fits, replica_capacity, useful
+from potluck.plan.templates.homogeneous import homogeneous
+from potluck.plan.templates.mixed import pipelines
+
+FLEET = {"east": {"1xL4": (0.8, 8), "1xL40S": (1.86, 4)}}
+NODES = ("1xL4", "1xL40S")
+MOST_NODES = 3
+STEP_LAYERS = 4
+"""The reference tries every fourth split of the layers: fewer than there are, so it can only be worse."""
+SAFE = 1.01
+"""The library charges the head to every stage, which its choice of layers may cost."""
+
+
+def partitions(nodes: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """All ways to cut nodes into ordered stages."""
+    if not nodes:
+        yield ()
+        return
+    indices = range(len(nodes))
+    for size in range(1, len(nodes) + 1):
+        for first in combinations(indices, size):
+            rest = tuple(nodes[i] for i in indices if i not in first)
+            for others in partitions(rest):
+                yield (tuple(nodes[i] for i in first), *others)
+
+
+def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(STEP_LAYERS, layers, STEP_LAYERS), stages - 1):
+        ends = (0, *cuts, layers)
+        yield tuple(b - a for a, b in pairwise(ends))
+
+
+def all_pipelines(problem: Problem, ask: Ask) -> list[Template]:
+    """Every prefill pipeline of the few nodes there are, timed by the plan's rule."""
+    found = []
+    layouts = {
+        Layout(
+            tuple(
+                Stage(j, tuple(StageNode(node, 1) for node in stage))
+                for j, stage in zip(held, cut, strict=True)
+            )
+        )
+        for size in range(2, MOST_NODES + 1)
+        for nodes in combinations_with_replacement(NODES, size)
+        for cut in set(partitions(nodes))
+        for held in splits(ask.model.layer_count, len(cut))
+    }
+    for place, layout in enumerate(sorted(layouts, key=repr)):
+        if not fits(ask, layout, problem.by_name):
+            continue
+        capacity = replica_capacity(ask, layout, problem.by_name, "prefill", problem.headroom)
+        if useful(capacity):
+            counts = tuple(NodeCount(name, n) for name, n in sorted(layout.node_counts.items()))
+            found.append(
+                Template(
+                    f"{ask.name}: prefill {place}",
+                    "pipeline",
+                    ask.name,
+                    counts,
+                    (Replica("prefill", layout),),
+                    capacity,
+                    "assumed",
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize(("ttft_s", "prompt", "rate_per_s"), [(0.4, 1000, 25.0), (0.9, 2200, 8.0)])
+def test_no_plan_is_lost(ttft_s: float, prompt: int, rate_per_s: float, tmp_path: Path) -> None:
+    ask = an_ask(rate_per_s=rate_per_s, slo=Slo(ttft_s, 0.06), lengths=((prompt, 100, 1.0),))
+    problem = a_problem(ask, offers=FLEET)
+    prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
+    single = [each for each in homogeneous(problem, ask) if each.replicas[0].role != "mixed"]
+    made = [t for t in pipelines(problem, ask, prices, folder=tmp_path) if t.replicas[0].role == "prefill"]
+    few = [t for t in made if sum(n.count for n in t.nodes) <= MOST_NODES]
+    _, ours = solved(problem, {ask.name: [*single, *few]}, time_limit_s=20)
+    _, best = solved(problem, {ask.name: [*single, *all_pipelines(problem, ask)]}, time_limit_s=20)
+    assert ours.found or ours.shortfall is not None
+    if best.found:
+        assert ours.found
+        assert ours.cost_usd_per_h <= best.cost_usd_per_h * SAFE
+    else:
+        assert ours.shortfall is not None
+        assert best.shortfall is not None
+        assert ours.shortfall.fraction >= best.shortfall.fraction / SAFE
+
+
+def test_nodes_too_slow_alone_serve_as_pipelines() -> None:
+    """Eight L4 that are each in time without a queue, and not with one."""
+    ask = an_ask(rate_per_s=25.0, slo=Slo(0.5, 0.06), lengths=((1000, 100, 1.0),))
+    problem = a_problem(ask, offers=FLEET)
+    prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
+    single = [each for each in homogeneous(problem, ask) if each.replicas[0].role != "mixed"]
+    assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
+    _, answer = solved(problem, {ask.name: [*single, *pipelines(problem, ask, prices)]}, time_limit_s=20)
+    assert answer.found
