@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -33,7 +33,7 @@ from potluck.core.values.plan import (
 from potluck.core.values.sampling import Choice
 from potluck.core.values.types import Role
 from potluck.gateway.drive.rides import Rides
-from potluck.gateway.parts import Address, Asked, Endpoint, Listener
+from potluck.gateway.parts import Address, Asked, Counts, Endpoint, Listener
 
 VOCAB, EOS = 40, 0
 MODEL = "m"
@@ -95,6 +95,7 @@ class Heard:
     relayed: bytes = b""
     status: int = 0
     relay_ended: bool = False
+    counts: Counts | None = None
 
     def tokens(self, choices: Sequence[Choice]) -> bool:
         assert not self.over, "more after the end"
@@ -120,15 +121,17 @@ class Heard:
         assert not self.over
         self.relayed += data
 
-    def relay_end(self) -> None:
+    def relay_end(self, counts: Counts | None = None) -> None:
         assert self.status
         assert not self.over
-        self.relay_ended = True
+        self.relay_ended, self.counts = True, counts
 
-    def relay_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+    def relay_whole(
+        self, status: int, content_type: bytes, body: bytes, counts: Counts | None = None
+    ) -> None:
         self.relay_begin(status, content_type)
         self.relay(body)
-        self.relay_end()
+        self.relay_end(counts)
 
     def refused(self, refusal: Refuse) -> None:
         assert not self.over, "ended twice"
@@ -276,6 +279,12 @@ class Fleet:
 
     def segments(self, model: str) -> bool:
         return True
+
+    def owns(self, model: str) -> bool:
+        return all(each.own for each in self.endpoints.values())
+
+    def adapters(self) -> Mapping[str, str]:
+        return {}
 
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         return self.codecs.get((source.region, target.region), "raw")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from door_kit import Scene, letters
@@ -49,7 +50,7 @@ def test_what_might_not_fit_is_tokenised_and_refused_if_it_does_not() -> None:
 
 def test_engines_that_run_segments_need_tokens() -> None:
     there = [False]
-    scene = scene_of(segments=lambda model: there[0])
+    scene = scene_of(directory=SimpleNamespace(segments=lambda model: there[0]))
     for _ in range(FEW):
         ask(scene, "a" * 10)
     assert ask(scene, "a" * 10) == (0, 10)

@@ -22,7 +22,7 @@ from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.vllm.adapter.ears import Ears
 from potluck.vllm.adapter.face import build
 from potluck.vllm.adapter.flags import Settings, Shape, command, environment, shape_of
-from potluck.vllm.adapter.requests import Events, Part, body_of, refusal_of
+from potluck.vllm.adapter.requests import Events, Part, body_of, heard_of, refusal_of
 from potluck.vllm.adapter.service import Limits, Service, summed
 from potluck.vllm.channel import Channel
 
@@ -41,7 +41,7 @@ def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
     source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
     sampling = {"temperature": 0.5, "top_k": 3, "seed": 7, "logprobs": 2}
     asked = part(start=70, source=source, max_tokens=9, sampling=sampling, end_tokens=[4], salt="s")
-    body = body_of(asked, "m", None, 1.0, 60.0)
+    body = body_of(asked, None, 1.0, 60.0)
     assert body["prompt"] == list(range(100))
     assert body["kv_transfer_params"] == {
         "potluck": {"request": "r", "take": {**source, "stop": 70, "within_s": 60.0}}
@@ -58,14 +58,14 @@ def test_a_segment_that_decodes_is_asked_of_vllm_as_it_was_asked_here() -> None:
 
 
 def test_a_segment_that_hands_on_leaves_the_last_token_to_whoever_decodes() -> None:
-    body = body_of(part(stop=100, codec="int8"), "m", HANDLE, 9.0, 60.0)
+    body = body_of(part(stop=100, codec="int8"), HANDLE, 9.0, 60.0)
     assert (len(body["prompt"]), body["max_tokens"]) == (99, 1)  # type: ignore[arg-type]
     give = {"handle": HANDLE, "stop": 99, "codec": "int8", "lasts_s": 9.0}
     assert body["kv_transfer_params"] == {"potluck": {"request": "r", "give": give}}
 
 
 def test_whole_requests_say_nothing_of_hand_overs() -> None:
-    assert "kv_transfer_params" not in body_of(part(max_tokens=3), "m", None, 1.0, 60.0)
+    assert "kv_transfer_params" not in body_of(part(max_tokens=3), None, 1.0, 60.0)
 
 
 def test_events_are_read_wherever_they_are_cut() -> None:
@@ -78,7 +78,7 @@ def test_events_are_read_wherever_they_are_cut() -> None:
     data = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in said) + b"data: [DONE]\n\n"
     events, found = Events(), []
     for place in range(0, len(data), 7):
-        found += events.feed(data[place : place + 7])
+        found += map(heard_of, events.feed(data[place : place + 7]))
     assert [line for heard in found for line in heard.lines] == [
         {"token": 5, "logprob": -1.5, "top": [[9, -1.0], [5, -1.5]]},
         {"token": 6},

@@ -27,13 +27,18 @@ TOKEN_BYTES = LAYERS * 2 * KV_HEADS * WIDTH * 4
 BATCH_TOKENS = 256
 START_S = 240.0
 Tokens = Sequence[int]
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}"
+    "{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}assistant:"
+)
 
 
 def make_model(folder: Path) -> Path:
     """A Llama of random weights, large enough that each token depends on all before it."""
     import torch
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir()
     source = torch.Generator().manual_seed(7)
@@ -62,12 +67,17 @@ def make_model(folder: Path) -> Path:
         "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{number}": number for number in range(3, VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # A token for each byte, so that any text has tokens and grammars have something to allow; the others are words.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {letter: place for place, letter in enumerate(letters, 3)}
+    words |= {f"w{number}": number for number in range(len(words), VOCAB)}
+    tokenizer = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
-    said["chat_template"] = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    said["chat_template"] = TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     return folder
 

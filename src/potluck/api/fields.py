@@ -120,6 +120,20 @@ def what_counts(body: dict[str, object], able: Abilities) -> dict[str, object]:
     return kept
 
 
+def goes_beyond(body: dict[str, object], able: Abilities, read: frozenset[str]) -> bool:
+    """Whether it asks for something that such engines cannot do, known here or not; `read`: the reader's fields."""
+    for name, value in body.items():
+        if value is None or name in SILENT or name in read:
+            continue
+        if name == "response_format":
+            kind = value.get("type") if isinstance(value, dict) else None
+            if not isinstance(kind, str) or kind not in able.formats:
+                return True
+        elif name not in able.fields and not any(_same(value, each) for each in KNOWN.get(name, ())):
+            return True
+    return False
+
+
 def _settled(name: str, value: object, able: Abilities) -> bool:
     if name == "response_format":
         kind = value.get("type") if isinstance(value, dict) else None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from potluck.api.bodies import shaped, tokens_of
-from potluck.core.errors import InputError
+from potluck.core.errors import FormatError, InputError
 from potluck.core.replica.block_values import LONGEST_SALT
 from potluck.core.replica.sharing import require_weight
 from potluck.core.values.sampling import Sampling
@@ -18,6 +18,21 @@ class Source:
 
     kv: str
     handle: str
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The client's own request, for engines that do more than draw tokens: what was called, and with what."""
+
+    path: str
+    body: dict[str, object]
+
+    def __post_init__(self) -> None:
+        if self.path not in (COMPLETIONS, CHATS):
+            raise InputError("own.path", f"must be {COMPLETIONS} or {CHATS}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,8 @@ class SegmentAsk:
     """Under which the cache of [0, stop) can be fetched; made up and told if not given."""
     codec: Literal["raw", "int8", "int4"] = "raw"
     """How that cache is sent."""
+    own: Own | None = None
+    """What the last segment answers in the engine's own words."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.request) <= 200 or not self.request.isprintable():
@@ -79,6 +96,8 @@ class SegmentAsk:
             raise InputError("handle", "is only for a segment with a stop")
         if self.codec != "raw" and self.stop is None:
             raise InputError("codec", "is only for a segment with a stop")
+        if self.own is not None and self.stop is not None:
+            raise InputError("own", "is only for the segment that decodes")
 
 
 def segment_of(body: dict[str, object]) -> tuple[SegmentAsk, tuple[int, ...]]:
@@ -87,4 +106,15 @@ def segment_of(body: dict[str, object]) -> tuple[SegmentAsk, tuple[int, ...]]:
     source = body.get("source")
     if isinstance(source, dict):
         body["source"] = {"type": "Source", **source}
-    return shaped(SegmentAsk, body), tokens
+    own = body.pop("own", None)
+    asked = shaped(SegmentAsk, body)
+    return (asked if own is None else replace(asked, own=_own(own))), tokens
+
+
+def _own(value: object) -> Own:
+    if not isinstance(value, dict) or set(value) != {"path", "body"}:
+        raise FormatError("own", "must have a path and a body")
+    path, body = value["path"], value["body"]
+    if not isinstance(path, str) or not isinstance(body, dict):
+        raise FormatError("own", "must have a path and a body")
+    return Own(path, body)

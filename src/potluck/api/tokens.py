@@ -87,11 +87,11 @@ class Text:
             if text.isprintable() and text.strip("\ufffd ")
         ]
 
-    def chat(self, messages: Sequence[Message]) -> str:
-        """The prompt of a conversation."""
+    def chat(self, messages: Sequence[Message], **more: Any) -> str:
+        """The prompt of a conversation; `more` is what a template may be told beside it (`Templates.render`)."""
         if self._templates is None:
             return plain_chat(messages)
-        return self._templates.render(messages)
+        return self._templates.render(messages, **more)
 
     @property
     def chat_has_specials(self) -> bool:

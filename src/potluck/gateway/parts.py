@@ -152,13 +152,26 @@ class Asked(NamedTuple):
     stream: bool = False
     vocab: int = 0
     """How many tokens the model has: an engine that tells of others lies. 0 where that is not known."""
+    own: bool = False
+    """Whether it asks for more than tokens: whoever decodes gets `body` itself, and answers in its own words."""
+    adapter: str = ""
+    """What engines call it, where it is an adapter (LoRA) of the model."""
+
+
+class Counts(NamedTuple):
+    """Tokens of an answer; None where they were not told."""
+
+    prompt: int | None
+    output: int | None
+    cached: int
 
 
 class Answer(Protocol):
     """Where an answer goes; the door turns it into what the client reads.
 
     Either `tokens` are told and then `finished`; or a server of plain OpenAI wrote the client's bytes itself:
-    `relay_begin`, `relay` ..., `relay_end`. Or `refused`, which may come after some of either.
+    `relay_begin`, `relay` ..., `relay_end`; so does an engine that got the client's own request. Or `refused`, which
+    may come after some of either.
     """
 
     def tokens(self, choices: Sequence[Choice]) -> bool:
@@ -170,9 +183,12 @@ class Answer(Protocol):
 
     def relay(self, data: bytes) -> None: ...
 
-    def relay_end(self) -> None: ...
+    def relay_end(self, counts: Counts | None = None) -> None:
+        """`counts` where the tokens are known from elsewhere than the bytes that were relayed."""
 
-    def relay_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+    def relay_whole(
+        self, status: int, content_type: bytes, body: bytes, counts: Counts | None = None
+    ) -> None:
         """All three at once."""
 
     def refused(self, refusal: Refuse) -> None:
@@ -246,6 +262,10 @@ class Endpoint:
     """The copy that it belongs to."""
     codec: str = "raw"
     """How its KV goes to others of that copy."""
+    own: bool = False
+    """Whether it takes the client's own request with a last segment (`Asked.own`)."""
+    adapters: tuple[str, ...] = ()
+    """Of the model, that it has loaded."""
 
 
 class Directory(Protocol):
@@ -255,6 +275,12 @@ class Directory(Protocol):
 
     def segments(self, model: str) -> bool:
         """Whether engines can be reached that run segments of this model's requests, and so need their tokens."""
+
+    def owns(self, model: str) -> bool:
+        """Whether all of them take clients' own requests (`Endpoint.own`)."""
+
+    def adapters(self) -> Mapping[str, str]:
+        """Adapters (LoRA) that all engines of a model have loaded, and the model of each."""
 
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         """How KV crosses between them, as the plan has it inside a copy or between regions: raw, int8 or int4."""

@@ -37,6 +37,8 @@ async def segments(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked, tokens = segment_of(await read_object(request))
     service.must_be(asked.model)
+    if asked.own is not None:
+        raise Refused(400, "own: this engine draws tokens, and no more", "unsupported", "own")
     if asked.source is not None:
         service.must_be_peer(address_of(asked.source.kv, "source.kv"))
     job = _job(service, asked, tokens)

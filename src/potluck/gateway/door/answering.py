@@ -12,7 +12,6 @@ from potluck.api.answers import LAST_EVENT, Head, Json, event, usage
 from potluck.api.chunks import usage_text, whole_reply
 from potluck.api.errors import Refused
 from potluck.gateway.door.keys import ApiKey
-from potluck.gateway.door.relays import Counts
 from potluck.gateway.door.replies import (
     AS_IT_COMES,
     EVENTS,
@@ -22,7 +21,7 @@ from potluck.gateway.door.replies import (
     reply_error,
 )
 from potluck.gateway.door.wishes import Wish, understand
-from potluck.gateway.parts import Driver, Exchange, Meter, Told
+from potluck.gateway.parts import Counts, Driver, Exchange, Meter, Told
 
 GONE = 499
 """The status that is counted where a client left before there was one."""

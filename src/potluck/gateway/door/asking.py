@@ -6,6 +6,7 @@ import secrets
 
 from potluck.api.asks import sampling_of
 from potluck.api.growth import Growth
+from potluck.api.own import own_body
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.sampling import Sampling
 from potluck.gateway.door.allowances import EXPECTED_OUTPUT
@@ -44,7 +45,7 @@ class Asking:
             for drawn in range(wish.n):
                 way = self._drawing(drawn)
                 name = word if alone else f"{word}-{len(made)}"
-                body = self._body if alone else self._alone(prompt, way)
+                body = self._body if alone and not wish.own else self._alone(prompt, way)
                 made.append(self._asked(name, prompt, len(prompt), output, way, body))
         self._expect(made[-1].max_output_tokens, len(made))
         return made
@@ -110,8 +111,11 @@ class Asking:
         return sampling_of(asked, defaults, seed=self._seed + (drawn << 32), logprobs=asked.reported)
 
     def _alone(self, prompt: tuple[int, ...], way: Sampling) -> bytes:
-        """One of several choices as a body of its own, for a server of plain OpenAI."""
+        """One of several choices as a body of its own, for a server of plain OpenAI; or the one of an own request."""
         wish = self._wish
+        if wish.own:
+            seed = way.seed if way.temperature > 0 else None
+            return compact(own_body(wish.body, None if wish.chat else prompt, seed))
         body = {**wish.body, "n": 1, "best_of": None}
         body["stream_options"] = {"include_usage": True} if wish.stream else None
         if not wish.chat:
@@ -126,7 +130,7 @@ class Asking:
         wish, asked, manner = self._wish, self._wish.asked, self._wish.manner
         return Asked(
             id,
-            wish.card.name,
+            wish.card.base or wish.card.name,
             prompt,
             prompt_tokens,
             output,
@@ -144,6 +148,8 @@ class Asking:
             body,
             wish.stream,
             wish.card.vocab,
+            wish.own,
+            wish.card.adapter,
         )
 
 

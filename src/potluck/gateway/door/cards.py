@@ -40,12 +40,19 @@ class ModelCard:
     """0: not known."""
     able: Abilities = ENGINES
     created_s: int = 0
+    base: str = ""
+    """Of an adapter: the model that it is one of. Empty: it is a model itself."""
     most_chars: int = field(default=0, init=False)
     """A longer prompt cannot fit, whatever its tokens."""
 
     def __post_init__(self) -> None:
         longest = LONGEST_CHARS if self.text is None else self.text.longest_token_chars
         object.__setattr__(self, "most_chars", self.context_tokens * longest)
+
+    @property
+    def adapter(self) -> str:
+        """What engines call it, where it is one."""
+        return self.name if self.base else ""
 
     def must_fit(self, chars: int) -> None:
         """Said before anything is tokenised."""

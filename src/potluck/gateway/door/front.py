@@ -10,7 +10,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from urllib.parse import unquote_to_bytes
@@ -33,7 +33,7 @@ from potluck.gateway.door.replies import JSON, Limited, compact, reply_error, re
 from potluck.gateway.door.responses import Responding
 from potluck.gateway.door.voice import Voice
 from potluck.gateway.door.wishes import Wish, manner_of, plain_wish, wish_of
-from potluck.gateway.parts import Driver, Exchange, Headers, Meter
+from potluck.gateway.parts import Directory, Driver, Exchange, Headers, Meter
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class FrontDoor:
         keys: KeyRing | None = None,
         settings: DoorSettings | None = None,
         ready: Ready = lambda model: "",
-        segments: Callable[[str], bool] = lambda model: False,
+        directory: Directory | None = None,
         counting: Counting | None = None,
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,
@@ -82,7 +82,7 @@ class FrontDoor:
         self._cards, self._driver, self._meter, self._keys = dict(cards), driver, meter, keys
         self._settings = settings or DoorSettings()
         self._ready, self._clock, self._calendar = ready, clock, calendar
-        self._segments, self._lengths = segments, Lengths()
+        self._directory, self._lengths = directory, Lengths()
         self._counting = counting or Counting()
         self._nobody = nobody(clock())
         self._secret = self._settings.secret or secrets.token_bytes(32)
@@ -173,7 +173,11 @@ class FrontDoor:
         body = parse_object(exchange.body)
         model = body.get("model")
         card = (self._cards.get(model) if type(model) is str else None) or self._card(model)
-        wish = plain_wish(card, body, chat) if card.plain else wish_of(card, body, chat=chat)
+        if card.plain:
+            wish = plain_wish(card, body, chat)
+        else:
+            owns = self._directory is not None and self._directory.owns(card.base or card.name)
+            wish = wish_of(card, body, chat=chat, owns=owns)
         wish.manner = manner_of(exchange.headers, body, exchange.came_s, self._settings.classes, key)
         answering.wish = wish
         self._meter.came(card.name, key.tenant)
@@ -203,7 +207,7 @@ class FrontDoor:
 
     def _tokenises(self, card: ModelCard, wish: Wish, length: Length) -> bool:
         """Whether a prompt is tokenised although servers of plain OpenAI do that themselves (`lengths.py`)."""
-        if self._segments(card.name) or length.sampled():
+        if (self._directory is not None and self._directory.segments(card.name)) or length.sampled():
             return True
         return not length.fits(wish.chars, wish.limit or 1, card.context_tokens)
 
@@ -212,8 +216,19 @@ class FrontDoor:
             raise InputError("model", f"must be the name of a model, one of {', '.join(self._cards)}"[:400])
         card = self._cards.get(model)
         if card is None:
-            raise UnknownNameError("model", model[:100], self._cards)
+            card = self._adapters().get(model)
+            if card is None:
+                raise UnknownNameError("model", model[:100], self._cards)
         return card
+
+    def _adapters(self) -> dict[str, ModelCard]:
+        """Adapters that engines have loaded, as models of their own."""
+        found = {} if self._directory is None else self._directory.adapters()
+        return {
+            name: replace(self._cards[base], name=name, base=base)
+            for name, base in found.items()
+            if base in self._cards and name not in self._cards
+        }
 
     def _begin(
         self,
@@ -226,7 +241,10 @@ class FrontDoor:
         """All is known: let the driver see to it."""
         word = random_word()
         tenant, own = key.tenant, wish.own_salt
-        circle = self._circle(tenant, wish.card.name) if self._settings.sharing else tenant
+        base, adapter = wish.card.base or wish.card.name, wish.card.adapter
+        circle = self._circle(tenant, base) if self._settings.sharing else tenant
+        if adapter:  # Its KV is not the model's.
+            own = f"{adapter}\0{own or ''}"
         salt = (self._salts.get(circle) if own is None else None) or self._salt(circle, own)
         asking = Asking(wish, tenant, salt, exchange.path, exchange.body)
         asks = asking.asks(word, prompts)
@@ -299,9 +317,8 @@ class FrontDoor:
         self._who(exchange)
         if path == b"/v1/models":
             _must_read(method, path)
-            reply_json(
-                exchange, tag, {"object": "list", "data": [_entry(card) for card in self._cards.values()]}
-            )
+            cards = [*self._cards.values(), *self._adapters().values()]
+            reply_json(exchange, tag, {"object": "list", "data": [_entry(card) for card in cards]})
         elif path.startswith(b"/v1/models/"):
             _must_read(method, path)
             reply_json(exchange, tag, _entry(self._card(_unquoted(path[len(b"/v1/models/") :]))))

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import NamedTuple
 
 from potluck.core.errors import FormatError
+from potluck.gateway.parts import Counts
 
 TAIL_BYTES = 2048
 """Of the end of an answer, where its usage stands."""
 PIECES = 16
 """That are kept before they are put together and cut: not with each of them."""
 PART = b"data:"
-
-
-class Counts(NamedTuple):
-    prompt: int | None
-    output: int | None
-    cached: int
 
 
 NOTHING_SAID = Counts(None, None, 0)

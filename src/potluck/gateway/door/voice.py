@@ -20,6 +20,7 @@ from potluck.gateway.door.answering import Answering
 from potluck.gateway.door.asking import growth_of
 from potluck.gateway.door.relays import PART, PIECES, Parts, Tail, counted, parsed
 from potluck.gateway.door.replies import refused_by_brain
+from potluck.gateway.parts import Counts
 
 
 class Voice:
@@ -30,7 +31,7 @@ class Voice:
     """As a server said it, of several."""
     finish: str | None = None
     _chunks: Chunks | None = None
-    _offset = _status = 0
+    _offset = _status = _parts = 0
     _kind = b""
     _spoke_s: float | None = None
     _pieces: list[bytes] | None = None
@@ -167,11 +168,15 @@ class Voice:
         tail, gap, before_s = self._tail, answering.gap, self._spoke_s
         assert tail is not None
         if gap is None or before_s is None:
-            self._spoke_s = answering.came(tail.add(data), before_s)
+            parts = tail.add(data)
+            self._spoke_s = answering.came(parts, before_s)
+            self._parts += parts
         else:  # `came` and `add`, written out: so many calls for each token would cost more than they do.
             self._spoke_s = now_s = answering.clock()
             gap(now_s - before_s)
-            answering.output += data.count(PART)
+            parts = data.count(PART)
+            answering.output += parts
+            self._parts += parts
             tail.pieces.append(data)
             if len(tail.pieces) > PIECES:
                 tail.cut()
@@ -180,32 +185,34 @@ class Voice:
         else:
             self._merge(self._events, data)
 
-    def relay_end(self) -> None:
+    def relay_end(self, counts: Counts | None = None) -> None:
         if self.over:
             return
         answering = self._answering
         if not answering.verbatim:
-            self._merged_end()
+            self._merged_end(counts)
             return
         self.over = True
         answering.estimated = True  # unless the server tells its usage
         if self._tail is not None:
-            answering.relayed(self._status, self._kind, None, self._tail.counts())
+            answering.relayed(self._status, self._kind, None, counts or self._tail.counts())
         else:
             body = b"".join(self._pieces or [])
-            answering.relayed(self._status, self._kind, body, counted(body))
+            answering.relayed(self._status, self._kind, body, counts or counted(body))
 
-    def relay_whole(self, status: int, content_type: bytes, body: bytes) -> None:
+    def relay_whole(
+        self, status: int, content_type: bytes, body: bytes, counts: Counts | None = None
+    ) -> None:
         if self.over:
             return
         answering = self._answering
         if len(answering.voices) == 1 and not (answering.wish is not None and answering.wish.stream):
             self.over = answering.estimated = True
-            answering.relayed(status, content_type, body, counted(body))
+            answering.relayed(status, content_type, body, counts or counted(body))
         else:
             self.relay_begin(status, content_type)
             self.relay(body)
-            self.relay_end()
+            self.relay_end(counts)
 
     def _merge(self, events: Parts, data: bytes) -> None:
         """Parts of one of several choices: said again under the one head."""
@@ -220,8 +227,10 @@ class Voice:
         except FormatError as error:
             answering.fail(Refused(502, str(error), "upstream_failed"), "upstream")
 
-    def _merged_end(self) -> None:
+    def _merged_end(self, counts: Counts | None) -> None:
         answering = self._answering
+        if counts is not None and self._pieces is None:  # Parts were counted as they came.
+            answering.output += (counts.output or 0) - self._parts
         if self._pieces is not None:
             body = b"".join(self._pieces)
             try:
@@ -236,6 +245,6 @@ class Voice:
                 return
             self.choice = {**choices[0], "index": self._index} if isinstance(choices[0], dict) else {}
             self.finish = str(self.choice.get("finish_reason") or "stop")
-            answering.output += counted(body).output or 0
+            answering.output += (counts or counted(body)).output or 0
         self.over = True
-        answering.done(0)
+        answering.done(0 if counts is None else counts.cached)

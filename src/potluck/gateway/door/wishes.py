@@ -10,6 +10,7 @@ from potluck.api.asks import DEFAULT_TOKENS, Chat, Completion, chat_of, completi
 from potluck.api.bodies import tokens_of
 from potluck.api.errors import Refused
 from potluck.api.messages import Message
+from potluck.api.own import is_own, own_chat, own_completion, templated
 from potluck.core.errors import FormatError, InputError, PotluckError, did_you_mean
 from potluck.core.values.types import DEFAULT_CLASS
 from potluck.gateway.door.cards import ModelCard
@@ -64,6 +65,8 @@ class Wish:
     length: Length | None = None
     """By what its tokens are reckoned, where all of it is text for servers of plain OpenAI."""
     manner: Manner = Manner()
+    own: bool = False
+    """Whether it asks for more than tokens, and whoever decodes gets the body itself."""
 
     @property
     def usage_said(self) -> bool:
@@ -86,7 +89,8 @@ class Wish:
             if text is None:
                 raise InputError("messages", "this model has no tokenizer; send tokens to /v1/completions")
             special = not text.chat_has_specials if self.special is None else self.special
-            return [tuple(text.encode(text.chat(self.messages), special=special, apart=tenant))]
+            messages, more = templated(self.body, self.messages) if self.own else (self.messages, {})
+            return [tuple(text.encode(text.chat(messages, **more), special=special, apart=tenant))]
         made = []
         for prompt in self.prompts:
             if isinstance(prompt, str):
@@ -97,17 +101,19 @@ class Wish:
         return made
 
 
-def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool) -> Wish:
-    """Reads a body; raises at what engines cannot honour. What a plain server can do is left to it."""
+def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool, owns: bool = False) -> Wish:
+    """Reads a body; raises at what engines cannot honour. What a plain server can do is left to it, and so is what
+    engines can that take clients' own requests (`owns`)."""
     if card.plain:
         return plain_wish(card, body, chat)
     asked: Completion | Chat
     prompts: list[Prompt] = []
     messages = None
+    own = owns and is_own(body, card.able, chat=chat)
     if chat:
-        asked, messages = chat_of(body, card.able)
+        asked, messages = own_chat(body) if own else chat_of(body, card.able)
     else:
-        asked, prompts = completion_of(body, card.able)
+        asked, prompts = own_completion(body) if own else completion_of(body, card.able)
     special, chars = asked.add_special_tokens, _chars(prompts, messages)
     return Wish(
         card,
@@ -122,6 +128,7 @@ def wish_of(card: ModelCard, body: dict[str, object], *, chat: bool) -> Wish:
         asked.stream,
         chars,
         asked.cache_salt,
+        own=own,
     )
 
 

@@ -85,6 +85,9 @@ def segment_body(
         if target.codec != "raw":
             said["codec"] = target.codec
     else:
+        if asked.own:
+            own = f'{{"path":"{asked.path.decode()}","body":{asked.body.decode()}}}'
+            return _spliced(said, tokens, own)
         said["max_tokens"] = asked.max_output_tokens - streamed
         said["min_tokens"] = max(0, asked.min_tokens - streamed)
         said["ignore_eos"] = asked.ignore_eos
@@ -94,5 +97,11 @@ def segment_body(
         drawn = {name: value for name, value in drawn.items() if value != getattr(DEFAULTS, name)}
         if drawn:
             said["sampling"] = drawn
+    return _spliced(said, tokens)
+
+
+def _spliced(said: dict[str, object], tokens: str, own: str = "") -> bytes:
+    """With what is JSON already."""
     text = json.dumps(said, separators=(",", ":"))
-    return f'{text[:-1]},"tokens":{tokens}}}'.encode()
+    more = f',"own":{own}' if own else ""
+    return f'{text[:-1]},"tokens":{tokens}{more}}}'.encode()

@@ -38,10 +38,10 @@ Said = Choice | Last | dict[str, object]
 class Lines:
     """Pieces of a body, cut anywhere, to lines."""
 
-    __slots__ = ("_rest", "_vocab")
+    __slots__ = ("_longest", "_rest", "_vocab")
 
-    def __init__(self, vocab: int = 0) -> None:
-        self._rest = b""
+    def __init__(self, vocab: int = 0, longest: int = LONGEST_LINE) -> None:
+        self._rest, self._longest = b"", longest
         self._vocab = vocab or LARGEST_TOKEN
 
     @property
@@ -69,12 +69,12 @@ class Lines:
                 return [*found, Garbage("a line that is not JSON")]
             except Garbage as error:
                 return [*found, error]
-        if len(self._rest) > LONGEST_LINE:
+        if len(self._rest) > self._longest:
             found.append(Garbage("a line without an end"))
         return found
 
     def _read(self, line: bytes) -> Said:
-        if len(line) > LONGEST_LINE:
+        if len(line) > self._longest:
             raise Garbage("a line that is too long")
         said = json.loads(line)
         if not isinstance(said, dict):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 from potluck.core.brain.actions import Inquire, Refuse, Run, Twin
 from potluck.core.brain.events import (
@@ -27,32 +27,16 @@ from potluck.core.brain.events import (
 from potluck.core.values.route import Route, Segment
 from potluck.core.values.sampling import Choice
 from potluck.core.values.types import Request
+from potluck.gateway.drive.attempts import Going, Obstacle, attempt
 from potluck.gateway.drive.relay import Relay, Stream
-from potluck.gateway.drive.second import Second
-from potluck.gateway.drive.trip import Means, Trip
-from potluck.gateway.parts import Answer, Asked, Endpoint
+from potluck.gateway.drive.retold import Otherwise
+from potluck.gateway.drive.second import OTHER_TOKENS, Second
+from potluck.gateway.drive.trip import Means
+from potluck.gateway.drive.words import Words
+from potluck.gateway.parts import Answer, Asked, Counts, Endpoint
 
 log = logging.getLogger(__name__)
 Reason = Literal["stop", "length"]
-
-
-class Going(Protocol):
-    """An attempt under way."""
-
-    def start(self, endpoints: Sequence[Endpoint]) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-class Obstacle(NamedTuple):
-    """Why an attempt cannot be begun."""
-
-    where: str
-    why: str
 
 
 class Ride:
@@ -93,6 +77,8 @@ class Ride:
         self.ends = frozenset(asked.ends)
         self._stream = Stream()
         """What servers of plain OpenAI wrote of it."""
+        self._words = Words(asked, answer) if asked.own else None
+        """What engines said of it in their own words."""
 
     # What the Brain wants.
 
@@ -106,12 +92,14 @@ class Ride:
         if run.streamed_tokens != len(self.output):
             self.failed("link", "", "was sent from elsewhere than where its user is")
             return
-        made = self._made(self, run, self._stream)
+        made = attempt(self, run, self._means, self._stream)
         if isinstance(made, Obstacle):
             self.failed("replica", made.where, made.why)
             return
         self._going, endpoints = going, _ = made
         self._sent, self._done = (run, endpoints), 0
+        if self._words is not None:
+            self._words.again()
         if self._means.meter is not None:
             self._means.meter.routed(self.asked, run)
         going.start(endpoints)
@@ -126,14 +114,14 @@ class Ride:
         if self._going is None:
             self.run(run)
             return
-        if self._first or self.output or self._stream.begun or self._second is not None:
+        if self._first or self.output or self._begun or self._second is not None:
             return
         second = Second(self, run, self._tell)
-        made = self._made(second, run, second.stream)
+        made = attempt(second, run, self._means, second.stream)
         if isinstance(made, Obstacle):
             self._tell(Failed(self.asked.id, run.attempt, "replica", made.where, 0))
             return
-        if isinstance(made[0], Relay) and not self.asked.stream:
+        if (isinstance(made[0], Relay) or self.asked.own) and not self.asked.stream:
             # When its first token is there nobody knows, so it is not late.
             self._tell(Failed(self.asked.id, run.attempt, "timeout", "", 0))
             return
@@ -143,26 +131,10 @@ class Ride:
             self._means.meter.hedged(self.asked, run)
         second.going.start(second.endpoints)
 
-    def _made(
-        self, rider: Ride | Second, run: Run, stream: Stream
-    ) -> tuple[Going, Sequence[Endpoint]] | Obstacle:
-        """An attempt, and by whom it is carried out."""
-        endpoints: list[Endpoint] = []
-        faces = 0
-        find = self._means.directory.find
-        for segment in run.route.segments:
-            endpoint = find(segment.replica)
-            if endpoint is None:
-                return Obstacle(segment.replica, "cannot be reached")
-            endpoints.append(endpoint)
-            faces += endpoint.kind == "face"
-        if faces:
-            self._means.met(endpoints[-1])
-        if faces == 0 and len(endpoints) == 1 and (stream.begun or not self.output):
-            return Relay(rider, run, self._means, stream), endpoints
-        if faces == len(endpoints) and self.asked.prompt and not stream.begun:
-            return Trip(rider, run, self._means), endpoints
-        return Obstacle(run.route.decoder, "cannot do what the route asks of it")
+    @property
+    def _begun(self) -> bool:
+        """Whether the client has something that was not told by tokens."""
+        return self._stream.begun or (self._words is not None and self._words.begun)
 
     def refuse(self, refusal: Refuse) -> None:
         if not self._ended:
@@ -287,6 +259,39 @@ class Ride:
                 self._whole = "length"
         return choices, False
 
+    # What an engine says in its own words. The Brain is told of no token that the user has: an attempt begins anew.
+
+    def said(self, events: list[dict[str, Any]], *, stream: bool) -> None:
+        assert self._words is not None
+        self.first_token()
+        try:
+            self._words.say(events, stream=stream)
+        except Otherwise as error:
+            self._stop()
+            self._otherwise(str(error))
+
+    def own_finished(self, counts: Counts) -> None:
+        assert self._words is not None
+        self._going = None
+        if not self._ended:
+            most = self.asked.max_output_tokens
+            self._end(Finished(self.asked.id, self._attempt, min(counts.output or 1, most)))
+            self._words.end(counts)
+
+    def other_prompt(self, prompt: tuple[int, ...]) -> None:
+        self.prompt_is(prompt)
+        self.failed("timeout", "", OTHER_TOKENS)
+
+    def prompt_is(self, prompt: tuple[int, ...]) -> None:
+        self.asked = self.asked._replace(prompt=prompt, prompt_tokens=len(prompt))
+
+    def _otherwise(self, why: str) -> None:
+        """It cannot be gone on with, and that is nobody's fault."""
+        self._note("timeout", "", why)
+        if not self._ended:
+            self._end(Cancelled(self.asked.id))
+            self.answer.refused(Refuse(self.asked.id, "lost", f"the answer broke off: {why}"))
+
     # What a server of plain OpenAI writes.
 
     def relayed(self, output_tokens: int) -> None:
@@ -310,7 +315,9 @@ class Ride:
     def turned_down(self, status: int, kind: bytes, body: bytes) -> None:
         """The server says that the request is at fault, which is passed on: there is nothing to learn from it."""
         self._going = None
-        if not self._ended:
+        if self._words is not None and self._words.begun:
+            self._otherwise(f"asked again, the engine refused it ({status})")
+        elif not self._ended:
             self._end(Cancelled(self.asked.id))
             self.answer.relay_whole(status, kind, body)
 

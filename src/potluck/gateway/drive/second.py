@@ -8,16 +8,20 @@ fail, the second takes its place; should the second fail, the first goes on as i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from potluck.core.brain.actions import Run
 from potluck.core.brain.events import Computed, Event, FailureKind, SegmentDone
 from potluck.core.values.sampling import Choice
 from potluck.gateway.drive.relay import Stream
-from potluck.gateway.parts import Answer, Asked, Endpoint
+from potluck.gateway.parts import Answer, Asked, Counts, Endpoint
 
 if TYPE_CHECKING:
-    from potluck.gateway.drive.ride import Going, Ride
+    from potluck.gateway.drive.attempts import Going
+    from potluck.gateway.drive.ride import Ride
+
+
+OTHER_TOKENS = "makes other tokens of its messages than we did"
 
 
 class Second:
@@ -65,6 +69,17 @@ class Second:
 
     def tokens(self, choices: list[Choice]) -> None:
         self._ride.tokens(choices)
+
+    def said(self, events: list[dict[str, Any]], *, stream: bool) -> None:
+        self._ride.said(events, stream=stream)
+
+    def own_finished(self, counts: Counts) -> None:
+        self._ride.own_finished(counts)
+
+    def other_prompt(self, prompt: tuple[int, ...]) -> None:
+        """The first one goes on; what is sent next has the right tokens."""
+        self._ride.prompt_is(prompt)
+        self.failed("timeout", "", OTHER_TOKENS)
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
         self._ride.finished(reason, cached_tokens)

@@ -13,17 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from potluck.core.brain.actions import Run
 from potluck.core.brain.events import FailureKind
 from potluck.core.replica.batch_values import LATE
 from potluck.core.values.sampling import Choice
-from potluck.gateway.drive.bodies import Handing, new_handle, segment_body, stretches, tokens_text
+from potluck.gateway.drive.bodies import (
+    Handing,
+    Stretch,
+    new_handle,
+    segment_body,
+    stretches,
+    tokens_text,
+)
 from potluck.gateway.drive.leg import DecodingLeg, HandingLeg, Leg
+from potluck.gateway.drive.own import OwnLeg
 from potluck.gateway.drive.patience import Watch
 from potluck.gateway.drive.verdicts import Verdict
-from potluck.gateway.parts import Directory, Endpoint, Meter, Outgoing
+from potluck.gateway.parts import Counts, Directory, Endpoint, Meter, Outgoing
 
 if TYPE_CHECKING:
     from potluck.gateway.drive.ride import Ride
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
 GRACE_S = 0.25
 BACKSTOP_S = 300.0
 """Silence after which a connection is given up whatever the watch thinks; longer than all its limits."""
+WHOLE_S = 600.0
+"""The same where an answer comes at once, when all of it is there."""
 GIVEN_UP = "given up"
 JSON = (b"content-type", b"application/json")
 SEGMENTS = b"/segments"
@@ -59,8 +69,9 @@ class Trip:
         self._run = run
         self._means = means
         self.now_s = means.now_s
-        self.prompt_tokens = run.prompt_tokens
         asked = ride.asked
+        # An engine's own prompt may have another length than the Brain was told.
+        self.prompt_tokens = len(asked.prompt) if asked.own else run.prompt_tokens
         self.most_tokens = asked.max_output_tokens - run.streamed_tokens
         """Output tokens that this attempt may still bring."""
         self.least_tokens = max(0, asked.min_tokens - run.streamed_tokens)
@@ -79,11 +90,8 @@ class Trip:
         """Send all segments; `endpoints` are those of the route's segments."""
         run, ride, means = self._run, self._ride, self._means
         there = dict(zip((each.replica for each in run.route.segments), endpoints, strict=True))
-        parts = stretches(run.route.segments, run.prompt_tokens)
-        for each in parts:
-            kind = DecodingLeg if each.stop is None else HandingLeg
-            tokens = (run.prompt_tokens if each.stop is None else each.stop) - each.start
-            self._legs.append(kind(self, each, there[each.replica], max(tokens, 1)))
+        for each in stretches(run.route.segments, self.prompt_tokens):
+            self._legs.append(self._leg(each, there[each.replica]))
         tokens_said = tokens_text(ride.asked.prompt, ride.output)
         source: Handing | None = None
         now_s = self._began_s = means.now_s()
@@ -93,7 +101,7 @@ class Trip:
                 onto = self._legs[place + 1].endpoint
                 codec = means.directory.codec(endpoint, onto)
                 target = Handing(new_handle(), endpoint.kv, codec)
-            model = endpoint.served_model or endpoint.model
+            model = ride.asked.adapter or endpoint.served_model or endpoint.model
             priority = LATE if run.yields and leg.stretch.start < run.prompt_tokens else ride.asked.priority
             body = segment_body(
                 ride.asked,
@@ -114,18 +122,32 @@ class Trip:
                 return
             source = target
 
+    def _leg(self, stretch: Stretch, endpoint: Endpoint) -> Leg:
+        asked = self._ride.asked
+        upto = self.prompt_tokens if stretch.stop is None else stretch.stop
+        tokens = max(upto - stretch.start, 1)
+        if stretch.stop is not None:
+            return HandingLeg(self, stretch, endpoint, tokens)
+        if asked.own:
+            return OwnLeg(self, stretch, endpoint, tokens, stream=asked.stream)
+        return DecodingLeg(self, stretch, endpoint, tokens)
+
     def _send(self, leg: Leg, body: bytes) -> None:
         endpoint = leg.endpoint
         headers = [JSON]
         if endpoint.key:
             headers.append((b"authorization", b"Bearer " + endpoint.key.encode()))
         call = self._means.outgoing.send(
-            endpoint.address, b"POST", SEGMENTS, body, leg, headers=headers, silence_s=BACKSTOP_S
+            endpoint.address, b"POST", SEGMENTS, body, leg, headers=headers, silence_s=self._silence_s(leg)
         )
         if self._over:
             call.cancel()
         else:
             leg.call = call
+
+    def _silence_s(self, leg: Leg) -> float:
+        whole = isinstance(leg, OwnLeg) and not self._ride.asked.stream
+        return WHOLE_S if whole else BACKSTOP_S
 
     def stop(self) -> None:
         """Nobody wants it any more: all engines are told, and nothing of it is heard again."""
@@ -152,13 +174,37 @@ class Trip:
 
     def tokens(self, choices: list[Choice]) -> None:
         """The next tokens, in order. What the legs before had to do is done, whatever they still say."""
+        self._begin()
+        self._ride.tokens(choices)
+
+    def _begin(self) -> None:
         if not self._streams:
             self._streams = True
             self._ride.leads()
             leg = self._legs[-1]
             if not leg.owes and not self._paused:
                 leg.expect(leg.heard_s)
-        self._ride.tokens(choices)
+
+    def said(self, events: list[dict[str, Any]], *, stream: bool) -> None:
+        """The next events of an engine that answers in its own words."""
+        self._begin()
+        self._ride.said(events, stream=stream)
+
+    def own_finished(self, counts: Counts) -> None:
+        self._done(self._legs[-1])
+        self._ride.own_finished(counts._replace(cached=max(self._cached_tokens, counts.cached)))
+
+    def other_prompt(self, leg: Leg, prompt: tuple[int, ...]) -> None:
+        """The engine makes other tokens of the client's messages than we did."""
+        for each in self._legs:
+            self._let_go(each)
+        self._over, self._legs = True, []
+        self._ride.other_prompt(prompt)
+
+    def turned_down(self, leg: Leg, status: int, error: bytes) -> None:
+        """The engine says that the request itself is at fault."""
+        self._done(leg)
+        self._ride.turned_down(status, JSON[1], error)
 
     def segment_computed(self, leg: Leg) -> None:
         """A segment's cache is ready to go."""
@@ -177,13 +223,17 @@ class Trip:
             self._ride.segment_done(leg.stretch.place)
 
     def finished(self, reason: Literal["stop", "length"], cached_tokens: int) -> None:
+        self._done(self._legs[-1])
+        self._ride.finished(reason, max(self._cached_tokens, cached_tokens))
+
+    def _done(self, last: Leg) -> None:
+        """Its last leg has ended by itself: its connection can be used again."""
         self._over = True
-        self._count(self._legs[-1])
-        self._means.watch.leave(self._legs[-1])  # It has ended by itself: its connection can be used again.
+        self._count(last)
+        self._means.watch.leave(last)
         for leg in self._legs[:-1]:
             self._let_go(leg)
         self._legs = []
-        self._ride.finished(reason, max(self._cached_tokens, cached_tokens))
 
     def too_much(self, leg: Leg) -> None:
         """It goes on behind its end: its connection is not used again."""

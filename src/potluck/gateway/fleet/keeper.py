@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from potluck.core.values.member import Member
 from potluck.core.values.types import Role
 from potluck.gateway.fleet.engine import Caller, Engine, NotAnswered
 from potluck.gateway.fleet.roster import Entry, matched
+from potluck.gateway.fleet.skills import skills_of
 from potluck.gateway.parts import Endpoint, Outgoing
 
 Tell = Callable[[Event], None]
@@ -77,6 +78,7 @@ class Keeper:
         self.find: Callable[[str], Endpoint | None] = self._endpoints.get
         self._faces: set[str] = set()
         """Models that some of them run segments of."""
+        self._skills = skills_of(())
         self._replan: Replan | None = None
         self._version = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,6 +92,12 @@ class Keeper:
 
     def segments(self, model: str) -> bool:
         return model in self._faces
+
+    def owns(self, model: str) -> bool:
+        return model in self._skills.owns
+
+    def adapters(self) -> Mapping[str, str]:
+        return self._skills.adapters
 
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         if source.unit and source.unit == target.unit:
@@ -200,9 +208,15 @@ class Keeper:
         if not engine.replica:
             self.bind()
             return
-        post = self._posts.get(engine.replica)
-        if post is not None and post.ready and engine.said is not None and engine.said.role != post.role:
+        post, said = self._posts.get(engine.replica), engine.said
+        if post is None or not post.ready or said is None:
+            return
+        if said.role != post.role:
             self._spawn(self._call(self.caller.role(engine, post.role)))  # a call before did not reach it
+        endpoint = self._endpoints.get(engine.replica)
+        if endpoint is not None and endpoint.adapters != said.adapters:
+            self._endpoints[engine.replica] = replace(endpoint, adapters=said.adapters)
+            self._changed()
 
     def lost(self, engine: Engine, why: str) -> None:
         """It does not answer, is not who it was, or is not listed any more."""
@@ -312,6 +326,8 @@ class Keeper:
             cache_salt=engine.entry.cache_salt,
             unit=member.unit,
             codec=self._codec_inside(member.template),
+            own=said is not None and said.own,
+            adapters=said.adapters if said else (),
         )
         post.ready = True
         self._version += 1
@@ -336,6 +352,7 @@ class Keeper:
 
     def _changed(self) -> None:
         self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
+        self._skills = skills_of(self._endpoints.values())
         for call in self.on_endpoints:
             call()
 

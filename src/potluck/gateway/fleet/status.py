@@ -11,6 +11,7 @@ from potluck.core.brain.events import Cached, Status
 from potluck.core.errors import FormatError
 
 LONGEST_NAME = 500
+MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
@@ -42,6 +43,9 @@ class Said:
     status: Status
     links: tuple[LinkSaid, ...]
     problem: str
+    own: bool = False
+    """Whether it takes clients' own requests."""
+    adapters: tuple[str, ...] = ()
 
 
 def read_status(body: bytes) -> Said:
@@ -74,6 +78,8 @@ def read_status(body: bytes) -> Said:
         status,
         tuple(_link(each) for each in links if isinstance(each, dict)),
         _text(data, "problem")[:200],
+        data.get("own") is True,
+        _words(data, "adapters"),
     )
 
 
@@ -126,6 +132,13 @@ def _text(data: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or len(value) > LONGEST_NAME:
         raise FormatError(f"status: {name}", "must be text")
     return value
+
+
+def _words(data: dict[str, Any], name: str) -> tuple[str, ...]:
+    found = data.get(name, [])
+    if not isinstance(found, list) or len(found) > MOST_ADAPTERS:
+        raise FormatError(f"status: {name}", f"must be a list of at most {MOST_ADAPTERS} names")
+    return tuple(sorted(each for each in found if isinstance(each, str) and 0 < len(each) <= LONGEST_NAME))
 
 
 def _number(data: dict[str, Any], name: str) -> float:

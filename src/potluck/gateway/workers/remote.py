@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from json.encoder import encode_basestring_ascii as text_of
@@ -26,6 +26,7 @@ from potluck.core.values.route import Route, aggregated
 from potluck.core.values.types import Request
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.tally import Tally
+from potluck.gateway.fleet.skills import skills_of
 from potluck.gateway.parts import Address, Asked, Endpoint, Told
 from potluck.gateway.workers.mail import Mail
 from potluck.worlds.lines import blocks_of, line, names, read_line
@@ -112,6 +113,7 @@ class RemoteDirectory:
         self._endpoints: dict[str, Endpoint] = {}
         self._faces: set[str] = set()
         self._codecs: Codecs = {}
+        self._skills = skills_of(())
 
     def learn(self, text: str) -> None:
         data = json.loads(text)
@@ -119,9 +121,11 @@ class RemoteDirectory:
         self._endpoints = {}
         for each in data["endpoints"]:
             host, port, tls = each.pop("address")
+            each["adapters"] = tuple(each["adapters"])
             made = Endpoint(address=Address(host, port, tls), **each)
             self._endpoints[made.replica] = made
         self._faces = {each.model for each in self._endpoints.values() if each.kind == "face"}
+        self._skills = skills_of(self._endpoints.values())
 
     def find(self, replica: str) -> Endpoint | None:
         return self._endpoints.get(replica)
@@ -135,6 +139,12 @@ class RemoteDirectory:
 
     def segments(self, model: str) -> bool:
         return model in self._faces
+
+    def owns(self, model: str) -> bool:
+        return model in self._skills.owns
+
+    def adapters(self) -> Mapping[str, str]:
+        return self._skills.adapters
 
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         if source.unit and source.unit == target.unit:

@@ -56,7 +56,7 @@ class Worker:
             keys=self.keys,
             settings=DoorSettings(classes=classes, secret=settings.secret, sharing=sharing),
             ready=ready,
-            segments=directory.segments,
+            directory=directory,
         )
         self.port: Port | None = None
 

@@ -73,6 +73,8 @@ def command(settings: Settings, port: int, channel: Path) -> list[str]:
         # The connector knows one group of blocks; vLLM makes several where layers are unlike.
         "--disable-hybrid-kv-cache-manager",
         "--enable-prompt-tokens-details",
+        # It is asked what it makes of a chat's messages before it gets KV for them.
+        "--enable-scale-out",
         # It is asked for its metrics twice a second.
         "--disable-uvicorn-access-log",
     ]

@@ -48,8 +48,8 @@ class Part:
         return min(self.asked.start, len(self.tokens) - 1)
 
 
-def body_of(part: Part, name: str, handle: str | None, lasts_s: float, within_s: float) -> Json:
-    """What vLLM is asked for a segment."""
+def moves_of(part: Part, handle: str | None, lasts_s: float, within_s: float) -> Json:
+    """What becomes of its KV, and whose prefixes it may use: fields of a request."""
     asked = part.asked
     moves: Json = {"request": asked.request}
     if asked.source is not None:
@@ -58,8 +58,15 @@ def body_of(part: Part, name: str, handle: str | None, lasts_s: float, within_s:
     if handle is not None:
         give = {"handle": handle, "stop": part.whole, "codec": asked.codec}
         moves["give"] = give | {"lasts_s": lasts_s}
+    found: Json = {"kv_transfer_params": {"potluck": moves}} if len(moves) > 1 else {}
+    return found | {"cache_salt": asked.salt} if asked.salt else found
+
+
+def body_of(part: Part, handle: str | None, lasts_s: float, within_s: float) -> Json:
+    """What vLLM is asked for a segment."""
+    asked = part.asked
     body: Json = {
-        "model": name,
+        "model": asked.model,
         "prompt": list(part.tokens[: part.whole]),
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -67,11 +74,8 @@ def body_of(part: Part, name: str, handle: str | None, lasts_s: float, within_s:
         "detokenize": False,
         "temperature": 0,
         "max_tokens": 1,
+        **moves_of(part, handle, lasts_s, within_s),
     }
-    if len(moves) > 1:
-        body["kv_transfer_params"] = {"potluck": moves}
-    if asked.salt:
-        body["cache_salt"] = asked.salt
     if part.hands_on:
         return body
     sampling = asked.sampling
@@ -107,23 +111,30 @@ class Events:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Heard]:
+    def feed(self, data: bytes) -> list[Json]:
         parts = (self._rest + data).split(b"\n\n")
         self._rest = parts.pop()
         if len(self._rest) > LONGEST_EVENT:
             raise Refused(502, "vLLM sent an event without an end", "try_again")
         events = [part for part in parts if part.startswith(EVENT) and part != LAST]
-        return [_heard(json.loads(event[len(EVENT) :])) for event in events]
+        found: list[Json] = [json.loads(event[len(EVENT) :]) for event in events]
+        for said in found:
+            if "error" in said:
+                error = said["error"]
+                message = error.get("message") if isinstance(error, dict) else error
+                raise Refused(503, f"vLLM: {str(message)[:200]}", "try_again")
+        return found
 
 
-def _heard(said: Json) -> Heard:
-    if "error" in said:
-        error = said["error"]
-        message = error.get("message") if isinstance(error, dict) else error
-        raise Refused(503, f"vLLM: {str(message)[:200]}", "try_again")
+def cached_of(said: Json) -> int | None:
+    """How many of the prompt's tokens were cached, where a usage says so."""
     usage = said.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return details.get("cached_tokens") if isinstance(details, dict) else None
+
+
+def heard_of(said: Json) -> Heard:
+    cached = cached_of(said)
     choices = said.get("choices")
     if not isinstance(choices, list) or not choices:
         return Heard(cached_tokens=cached)

@@ -8,7 +8,6 @@ KV was fetched.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -21,11 +20,12 @@ from potluck.api.errors import Refused
 from potluck.api.segments import segment_of
 from potluck.kv.handles import checked_handle, new_handle
 from potluck.vllm.adapter.ears import Gave
-from potluck.vllm.adapter.requests import Events, Heard, Part, body_of, refusal_of
+from potluck.vllm.adapter.own import answer_own
+from potluck.vllm.adapter.requests import Events, Heard, Part, body_of, heard_of, refusal_of
 from potluck.vllm.adapter.service import SERVICE, Held, Service
+from potluck.vllm.adapter.telling import Telling, end_of
 from potluck.vllm.params import address_of
 
-FINGERPRINT = "X-Potluck-Fingerprint"
 LEASE_S = 10.0
 """How long a receiver that came is waited for when it is heard of no more, as the outbox has it."""
 
@@ -37,42 +37,21 @@ async def segments(request: web.Request) -> web.StreamResponse:
     if asked.source is not None:
         service.must_be_peer(address_of(asked.source.kv))
     part = Part(asked, tokens)
-    if not part.hands_on and asked.max_tokens < 1:
+    if not part.hands_on and asked.own is None and asked.max_tokens < 1:
         raise Refused(400, f"max_tokens: must be at least 1, is {asked.max_tokens}", param="max_tokens")
     async with service.admitted(part.whole - part.received) as held:
         if part.hands_on:
             return await _hand_on(request, service, part, held)
+        if asked.own is not None:
+            return await answer_own(request, service, part, asked.own, held)
         return await _decode(request, service, part, held)
-
-
-class Telling:
-    """Lines of an answer; its status is only said with the first."""
-
-    def __init__(self, request: web.Request, service: Service) -> None:
-        headers = {"Content-Type": "application/x-ndjson", FINGERPRINT: service.fingerprint}
-        self._request, self._response = request, web.StreamResponse(headers=headers)
-
-    async def say(self, *lines: dict[str, object]) -> None:
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
-        text = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
-        await self._response.write(text)
-
-    async def end(self, line: dict[str, object]) -> web.StreamResponse:
-        await self.say(line)
-        await self._response.write_eof()
-        return self._response
-
-    @property
-    def begun(self) -> bool:
-        return self._response.prepared
 
 
 async def _answer(service: Service, part: Part, handle: str | None) -> AsyncIterator[Heard]:
     """What vLLM says to a segment; Refused where it does not take it, or breaks off."""
     limits = service.limits
     lasts_s = min(limits.deadline_s + limits.lease_s, 3600.0)
-    body = body_of(part, service.name, handle, lasts_s, limits.handover_s)
+    body = body_of(part, handle, lasts_s, limits.handover_s)
     url = f"{service.server.base}/v1/completions"
     try:
         async with service.session.post(url, json=body) as answer:
@@ -80,8 +59,8 @@ async def _answer(service: Service, part: Part, handle: str | None) -> AsyncIter
                 raise refusal_of(answer.status, await answer.content.read(1 << 14))
             events = Events()
             async for data in answer.content.iter_any():
-                for heard in events.feed(data):
-                    yield heard
+                for said in events.feed(data):
+                    yield heard_of(said)
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Refused(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
 
@@ -107,10 +86,10 @@ async def _decode(request: web.Request, service: Service, part: Part, held: Held
             raise
         code = error.code if isinstance(error, Refused) else "deadline"
         line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
-        return await telling.end(_end("error", part, cached, told) | {"code": code, "problem": line})
+        return await telling.end(end_of("error", part, cached, told) | {"code": code, "problem": line})
     service.prompt_tokens += len(part.tokens)
     service.output_tokens += told
-    end = _end(reason, part, cached, told)
+    end = end_of(reason, part, cached, told)
     if first_s is not None:
         end["ttft_s"] = first_s - came_s
     return await telling.end(end)
@@ -138,12 +117,12 @@ async def _hand_on(request: web.Request, service: Service, part: Part, held: Hel
         gave = await _fate(service, fate)
         if gave.state != "fetched":
             return await _lost(telling, part, gave, cached)
-        return await telling.end(_end("handed_on", part, cached, 0))
+        return await telling.end(end_of("handed_on", part, cached, 0))
     except (Refused, TimeoutError) as error:
         if not telling.begun:
             raise
         code = error.code if isinstance(error, Refused) else "deadline"
-        end = _end("error", part, 0, 0)
+        end = end_of("error", part, 0, 0)
         return await telling.end(end | {"code": code, "problem": str(error) or "it took too long"})
     finally:
         computing.cancel()
@@ -175,14 +154,4 @@ async def _lost(telling: Telling, part: Part, gave: Gave, cached: int) -> web.St
     if gave.state == "gone":
         code = "receiver_gone" if gave.claimed else "not_fetched"
         line = gave.problem or "the receiver was not heard of in time"
-    return await telling.end(_end("error", part, cached, 0) | {"code": code, "problem": line})
-
-
-def _end(reason: str | None, part: Part, cached: int, told: int) -> dict[str, object]:
-    own = max(0, min(cached - part.received, len(part.tokens))) if not part.hands_on else cached
-    return {
-        "ended": reason,
-        "prompt_tokens": len(part.tokens),
-        "cached_tokens": own,
-        "output_tokens": told,
-    }
+    return await telling.end(end_of("error", part, cached, 0) | {"code": code, "problem": line})

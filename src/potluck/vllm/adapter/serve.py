@@ -86,9 +86,7 @@ async def _up(service: Service) -> None:
     async with asyncio.timeout(10):
         await service.ears.here.wait()
     service.allow(frozenset())
-    async with service.session.get(f"{service.server.base}/v1/models") as answer:
-        models = await answer.json()
-    service.max_tokens = int(models["data"][0].get("max_model_len") or 0)
+    await service.look()
 
 
 async def _listen(site: web.TCPSite, host: str, port: int) -> None:

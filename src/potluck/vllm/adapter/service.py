@@ -19,6 +19,7 @@ from potluck.vllm.adapter.process import Server
 
 METRICS_S = 0.2
 """How old figures from vLLM may be."""
+MODELS_S = 5.0
 ROLES = ("prefill", "decode", "mixed")
 
 
@@ -43,6 +44,9 @@ class Service:
         self.peers: frozenset[Address] = frozenset()
         self.open_requests = self.todo_tokens = self.context_tokens = 0
         self.max_tokens = 0
+        self.adapters: tuple[str, ...] = ()
+        """LoRA that vLLM has loaded: models by the name of their own."""
+        self._listed_s = 0.0
         self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
         self._metrics: dict[str, float] = {}
         self._asked_s = 0.0
@@ -71,8 +75,8 @@ class Service:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def must_be(self, model: str) -> None:
-        if model != self.name:
-            raise UnknownNameError("model", model, [self.name])
+        if model != self.name and model not in self.adapters:
+            raise UnknownNameError("model", model, [self.name, *self.adapters])
 
     def must_be_peer(self, address: Address) -> None:
         if address not in self.peers | self.always and (address[0], 0) not in self.always:
@@ -117,8 +121,20 @@ class Service:
                 self._metrics = summed(await self.metrics_text())
         return self._metrics
 
+    async def look(self) -> None:
+        """What it serves, and how long a request may be; adapters may come and go."""
+        self._listed_s = time.monotonic()
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with self.session.get(f"{self.server.base}/v1/models", timeout=timeout) as answer:
+            models = (await answer.json())["data"]
+        self.max_tokens = int(models[0].get("max_model_len") or 0)
+        self.adapters = tuple(sorted(str(each["id"]) for each in models if each.get("parent")))
+
     async def status(self) -> dict[str, object]:
         figures = await self.figures()
+        if time.monotonic() - self._listed_s > MODELS_S and not self.problem:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                await self.look()
         worker, steps = self.ears.workers[0], self.ears.steps
         times = sorted(seconds for _, _, seconds in steps.recent)
         # vLLM writes its gauges at the end of a step, before the blocks of requests that ended in it are free.
@@ -159,6 +175,8 @@ class Service:
             ],
             "received_bytes": self.ears.moved.bytes,
             "failed_fetches": self.ears.moved.failed,
+            "own": True,
+            "adapters": list(self.adapters),
             "problem": self.problem,
         }
 

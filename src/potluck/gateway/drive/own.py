@@ -1,0 +1,104 @@
+"""The last segment of a request that its engine answers in its own words: tokens to count, and events to pass on.
+
+    {"token": 5}  {"said": {an event as OpenAI has it}}  ...  {"ended": "stop", "prompt_tokens": ..., ...}
+
+Where the engine makes another prompt of the client's messages than we did, KV that was computed for ours is of no use
+to it: it says which tokens its own has, and the request is sent again with those.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from potluck.core.values.sampling import Choice
+from potluck.gateway.drive.bodies import Stretch
+from potluck.gateway.drive.leg import Leg
+from potluck.gateway.drive.lines import Garbage, Last, Lines, Said
+from potluck.gateway.drive.verdicts import ended
+from potluck.gateway.parts import Counts, Endpoint
+
+if TYPE_CHECKING:
+    from potluck.gateway.drive.trip import Trip
+
+LONGEST_LINE = 64 << 20
+"""An answer that is not streamed is one line."""
+OTHER_PROMPT = "other_prompt"
+CLIENTS_FAULT = 400
+MOST_PROMPT = 1 << 24
+
+
+class OwnLeg(Leg):
+    __slots__ = ("_prompt", "_said_any", "_streamed")
+
+    def __init__(
+        self, trip: Trip, stretch: Stretch, endpoint: Endpoint, tokens: int, *, stream: bool
+    ) -> None:
+        super().__init__(trip, stretch, endpoint, tokens)
+        self._lines = Lines(trip.vocab, LONGEST_LINE)
+        self._streamed = stream
+        self._said_any = False
+        self._prompt: tuple[int, ...] = ()
+
+    def expect(self, now_s: float) -> None:
+        """An answer that is not streamed says nothing until all of it is there."""
+        if self._streamed:
+            super().expect(now_s)
+
+    def done(self) -> None:
+        if not self.over and self._status == CLIENTS_FAULT:
+            self.call, self.over = None, True
+            self.trip.turned_down(self, self._status, self._error)
+        else:
+            super().done()
+
+    def _said(self, found: list[Said | Garbage]) -> None:
+        tokens = 0
+        events: list[dict[str, Any]] = []
+        end: Said | Garbage | None = None
+        for said in found:
+            if end is not None:
+                self._lied("more behind its end")
+                return
+            if isinstance(said, Choice):
+                tokens += 1
+            elif isinstance(said, dict) and isinstance(event := said.get("said"), dict):
+                events.append(event)
+            elif isinstance(said, dict) and isinstance(prompt := said.get("prompt"), list):
+                self._prompt = _prompt(prompt, self.trip.vocab)
+            else:
+                end = said
+        if tokens:
+            self.told += tokens
+            if not self.flows:
+                self.computed(self.heard_s)
+                self.flows = True
+        if events:
+            self._said_any = True
+            self.trip.said(events, stream=self._streamed)
+        if end is not None and not self.over:
+            self._ended(end)
+
+    def _ended(self, end: Any) -> None:
+        if isinstance(end, Garbage):
+            self._lied(str(end))
+        elif not isinstance(end, Last):
+            self._lied("a line that says nothing")
+        elif end.code == OTHER_PROMPT and self._prompt and end.reason not in ("stop", "length"):
+            self.over = True
+            self.trip.other_prompt(self, self._prompt)
+        elif end.reason not in ("stop", "length"):
+            self._fail(ended(end.code, self.has_source, hands_on=False))
+        elif end.output_tokens != self.told or not self._said_any:
+            self._lied("an end that does not add up")
+        else:
+            self.over = True
+            self.trip.own_finished(Counts(end.prompt_tokens, self.told, end.cached_tokens))
+
+
+def _prompt(tokens: list[object], vocab: int) -> tuple[int, ...]:
+    """An engine's own prompt; nothing where it is none."""
+    most = vocab or 1 << 31
+    if len(tokens) > MOST_PROMPT:
+        return ()
+    found = [token for token in tokens if type(token) is int and 0 <= token < most]
+    return tuple(found) if len(found) == len(tokens) else ()

@@ -1,0 +1,244 @@
+"""Requests that an engine answers in its own words: tools, formats. One answer, whoever says it and however often."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from drive_kit import asked
+from drive_stage import Stage
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.core.brain.events import Cancelled, Failed, Finished, FirstToken
+from potluck.core.values.route import aggregated, handed_over
+from potluck.gateway.drive.retold import Otherwise, Retold, Whole
+from potluck.gateway.parts import Asked, Counts
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+END = {"ended": "stop", "prompt_tokens": 20, "cached_tokens": 4}
+
+
+def own(stream: bool = True, **more: Any) -> Asked:
+    body = json.dumps({**BODY, "stream": stream, **more}, separators=(",", ":")).encode()
+    return asked(own=True, path=b"/v1/chat/completions", body=body, stream=stream)
+
+
+def event(delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
+    return {
+        "id": "theirs",
+        "created": 7,
+        "model": "x",
+        "object": "chat.completion.chunk",
+        "choices": [choice],
+    }
+
+
+def call(name: str = "", arguments: str = "", id: str = "c1") -> dict[str, Any]:
+    function = ({"name": name} if name else {}) | ({"arguments": arguments} if arguments else {})
+    first = {"id": id, "type": "function"} if name else {}
+    return {"tool_calls": [{"index": 0, **first, "function": function}]}
+
+
+def told(data: bytes) -> tuple[Whole, list[dict[str, Any]]]:
+    """What a client has of it."""
+    events = [part for part in data.decode().split("\n\n") if part]
+    found = [json.loads(each.removeprefix("data: ")) for each in events if each != "data: [DONE]"]
+    whole = Whole()
+    for each in found:
+        for choice in each["choices"]:
+            whole.add(choice)
+    return whole, found
+
+
+def stage(*names: str) -> Stage:
+    made = Stage()
+    for name in names:
+        made.fleet.add(name, own=True)
+    return made
+
+
+def test_the_engine_gets_the_clients_body_and_the_client_its_events() -> None:
+    there = stage("x")
+    heard = there.begin(own(), aggregated("x"))
+    asked_for = there.call("x")
+    assert asked_for.body["own"] == {"path": "/v1/chat/completions", "body": {**BODY, "stream": True}}
+    assert asked_for.body["tokens"] == list(heard.asked.prompt)
+    asked_for.write(
+        {"said": event({"role": "assistant", "content": ""})}, {"token": 5}, {"said": event(call("look"))}
+    )
+    asked_for.write({"token": 6}, {"token": 7}, {"said": event(call(arguments='{"n": 1}'), "tool_calls")})
+    asked_for.write({**END, "output_tokens": 3})
+    asked_for.end()
+    whole, events = told(heard.relayed)
+    assert {(each["id"], each["model"]) for each in events} == {("chatcmpl-r", "m")}
+    assert (whole.texts["call 0"], whole.facts["name 0"]) == ('{"n": 1}', "look")
+    assert heard.relayed.endswith(b"data: [DONE]\n\n")
+    assert heard.counts == Counts(20, 3, 4)
+    assert there.news == [FirstToken("r", 0), Finished("r", 0, 3)]
+    there.at_rest()
+
+
+def test_an_answer_that_comes_at_once_is_passed_on_at_once() -> None:
+    there = stage("x")
+    heard = there.begin(own(stream=False), aggregated("x"))
+    there.clock.pass_s(500)
+    choices = [{"message": {"content": "hi"}}]
+    reply = {"id": "theirs", "model": "x", "choices": choices, "kv_transfer_params": {"a": 1}}
+    there.call("x").write({"token": 5}, {"said": reply}, {**END, "output_tokens": 1})
+    there.call("x").end()
+    assert json.loads(heard.relayed) == {"id": "chatcmpl-r", "model": "m", "choices": choices}
+    assert heard.counts == Counts(20, 1, 4)
+
+
+def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:
+    there = stage("x", "y")
+    heard = there.begin(own(), aggregated("x"))
+    there.call("x").write(
+        {"token": 5}, {"said": event({"role": "assistant"})}, {"said": event(call("look", '{"n', "c1"))}
+    )
+    there.call("x").lose()
+    assert there.news[-1] == Failed("r", 0, "replica", "x", 0), (
+        "for the Brain, nothing is there to go on from"
+    )
+    there.again(heard.asked, aggregated("y"), 1, 0)
+    again = there.call("y")
+    assert again.body["tokens"] == list(heard.asked.prompt)
+    again.write(
+        {"token": 5}, {"said": event({"role": "assistant"})}, {"said": event(call("look", '{"', "c2"))}
+    )
+    again.write(
+        {"token": 6}, {"said": event(call(arguments='n": 1}'), "tool_calls")}, {**END, "output_tokens": 2}
+    )
+    again.end()
+    whole, events = told(heard.relayed)
+    assert whole.texts["call 0"] == '{"n": 1}'
+    assert [each["choices"][0]["delta"]["tool_calls"][0].get("id") for each in events[1:]] == ["c1", None]
+    assert there.news[-1] == Finished("r", 1, 2)
+
+
+def test_an_engine_that_answers_otherwise_ends_it_honestly() -> None:
+    there = stage("x", "y")
+    heard = there.begin(own(), aggregated("x"))
+    there.call("x").write({"token": 5}, {"said": event({"content": "a plan"})})
+    there.call("x").lose()
+    there.again(heard.asked, aggregated("y"), 1, 0)
+    there.call("y").write({"token": 5}, {"said": event({"content": "another"})})
+    assert heard.refusal is not None
+    assert "otherwise" in heard.refusal.detail
+    assert there.news[-1] == Cancelled("r")
+    there.at_rest()
+
+
+def test_an_engine_with_another_prompt_says_so_and_all_get_that_one() -> None:
+    there = stage("p", "d")
+    heard = there.begin(own(), handed_over("p", "d", 20))
+    there.call("d").write({"prompt": [1, 2, 3, 4]}, {"ended": "error", **_counts(), "code": "other_prompt"})
+    assert there.news[-1] == Failed("r", 0, "timeout", "", 0), "nobody is to blame"
+    assert there.call("p").cancelled
+    there.again(heard.asked, handed_over("p", "d", 20), 1, 0)
+    assert [there.call(name).body["tokens"] for name in "pd"] == [[1, 2, 3, 4]] * 2
+    assert "own" not in there.call("p").body
+
+
+def test_what_is_wrong_with_the_request_is_the_clients_to_know() -> None:
+    there = stage("x")
+    heard = there.begin(own(), aggregated("x"))
+    there.call("x").refuse(400)
+    assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no")
+    assert there.news == [Cancelled("r")]
+
+
+def test_engines_that_only_draw_tokens_are_not_asked() -> None:
+    there = Stage("x")
+    there.begin(own(), aggregated("x"))
+    assert not there.fleet.sent
+    assert there.news == [Failed("r", 0, "replica", "x", 0)]
+
+
+@pytest.mark.parametrize("line", [{**END, "output_tokens": 2}, {"nothing": 1}, {**END, "output_tokens": 0}])
+def test_an_end_that_does_not_add_up_is_a_lie(line: dict[str, object]) -> None:
+    there = stage("x")
+    there.begin(own(), aggregated("x"))
+    there.call("x").write({"token": 5}, line)
+    assert there.news[-1] == Failed("r", 0, "replica", "x", 0)
+
+
+def _counts() -> dict[str, int]:
+    return {"prompt_tokens": 20, "cached_tokens": 0, "output_tokens": 0}
+
+
+ANSWERS = st.tuples(
+    st.text(max_size=12),
+    st.lists(st.tuples(st.text(min_size=1, max_size=5), st.text(max_size=9)), max_size=3),
+)
+CUTS = st.lists(st.integers(1, 4), min_size=1, max_size=8)
+
+
+def _events(answer: tuple[str, list[tuple[str, str]]], cuts: list[int], name: str) -> list[dict[str, Any]]:
+    """An answer said in pieces that are cut somewhere."""
+    content, calls = answer
+    made = [event({"role": "assistant", "content": ""})]
+    made += [event({"content": piece}) for piece in _cut(content, cuts)]
+    for place, (called, arguments) in enumerate(calls):
+        first = {"index": place, "id": f"{name}{place}", "type": "function", "function": {"name": called}}
+        made.append(event({"tool_calls": [first]}))
+        made += [
+            event({"tool_calls": [{"index": place, "function": {"arguments": piece}}]})
+            for piece in _cut(arguments, cuts)
+        ]
+    return [*made, event({}, "tool_calls" if calls else "stop")]
+
+
+def _cut(text: str, cuts: list[int]) -> list[str]:
+    found, place = [], 0
+    while text:
+        size = cuts[place % len(cuts)]
+        found.append(text[:size])
+        text, place = text[size:], place + 1
+    return found
+
+
+@given(ANSWERS, st.lists(st.tuples(CUTS, st.integers(0, 20)), min_size=1, max_size=4))
+def test_however_often_it_breaks_off_the_client_has_one_answer(
+    answer: tuple[str, list[tuple[str, str]]], attempts: list[tuple[list[int], int]]
+) -> None:
+    retold, data = Retold("chatcmpl-1", "m", usage=False), b""
+    for place, (cuts, upto) in enumerate(attempts):
+        retold.again()
+        said = _events(answer, cuts, f"attempt {place} ")
+        last = place + 1 == len(attempts)
+        data += b"".join(map(retold.event, said if last else said[:upto]))
+    whole, events = told(data)
+    expected = Whole()
+    for each in _events(answer, [1], ""):
+        expected.add(each["choices"][0])
+    for facts in (whole.facts, expected.facts):
+        for name in [name for name in facts if name.startswith("id ")]:
+            facts.pop(name)
+    assert {name: text for name, text in whole.texts.items() if text} == {
+        name: text for name, text in expected.texts.items() if text
+    }
+    assert whole.facts == expected.facts
+    assert sum(bool(each["choices"][0]["finish_reason"]) for each in events) == 1
+
+
+def test_other_words_are_noticed_wherever_they_are() -> None:
+    for first, second in (
+        ({"content": "ab"}, {"content": "ac"}),
+        (call("look"), call("see")),
+        (call("look", "12"), call("look", "13")),
+    ):
+        retold = Retold("n", "m", usage=False)
+        retold.event(event(first))
+        retold.again()
+        with pytest.raises(Otherwise):
+            retold.event(event(second))
+
+
+def test_usage_is_told_to_who_asked_for_it() -> None:
+    last = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3}}
+    assert Retold("n", "m", usage=False).event(last) == b""
+    assert b'"prompt_tokens":3' in Retold("n", "m", usage=True).event(last)
