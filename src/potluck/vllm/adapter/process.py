@@ -92,7 +92,7 @@ class Server:
         code = self._process.returncode if self._process is not None else None
         if code is not None and code < 0:
             return f"signal {-code} ended it"
-        said = [line for line in self._lines if "Error" in line]
+        said = [line for line in self._lines if "Error" in line or "error:" in line]
         return said[-1][:300] if said else f"exit code {code}; its log says more"
 
     async def end(self) -> None:
