@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from potluck.cli.serving.up_attach import attach, planned_for, read_entries
+from potluck.cli.serving.up_gpus import must_have_chips
 from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.local import LocalLauncher
+from potluck.control.launch.process import Pid
 from potluck.control.values import Make
-from potluck.core.errors import InputError
-from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.plan import Deployment, Plan, Replica, Template
 
 SPEC = """
 models:
@@ -60,3 +65,39 @@ def test_engines_of_vllm_are_started_with_the_planned_layout() -> None:
     assert words[-5:] == ["--python", "py", "--", "--dtype", "float32"]
     with pytest.raises(InputError, match="same tensor parallelism"):
         maker.command(make(4, 2), 8000, 9000)
+
+
+def test_gpus_of_this_machine_are_given_to_each_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four GPUs to each of two engines, ports in a row for their workers, and no third engine."""
+    chips = tuple(("1xH100", f"GPU-{place}") for place in range(4))
+    maker = EngineMaker("vllm", (("m", Path("dir")),), chips=chips, gpus=(("8xH100", "1xH100"),))
+    node = StageNode("8xH100", 2, ep="tp")
+    make = Make("m", Layout((Stage(32, (node,)),)), "here")
+    spawned: list[tuple[list[str], dict[str, str]]] = []
+
+    def spawn(command: list[str], marks: dict[str, str], log: Path) -> Pid:
+        spawned.append((command, marks))
+        return Pid(len(spawned), 1)
+
+    monkeypatch.setattr("potluck.control.launch.local.spawn", spawn)
+    launcher = LocalLauncher(maker, tmp_path, "me", free=lambda: None)
+    launcher.start("a", make)
+    launcher.start("b", make)
+    assert [marks["CUDA_VISIBLE_DEVICES"] for _, marks in spawned] == ["GPU-0,GPU-1", "GPU-2,GPU-3"]
+    assert all("--expert-parallel" in command for command, _ in spawned)
+    with pytest.raises(CapacityError, match="1xH100"):
+        launcher.start("c", make)
+    with pytest.raises(InputError, match="spreads experts"):
+        maker.command(Make("m", Layout((Stage(32, (StageNode("8xH100", 2, ep="dp"),)),)), "here"), 1, 2)
+
+
+def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
+    template = Template(
+        "t", "homogeneous", "m", (), (Replica("mixed", single("2xL4", 2, 32)),), (), "measured"
+    )
+    plan = Plan("x", (template,), (Deployment("t", "here", 2),), (), (), (), (), 0.0, 0.0)
+    chips = tuple(("1xL4", f"GPU-{place}") for place in range(3))
+    maker = EngineMaker("vllm", (("m", Path("dir")),), chips=chips, gpus=(("2xL4", "1xL4"),))
+    with pytest.raises(InputError, match="4 GPUs of type 1xL4, this machine has 3"):
+        must_have_chips(plan, maker)
+    must_have_chips(plan, replace(maker, chips=()))

@@ -103,9 +103,11 @@ def test_several_streams_are_one_with_a_usage_that_counts_tokens() -> None:
 
 def test_a_completion_goes_on_with_its_tokens() -> None:
     there = scene()
+    there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "suffix": "x"})
     there.ask("/v1/completions", {"model": NAME, "prompt": "hi", "echo": True})
-    (asked,) = there.driver.asked
+    asked, echoed = there.driver.asked
     assert json.loads(asked.body)["prompt"] == list(asked.prompt)
+    assert json.loads(echoed.body)["prompt"] == "hi", "whose text is told"
 
 
 def test_hand_overs_are_not_the_clients_to_ask_for() -> None:

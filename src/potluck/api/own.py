@@ -60,9 +60,10 @@ def _read(body: Mapping[str, object], names: frozenset[str]) -> dict[str, object
 
 
 def own_body(body: Mapping[str, object], prompt: Sequence[int] | None, seed: int | None) -> dict[str, object]:
-    """One answer of it as it goes to an engine; a completion gets its prompt as tokens, so that all agree on them."""
+    """One answer of it as it goes to an engine; a completion gets its prompt as tokens, so that all agree on them,
+    unless its text is to be told again."""
     made = {name: value for name, value in body.items() if name not in KEPT_BACK and value is not None}
-    if prompt is not None:
+    if prompt is not None and not (body.get("echo") and isinstance(body.get("prompt"), str)):
         made["prompt"] = list(prompt)
     if seed is not None:
         made["seed"] = seed

@@ -22,6 +22,7 @@ from potluck.core.errors import InputError
 @click.option(
     "--tensor-parallel", default=1, show_default=True, type=click.IntRange(1), help="GPUs per stage."
 )
+@click.option("--expert-parallel", is_flag=True, help="Each expert of a mixture whole on one GPU.")
 @click.option("--stages", help="A pipeline: layers of each stage, such as 20,12.")
 @click.option("--token-budget", type=click.IntRange(1), help="Of one step; else vLLM's choice.")
 @click.option("--max-running", type=click.IntRange(1), help="Requests at once; else vLLM's choice.")
@@ -54,6 +55,7 @@ def vllm(
     allow_host: tuple[str, ...],
     role: str,
     tensor_parallel: int,
+    expert_parallel: bool,
     stages: str | None,
     kv_port: int,
     kv_from: tuple[str, ...],
@@ -82,7 +84,7 @@ def vllm(
     except ModuleNotFoundError as error:
         raise InputError("engine vllm", f"needs {error.name}; install potluck[gateway]") from error
 
-    shape = Shape(tensor_parallel, _layers(stages))
+    shape = Shape(tensor_parallel, _layers(stages), expert_parallel)
     if shape.workers > 1 and not kv_port:
         raise InputError(
             "--kv-port", f"is needed for {shape.workers} workers: each takes one port from there on"

@@ -23,14 +23,16 @@ from potluck.cli.serving.up_gpus import (
     for_this_machine,
     found_chips,
     maker_of,
+    must_have_chips,
     must_run_here,
     prepared_for_gpus,
+    vllm_maker,
 )
 from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared, with_offers, workshop_of
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec, startups_of
+from potluck.control.launch.chips import find_chips
 from potluck.core.errors import CapacityError, InputError, PotluckError
-from potluck.spec.values import SHIPPED
 
 if TYPE_CHECKING:
     from potluck.control.loop import Turn
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from potluck.core.brain.policy import Policy
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Workshop
-    from potluck.spec.values import ModelSpec
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
@@ -217,8 +218,7 @@ def _prepared(
     if style == "gpu":
         maker, wishes = maker_of(spec, found_chips(), device), for_this_machine(wishes, spec)
     elif style == "vllm":
-        files = tuple((model.name, vllm_files(model)) for model in spec.models)
-        maker = EngineMaker(style, files, python=below[0], more=tuple(shlex.split(below[1])))
+        maker = vllm_maker(spec, find_chips(), below[0], tuple(shlex.split(below[1])))
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
         names = tuple((each.name, each.model.name) for each in spec.models)
@@ -232,14 +232,8 @@ def _prepared(
             must_run_here(prepared(paths, spec, replace(wishes, averages=True), said).inputs.plan, style)
         raise
     must_run_here(found.inputs.plan, style)
+    must_have_chips(found.inputs.plan, maker)
     return Ready(spec_path, found, maker, (), chosen)
-
-
-def vllm_files(model: ModelSpec) -> Path:
-    """A model's own directory, or the one that ships."""
-    from potluck.engine.shipped import shipped_model
-
-    return shipped_model() if model.files in (None, SHIPPED) else Path(str(model.files))
 
 
 def _start_s(ready: Ready) -> float:
@@ -248,7 +242,7 @@ def _start_s(ready: Ready) -> float:
     from potluck.plan.again import longest_start_s
 
     inputs = ready.prepared.inputs
-    if ready.maker.style != "gpu":
+    if ready.maker.style not in ("gpu", "vllm"):
         return START_S
     return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
 

@@ -208,6 +208,43 @@ def maker_of(spec: Spec, chips: Sequence[Chip], device: str = "cuda") -> EngineM
     return EngineMaker("gpu", files, chips=mine, flags=flags_of(spec), device=device)
 
 
+def vllm_maker(spec: Spec, chips: Sequence[Chip], python: str, more: tuple[str, ...]) -> EngineMaker:
+    """The same for stock vLLM, an engine of which may have several GPUs; with none here it takes what there is."""
+    from potluck.engine.shipped import shipped_model
+
+    files = tuple(
+        (model.name, shipped_model() if model.weights is None and model.files is None else weights_of(model))
+        for model in spec.models
+    )
+    kinds: dict[str, str] = {}
+    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
+    if mine:
+        kinds = {node.name: f"1x{node.gpu.name}" for node in spec.node_types}
+        there = {kind for kind, _ in mine}
+        for node, kind in kinds.items():
+            if kind not in there:
+                raise InputError(
+                    "--engine", f"vllm: the spec has {node}, this machine has {', '.join(sorted(there))}"
+                )
+    return EngineMaker("vllm", files, chips=mine, gpus=tuple(kinds.items()), python=python, more=more)
+
+
+def must_have_chips(plan: Plan, maker: EngineMaker) -> None:
+    """Refuse a plan for more GPUs than this machine has."""
+    there = Counter(kind for kind, _ in maker.chips)
+    wanted: Counter[str] = Counter()
+    for each in plan.deployments:
+        for replica in plan.template(each.template).replicas:
+            make = Make(plan.template(each.template).model, replica.layout, each.region)
+            for kind in maker.chips_for(make):
+                wanted[kind] += each.count
+    for kind, count in wanted.items():
+        if count > there[kind]:
+            raise InputError(
+                "--engine", f"the plan has {count} GPUs of type {kind}, this machine has {there[kind]}"
+            )
+
+
 def weights_of(model: ModelSpec) -> Path:
     """The directory that an engine reads a model from: where the spec says that weights lie, else its files."""
     from potluck.engine.shipped import shipped_model

@@ -32,6 +32,8 @@ class EngineMaker:
     host: str = "127.0.0.1"
     chips: tuple[tuple[str, str], ...] = ()
     """Of this machine's GPUs the node type that each is, and its id."""
+    gpus: tuple[tuple[str, str], ...] = ()
+    """Of node types with several GPUs, as vLLM uses them: what one of those is as a node type."""
     flags: Callable[[Make], tuple[str, ...]] = lambda make: ()
     """Further flags of an engine on them: how much fits, say."""
     device: str = "cuda"
@@ -45,6 +47,21 @@ class EngineMaker:
     def __post_init__(self) -> None:
         if self.style not in STYLES:
             raise InputError("--engine", f"must be one of {', '.join(STYLES)}, is {self.style!r}")
+
+    def chips_for(self, make: Make) -> tuple[str, ...]:
+        """The kind of each GPU that an engine gets, in the order of its workers; none where it finds them itself."""
+        if self.style == "gpu":
+            return nodes_of(make)
+        if self.style != "vllm" or not self.chips:
+            return ()
+        kinds = dict(self.gpus)
+        nodes = [node for stage in make.layout.stages for node in stage.nodes]
+        return tuple(kinds.get(node.node, node.node) for node in nodes for _ in range(node.tp))
+
+    def workers(self, make: Make) -> int:
+        """Processes of an engine that take a port for KV each."""
+        nodes = [node for stage in make.layout.stages for node in stage.nodes]
+        return sum(node.tp for node in nodes) if self.style == "vllm" else 1
 
     def gateway_words(self) -> tuple[str, ...]:
         """What a gateway before such engines must be told."""
@@ -95,7 +112,14 @@ def parallel_of(make: Make) -> tuple[str, ...]:
     wide = {node.tp for stage in stages for node in stage.nodes}
     if len(wide) != 1 or any(len(stage.nodes) != 1 for stage in stages):
         raise InputError("layout", "vLLM needs one node per stage, and the same tensor parallelism in all")
-    found = ("--tensor-parallel", str(wide.pop()))
+    spread = {node.ep for stage in stages for node in stage.nodes}
+    if "dp" in spread or len(spread) != 1:
+        raise InputError(
+            "layout", "vLLM with KV hand-overs spreads experts over tensor parallel GPUs (tp) or not at all"
+        )
+    found: tuple[str, ...] = ("--tensor-parallel", str(wide.pop()))
+    if "tp" in spread:
+        found = (*found, "--expert-parallel")
     return found if len(stages) == 1 else (*found, "--stages", ",".join(str(each.layers) for each in stages))
 
 

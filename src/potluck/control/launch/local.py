@@ -63,10 +63,10 @@ class LocalLauncher:
     def start(self, name: str, make: Make) -> Place:
         gpu = self._maker.style == "gpu"
         must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
-        port, kv_port = self._port(), self._port()
+        port, kv_port = self._port(), self._port(self._maker.workers(make))
         command = self._maker.command(make, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
-        chip = self._chips_for(make) if gpu else ""
+        chip = self._chips_for(make)
         if chip:
             self._chips[name], marks[VISIBLE] = chip, chip
         pid = None if self._nursery is None else self._nursery.fork(command[3:], log)
@@ -83,7 +83,7 @@ class LocalLauncher:
         """A GPU of the right kind for each of an engine's workers that no other engine has, in their order."""
         taken = {chip for chips in self._chips.values() for chip in chips.split(",")}
         found: list[str] = []
-        for node in nodes_of(make):
+        for node in self._maker.chips_for(make):
             mine = [chip for kind, chip in self._maker.chips if kind == node]
             free = [chip for chip in mine if chip not in taken]
             if not free:
@@ -138,18 +138,27 @@ class LocalLauncher:
     def news(self) -> tuple[NodeNews, ...]:
         return ()
 
-    def _port(self) -> int:
-        """One that nobody listens on, and that was given to nobody lately."""
+    def _port(self, count: int = 1) -> int:
+        """One that nobody listens on, and that was given to nobody lately; the first of so many in a row."""
         now_s = self._clock()
         self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
         for _ in range(TRIES):
             with socket.socket() as probe:
                 probe.bind((self._maker.host, 0))
                 port = cast(int, probe.getsockname()[1])
-            if port not in self._leased:
-                self._leased[port] = now_s + 60.0
+            row = range(port, port + count)
+            if not any(each in self._leased for each in row) and all(map(self._is_free, row[1:])):
+                self._leased |= dict.fromkeys(row, now_s + 60.0)
                 return port
         raise CapacityError("no port is free on this machine")
+
+    def _is_free(self, port: int) -> bool:
+        with socket.socket() as probe:
+            try:
+                probe.bind((self._maker.host, port))
+            except (OSError, OverflowError):
+                return False
+        return True
 
 
 def engines_of(owner: str) -> Iterator[Pid]:

@@ -17,6 +17,8 @@ class Shape:
     tensor: int = 1
     stages: tuple[int, ...] = ()
     """Layers of each stage of a pipeline; none: all in one."""
+    experts: bool = False
+    """Whether each expert of a mixture is whole on one GPU."""
 
     def __post_init__(self) -> None:
         if self.tensor < 1:
@@ -39,7 +41,10 @@ def shape_of(layout: Layout) -> Shape:
     if any(len(stage.nodes) != 1 for stage in layout.stages):
         raise InputError("layout", "has a stage of several nodes; vLLM needs one node per stage")
     stages = tuple(stage.layers for stage in layout.stages)
-    return Shape(wide.pop(), stages if len(stages) > 1 else ())
+    spread = {node.ep for stage in layout.stages for node in stage.nodes}
+    if len(spread) != 1 or "dp" in spread:
+        raise InputError("layout", "has experts that are not spread over tensor parallel GPUs alike (tp)")
+    return Shape(wide.pop(), stages if len(stages) > 1 else (), "tp" in spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ def command(settings: Settings, port: int, channel: Path) -> list[str]:
         ("--block-size", settings.block_tokens),
         ("--gpu-memory-utilization", settings.memory_share),
     ]
+    if shape.experts:
+        found.append("--enable-expert-parallel")
     for flag, value in options:
         if value is not None:
             found += [flag, str(value)]

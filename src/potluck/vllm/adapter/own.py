@@ -18,7 +18,15 @@ from aiohttp import web
 
 from potluck.api.errors import Refused
 from potluck.api.segments import CHATS, Own
-from potluck.vllm.adapter.requests import Events, Json, Part, cached_of, moves_of, refusal_of
+from potluck.vllm.adapter.requests import (
+    Events,
+    Json,
+    Part,
+    cached_of,
+    folded,
+    moves_of,
+    refusal_of,
+)
 from potluck.vllm.adapter.service import Held, Service
 from potluck.vllm.adapter.telling import Telling, end_of
 
@@ -36,6 +44,8 @@ def own_request(part: Part, own: Own, within_s: float) -> Json:
     if body.get("stream"):
         options = body.get("stream_options")
         made["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    if isinstance(seed := body.get("seed"), int):
+        made["seed"] = folded(seed)
     moves = moves_of(part, None, 0.0, within_s)
     if body.get("prompt_logprobs") is not None or body.get("echo"):
         moves.pop("kv_transfer_params", None)  # What is told of a prompt must be computed.
@@ -131,7 +141,7 @@ async def _prompt(service: Service, part: Part, own: Own) -> list[int] | None:
                 else await answer.content.read(LONGEST_ERROR)
             )
             if answer.status in (400, 422):
-                raise _turned_down(answer.status, text)
+                raise refusal_of(answer.status, text)
             found = json.loads(text).get("token_ids") if answer.status == 200 else None
             return found if isinstance(found, list) else None
     except (aiohttp.ClientError, ConnectionError, ValueError) as error:
@@ -143,7 +153,7 @@ async def _answer(service: Service, part: Part, own: Own) -> AsyncIterator[Said]
     try:
         async with service.session.post(f"{service.server.base}{own.path}", json=body) as answer:
             if answer.status != 200:
-                raise _turned_down(answer.status, await answer.content.read(LONGEST_ERROR))
+                raise refusal_of(answer.status, await answer.content.read(LONGEST_ERROR))
             if not body.get("stream"):
                 yield said_of(await answer.json(), ids=ids)
                 return
@@ -153,19 +163,3 @@ async def _answer(service: Service, part: Part, own: Own) -> AsyncIterator[Said]
                     yield said_of(said, ids=ids)
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Refused(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
-
-
-def _turned_down(status: int, text: bytes) -> Refused:
-    """What is wrong with the client's request is said to it in vLLM's words."""
-    found = refusal_of(status, text)
-    if found.status != 400:
-        return found
-    return Refused(400, str(found).removeprefix("vLLM: "), found.code, _param(text))
-
-
-def _param(text: bytes) -> str | None:
-    try:
-        param = json.loads(text)["error"]["param"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return param if isinstance(param, str) else None

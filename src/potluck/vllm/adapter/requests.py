@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,13 @@ def moves_of(part: Part, handle: str | None, lasts_s: float, within_s: float) ->
     return found | {"cache_salt": asked.salt} if asked.salt else found
 
 
+def folded(seed: int) -> int:
+    """A seed of which all bits count: vLLM on a CPU looks at the lower half of one alone."""
+    if 0 <= seed < 1 << 31:
+        return seed
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4]) >> 1
+
+
 def body_of(part: Part, handle: str | None, lasts_s: float, within_s: float) -> Json:
     """What vLLM is asked for a segment."""
     asked = part.asked
@@ -90,7 +98,7 @@ def body_of(part: Part, handle: str | None, lasts_s: float, within_s: float) -> 
         "stop_token_ids": list(asked.end_tokens),
     }
     if sampling.temperature > 0:
-        body["seed"] = sampling.seed
+        body["seed"] = folded(sampling.seed)
     if sampling.logprobs is not None:
         body |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True, "detokenize": True}
     return body
@@ -121,8 +129,8 @@ class Events:
         for said in found:
             if "error" in said:
                 error = said["error"]
-                message = error.get("message") if isinstance(error, dict) else error
-                raise Refused(503, f"vLLM: {str(message)[:200]}", "try_again")
+                code = error.get("code") if isinstance(error, dict) else None
+                raise refusal_of(code if isinstance(code, int) else 500, json.dumps(said).encode())
         return found
 
 
@@ -157,20 +165,22 @@ def _lines(tokens: Sequence[int], logprobs: object) -> tuple[Json, ...]:
 
 
 def refusal_of(status: int, text: bytes) -> Refused:
-    """What vLLM's error means to whoever plans routes."""
+    """What vLLM's error means to whoever plans routes; what is wrong with a client's request, in vLLM's words."""
+    param: object = None
     try:
         said = json.loads(text)
         error = said.get("error", said)
         line = str(error.get("message", "")) if isinstance(error, dict) else str(error)
+        param = error.get("param") if isinstance(error, dict) else None
     except (ValueError, AttributeError):
         line = text[:200].decode("utf-8", "replace")
-    line = f"vLLM: {' '.join(line.split())[:300]}"
+    line = " ".join(line.split())[:300]
     if status in (400, 413, 422):
         if any(words in line for words in TOO_LONG):
             return Refused(400, line, "context_length_exceeded")
-        return Refused(400, line)
+        return Refused(400, line, param=param if isinstance(param, str) else None)
     if status == 404:
-        return Refused(404, line, "model_not_found", "model")
+        return Refused(404, f"vLLM: {line}", "model_not_found", "model")
     if status == 429:
-        return Refused(429, line, "overloaded")
-    return Refused(503, line, "try_again")
+        return Refused(429, f"vLLM: {line}", "overloaded")
+    return Refused(503, f"vLLM: {line}", "try_again")

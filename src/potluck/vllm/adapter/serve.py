@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 from aiohttp import web
 
 from potluck.api.origin import Served
@@ -87,6 +88,20 @@ async def _up(service: Service) -> None:
         await service.ears.here.wait()
     service.allow(frozenset())
     await service.look()
+    await _warm(service)
+
+
+async def _warm(service: Service) -> None:
+    """vLLM compiles its sampling and log probabilities when they are first asked for, one request at a time and then
+    several: some ten seconds of a CPU, in which nothing is answered. It is done before anybody waits."""
+    body = {"model": service.name, "prompt": [0], "max_tokens": 2, "temperature": 1.0, "logprobs": 1}
+    for count in (1, 2):
+        try:
+            url = f"{service.server.base}/v1/completions"
+            async with service.session.post(url, json={**body, "n": count}) as answer:
+                await answer.read()
+        except aiohttp.ClientError:
+            return  # Whoever watches it will say why.
 
 
 async def _listen(site: web.TCPSite, host: str, port: int) -> None:
