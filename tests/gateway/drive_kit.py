@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -126,10 +126,8 @@ class Heard:
         assert not self.over
         self.relay_ended, self.counts = True, counts
 
-    def relay_whole(
-        self, status: int, content_type: bytes, body: bytes, counts: Counts | None = None
-    ) -> None:
-        self.relay_begin(status, content_type)
+    def relay_whole(self, status: int, kind: bytes, body: bytes, counts: Counts | None = None) -> None:
+        self.relay_begin(status, kind)
         self.relay(body)
         self.relay_end(counts)
 
@@ -279,12 +277,6 @@ class Fleet:
 
     def segments(self, model: str) -> bool:
         return True
-
-    def owns(self, model: str) -> bool:
-        return all(each.own for each in self.endpoints.values())
-
-    def adapters(self) -> Mapping[str, str]:
-        return {}
 
     def codec(self, source: Endpoint, target: Endpoint) -> str:
         return self.codecs.get((source.region, target.region), "raw")

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from adapter_kit import HANDLE, standing, streamed, three_tokens
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
 
 from potluck.api.errors import Refused
-from potluck.api.origin import Served
 from potluck.api.segments import segment_of
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.vllm.adapter.ears import Ears
-from potluck.vllm.adapter.face import build
 from potluck.vllm.adapter.flags import Settings, Shape, command, environment, shape_of
 from potluck.vllm.adapter.requests import Events, Part, body_of, heard_of, refusal_of
-from potluck.vllm.adapter.service import Limits, Service, summed
-from potluck.vllm.channel import Channel
-
-HANDLE = "h" * 40
-WORKER = {
-    "worker": 0, "kv": ["127.0.0.1", 9000], "fingerprint": "vllm-1", "token_bytes": 512, "block_tokens": 32,
-    "blocks": 100, "dtype": "float32", "version": "0.32.0",
-}  # fmt: skip
+from potluck.vllm.adapter.service import summed
 
 
 def part(**more: object) -> Part:
@@ -131,80 +117,6 @@ def test_a_layout_becomes_flags() -> None:
 def test_metrics_are_summed_over_their_labels() -> None:
     text = '# HELP x\nx{engine="0"} 2.0\nx{engine="1"} 3.5\ny 1\nz{a="b"} NaN?\n'
     assert summed(text) == {"x": 5.5, "y": 1.0}
-
-
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Stand:
-    """An adapter's face before a made-up vLLM, whose connector's side of the channel is the test's."""
-
-    def __init__(self, client: TestClient[Any, Any], service: Service, channel: Channel) -> None:
-        self.client, self.service, self.channel = client, service, channel
-        self.heard: list[dict[str, object]] = []
-
-    async def lines(self, **body: object) -> tuple[int, list[Any]]:
-        said = {"request": "r", "model": "m", "tokens": list(range(100)), **body}
-        async with self.client.post("/segments", json=said) as answer:
-            return answer.status, [json.loads(line) async for line in answer.content]
-
-
-@asynccontextmanager
-async def standing(tmp_path: Path, answer: Answer, **limits: float) -> AsyncIterator[Stand]:
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(text='vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:num_requests_running 0\n')
-
-    async def models(request: web.Request) -> web.Response:
-        listed = [{"id": "m", "max_model_len": 99, "parent": None}, {"id": "lora", "parent": "m"}]
-        return web.json_response({"data": listed})
-
-    async def rendered(request: web.Request) -> web.Response:
-        """Ours, but for messages of one."""
-        tokens = [9] * 100 if len((await request.json())["messages"]) == 1 else [*range(80), 7]
-        return web.json_response({"token_ids": tokens})
-
-    engine = web.Application()
-    engine.router.add_post("/v1/completions", answer)
-    engine.router.add_post("/v1/chat/completions", answer)
-    engine.router.add_post("/v1/chat/completions/render", rendered)
-    engine.router.add_get("/v1/models", models)
-    engine.router.add_get("/metrics", metrics)
-    ears = Ears(tmp_path / "channel", 1)
-    await ears.open()
-    heard: list[dict[str, object]] = []
-    channel = await asyncio.to_thread(Channel, str(tmp_path / "channel"), heard.append)
-    channel.tell(WORKER)
-    await ears.here.wait()
-    async with TestServer(engine) as below:
-        server: Any = SimpleNamespace(base=str(below.make_url("")).rstrip("/"))
-        service = Service("m", server, ears, Limits(**limits), frozenset())  # type: ignore[arg-type]
-        async with TestClient(TestServer(build(service, None, Served()))) as client:
-            made = Stand(client, service, channel)
-            made.heard = heard
-            try:
-                yield made
-            finally:
-                await service.close()
-                channel.close()
-                await ears.close()
-
-
-async def streamed(request: web.Request, *said: object) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    for each in said:
-        await response.write(b"data: " + json.dumps(each).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
-
-
-async def three_tokens(request: web.Request) -> web.StreamResponse:
-    return await streamed(
-        request,
-        {"choices": [{"token_ids": [5, 6], "finish_reason": None}]},
-        {"choices": [{"token_ids": [7], "finish_reason": "length"}]},
-        {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 32}}},
-    )
 
 
 async def empty(request: web.Request) -> web.StreamResponse:
@@ -316,95 +228,5 @@ def test_what_is_wrong_with_a_segment_is_named(tmp_path: Path) -> None:
                 "role"
             ] == "prefill"
             assert (await stand.client.post("/v1/completions", json={})).status == 409
-
-    asyncio.run(play())
-
-
-async def called(request: web.Request) -> web.StreamResponse:
-    """As vLLM calls a tool."""
-    body = await request.json()
-    assert (body["return_token_ids"], body["n"], body["tools"]) == (True, 1, ["t"])
-    said = {"tool_calls": [{"index": 0}]}
-    if not body.get("stream"):
-        choice = {"index": 0, "message": said, "token_ids": [5, 6], "finish_reason": "tool_calls"}
-        return web.json_response(
-            {"choices": [choice], "usage": {"prompt_tokens": 81}, "prompt_token_ids": [1]}
-        )
-    assert body["stream_options"] == {"include_usage": True}
-    return await streamed(
-        request,
-        {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "prompt_token_ids": [1]},
-        {"choices": [{"index": 0, "delta": said, "token_ids": [5, 6], "finish_reason": "tool_calls"}]},
-        {"choices": [], "usage": {"prompt_tokens": 81, "prompt_tokens_details": {"cached_tokens": 70}}},
-    )
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_clients_own_request_is_answered_in_vllms_words_beside_its_tokens(
-    tmp_path: Path, stream: bool
-) -> None:
-    async def play() -> None:
-        async with standing(tmp_path, called) as stand:
-            own = {
-                "path": "/v1/chat/completions",
-                "body": {"messages": [1], "tools": ["t"], "stream": stream},
-            }
-            status, lines = await stand.lines(own=own)
-            assert (status, [line["token"] for line in lines if "token" in line]) == (200, [5, 6])
-            said = [line["said"] for line in lines if "said" in line]
-            assert not any("token_ids" in str(each) for each in said), "those are ours"
-            assert "tool_calls" in str(said)
-            end = lines[-1]
-            assert (end["ended"], end["prompt_tokens"], end["output_tokens"]) == ("stop", 81, 2)
-
-    asyncio.run(play())
-
-
-def test_kv_is_taken_where_vllm_makes_the_same_prompt_and_else_its_own_is_told(tmp_path: Path) -> None:
-    taken: list[object] = []
-
-    async def noted(request: web.Request) -> web.StreamResponse:
-        taken.append((await request.json()).get("kv_transfer_params"))
-        return await called(request)
-
-    async def play() -> None:
-        async with standing(tmp_path, noted) as stand:
-            await stand.client.put("/peers", json={"peers": ["10.0.0.5:9000"]})
-            source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
-            for messages, start in ((1, 70), (2, 70), (2, 90)):
-                body = {"messages": ["x"] * messages, "tools": ["t"], "stream": True}
-                own = {"path": "/v1/chat/completions", "body": body}
-                _, lines = await stand.lines(own=own, start=start, source=source)
-                if (messages, start) == (2, 70):
-                    assert lines[-1]["ended"] == "stop"
-                else:
-                    assert lines[0] == {"prompt": [9] * 100 if messages == 1 else [*range(80), 7]}
-                    assert lines[-1]["code"] == "other_prompt"
-            assert taken == [{"potluck": {"request": "r", "take": {**source, "stop": 70, "within_s": 120.0}}}]
-
-    asyncio.run(play())
-
-
-def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with standing(tmp_path, three_tokens) as stand:
-            told = await (await stand.client.get("/status")).json()
-            assert (told["own"], told["adapters"], told["max_tokens"]) == (True, ["lora"], 99)
-            assert (await stand.lines(model="lora", max_tokens=3))[0] == 200
-
-    asyncio.run(play())
-
-
-def test_what_vllm_finds_wrong_with_a_clients_request_is_said_in_its_words(tmp_path: Path) -> None:
-    async def wrong(request: web.Request) -> web.StreamResponse:
-        error = {"message": "no such grammar", "param": "response_format", "code": 400}
-        return web.json_response({"error": error}, status=400)
-
-    async def play() -> None:
-        async with standing(tmp_path, wrong) as stand:
-            own = {"path": "/v1/chat/completions", "body": {"messages": [1]}}
-            status, lines = await stand.lines(own=own)
-            error = lines[0]["error"]
-            assert (status, error["message"], error["param"]) == (400, "no such grammar", "response_format")
 
     asyncio.run(play())

@@ -1,0 +1,100 @@
+"""Clients' own requests at an adapter: vLLM's words beside its tokens, its prompt, its errors, its adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from adapter_kit import HANDLE, standing, streamed, three_tokens
+from aiohttp import web
+
+
+async def called(request: web.Request) -> web.StreamResponse:
+    """As vLLM calls a tool."""
+    body = await request.json()
+    assert (body["return_token_ids"], body["n"], body["tools"]) == (True, 1, ["t"])
+    said = {"tool_calls": [{"index": 0}]}
+    if not body.get("stream"):
+        choice = {"index": 0, "message": said, "token_ids": [5, 6], "finish_reason": "tool_calls"}
+        return web.json_response(
+            {"choices": [choice], "usage": {"prompt_tokens": 81}, "prompt_token_ids": [1]}
+        )
+    assert body["stream_options"] == {"include_usage": True}
+    return await streamed(
+        request,
+        {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "prompt_token_ids": [1]},
+        {"choices": [{"index": 0, "delta": said, "token_ids": [5, 6], "finish_reason": "tool_calls"}]},
+        {"choices": [], "usage": {"prompt_tokens": 81, "prompt_tokens_details": {"cached_tokens": 70}}},
+    )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_clients_own_request_is_answered_in_vllms_words_beside_its_tokens(
+    tmp_path: Path, stream: bool
+) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, called) as stand:
+            own = {
+                "path": "/v1/chat/completions",
+                "body": {"messages": [1], "tools": ["t"], "stream": stream},
+            }
+            status, lines = await stand.lines(own=own)
+            assert (status, [line["token"] for line in lines if "token" in line]) == (200, [5, 6])
+            said = [line["said"] for line in lines if "said" in line]
+            assert not any("token_ids" in str(each) for each in said), "those are ours"
+            assert "tool_calls" in str(said)
+            end = lines[-1]
+            assert (end["ended"], end["prompt_tokens"], end["output_tokens"]) == ("stop", 81, 2)
+
+    asyncio.run(play())
+
+
+def test_kv_is_taken_where_vllm_makes_the_same_prompt_and_else_its_own_is_told(tmp_path: Path) -> None:
+    taken: list[object] = []
+
+    async def noted(request: web.Request) -> web.StreamResponse:
+        taken.append((await request.json()).get("kv_transfer_params"))
+        return await called(request)
+
+    async def play() -> None:
+        async with standing(tmp_path, noted) as stand:
+            await stand.client.put("/peers", json={"peers": ["10.0.0.5:9000"]})
+            source = {"kv": "10.0.0.5:9000", "handle": HANDLE}
+            for messages, start in ((1, 70), (2, 70), (2, 90)):
+                body = {"messages": ["x"] * messages, "tools": ["t"], "stream": True}
+                own = {"path": "/v1/chat/completions", "body": body}
+                _, lines = await stand.lines(own=own, start=start, source=source)
+                if (messages, start) == (2, 70):
+                    assert lines[-1]["ended"] == "stop"
+                else:
+                    assert lines[0] == {"prompt": [9] * 100 if messages == 1 else [*range(80), 7]}
+                    assert lines[-1]["code"] == "other_prompt"
+            assert taken == [{"potluck": {"request": "r", "take": {**source, "stop": 70, "within_s": 120.0}}}]
+
+    asyncio.run(play())
+
+
+def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens) as stand:
+            told = await (await stand.client.get("/status")).json()
+            assert (told["own"], told["adapters"], told["max_tokens"]) == (True, ["lora"], 99)
+            assert (await stand.lines(model="lora", max_tokens=3))[0] == 200
+
+    asyncio.run(play())
+
+
+def test_what_vllm_finds_wrong_with_a_clients_request_is_said_in_its_words(tmp_path: Path) -> None:
+    async def wrong(request: web.Request) -> web.StreamResponse:
+        error = {"message": "no such grammar", "param": "response_format", "code": 400}
+        return web.json_response({"error": error}, status=400)
+
+    async def play() -> None:
+        async with standing(tmp_path, wrong) as stand:
+            own = {"path": "/v1/chat/completions", "body": {"messages": [1]}}
+            status, lines = await stand.lines(own=own)
+            error = lines[0]["error"]
+            assert (status, error["message"], error["param"]) == (400, "no such grammar", "response_format")
+
+    asyncio.run(play())
