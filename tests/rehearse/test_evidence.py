@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from rehearse_builders import a_problem, a_traffic, a_trial
 from scipy import stats
 
+from potluck.core.brain.policy import Policy
 from potluck.rehearse.evidence import Evidence, evidence_of, student_t, wilson
 
 
@@ -66,3 +69,17 @@ def test_a_run_is_the_same_twice_and_its_warm_up_is_not_judged() -> None:
     other_cut_s = float(other.arrival_s[0]) + 0.2 * other.span_s
     judged = int((load.arrival_s >= cut_s).sum() + (other.arrival_s >= other_cut_s).sum())
     assert once[0].requests == judged < 600
+
+
+def test_a_plan_that_turns_people_away_does_not_hold() -> None:
+    """Nine in ten in time were promised, and are; but a plan that serves all must not refuse the tenth."""
+    runs = (0.94, 0.95, 0.94, 0.95, 0.94)
+    assert Evidence("m", 0.9, runs, 10_000, answered=(0.999,) * 5).holds
+    short = Evidence("m", 0.9, runs, 10_000, answered=runs)
+    assert not short.holds
+    assert short.margin < 0
+    trial = a_trial(a_problem(a_traffic()), (a_traffic(rate_per_s=30.0),), requests=300)
+    (crowded,) = evidence_of(replace(trial, policy=Policy()), trial.world.plan, [3, 4])
+    assert max(crowded.answered) < 0.9
+    (waiting,) = evidence_of(trial, trial.world.plan, [3, 4])
+    assert waiting.answered == (1.0, 1.0)

@@ -22,15 +22,19 @@ from sim_fleets import (
     problem,
 )
 
-from potluck.catalog import models
+from potluck.catalog import models, nodes
+from potluck.core.brain.facts import ReplicaFacts
 from potluck.core.errors import CapacityError, UnknownNameError
+from potluck.core.routing.opportunistic import step_seconds
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.core.values.types import Slo
 from potluck.perf.memory import kv_bytes, weight_bytes
-from potluck.perf.phases import prefill_s
-from potluck.perf.pipeline import layout_requests
+from potluck.perf.phases import decode_knees, decode_step_s, prefill_s
+from potluck.perf.pipeline import PipelineTimer, layout_requests
+from potluck.perf.roofline import roofline
 from potluck.perf.startup import from_place, startup_s
+from potluck.perf.step import steps
 from potluck.perf.transfer import codec_ratio
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import build, simulate
@@ -99,6 +103,50 @@ def test_replicas_are_packed_onto_nodes_and_named_machines_stay_one() -> None:
     apart = group(("4xL4", 2, ""), nodes=(("4xL4", 2),))
     assert places(apart, NODES) == ((("4xL4", 0), ("4xL4", 1)),), "unnamed stages stand on nodes of their own"
     assert places(pair(), NODES) == ((("1xL4", 0),), (("1xH100-SXM", 0),))
+
+
+def test_a_pipeline_that_decodes_is_known_by_all_its_batches() -> None:
+    """Two stages make answers of two batches at once: twice as many as one batch alone, in hardly more time."""
+    half = LLAMA.layer_count // 2
+    stages = tuple(Stage(layers, (StageNode("1xL4", 1),)) for layers in (half, LLAMA.layer_count - half))
+    piped = Template(
+        "p",
+        "pipeline",
+        MODEL,
+        (NodeCount("1xL4", 2),),
+        (Replica("decode", Layout(stages)),),
+        (),
+        "measured",
+    )
+    plan = closed_plan((piped, "east", 1))
+    kits = Kits(replace(problem(plan), slos={MODEL: Slo(2.0, 0.08)}))
+    kits.learn(plan)
+    facts, timer = kits.facts().replicas["p", 0], kits.kits["p", 0].timer
+    assert isinstance(timer, PipelineTimer)
+    prompt, answer = kits.scene.mean_tokens[MODEL]
+    part = steps(
+        decodes=facts.decode_batch / 2, decode_context=facts.decode_batch / 2 * (prompt + answer / 2)
+    )
+    interval_s, way_s = float(timer.interval_s(part)[0]), float(timer.step_s(part)[0])
+    assert facts.decode_step_s == pytest.approx(max(way_s, 2 * interval_s), rel=0.01)
+    assert facts.decode_step_s <= 0.08
+
+
+def test_steps_of_a_mixture_of_experts_are_known_between_one_request_and_many() -> None:
+    """A few requests read nearly all experts: a straight line would have steps of 20 half as long as they are."""
+    timer = roofline(models.model("GPT-OSS-20B"), nodes.node_type("1xA10"), 1)
+    batch, context = 128, 600.0
+    knees = decode_knees(timer, batch, context)
+    assert knees
+    first_s, full_s = (float(decode_step_s(timer, count, context)[0]) for count in (1, batch))
+    facts = ReplicaFacts(1e-4, 0.0, full_s, batch, 1000, 10_000, first_s, decode_knees=knees)
+    for count in range(1, batch + 1, 9):
+        real_s = float(decode_step_s(timer, count, context)[0])
+        assert step_seconds(facts, count) == pytest.approx(real_s, rel=0.1)
+    straight = replace(facts, decode_knees=())
+    assert step_seconds(straight, 20) < 0.6 * step_seconds(facts, 20)
+    dense = roofline(LLAMA, nodes.node_type("1xL4"), 1)
+    assert decode_knees(dense, 16, context) == ()
 
 
 def test_facts_say_how_fast_and_how_large() -> None:

@@ -9,6 +9,9 @@ from potluck.perf.step import Floats, StepTimer, steps
 
 CHUNK_TOKENS = 2048
 """Token budget of a chunked-prefill iteration when nothing else is said."""
+STRAIGHT = 0.05
+"""Decode steps that are no farther from a line count as on it."""
+MOST_KNEES = 4
 
 
 def prefill_s(timer: StepTimer, tokens: ArrayLike, cached: ArrayLike = 0.0) -> Floats:
@@ -20,6 +23,22 @@ def decode_step_s(timer: StepTimer, requests: ArrayLike, context: ArrayLike) -> 
     """Seconds of one decode step of so many requests with a mean context of so many tokens."""
     count = np.asarray(requests, np.float64)
     return timer.step_s(steps(decodes=count, decode_context=count * np.asarray(context, np.float64)))
+
+
+def decode_knees(timer: StepTimer, batch: int, context: float) -> tuple[tuple[int, float], ...]:
+    """Batches below this one, and their steps, so that lines between them are off by no more than STRAIGHT: the worst
+    are added until that is so, or there are MOST_KNEES."""
+    sizes = np.unique([1, *(2**power for power in range(1, 12) if 2**power < batch), 3 * batch // 4, batch])
+    if batch < 4:
+        return ()
+    times = decode_step_s(timer, sizes, context)
+    chosen = [0, len(sizes) - 1]
+    for _ in range(MOST_KNEES):
+        off = np.abs(np.interp(sizes, sizes[chosen], times[chosen]) / times - 1.0)
+        if off.max() <= STRAIGHT:
+            break
+        chosen = sorted([*chosen, int(off.argmax())])
+    return tuple((int(sizes[place]), float(times[place])) for place in chosen[1:-1])
 
 
 def chunked_iteration_s(

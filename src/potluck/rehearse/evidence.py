@@ -6,7 +6,9 @@ bound comes from the spread between runs, a_1 ... a_n being the share of request
     lower = mean(a) - t sd(a) / sqrt(n)            t: one-sided 95 % of Student's t with n - 1 degrees
 
 and never above Wilson's bound for as many independent requests as were judged, or a few lucky runs that all met
-everything would prove anything. A promise holds when `lower` reaches it.
+everything would prove anything. A promise holds when `lower` reaches it, and when no more than a fiftieth is refused,
+by the same bound: a plan says that it serves its demand, and an objective that nine in ten must meet would let it
+turn away the tenth.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.sim.load.workload import Workload
 from potluck.sim.results.metrics import summarise
-from potluck.sim.results.planned import compared, described, disagreements
+from potluck.sim.results.planned import SERVED, compared, described, disagreements
 from potluck.sim.results.records import SimResult
 from potluck.sim.run import simulate
 from potluck.sim.settings import Settings
@@ -46,6 +48,8 @@ class Evidence:
     """Judged, over all runs."""
     disagreed: tuple[str, ...] = field(default=(), compare=False)
     """What was not as planned in the first run, in words (`sim.results.planned`), the objective apart."""
+    answered: tuple[float, ...] = ()
+    """Share in each run; empty where nobody asked."""
 
     @property
     def mean(self) -> float:
@@ -54,15 +58,16 @@ class Evidence:
     @property
     def lower(self) -> float:
         """What the share is at least, with 95 % confidence; 0 where nothing was seen."""
-        count = len(self.attained)
-        if count < 2:
-            return 0.0 if not count else wilson(self.mean, self.requests)
-        spread = sqrt(sum((each - self.mean) ** 2 for each in self.attained) / (count - 1))
-        return min(self.mean - student_t(count - 1) * spread / sqrt(count), wilson(self.mean, self.requests))
+        return bound(self.attained, self.requests)
+
+    @property
+    def answers(self) -> bool:
+        """Whether hardly anybody is turned away."""
+        return not self.answered or bound(self.answered, self.requests) >= 1.0 - SERVED
 
     @property
     def holds(self) -> bool:
-        return self.lower >= self.promised
+        return self.lower >= self.promised and self.answers
 
     @property
     def runs_kept(self) -> int:
@@ -71,8 +76,24 @@ class Evidence:
 
     @property
     def margin(self) -> float:
-        """How far the bound is above the promise, in units of what the promise leaves open; negative below."""
-        return (self.lower - self.promised) / max(1.0 - self.promised, 1e-3)
+        """How far the bound is above the promise, in units of what the promise leaves open; negative below.
+
+        The same of answers, if that is less.
+        """
+        kept = (self.lower - self.promised) / max(1.0 - self.promised, 1e-3)
+        if not self.answered:
+            return kept
+        return min(kept, (bound(self.answered, self.requests) - (1.0 - SERVED)) / SERVED)
+
+
+def bound(shares: Sequence[float], requests: int) -> float:
+    """What a share seen in several runs is at least, with 95 % confidence; 0 where nothing was seen."""
+    count = len(shares)
+    mean = sum(shares) / count if count else 0.0
+    if count < 2:
+        return 0.0 if not count else wilson(mean, requests)
+    spread = sqrt(sum((each - mean) ** 2 for each in shares) / (count - 1))
+    return min(mean - student_t(count - 1) * spread / sqrt(count), wilson(mean, requests))
 
 
 def student_t(degrees: int) -> float:
@@ -109,6 +130,7 @@ def evidence_of(
 ) -> tuple[Evidence, ...]:
     """Run a plan and judge every model that was promised something and asked for something."""
     attained: dict[str, list[float]] = {}
+    answered: dict[str, list[float]] = {}
     requests: dict[str, int] = {}
     world = replace(trial.world, plan=plan)
     disagreed: dict[str, list[str]] = {}
@@ -124,10 +146,18 @@ def evidence_of(
                 continue
             attained.setdefault(model.model, []).append(model.attainment)
             judged = model.requests - model.outcomes.cancelled
+            answered.setdefault(model.model, []).append(1.0 - model.outcomes.refused / max(1, judged))
             requests[model.model] = requests.get(model.model, 0) + judged
     promised: Mapping[str, float] = {name: slo.attainment for name, slo in trial.world.slos.items()}
     return tuple(
-        Evidence(name, promised[name], tuple(shares), requests[name], tuple(disagreed.get(name, ())))
+        Evidence(
+            name,
+            promised[name],
+            tuple(shares),
+            requests[name],
+            tuple(disagreed.get(name, ())),
+            tuple(answered[name]),
+        )
         for name, shares in sorted(attained.items())
     )
 

@@ -24,7 +24,7 @@ from potluck.perf.memory import (
     window_bytes_per_token,
 )
 from potluck.perf.network import Hop
-from potluck.perf.phases import decode_step_s
+from potluck.perf.phases import decode_knees, decode_step_s
 from potluck.perf.pipeline import PipelineTimer, Rounds, pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
 from potluck.perf.profile import Profile, ProfileTimer, profile_for
@@ -332,10 +332,10 @@ def _replica_facts(
     rounds: bool = False,
     card_gbps: float = 0.0,
 ) -> ReplicaFacts:
-    """`rounds`: a pipeline's times are those of all its batches together, not of one alone.
+    """A pipeline's times are those of all its batches together, not of one alone.
 
-    Else, too, its next prompt begins long before one is done: a token of those ahead costs what the slowest stage
-    takes, and the rest of a mean prompt's way is time besides.
+    Its next prompt begins long before one is done: a token of those ahead costs what the slowest stage takes. Unless
+    it is one of a group (`rounds`), the rest of a mean prompt's way is time besides.
     """
     prompt, answer = max(1, round(mean[0])), max(1, round(mean[1]))
     line = PartialPrefillPredictor.in_use(timer, longest_prompt_tokens)
@@ -345,10 +345,9 @@ def _replica_facts(
     else:
         paced = PartialPrefillPredictor.in_use(Rounds(timer), longest_prompt_tokens)
         per_token_s, fixed_s, alone_s = paced.k_p, paced.b_p, max(line.k_p, 0.0)
-        if rounds:
-            timer = Rounds(timer)
-        else:
+        if not rounds:
             fixed_s = max(0.0, line.b_p + (line.k_p - paced.k_p) * prompt)
+        timer = Rounds(timer)
     room = max(1, min(slots, floor(blocks * BLOCK_TOKENS / (prompt + answer))))
     found = best_operating(timer, prompt, answer, room, slo, "decode")
     batch = room if found is None else found.batch
@@ -356,8 +355,9 @@ def _replica_facts(
     longest = min(model.max_context_tokens, blocks * BLOCK_TOKENS)
     first_s = float(decode_step_s(timer, 1, prompt + answer / 2)[0])
     per_token_s = max(per_token_s, 1e-12)
+    knees = decode_knees(timer, batch, prompt + answer / 2)
     return ReplicaFacts(
-        per_token_s, fixed_s, step_s, batch, blocks, longest, first_s, card_gbps, curve, alone_s
+        per_token_s, fixed_s, step_s, batch, blocks, longest, first_s, card_gbps, curve, alone_s, knees
     )
 
 

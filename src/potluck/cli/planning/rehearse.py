@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -122,7 +122,7 @@ def trial_of(spec: Spec, problem: Problem, plan: Plan, asked: Asked, seed: int =
 
     world = scene_of(Inputs(spec, problem, plan))
     source, recorded = _source(spec, asked, seed)
-    return Trial(world, source, replace(spec.policy, admission=False), Running()), recorded
+    return Trial(world, source, spec.policy, Running()), recorded
 
 
 def _source(spec: Spec, asked: Asked, seed: int) -> tuple[Source, bool]:
@@ -178,8 +178,10 @@ def _cells(step: Step, models: list[str]) -> list[str]:
         if seen is None:
             cells += ["-", "-", "-"]
             continue
-        bound = f"{percent(seen.lower)} ({'holds' if seen.holds else 'misses'} {percent(seen.promised)})"
-        cells += [f"x {step.factors[model]:.3g}", percent(seen.mean), bound]
+        verdict = "holds" if seen.lower >= seen.promised else "misses"
+        bound = f"{percent(seen.lower)} ({verdict} {percent(seen.promised)})"
+        answered = f", answered {percent(min(seen.answered))} or more" if not seen.answers else ""
+        cells += [f"x {step.factors[model]:.3g}", percent(seen.mean) + answered, bound]
     return cells
 
 
@@ -200,6 +202,7 @@ def rehearsal_json(found: Rehearsal | None) -> dict[str, object]:
                     "promised": each.promised,
                     "attained": each.mean,
                     "at_least": each.lower,
+                    "answered": sum(each.answered) / max(1, len(each.answered)),
                     "runs": len(each.attained),
                     "runs_kept": each.runs_kept,
                     "requests": each.requests,

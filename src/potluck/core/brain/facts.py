@@ -73,6 +73,9 @@ class ReplicaFacts:
     """Of prompts alone: seconds, per token, per token squared (attention); nothing where only the line is known."""
     alone_s_per_token: float = 0.0
     """Of a lone prompt, where that is longer: a pipeline's next prompt begins long before one is done."""
+    decode_knees: tuple[tuple[int, float], ...] = ()
+    """Batches between one and the planned one, rising, and their steps, where these do not lie on one line: of a
+    mixture of experts few requests read nearly all of them."""
 
     def prompt_s(self, tokens: float, cached: float = 0.0) -> float:
         """For a prompt of so many tokens, of which the first are cached: as the curve has it, or else the line."""

@@ -33,15 +33,28 @@ MOST_BUSY: Final = 0.99
 def step_seconds(facts: ReplicaFacts | None, batch: int) -> float:
     """Seconds per token of each of so many requests; their number itself where nothing is known.
 
-    Up to the planned batch it is a step on the line through a batch of one and the planned one. More requests than
-    that take turns, so it grows with their number.
+    Up to the planned batch it is a step of that many. More requests than that take turns, so it grows with their
+    number.
     """
     if facts is None:
         return float(batch)
-    planned, full_s, first_s = facts.decode_batch, facts.decode_step_s, facts.decode_first_s
-    if batch >= planned or not 0 < first_s <= full_s:
+    planned, full_s = facts.decode_batch, facts.decode_step_s
+    if batch >= planned or not 0 < facts.decode_first_s <= full_s:
         return full_s * batch / planned
-    return first_s + (full_s - first_s) * (batch - 1) / (planned - 1)
+    return step_s(facts, float(batch))
+
+
+def step_s(facts: ReplicaFacts, batch: float) -> float:
+    """A decode step of so many requests: on the lines through one request, the knees and the planned batch."""
+    planned, full_s, first_s = facts.decode_batch, facts.decode_step_s, facts.decode_first_s
+    if planned <= 1 or not 0 < first_s <= full_s:
+        return full_s
+    low, low_s = 1, first_s
+    for knee, knee_s in facts.decode_knees:
+        if batch <= knee:
+            return low_s + (knee_s - low_s) * (batch - low) / (knee - low)
+        low, low_s = knee, knee_s
+    return low_s + (full_s - low_s) * (batch - low) / (planned - low)
 
 
 def next_step_seconds(view: View) -> float:

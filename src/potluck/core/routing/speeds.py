@@ -21,10 +21,11 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from potluck.core.brain.facts import BLOCK_TOKENS, Facts, ReplicaFacts
+from potluck.core.brain.facts import BLOCK_TOKENS, Facts
 from potluck.core.brain.fleet import ODD_S, ODDS, Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.routing.balance import decode_seconds
+from potluck.core.routing.opportunistic import step_s
 
 FADE_S: Final = 10.0
 """A replica without news for so long is believed half as much."""
@@ -122,7 +123,7 @@ class Speeds:
         if view.open_context_tokens > ROOMY * facts.total_blocks * BLOCK_TOKENS:
             return -1.0
         steps = view.done_prompts - prompts + more
-        return view.done_s - done_s + steps * _step_s(facts, view.open_requests)
+        return view.done_s - done_s + steps * step_s(facts, view.open_requests)
 
     def handed(self, at_s: float, flight: Flight, view: View, tells: bool = True) -> None:
         """A timed prompt was computed, or handed on where nobody said so before; whether that tells anything: between
@@ -144,7 +145,7 @@ class Speeds:
         steps = output_tokens - flight.streamed_tokens - 1 - (view.done_prompts - prompts)
         planned_s = view.done_s - done_s
         if steps > 0:
-            planned_s += steps * _step_s(view.facts, 0.5 * (others + view.open_requests))
+            planned_s += steps * step_s(view.facts, 0.5 * (others + view.open_requests))
         counts = others < FEW or prompts % SAMPLE == 0
         self._fleet.learn(at_s, view, at_s - flight.watched_s, planned_s, counts)
         if not counts:
@@ -185,11 +186,3 @@ def _time(flight: Flight) -> None:
     """Its targets take over what was learned."""
     for target, _ in flight.charges:
         target.timed()
-
-
-def _step_s(facts: ReplicaFacts, batch: float) -> float:
-    """A decode step of so many requests: on the line through one request and the planned batch."""
-    planned, full_s, first_s = facts.decode_batch, facts.decode_step_s, facts.decode_first_s
-    if planned <= 1 or not 0 < first_s <= full_s:
-        return full_s
-    return first_s + (full_s - first_s) * (batch - 1.0) / (planned - 1)
