@@ -255,7 +255,7 @@ def test_known_keys_follow_lists_options_and_unions() -> None:
     assert {"ttft_ms", "ttft"} <= set(known_keys(("models", 0, "slo")))
     assert "lognormal" in known_keys(("models", 0, "traffic", "isl"))
     assert "count" in known_keys(("fleet", "regions", 0, "nodes", 1, "node"))
-    assert set(known_keys(("links", 0))) == {"between", "from", "to", "gbps", "rtt_ms"}
+    assert set(known_keys(("links", 0))) == {"between", "from", "to", "gbps", "rtt_ms", "egress_usd_per_gb"}
     assert known_keys(("nowhere", 0)) == []
 
 

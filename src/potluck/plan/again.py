@@ -69,7 +69,7 @@ def ask_now(known: Ask, rate_per_s: float | None, seen: SeenLengths | None) -> A
     """One model's demand at the rate that is seen, and with lengths that are, where they have drifted."""
     rate = known.rate_per_s if rate_per_s is None else rate_per_s
     if seen is not None and drifted(known, seen):
-        made = ask(known.name, known.model, known.slo, _traffic(known, rate, seen))
+        made = ask(known.name, known.model, known.slo, _traffic(known, rate, seen), known.terms)
         return replace(made, profiles=known.profiles)
     if known.rate_per_s <= 0:
         return known

@@ -19,6 +19,7 @@ from potluck.core.values.plan import Plan, Template
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Workshop
 from potluck.plan.strategies.kinds import templates_of
+from potluck.plan.terms import runs_in
 
 MOST = 24
 """Templates of a model: all pairs of six node types, and some more."""
@@ -37,7 +38,7 @@ def with_candidates(workshop: Workshop, plan: Plan) -> Plan:
 def shortlist(workshop: Workshop, strategy: str, ask: Ask, made: Sequence[Template]) -> list[Template]:
     """At most MOST of them, the best first, with each set of node types before a second of any."""
     prices = workshop.prices
-    able = [each for each in made if not each.machines and _on_offer(workshop, each)]
+    able = [each for each in made if not each.machines and _on_offer(workshop, ask, each)]
     ranked = sorted(
         _undominated(able), key=lambda each: (_per_request(strategy, ask, each, prices), each.name)
     )
@@ -51,15 +52,17 @@ def shortlist(workshop: Workshop, strategy: str, ask: Ask, made: Sequence[Templa
     return sorted(chosen, key=ranked.index)
 
 
-def _on_offer(workshop: Workshop, template: Template) -> bool:
-    """Whether some region has nodes enough for a copy."""
-    return any(
-        all(
+def _on_offer(workshop: Workshop, ask: Ask, template: Template) -> bool:
+    """Whether some region has nodes enough for a copy, and none has where the model may not run."""
+    there = [
+        region.name
+        for region in workshop.problem.regions
+        if all(
             (offer := region.offer(each.node)) is not None and offer.available >= each.count
             for each in template.nodes
         )
-        for region in workshop.problem.regions
-    )
+    ]
+    return bool(there) and all(runs_in(workshop.problem, ask, template, region) for region in there)
 
 
 def _undominated(templates: Sequence[Template]) -> list[Template]:

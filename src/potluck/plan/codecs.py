@@ -14,6 +14,7 @@ from dataclasses import replace
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.core.values.types import Codec
 from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.outages import survives
 from potluck.plan.allocate.program import Count, Key
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import reroute, solve
@@ -86,6 +87,9 @@ def _rerouted(
     counts = {Key(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts}
     routed = reroute(few.program, counts, answer.found, deadline)
     if routed is None:
+        return None
+    wanted = 1.0 if answer.shortfall is None else answer.shortfall.fraction
+    if not survives(few.program, counts, wanted - SAME, deadline):
         return None
     shares, flows, _, fraction = routed
     if answer.shortfall is not None and fraction < answer.shortfall.fraction - SAME:

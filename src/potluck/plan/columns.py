@@ -32,6 +32,7 @@ from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 from potluck.plan.templates.combo import combo_capacity
 from potluck.plan.templates.pair import pair_capacity
+from potluck.plan.terms import charges_of, with_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +73,19 @@ def fleet_of(problem: Problem, machines: Sequence[str] = ()) -> Fleet:
     """
     nodes = tuple(node.name for node in problem.nodes) + tuple(f"{MACHINE}{name}" for name in machines)
     shape = (len(problem.regions), len(nodes))
-    price, available = np.zeros(shape), np.zeros(shape, np.int64)
+    price, available, reserved = np.zeros(shape), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     for row, region in enumerate(problem.regions):
         for offer in region.offers:
             column = nodes.index(offer.node)
             price[row, column] = offer.price_usd_per_h
             available[row, column] = offer.available
+            reserved[row, column] = min(offer.reserved, offer.available)
     for place, name in enumerate(machines, len(problem.nodes)):
         machine = machine_of(problem, name)
         for row, region in enumerate(problem.regions):
             available[row, place] = machine is not None and machine.gpus > 0 and machine.region == region.name
-    return Fleet(tuple(region.name for region in problem.regions), nodes, price, available)
+    paid = reserved if reserved.any() else None
+    return Fleet(tuple(region.name for region in problem.regions), nodes, price, available, paid)
 
 
 def columns(
@@ -112,17 +115,16 @@ def columns(
         _model(problem, each, group, fleet, chosen[each.name])
         for each, group in zip(problem.asks, groups, strict=True)
     )
-    bare = FlowProgram(fleet, models, links_of(problem.links, fleet.regions, problem.headroom))
+    links = links_of(problem.links, fleet.regions, problem.headroom)
+    bare = with_terms(problem, groups, FlowProgram(fleet, models, links))
     found = Columns(problem, groups, bare, chosen)
     counts = tuple(
         Count(key, deployment.count)
         for deployment in (running.deployments if running else ())
         if (key := found.key(deployment.template, deployment.region)) is not None
     )
-    program = FlowProgram(
-        fleet,
-        models,
-        bare.links,
+    program = replace(
+        bare,
         running=counts,
         pins=tuple(_pin(found, pin, exactly) for pin in pins),
         init_penalty=problem.init_penalty,
@@ -155,7 +157,12 @@ def hands_over(template: Template) -> bool:
 def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> tuple[LinkRow, ...]:
     """Links by region index, with what they are planned to carry."""
     return tuple(
-        LinkRow(regions.index(link.source), regions.index(link.target), link_bits_per_s(link, headroom))
+        LinkRow(
+            regions.index(link.source),
+            regions.index(link.target),
+            link_bits_per_s(link, headroom),
+            link.egress_usd_per_gb,
+        )
         for link in links
     )
 
@@ -202,7 +209,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
     if allocation.shortfall is not None:
         fraction = allocation.shortfall.fraction
     gap = allocation.gap if np.isfinite(allocation.gap) else 1.0
-    return Plan(
+    plan = Plan(
         strategy,
         tuple(used.values()),
         tuple(sorted(deployments, key=lambda d: (d.template, d.region))),
@@ -219,6 +226,19 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
         fraction,
         _starts_usd_per_h(found.program, allocation),
     )
+    return replace(plan, charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)))
+
+
+def egress_usd_per_h(problem: Problem, plan: Plan) -> float:
+    """What the KV that crosses between regions costs."""
+    prices = {(link.source, link.target): link.egress_usd_per_gb for link in problem.links}
+    asks, total = {each.name: each for each in problem.asks}, 0.0
+    for flow in plan.flows:
+        price = prices.get((flow.prefill_region, flow.decode_region), 0.0)
+        if price:
+            bits = float(wire_bits(asks[flow.model], flow.codec)[flow.bucket])
+            total += flow.rate_per_s * bits / 8e9 * 3600 * price
+    return total
 
 
 def _starts_usd_per_h(program: FlowProgram, allocation: Allocation) -> float:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from potluck.core.routing.offers import offers
 from potluck.core.routing.threshold import planned
 from potluck.core.values.plan import Flow, Plan, Prediction, Share
+from potluck.core.values.terms import NO_TERMS
 from potluck.plan.allocate.program import Bucket
 from potluck.plan.allocate.solve import solve
 from potluck.plan.columns import Columns, codecs_of, columns, plan_of
@@ -75,7 +76,7 @@ def _most(
     demands = tuple(replace(each, rate_per_s=each.rate_per_s * MORE) for each in ask.demands)
     alone = replace(
         problem,
-        asks=(replace(ask, demands=demands),),
+        asks=(replace(ask, demands=demands, terms=NO_TERMS),),
         regions=regions,
         budget_usd_per_h=None,
         init_penalty=0.0,

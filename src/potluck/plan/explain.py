@@ -18,6 +18,7 @@ from potluck.perf.roofline import check_tp
 from potluck.plan.problem import Problem
 from potluck.plan.rates import fits, layout_timer
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.term_prices import TermPrice, term_prices
 
 Planner = Callable[[Workshop, Settings], Outcome]
 
@@ -56,6 +57,8 @@ class ModelReason:
 class Explanation:
     models: tuple[ModelReason, ...]
     nodes: tuple[NodeValue, ...]
+    terms: tuple[TermPrice, ...] = ()
+    """What was asked beside demand, and what each of it costs."""
 
 
 def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> Explanation:
@@ -64,6 +67,7 @@ def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Se
     return Explanation(
         tuple(_model(workshop, outcome, planner, settings, ask.name) for ask in problem.asks),
         tuple(_nodes(workshop, outcome, planner, settings)),
+        term_prices(workshop, outcome, planner, settings),
     )
 
 

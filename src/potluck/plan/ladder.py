@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
+from potluck.core.values.terms import NO_TERMS
 from potluck.core.values.types import Offer, Region, Role
 from potluck.perf.memory import weight_bytes
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
@@ -339,8 +340,10 @@ def _solved(
     by_model: dict[str, list[Template]] = {}
     for template in templates:
         by_model.setdefault(template.model, []).append(template)
+    # What is left is used as well as it can be; what was asked of a plan is for the next plan to keep.
+    plain = replace(problem, asks=tuple(replace(ask, terms=NO_TERMS) for ask in problem.asks))
     found, answer = solved(
-        problem,
+        plain,
         by_model,
         pins=settings.pins,
         exactly=exactly,

@@ -16,6 +16,7 @@ import numpy as np
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool
+from potluck.core.values.terms import NO_TERMS, Terms
 from potluck.core.values.types import Codec, LengthBin, Link, NodeType, Region, Slo, Traffic
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.memory import kv_bytes
@@ -63,6 +64,8 @@ class Ask:
     demands: tuple[Demand, ...]
     profiles: tuple[Profile, ...] = ()
     """Measured step times of this model, for the GPUs that have them."""
+    terms: Terms = NO_TERMS
+    """What its owner asks of the plan beside that."""
 
     @property
     def rate_per_s(self) -> float:
@@ -115,10 +118,11 @@ class Problem:
         return tuple(node for node in self.nodes if node.name in names)
 
 
-def ask(name: str, model: Model, slo: Slo, traffic: Traffic) -> Ask:
+def ask(name: str, model: Model, slo: Slo, traffic: Traffic, terms: Terms = NO_TERMS) -> Ask:
     """Cut a model's traffic into buckets. An E2E objective makes the other two tighter (`Slo.within_e2e`)."""
     limits = slo.within_e2e(promised_output(traffic, slo.attainment))
-    return Ask(name, model, limits, _promised(demands_of(name, model, traffic), slo.attainment))
+    demands = _promised(demands_of(name, model, traffic), slo.attainment)
+    return Ask(name, model, limits, demands, terms=terms)
 
 
 def promised_output(traffic: Traffic, attainment: float) -> float:

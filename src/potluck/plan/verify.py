@@ -17,6 +17,8 @@ from potluck.plan.machines import machine_of, timer_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, replica_capacity
 from potluck.plan.templates.group import group_capacity
+from potluck.plan.terms import EGRESS, rent_usd_per_h
+from potluck.plan.verify_terms import broken_terms
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
 SLACK = 1e-6
@@ -30,7 +32,7 @@ def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     broken = broken or tuple(_memory(problem, plan))
     if broken:  # nothing else can be asked of a plan that does not hang together
         return broken
-    checks = (_capacity, _shared, _nodes, _time, _demand, _balance, _links, _cards, _cost)
+    checks = (_capacity, _shared, _nodes, _time, _demand, _balance, _links, _cards, _cost, broken_terms)
     return tuple(violation for check in checks for violation in check(problem, plan))
 
 
@@ -287,12 +289,10 @@ def _cards(problem: Problem, plan: Plan) -> Iterator[str]:
 
 
 def _cost(problem: Problem, plan: Plan) -> Iterator[str]:
-    total = 0.0
-    for (region, node), count in plan.nodes.items():
-        offer = next((r.offer(node) for r in problem.regions if r.name == region), None)
-        total += count * (offer.price_usd_per_h if offer else 0.0)
+    total = rent_usd_per_h(problem, plan.nodes)
     if not isclose(total, plan.cost_usd_per_h, rel_tol=1e-6, abs_tol=1e-6):
         yield f"costs ${total:.4f}/h, not ${plan.cost_usd_per_h:.4f}/h"
+    total += sum(charge.usd_per_h for charge in plan.charges if charge.what != EGRESS)
     if problem.budget_usd_per_h is not None and total > problem.budget_usd_per_h * (1 + SLACK):
         yield f"costs ${total:.2f}/h, over the budget of ${problem.budget_usd_per_h:.2f}/h"
 

@@ -98,14 +98,14 @@ class Hardware:
         if link is None:
             link = Interconnect("none", 0.0, 0.0) if count == 1 else ASSUMED_LINK
             if count > 1:
-                self._note(f"{name}: interconnect assumed PCIe, {link.gb_per_s:g} GB/s per GPU")
+                self.note(f"{name}: interconnect assumed PCIe, {link.gb_per_s:g} GB/s per GPU")
         if network_gbps is None:
             network_gbps = like.network_gbps if like is not None else ASSUMED_NETWORK_GBPS
             if like is None:
-                self._note(f"{name}: network assumed {network_gbps:g} Gbps")
+                self.note(f"{name}: network assumed {network_gbps:g} Gbps")
         return NodeType(name, gpu, count, link, network_gbps)
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
 

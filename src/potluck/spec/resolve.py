@@ -17,6 +17,7 @@ from potluck.spec.policies import resolve_policy
 from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
+from potluck.spec.terms import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
 from potluck.spec.traffic import resolve_traffic
 from potluck.spec.values import SHIPPED, ModelSpec, PriceNote, Spec, Weights
 
@@ -43,7 +44,7 @@ def resolve(
     else:
         pooled = _rented(written, hardware, problems, broken)
     links = _links(written.links, region_names, problems)
-    models = _models(written.models, folder, problems)
+    models = _models(written, pooled, region_names, folder, problems)
     names = [model.name for model in models] if not problems.found else []
     policy = resolve_policy(written.policy, names, problems)
     problems.raise_any()
@@ -97,20 +98,35 @@ def _regions(
             )
         seen.add(region.name)
         offers: list[Offer] = []
-        for offer in region.nodes:
-            node = hardware.node(offer.node, (*offer.at, "node"))
-            if node is None:
-                continue
+        for offer, node in beside(region, hardware):
             if any(node.name == other.node for other in offers):
                 problem = f"duplicate node {shown(node.name)} in {shown(region.name)}; add the counts up, or"
                 problems.add((*offer.at, "node"), f"{problem} give one a name: {{name, gpu, count}}")
                 continue
             price = _price(offer, node, region, hardware, problems)
             if price is not None:
-                offers.append(Offer(node.name, price[0], offer.available, offer.spot))
+                offers.append(_offer(offer, node, price[0], hardware))
                 notes.append(PriceNote(region.name, node.name, price[1]))
-        regions.append(Region(region.name, tuple(offers)))
+        fees = (region.head_usd_per_h, region.storage_usd_per_gb_month)
+        regions.append(Region(region.name, tuple(offers), *fees))
     return regions, notes
+
+
+def _offer(written: OfferIn, node: NodeType, price_usd_per_h: float, hardware: Hardware) -> Offer:
+    often = written.preemptions_per_h
+    if often is None:
+        often = ASSUMED_PREEMPTIONS_PER_H if written.spot else 0.0
+        if written.spot:
+            hardware.note(f"{node.name}: spot, assumed to be taken away {often:g} times an hour")
+    return Offer(
+        node.name,
+        price_usd_per_h,
+        written.available,
+        written.spot,
+        often,
+        written.reserved,
+        written.zone or "",
+    )
 
 
 def _price(
@@ -142,7 +158,9 @@ def _links(written: list[LinkIn], regions: list[str], problems: Problems) -> lis
         for source, target in [ends, ends[::-1]] if link.between is not None else [ends]:
             if (source, target) in links:
                 problems.add(link.at, f"duplicate link {source} -> {target}; keep one")
-            links[source, target] = Link(source, target, link.gbps, link.rtt_ms / 1000)
+            links[source, target] = Link(
+                source, target, link.gbps, link.rtt_ms / 1000, link.egress_usd_per_gb
+            )
     return list(links.values())
 
 
@@ -155,10 +173,13 @@ def _ends(link: LinkIn) -> tuple[tuple[str, str], tuple[Loc, Loc]]:
     return (link.source, link.target), ((*link.at, "from"), (*link.at, "to"))
 
 
-def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[ModelSpec]:
+def _models(
+    written: SpecIn, pooled: Pooled, regions: list[str], folder: Path, problems: Problems
+) -> list[ModelSpec]:
     models: list[ModelSpec] = []
     seen: set[str] = set()
-    for entry in written:
+    places = places_of(written, pooled, regions)
+    for entry in written.models:
         model = _model(entry, folder, problems)
         name = entry.name or (model.name if model is not None else entry.model)
         if name in seen:
@@ -173,11 +194,9 @@ def _models(written: list[ModelIn], folder: Path, problems: Problems) -> list[Mo
         where = entry.weights
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else Weights(where.place, path, where.gb_per_s)
-        models.append(
-            ModelSpec(
-                name, model, entry.slo.value(), traffic, lengths_from, trace, files, entry.idle_s, weights
-            )
-        )
+        terms = resolve_terms(entry, places, problems)
+        told = (lengths_from, trace, files, entry.idle_s, weights, terms)
+        models.append(ModelSpec(name, model, entry.slo.value(), traffic, *told))
     return models
 
 

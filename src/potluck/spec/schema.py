@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from potluck.core.values.terms import FailureDomain
 from potluck.spec.policies import PolicyIn
 from potluck.spec.schema_parts import MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
 
@@ -128,6 +129,39 @@ class WeightsIn(Written):
     gb_per_s: float | None = Field(default=None, gt=0, le=1000)
 
 
+class RedundancyIn(Written):
+    """What may be lost, any one of it, and the share of the demand that is served without it."""
+
+    survive: FailureDomain
+    share: float = Field(default=1.0, gt=0, le=1)
+
+
+def _bare_domain(value: object) -> object:
+    """`redundancy: node` is short for `redundancy: {survive: node}`."""
+    return {"survive": value} if isinstance(value, str) else value
+
+
+RedundancyField = Annotated[RedundancyIn | None, BeforeValidator(_bare_domain)]
+
+
+class LimitsIn(Written):
+    """Where and how a model may run. A list of `only_...` names all that is allowed, one of `no_...` what is not."""
+
+    only_regions: list[Name] | None = None
+    no_regions: list[Name] = Field(default_factory=list)
+    only_nodes: list[Name] | None = None
+    no_nodes: list[Name] = Field(default_factory=list)
+    only_clouds: list[Name] | None = None
+    no_clouds: list[Name] = Field(default_factory=list)
+    residency: list[Name] | None = None
+    """Regions, or clouds, that its prompts, KV and answers may be in."""
+    max_gpu_kinds: int | None = Field(default=None, ge=1, le=1000)
+    max_stages: int | None = Field(default=None, ge=1, le=1000)
+    max_nodes: int | None = Field(default=None, ge=1, le=1000)
+    min_copies: int = Field(default=0, ge=0, le=1_000_000)
+    max_copies: int | None = Field(default=None, ge=1, le=1_000_000)
+
+
 class ModelIn(Written):
     """A model to serve."""
 
@@ -140,6 +174,10 @@ class ModelIn(Written):
     idle_s: float | None = Field(default=None, ge=1, le=1e8)
     """After so long without a request its copies go, until the next one; without it they stay."""
     weights: WeightsIn | None = None
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    redundancy: RedundancyField = None
+    max_spot_share: float | None = Field(default=None, ge=0, le=1)
+    limits: LimitsIn | None = None
 
 
 class GpuIn(Written):
@@ -196,6 +234,23 @@ class OfferIn(Written):
     available: int = Field(ge=0, le=1_000_000)
     price_usd_per_h: float | None = Field(default=None, ge=0, le=100_000)
     spot: bool = False
+    preemptions_per_h: float | None = Field(default=None, ge=0, le=1000)
+    """Of spot nodes: how often one is taken away."""
+    reserved: int = Field(default=0, ge=0, le=1_000_000)
+    """Paid for already: so many of them cost nothing more."""
+    zone: Name | None = None
+
+    @model_validator(mode="after")
+    def _sensible(self) -> OfferIn:
+        if self.reserved > self.available:
+            raise ValueError(
+                f"reserved must not be above available, {self.reserved} is above {self.available}"
+            )
+        if self.reserved and self.spot:
+            raise ValueError("spot nodes cannot be reserved; leave one of them out")
+        if self.preemptions_per_h is not None and not self.spot:
+            raise ValueError("preemptions_per_h is for spot nodes; add spot: true")
+        return self
 
 
 class RegionIn(Written):
@@ -204,6 +259,10 @@ class RegionIn(Written):
     name: Name
     cloud: Name | None = None
     nodes: list[OfferIn]
+    head_usd_per_h: float = Field(default=0.0, ge=0, le=100_000)
+    """Paid while anything runs there: a head node, a control plane."""
+    storage_usd_per_gb_month: float = Field(default=0.0, ge=0, le=1000)
+    """For the weights of each model that runs there."""
 
 
 class FleetIn(Written):
@@ -238,6 +297,7 @@ class LinkIn(Written):
     target: Name | None = Field(default=None, validation_alias="to")
     gbps: float = Field(gt=0, le=1e6)
     rtt_ms: float = Field(ge=0, le=60_000)
+    egress_usd_per_gb: float = Field(default=0.0, ge=0, le=1000)
 
     @model_validator(mode="after")
     def _ends(self) -> LinkIn:

@@ -10,6 +10,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool
+from potluck.core.values.terms import NO_TERMS, Terms
 from potluck.core.values.types import Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
@@ -45,6 +46,8 @@ class ModelSpec:
     """After so long without a request its copies go; None: they stay."""
     weights: Weights | None = None
     """Where its weights lie; None: nobody said."""
+    terms: Terms = NO_TERMS
+    """What is asked of its plan beside that."""
 
 
 @dataclass(frozen=True, slots=True)

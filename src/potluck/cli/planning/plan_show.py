@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.render import percent, short, table, usd
+from potluck.cli.planning.terms_show import show_money, show_risk, show_terms
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def show_plan(problem: Problem, outcome: Outcome, standby: int = 0) -> None:
     _show_codecs(outcome.plan)
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)
+    show_money(problem, outcome.plan)
+    show_risk(problem, outcome.plan)
 
 
 def _show_codecs(plan: Plan) -> None:
@@ -197,6 +200,7 @@ def show_reasons(reasons: Explanation | None) -> None:
     """Why these GPUs, and what a node is worth; nothing where nobody asked."""
     if reasons is None:
         return
+    show_terms(reasons.terms)
     rows = []
     for each in reasons.models:
         if not each.served_by:

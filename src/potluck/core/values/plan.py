@@ -181,6 +181,14 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Charge:
+    """Something that is paid for beside the rent of nodes."""
+
+    what: str
+    usd_per_h: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to rent, how it is laid out and how requests flow, with the price and the promise."""
 
@@ -201,6 +209,8 @@ class Plan:
     their price). The objective is the sum of both."""
     candidates: tuple[Template, ...] = ()
     """Templates of the same strategy that nothing is deployed of, which scaling may start (`plan.candidates`)."""
+    charges: tuple[Charge, ...] = ()
+    """Beside the rent: egress, what preemptions cost, weights in storage, head nodes."""
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):
@@ -208,6 +218,11 @@ class Plan:
 
     def template(self, name: str) -> Template:
         return next(template for template in self.templates if template.name == name)
+
+    @property
+    def total_usd_per_h(self) -> float:
+        """Rent and all charges; starts of new copies apart."""
+        return self.cost_usd_per_h + sum(charge.usd_per_h for charge in self.charges)
 
     @property
     def repertoire(self) -> tuple[Template, ...]:

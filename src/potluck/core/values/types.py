@@ -91,8 +91,19 @@ class Offer:
     price_usd_per_h: float
     available: int
     spot: bool = False
+    preemptions_per_h: float = 0.0
+    """How often one of these is taken away, per hour that it is held."""
+    reserved: int = 0
+    """Of those available, so many are paid for already: they cost nothing more."""
+    zone: str = ""
+    """What these go down with, within the region; empty: nobody said."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.reserved <= max(self.available, 0):
+            problem = f"must be between 0 and the {self.available} available, is {self.reserved}"
+            raise InputError(f"{self.node}: reserved", problem)
+        if not isfinite(self.preemptions_per_h) or self.preemptions_per_h < 0:
+            raise InputError(f"{self.node}: preemptions_per_h", "must not be negative")
         if not isfinite(self.price_usd_per_h) or self.price_usd_per_h < 0:
             problem = f"must not be negative, is {self.price_usd_per_h}"
             raise InputError(f"{self.node}: price_usd_per_h", problem)
@@ -106,6 +117,10 @@ class Region:
 
     name: str
     offers: tuple[Offer, ...]
+    head_usd_per_h: float = 0.0
+    """What is paid while anything runs there beside its nodes: a head node, a control plane."""
+    storage_usd_per_gb_month: float = 0.0
+    """For the weights of each model that runs there."""
 
     def offer(self, node: str) -> Offer | None:
         return next((offer for offer in self.offers if offer.node == node), None)
@@ -119,6 +134,7 @@ class Link:
     target: str
     gbps: float
     rtt_s: float
+    egress_usd_per_gb: float = 0.0
 
     def __post_init__(self) -> None:
         _positive(f"link {self.source}->{self.target}: gbps", self.gbps)

@@ -32,3 +32,7 @@ class Deadline:
     @property
     def over(self) -> bool:
         return self.left_s <= 0
+
+    def part(self, share: float) -> Deadline:
+        """A deadline within this one, with so much of what is left."""
+        return Deadline(max(share * self.left_s, 1e-3), self._clock)

@@ -164,14 +164,15 @@ def settle(
     `theta` of the demand is served.
     """
     problem = rows.milp(at_cost=at_cost)
-    whole = np.flatnonzero(problem.integer)
+    whole = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
+    relax = not any(helper.whole for helper in rows.program.helpers)  # those are not copies, and stay free
     if at_cost:
         problem.lower[THETA] = problem.upper[THETA] = theta
     problem.lower[whole] = problem.upper[whole] = np.rint(x[whole])
-    answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
+    answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
     if answer.infeasible and at_cost:
         problem.lower[THETA] = theta * (1 - WHOLE)
-        answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=True)
+        answer = solve_milp(problem, time_limit_s=deadline.final_s, relax=relax)
     if answer.x is None or not answer.finished:
         return None
     final = answer.x.copy()

@@ -4,11 +4,13 @@ With duals pi_br (prefill), rho_br (decode), delta_b (demand), mu_rc (nodes), be
 factor k (1 + K when cost is minimised, 0 when the fraction is maximised), a new column of region r has the
 reduced cost
 
-    p_j (k + beta) + sum_c U_jc mu_rc - h max_b max(P_jb pi_br, Q_jb rho_br, C_jb delta_b)
+    p_j (k + beta) + sum_c U_jc (mu_rc - gamma_rc) + e_j - sum_i lambda_i A_ij
+        - h max_b max(P_jb pi_br, Q_jb rho_br, C_jb delta_b)
 
-since its time goes where it earns most. Where its network cards may bind, a copy's time earns less: that little
-linear program is priced exactly (`_carded`). Summed over all columns with their largest counts, what is negative
-in it corrects the relaxation's value to a valid bound, also before the last column has come in.
+(gamma: nodes that are paid for already, lambda: limits), since its time goes where it earns most. Where its
+network cards may bind, a copy's time earns less: that little linear program is priced exactly (`_carded`). Summed
+over all columns with their largest counts, what is negative in it corrects the relaxation's value to a valid bound,
+also before the last column has come in.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ class Duals:
     nodes: Floats
     links: Floats
     budget: float
+    paid: Floats
+    """[regions, node types]: gamma."""
+    limits: Floats
+    """lambda, of either sign."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +140,16 @@ class Pricer:
             best[rows, r] = total.min(axis=1)
 
     def reduced(self, m: int, duals: Duals, factor: float) -> Floats:
-        node_price = self.program.fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes
+        price = self.program.fleet.price_usd_per_h
+        node_price = price * (factor + duals.budget) + duals.nodes - duals.paid
         cost: Floats = self.uses[m] @ node_price.T - self.earnings(m, duals)
+        fees = self.program.models[m].fees_usd_per_h
+        if fees is not None:
+            cost += fees * (float(factor > 0) + duals.budget)
+        for limit, dual in zip(self.program.limits, duals.limits.tolist(), strict=True):
+            table = limit.copies[m]
+            if table is not None and dual:
+                cost -= dual * table
         cost[self.most[m] < 1] = np.inf
         return cost
 
@@ -185,7 +199,11 @@ def duals_of(rows: FlowRows, dual: Floats) -> Duals:
         for row, link in zip(rows.links, rows.program.links, strict=True)
     ]
     budget = max(-float(dual[rows.budget]), 0.0)
-    return Duals(phase, np.where(live, demand, 0.0), nodes, np.array(links), budget)
+    paid = np.zeros_like(nodes)
+    for (r, c), row in rows.paid.items():
+        paid[r, c] = max(float(dual[row]), 0.0)
+    limits = np.array([float(dual[row]) for row in rows.limits])
+    return Duals(phase, np.where(live, demand, 0.0), nodes, np.array(links), budget, paid, limits)
 
 
 def prices_of(duals: Duals) -> Prices:

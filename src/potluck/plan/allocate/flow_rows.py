@@ -1,6 +1,7 @@
 """The general program as a matrix over some of its columns: variables, named rows, how to read a solution.
 
-Variables in this order: theta; f for every bucket and pair of regions with a path; per column j: n_new, n_old
+Variables in this order: theta; helpers of limits; nodes paid for already; f for every bucket and pair of regions
+with a path; per column j: n_new, n_old
 (when some run), then its shares x_jb, z_jb, w_jb where the capacity is not 0. theta is 1 when cost is
 minimised; when the program is infeasible theta <= 1 is maximised instead, and demand_b asks for theta D_b.
 """
@@ -88,6 +89,7 @@ class FlowRows:
         self._first_bin = np.cumsum([0, *(len(model.buckets) for model in program.models)])
         self._cards = [card_rows(model, program.headroom) for model in program.models]
         self._rows()
+        self._limit_rows()
         self._flow_variables()
         running, pins = dict(program.running), {pin.key: pin for pin in program.pins}
         for key in keys:
@@ -123,6 +125,32 @@ class FlowRows:
         for b, one in enumerate(self.bins):
             entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 else 0.0)
 
+    def _limit_rows(self) -> None:
+        """Limits with their helpers, and nodes that are paid for already; columns put themselves in."""
+        program, entries = self.program, self.entries
+        self.helpers = [
+            entries.new_variable(each.usd_per_h, each.upper, each.whole) for each in program.helpers
+        ]
+        for variable, helper in zip(self.helpers, program.helpers, strict=True):
+            entries.put(
+                self.budget, variable, helper.usd_per_h if program.budget_usd_per_h is not None else 0.0
+            )
+        self.limits = [entries.new_row(f"limit {each.name}", each.low, each.high) for each in program.limits]
+        for row, limit in zip(self.limits, program.limits, strict=True):
+            entries.put(row, THETA, -limit.theta)
+            for place, value in limit.helpers:
+                entries.put(row, self.helpers[place], value)
+        self.paid: dict[tuple[int, int], int] = {}
+        fleet = program.fleet
+        for r, c in [] if fleet.reserved is None else np.argwhere(fleet.reserved > 0).tolist():
+            price = float(fleet.price_usd_per_h[r, c])
+            used = entries.new_variable(
+                -price, float(fleet.reserved[r, c]) if fleet.reserved is not None else 0
+            )
+            self.paid[r, c] = entries.new_row(f"paid {fleet.node_label(r, c)}", 0.0, INFINITY)
+            entries.put(self.paid[r, c], used, -1.0)
+            entries.put(self.budget, used, -price if program.budget_usd_per_h is not None else 0.0)
+
     def _flow_variables(self) -> None:
         program, entries = self.program, self.entries
         paths: list[tuple[int, int, int | None]] = [(r, r, None) for r in range(len(program.fleet.regions))]
@@ -153,16 +181,25 @@ class FlowRows:
         if model.allowed is not None and not model.allowed[key.template, key.region]:
             most = 0.0
         time = entries.new_row(f"time {model.name}[{key.template}]@{key.region}", -INFINITY, 0.0)
-        copies = [entries.new_variable(price * (1 + program.init_penalty), most, integer=True)]
+        fee = program.fee_usd_per_h(key)
+        copies = [entries.new_variable(price * (1 + program.init_penalty) + fee, most, integer=True)]
         self.new[key] = copies[0]
         if running:
-            copies.append(entries.new_variable(price, min(float(running), most), integer=True))
+            copies.append(entries.new_variable(price + fee, min(float(running), most), integer=True))
             self.old[key] = copies[1]
+        tables = [
+            (row, limit.copies[key.group]) for row, limit in zip(self.limits, program.limits, strict=True)
+        ]
         for variable in copies:
             entries.put(time, variable, -program.headroom)
-            entries.put(self.budget, variable, price if program.budget_usd_per_h is not None else 0.0)
+            entries.put(self.budget, variable, price + fee if program.budget_usd_per_h is not None else 0.0)
             for c in held:
                 entries.put(self.nodes[key.region, int(c)], variable, float(uses[c]))
+                if (key.region, int(c)) in self.paid:
+                    entries.put(self.paid[key.region, int(c)], variable, float(uses[c]))
+            for row, table in tables:
+                if table is not None:
+                    entries.put(row, variable, float(table[key.template, key.region]))
         if pin is not None:
             high = float(pin.copies) if pin.exactly else INFINITY
             row = entries.new_row(f"pin {model.name}[{key.template}]@{key.region}", float(pin.copies), high)

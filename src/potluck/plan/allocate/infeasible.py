@@ -13,6 +13,7 @@ from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow import FlowState, close
 from potluck.plan.allocate.flow_price import UNCAPPED, Pricer, Relaxation, relax_flow
 from potluck.plan.allocate.flow_rows import bins_of
+from potluck.plan.allocate.outages import guarded
 from potluck.plan.allocate.program import FlowProgram, Key, price_of
 from potluck.plan.allocate.result import Binding, Shortfall
 
@@ -25,16 +26,28 @@ def largest_fraction(
     """The shortfall, and the counts of a plan that meets that fraction."""
     if over := overpinned(program):
         return Shortfall(0.0, 0.0, (), overpinned=over), {}
-    pricer = Pricer(program)
-    missing = unserved(program, pricer)
-    relaxed = relax_flow(pricer, deadline, at_cost=False, keys=pricer.first_keys(), theta_cap=UNCAPPED)
-    if relaxed is None:
-        return Shortfall(0.0, 1.0, (), missing), {}
-    state = FlowState(pricer, deadline, gap_target, at_cost=False, relaxed=relaxed, lower=relaxed.bound)
-    close(state)
+    missing = unserved(program, Pricer(program))
+    state = guarded(program, deadline, lambda each, limit, _: _most(each, limit, gap_target))
+    if state.relaxed is None:
+        names = tuple(limit.name for limit in program.limits) if state.infeasible else ()
+        return Shortfall(0.0, 1.0, (), missing, unkept=names), {}
     fraction = 0.0 if state.counts is None else min(max(0.0, -state.upper), 1.0)
     most = min(max(-state.lower, fraction), 1.0)
-    return Shortfall(fraction, most, _binding(program, relaxed), missing), state.counts or {}
+    binding = _binding(state.pricer.program, state.relaxed)
+    return Shortfall(fraction, most, binding, missing), state.counts or {}
+
+
+def _most(program: FlowProgram, deadline: Deadline, gap_target: float) -> FlowState:
+    """The largest theta; without a relaxation when not even nothing at all keeps the limits, or time ran out."""
+    pricer = Pricer(program)
+    state = FlowState(pricer, deadline, gap_target, at_cost=False)
+    state.relaxed = relax_flow(pricer, deadline, at_cost=False, keys=pricer.first_keys(), theta_cap=UNCAPPED)
+    if state.relaxed is None:
+        state.infeasible = not deadline.over
+        return state
+    state.lower = state.relaxed.bound
+    close(state)
+    return state
 
 
 def overpinned(program: FlowProgram) -> tuple[str, ...]:
@@ -98,6 +111,9 @@ def _binding(program: FlowProgram, relaxed: Relaxation) -> tuple[Binding, ...]:
         if price * link.bits_per_s > 1e-12:
             name = f"link {fleet.regions[link.source]}->{fleet.regions[link.target]}"
             found.append((price * link.bits_per_s, Binding(name, price * GBIT)))
+    for limit, dual in zip(program.limits, duals.limits.tolist(), strict=True):
+        if abs(dual) > 1e-12:
+            found.append((abs(dual), Binding(limit.name, abs(dual))))
     if duals.budget > 1e-12 and program.budget_usd_per_h is not None:
         found.append((duals.budget * program.budget_usd_per_h, Binding("budget", duals.budget)))
     return tuple(binding for _, binding in sorted(found, key=lambda pair: (-pair[0], pair[1].name)))

@@ -13,7 +13,8 @@ Variables
     w_jb     >= 0      ... on doing both inside the template, when it is a closed group
     f_brs    >= 0      requests/s of bucket b prefilled in region r and decoded in region s
 
-Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + sum_brs egress_rs kv_b f_brs
+Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + e_j n_j - sum_rc p_rc g_rc + sum_brs egress_rs kv_b f_brs
+                                                              e_j: what a copy costs beside its nodes' rent
 
 Rows
     time_j       sum_b (x_jb + z_jb + w_jb) <= h n_j          h: utilisation headroom
@@ -26,8 +27,11 @@ Rows
     sends_j      sum_b kv_b P_jb x_jb <= O_j n_j              the network cards of a copy that prefills for
     takes_j      sum_b kv_b Q_jb z_jb <= I_j n_j              others, or decodes for them; inside a template
                                                               they are in C_jb
-    budget       sum_j p_j n_j <= B                           rent only, without the penalty
+    paid_rc      g_rc <= sum_{j in r} U_jc n_j                g_rc <= R_rc nodes that are paid for already, for
+                                                              which p_rc g_rc comes off the cost and the rent
+    budget       all of that but the penalty and egress <= B
     pin_j        n_j >= k or n_j = k
+    limit_i      whatever else is asked of counts (`limits.py`); losses that must be survived become such rows
 
 The penalty K (CORAL 4.3) is the ratio of a node's start-up time to the interval between two plans. It needs
 no variable of its own: every running template has two columns, `running` (cost p_j, at most v_j) and `new`
@@ -43,7 +47,7 @@ and there may be a million columns, so a demand's templates are two arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -51,6 +55,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.errors import InputError
+from potluck.plan.allocate.limits import Helper, Limit, Outage, check_limits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -89,11 +94,15 @@ class Fleet:
     price_usd_per_h: Floats
     available: Ints
     """Nodes one may hold at all, those running now included; 0 where a region does not rent a type."""
+    reserved: Ints | None = None
+    """R: of these, those that are paid for already; None: none."""
 
     def __post_init__(self) -> None:
         shape = (len(self.regions), len(self.nodes))
-        for name in ("price_usd_per_h", "available"):
+        for name in ("price_usd_per_h", "available", "reserved"):
             value = getattr(self, name)
+            if value is None and name == "reserved":
+                continue
             if value.shape != shape:
                 raise InputError(f"fleet: {name}", f"needs shape {shape}, has {value.shape}")
             if not np.isfinite(value).all() or (value < 0).any():
@@ -155,6 +164,8 @@ class ModelColumns:
     """O, [templates]: what the network cards of a copy may send; None: more than it can make."""
     takes_bits_per_s: Floats | None = None
     """I: what they may receive."""
+    fees_usd_per_h: Floats | None = None
+    """e, [templates, regions]: what a copy costs beside its nodes' rent; None: nothing."""
 
     def __post_init__(self) -> None:
         for cards in (self.sends_bits_per_s, self.takes_bits_per_s):
@@ -218,9 +229,17 @@ class FlowProgram:
     init_penalty: float = 0.0
     headroom: float = 1.0
     budget_usd_per_h: float | None = None
+    limits: tuple[Limit, ...] = ()
+    helpers: tuple[Helper, ...] = ()
+    outages: tuple[Outage, ...] = ()
+    spare: tuple[float, ...] = ()
+    """Per model the share of its demand that must still be served without any one of its copies; empty: nothing."""
 
     def __post_init__(self) -> None:
         _check_common(self, [len(model.uses) for model in self.models])
+        shapes = [(len(model.uses), len(self.fleet.regions)) for model in self.models]
+        shape = (len(self.fleet.regions), len(self.fleet.nodes))
+        check_limits(self.limits, self.helpers, self.outages, self.spare, shapes, shape)
         pairs = [(link.source, link.target) for link in self.links]
         regions = range(len(self.fleet.regions))
         if len(set(pairs)) < len(pairs) or any(
@@ -236,7 +255,31 @@ class FlowProgram:
                 replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * fraction) for b in m.buckets))
                 for m in self.models
             ),
+            limits=tuple(limit.scaled(fraction) for limit in self.limits),
         )
+
+    @property
+    def guarded(self) -> bool:
+        """Whether some loss must be survived."""
+        return any(self.spare) or any(any(outage.shares) for outage in self.outages)
+
+    def fixed_usd_per_h(self, counts: Mapping[Key, int]) -> float:
+        """What is paid once, however many copies call for it."""
+        paid = 0.0
+        for helper in self.helpers:
+            tables = self.limits[helper.row].copies if helper.usd_per_h else ()
+            called = any(
+                count and (table := tables[key.group]) is not None and table[key.template, key.region]
+                for key, count in counts.items()
+                if tables
+            )
+            paid += helper.usd_per_h if called else 0.0
+        return paid
+
+    def fee_usd_per_h(self, key: Key) -> float:
+        """e_j"""
+        fees = self.models[key.group].fees_usd_per_h
+        return 0.0 if fees is None else float(fees[key.template, key.region])
 
 
 def card_rows(model: ModelColumns, headroom: float) -> tuple[tuple[Floats, Floats], ...]:
@@ -281,6 +324,18 @@ def as_flow(program: CoverProgram) -> FlowProgram:
     )
 
 
+def paid_usd_per_h(program: Program, counts: Mapping[Key, int]) -> float:
+    """What nodes that are paid for already take off the rent."""
+    fleet = program.fleet
+    if fleet.reserved is None:
+        return 0.0
+    groups = program.demands if isinstance(program, CoverProgram) else program.models
+    used = np.zeros(fleet.available.shape)
+    for key, count in counts.items():
+        used[key.region] += groups[key.group].uses[key.template].astype(np.float64) * count
+    return float((np.minimum(used, fleet.reserved) * fleet.price_usd_per_h).sum())
+
+
 def price_of(fleet: Fleet, uses: Bytes, region: int) -> float:
     """p_j: dollars an hour for one copy."""
     return float(uses @ fleet.price_usd_per_h[region])
@@ -305,6 +360,8 @@ def _check_table(field: str, uses: Bytes, rates: Sequence[Floats]) -> None:
 def _check_common(program: Program, sizes: Sequence[int]) -> None:
     groups = program.demands if isinstance(program, CoverProgram) else program.models
     nodes, regions = len(program.fleet.nodes), len(program.fleet.regions)
+    if isinstance(program, CoverProgram) and program.fleet.reserved is not None:
+        raise InputError("fleet: reserved", "is for the whole program; use `as_flow`")
     for group in groups:
         if group.uses.shape[1] != nodes:
             raise InputError(f"{group.name}: uses", f"needs {nodes} node types, has {group.uses.shape[1]}")

@@ -71,10 +71,14 @@ class Shortfall:
     """Demands that no template in any region can serve at all."""
     overpinned: tuple[str, ...] = ()
     """Resources that the pinned copies alone exceed."""
+    unkept: tuple[str, ...] = ()
+    """Limits that no plan keeps together, even one that serves nothing."""
 
     def __str__(self) -> str:
         if self.overpinned:
             return f"the pinned copies need more than there is of {', '.join(self.overpinned)}"
+        if self.unkept:
+            return f"nothing keeps all of what is asked: {'; '.join(self.unkept[:4])}"
         if self.unserved:
             return f"no template that fits can serve {', '.join(self.unserved)}"
         names = (

@@ -11,10 +11,11 @@ from potluck.core.errors import InputError
 from potluck.plan.allocate.cover import State, solve_cover
 from potluck.plan.allocate.cover_data import Cover, Multipliers, prepare
 from potluck.plan.allocate.deadline import Clock, Deadline
-from potluck.plan.allocate.flow import FlowState, settle, solve_flow, start_vector
+from potluck.plan.allocate.flow import FlowState, settle, start_vector
 from potluck.plan.allocate.flow_price import prices_of
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.infeasible import largest_fraction
+from potluck.plan.allocate.outages import solve_guarded
 from potluck.plan.allocate.primal import recheck
 from potluck.plan.allocate.program import (
     Count,
@@ -24,6 +25,7 @@ from potluck.plan.allocate.program import (
     Key,
     Program,
     as_flow,
+    paid_usd_per_h,
     price_of,
 )
 from potluck.plan.allocate.result import Allocation, FlowRate, Prices, Share, Shortfall, Status
@@ -94,7 +96,7 @@ def _flow(
 ) -> Allocation:
     known = dict(warm.counts) if warm is not None else {}
     reuse = known if warm is not None and warm.found else {}
-    state = solve_flow(program, deadline, gap_target, list(known), reuse)
+    state = solve_guarded(program, deadline, gap_target, list(known), reuse)
     counts, shortfall = state.counts or {}, None
     if state.counts is None and (state.infeasible or not deadline.over):
         shortfall, counts = largest_fraction(program, deadline, gap_target)
@@ -131,7 +133,7 @@ def _cheapest_for(
     # counts at hand are where it begins, so that what it finds costs no more, egress included.
     for spare in (OPTIMAL, 10 * OPTIMAL):
         less = program.scaled(fraction * (1 - spare))
-        state = solve_flow(less, deadline, gap_target, list(counts), counts)
+        state = solve_guarded(less, deadline, gap_target, list(counts), counts)
         if state.counts is not None:
             return state.counts
     return counts
@@ -180,15 +182,20 @@ def _answer(
 
 
 def cost_of(program: Program, counts: Iterable[tuple[Key, int]]) -> tuple[float, float]:
-    """Rent, and rent with the initialisation penalty."""
+    """Rent that is still to be paid, and that with the initialisation penalty and fees."""
     groups = program.demands if isinstance(program, CoverProgram) else program.models
-    running = dict(program.running)
+    running, held = dict(program.running), dict(counts)
     rent = cost = 0.0
-    for key, count in counts:
+    for key, count in held.items():
         price = price_of(program.fleet, groups[key.group].uses[key.template], key.region)
         rent += price * count
         cost += price * (count + program.init_penalty * max(0, count - running.get(key, 0)))
-    return rent, cost
+        if isinstance(program, FlowProgram):
+            cost += program.fee_usd_per_h(key) * count
+    if isinstance(program, FlowProgram):
+        cost += program.fixed_usd_per_h(held)
+    paid = paid_usd_per_h(program, held)
+    return rent - paid, cost - paid
 
 
 def _routed(

@@ -10,6 +10,7 @@ from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.codecs import solved
 from potluck.plan.columns import Columns, plan_of
+from potluck.plan.even import evened
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.attain import Estimate
 from potluck.plan.search.tabu import Found
@@ -19,6 +20,7 @@ from potluck.plan.templates.gpu_combo import SHORTLIST, Ranked, gpu_combos, rank
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import Timed, pipelines
 from potluck.plan.templates.pair import pairs
+from potluck.plan.terms import runs_in
 from potluck.plan.verify import retimed
 
 
@@ -136,7 +138,11 @@ class Workshop:
             self.made[key] = make()
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
-        return [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
+        found = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
+        if not ask.terms.asked:
+            return found
+        regions = [region.name for region in self.problem.regions]
+        return [t for t in found if any(runs_in(self.problem, ask, t, region) for region in regions)]
 
 
 def allocated(
@@ -155,7 +161,12 @@ def allocated(
         gap_target=settings.gap_target,
         clock=settings.clock,
     )
-    return Outcome(plan_of(found, answer, strategy), answer, found)
+    plan = plan_of(found, answer, strategy)
+    if (
+        found.program.guarded and answer.found
+    ):  # a spare copy that never works would be cold when it is needed
+        plan = evened(workshop.problem, plan, settings.time_limit_s, settings.clock)
+    return Outcome(plan, answer, found)
 
 
 def with_running(

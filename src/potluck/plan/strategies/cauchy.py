@@ -22,10 +22,12 @@ import numpy as np
 
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.highs import Milp, solve_milp
+from potluck.plan.columns import egress_usd_per_h
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.kinds import efficient
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
+from potluck.plan.terms import charges_of, rent_usd_per_h, require_rows, runs_in
 
 Weight = Callable[[float, float], float]
 Efficiency = Callable[[Ask, Template], float]
@@ -51,6 +53,7 @@ def cauchy_mce(workshop: Workshop, settings: Settings) -> Outcome:
 
 def cauchy_ce(workshop: Workshop, settings: Settings) -> Outcome:
     """CO-LP over combos counted in GPUs, ranked and shortlisted by equation 15."""
+    require_rows(workshop.problem, "cauchy-ce")
     templates = {ask.name: efficient(workshop, ask) for ask in workshop.problem.asks}
     chosen = _choose(workshop, settings, templates, _over, lambda ask, template: template.ce_tokens_per_usd)
     if chosen is None:
@@ -63,6 +66,7 @@ def _over(price: float, efficiency: float) -> float:
 
 
 def _cauchy(workshop: Workshop, settings: Settings, name: str, weight: Weight) -> Outcome:
+    require_rows(workshop.problem, name)
     templates = {ask.name: workshop.combos(ask) for ask in workshop.problem.asks}
     chosen = _choose(workshop, settings, templates, weight, _served(workshop))
     if chosen is None:  # the fallback: as much as the fleet can do
@@ -104,6 +108,8 @@ def _columns(workshop: Workshop, templates: ByModel) -> Columns:
             if served_per_s(ask, template) <= 0:
                 continue
             for region in workshop.problem.regions:
+                if not runs_in(workshop.problem, ask, template, region.name):
+                    continue
                 offers = [region.offer(each.node) for each in template.nodes]
                 if all(o and o.available >= n.count for o, n in zip(offers, template.nodes, strict=True)):
                     price = sum(
@@ -173,6 +179,5 @@ def _with_counts(
     used = {template.name: template for template in plan.templates}
     templates = tuple(used.get(t.name, t) for group in kept.values() for t in group)
     whole = replace(plan, templates=templates, deployments=chosen)
-    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
-    cost = sum(prices[key] * count for key, count in whole.nodes.items())
-    return replace(whole, cost_usd_per_h=cost)
+    charges = charges_of(problem, whole, egress_usd_per_h(problem, whole))
+    return replace(whole, cost_usd_per_h=rent_usd_per_h(problem, whole.nodes), charges=charges)

@@ -22,6 +22,7 @@ from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_mc
 from potluck.plan.strategies.kinds import distinct, templates_of
 from potluck.plan.strategies.pools import require_pool, worth_searching
+from potluck.plan.terms import require_rows, unsupported
 
 
 def auto(workshop: Workshop, settings: Settings) -> Outcome:
@@ -45,6 +46,8 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     whole = allocated(workshop, replace(settings, time_limit_s=left_s), "auto", templates)
     if settings.pins or settings.running:
         return whole  # pins and what runs bind only here
+    if unsupported(problem):
+        return whole  # the others pick their copies by rules that do not know of it
     rivals: list[Callable[[Workshop, Settings], Outcome]] = [thunderserve] if pooled and not inside else []
     if (
         whole.allocation.gap > settings.gap_target
@@ -61,10 +64,10 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
         ]
     short = replace(settings, time_limit_s=settings.time_limit_s / 8)
     tried = [strategy(workshop, short) for strategy in rivals]
-    best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.cost_usd_per_h))
+    best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.total_usd_per_h))
     if best is whole or not _better(best, whole):
         return whole
-    cost, bound = best.plan.cost_usd_per_h, whole.allocation.lower_bound_usd_per_h
+    cost, bound = best.plan.total_usd_per_h, whole.allocation.lower_bound_usd_per_h
     gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
     return replace(best, plan=replace(best.plan, strategy="auto", gap=gap))
 
@@ -72,11 +75,12 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
 def _better(one: Outcome, other: Outcome) -> bool:
     """By more than rounding."""
     more = one.plan.fraction - other.plan.fraction
-    return more > 1e-9 or one.plan.cost_usd_per_h < other.plan.cost_usd_per_h * (1 - 1e-9)
+    return more > 1e-9 or one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
 
 
 def thunderserve(workshop: Workshop, settings: Settings) -> Outcome:
     """Groups of the machines there are, by search; which of them are needed is the program's choice."""
+    require_rows(workshop.problem, "thunderserve")
     ask, start_s = require_pool(workshop.problem), settings.clock()
     templates = {ask.name: workshop.groups(ask, settings)}
     left_s = max(settings.time_limit_s - (settings.clock() - start_s), settings.time_limit_s / 4)

@@ -1,0 +1,66 @@
+"""How what was asked beside demand is printed: what it costs, what is paid beside rent, what spot nodes risk."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.render import listing, percent, usd
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from potluck.core.values.plan import Plan
+    from potluck.plan.problem import Problem
+    from potluck.plan.term_prices import TermPrice
+
+WIDTH = 80
+
+
+def show_money(problem: Problem, plan: Plan) -> None:
+    """Charges beside rent, and nodes that are paid for already."""
+    if plan.charges:
+        parts = ", ".join(f"{each.what} {usd(each.usd_per_h)}" for each in plan.charges)
+        _say(f"Beside rent, per hour: {parts}; {usd(plan.total_usd_per_h)} in all.")
+    for region in problem.regions:
+        for offer in region.offers:
+            used = min(plan.nodes.get((region.name, offer.node), 0), offer.reserved)
+            if used:
+                saved = usd(used * offer.price_usd_per_h)
+                _say(
+                    f"{used} of {offer.reserved} reserved {offer.node} in {region.name} used: {saved}/h less."
+                )
+
+
+def show_risk(problem: Problem, plan: Plan) -> None:
+    """How often spot nodes go, and what is left without them."""
+    from potluck.plan.term_prices import spot_risks
+
+    for each in spot_risks(problem, plan):
+        often = f"one is taken away every {1 / each.preemptions_per_h:.3g} h"
+        if each.preemptions_per_h <= 0:
+            often = "none is expected to be taken away"
+        line = f"{each.model}: {each.spot_nodes} of {each.nodes} nodes are spot; {often} on average"
+        _say(f"{line}, and without all of them {percent(each.served_without)} of its demand is served.")
+
+
+def show_terms(prices: Sequence[TermPrice]) -> None:
+    """Each term with its price."""
+    if not prices:
+        return
+    rows = []
+    for each in prices:
+        if each.extra_fraction > 1e-6:
+            cost = f"{percent(each.extra_fraction)} of demand"
+        elif each.extra_usd_per_h is None:
+            cost = "nothing"
+        else:
+            cost = ("" if each.exact else "about ") + f"{usd(max(0.0, each.extra_usd_per_h))}/h"
+        rows.append((each.model, cost, each.words))
+    listing("What was asked costs (by planning again without it)", ("model", "costs", "asked"), rows)
+
+
+def _say(text: str) -> None:
+    click.echo("\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False)) + "\n")

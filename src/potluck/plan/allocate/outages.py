@@ -1,0 +1,291 @@
+"""Plans that survive losses: what a loss leaves must still serve a share of the demand, routed anew.
+
+For a loss s let n^s be the copies that are left: none of those with a node that is gone, or one fewer of one column.
+That they serve theta of the demand asked for is a linear program; by its duals, whichever n is,
+
+    theta <= sum_j E_j n^s_j + sum_l lambda_l bandwidth_l          E_j: what one copy's time earns (`flow_price`)
+
+so a plan whose n^s falls short breaks a row over counts that every plan that survives s keeps. Such rows are added
+until a plan breaks none (Benders), so the last is as cheap as it can be, and proven so. The loss of one copy of
+column k takes E_k y_k away, where y_k says whether there is one: n_k <= most_k y_k.
+
+A plan that falls short by single copies is mended by one more of each, where there are nodes: that is the plan if
+time runs out, and where the next program begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.flow import FlowState, solve_flow, start_vector
+from potluck.plan.allocate.flow_price import Duals, Pricer, duals_of, relax_flow
+from potluck.plan.allocate.flow_rows import THETA, FlowRows
+from potluck.plan.allocate.highs import INFINITY, solve_milp
+from potluck.plan.allocate.limits import Floats, Helper, Limit, Outage
+from potluck.plan.allocate.program import FlowProgram, Key
+
+SHORT = 1e-6
+"""By how much what is left may fall short: as much as the solver may err."""
+ROOT_ROUNDS = 20
+"""Rows from the relaxation before whole counts are asked for."""
+FIRST_SHARE = 0.4
+"""Of the time that is left, for each program but the last."""
+
+Attempt = Callable[[FlowProgram, Deadline, dict[Key, int]], FlowState]
+
+
+class Loss(NamedTuple):
+    """Nodes that go together, or one copy of a column."""
+
+    name: str
+    shares: tuple[float, ...]
+    gone: Outage | None
+    copy: Key | None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a loss leaves: the fraction of what is asked for that is served, with its prices."""
+
+    theta: float
+    duals: Duals
+    asked: FlowProgram
+
+
+def losses(program: FlowProgram, keys: Mapping[Key, float]) -> list[Loss]:
+    """All losses that a plan with these columns must survive."""
+    found = [Loss(each.name, each.shares, each, None) for each in program.outages if any(each.shares)]
+    for key in keys:
+        share = program.spare[key.group] if program.spare else 0.0
+        if share > 0:
+            shares = tuple(share if m == key.group else 0.0 for m in range(len(program.models)))
+            model = program.models[key.group].name
+            where = program.fleet.regions[key.region]
+            found.append(Loss(f"a copy of {model}[{key.template}]@{where}", shares, None, key))
+    return found
+
+
+def gone_columns(
+    program: FlowProgram, outage: Outage, m: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    """[templates, regions]: the columns of a model that an outage takes."""
+    return (program.models[m].uses > 0).astype(np.int64) @ outage.gone.T.astype(np.int64) > 0
+
+
+def left_after(
+    program: FlowProgram, counts: Mapping[Key, float], loss: Loss, deadline: Deadline
+) -> Left | None:
+    """What the copies that a loss leaves can do; None when time ran out."""
+    models = tuple(
+        replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * share) for b in m.buckets))
+        for m, share in zip(program.models, loss.shares, strict=True)
+    )
+    asked = replace(
+        program,
+        models=models,
+        running=(),
+        pins=(),
+        limits=(),
+        helpers=(),
+        outages=(),
+        spare=(),
+        budget_usd_per_h=None,
+    )
+    dead = [
+        None if loss.gone is None or not share else gone_columns(program, loss.gone, m)
+        for m, share in enumerate(loss.shares)
+    ]
+    kept: dict[Key, float] = {}
+    for key, count in counts.items():
+        table = dead[key.group]
+        if not loss.shares[key.group] or (table is not None and table[key.template, key.region]):
+            continue
+        remain = count - min(count, 1.0) if key == loss.copy else count
+        if remain > 0:
+            kept[key] = remain
+    rows = FlowRows(asked, sorted(kept))
+    problem = rows.milp(at_cost=False)
+    for key, count in kept.items():
+        problem.lower[rows.new[key]] = problem.upper[rows.new[key]] = count
+    answer = solve_milp(problem, time_limit_s=max(deadline.final_s, 0.1), relax=True)
+    if answer.x is None or answer.row_dual is None or not answer.finished:
+        return None
+    return Left(float(answer.x[THETA]), duals_of(rows, answer.row_dual), asked)
+
+
+def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, Limit]:
+    """The row that a loss asks for at these prices, and the program with the helper that it needs."""
+    pricer = Pricer(left.asked)
+    tables: list[Floats | None] = []
+    for m, share in enumerate(loss.shares):
+        if not share:
+            tables.append(None)
+            continue
+        worth = pricer.earnings(m, left.duals)
+        if loss.gone is not None:
+            worth[gone_columns(program, loss.gone, m)] = 0.0
+        tables.append(worth)
+    links = sum(
+        price * link.bits_per_s for price, link in zip(left.duals.links.tolist(), program.links, strict=True)
+    )
+    helpers: tuple[tuple[int, float], ...] = ()
+    if loss.copy is not None:
+        key = loss.copy
+        program, place = _with_helper(program, key)
+        table = tables[key.group]
+        assert table is not None
+        helpers = ((place, -float(table[key.template, key.region])),)
+    name = f"enough without {loss.name}"
+    return program, Limit(name, -links - SHORT / 10, INFINITY, tuple(tables), helpers, theta=1.0)
+
+
+def _with_helper(program: FlowProgram, key: Key) -> tuple[FlowProgram, int]:
+    """The program with a variable that says whether there is a copy of a column, and its place."""
+    name = f"some of {tuple(key)}"
+    for place, helper in enumerate(program.helpers):
+        if helper.name == name:
+            return program, place
+    model = program.models[key.group]
+    uses = model.uses[key.template]
+    held = np.flatnonzero(uses)
+    most = float((program.fleet.available[key.region][held] // uses[held]).min())
+    table = np.zeros((len(model.uses), len(program.fleet.regions)))
+    table[key.template, key.region] = 1.0
+    tables = tuple(table if m == key.group else None for m in range(len(program.models)))
+    place = len(program.helpers)
+    limit = Limit(name, -INFINITY, 0.0, tables, ((place, -max(most, 1.0)),))
+    helpers = (*program.helpers, Helper(name))
+    return replace(program, helpers=helpers, limits=(*program.limits, limit)), place
+
+
+def broken(
+    program: FlowProgram,
+    counts: Mapping[Key, float],
+    theta: float,
+    deadline: Deadline,
+    *,
+    single: bool = True,
+) -> list[tuple[Loss, Left]]:
+    """The losses after which less than `theta` of what is asked for would be served."""
+    found = []
+    for loss in losses(program, counts if single else {}):
+        left = left_after(program, counts, loss, deadline)
+        if left is not None and left.theta < theta - SHORT:
+            found.append((loss, left))
+    return found
+
+
+def survives(program: FlowProgram, counts: Mapping[Key, int], theta: float, deadline: Deadline) -> bool:
+    """Whether these copies serve enough after every loss."""
+    return not program.guarded or not broken(program, counts, theta, deadline)
+
+
+def with_cuts(program: FlowProgram, found: list[tuple[Loss, Left]]) -> FlowProgram:
+    limits = []
+    for loss, left in found:
+        program, limit = cut_of(program, loss, left)
+        limits.append(limit)
+    return replace(program, limits=(*program.limits, *limits))
+
+
+def guarded(program: FlowProgram, deadline: Deadline, attempt: Attempt) -> FlowState:
+    """Attempts at ever more rows, until one breaks none; `state.pricer.program` has them all."""
+    if not program.guarded:
+        return attempt(program, deadline, {})
+    program = _root(program, deadline)
+    best: dict[Key, int] = {}
+    while True:
+        state = attempt(program, deadline.part(FIRST_SHARE), best)
+        if state.counts is None:
+            break
+        counts = state.counts
+        found = broken(program, counts, _theta(state), deadline)
+        if not found and not state.done and not deadline.over:
+            # Sound but not proven: the same once more with all the time there is, from here.
+            state = attempt(program, deadline, counts)
+            counts = state.counts or counts
+            found = broken(program, counts, _theta(state), deadline) if state.counts else []
+        if not found:
+            return state
+        if state.at_cost and (mended := _mended(program, counts, found, deadline)):
+            best = mended
+        program = with_cuts(program, found)
+        if deadline.over:
+            break
+    if best:
+        # No time for a cheaper one: what was mended stands, with the bound of the last program.
+        last = attempt(program, deadline.part(FIRST_SHARE), best)
+        lower = max(state.lower, last.lower) if np.isfinite(state.lower) else last.lower
+        if last.counts is not None and survives(program, last.counts, 1.0, deadline):
+            last.lower = max(last.lower, min(lower, last.upper))
+            return last
+    state.counts, state.upper = None, INFINITY
+    return state
+
+
+def _theta(state: FlowState) -> float:
+    return 1.0 if state.at_cost else -state.upper
+
+
+def _root(program: FlowProgram, deadline: Deadline) -> FlowProgram:
+    """Rows that the relaxation breaks when nodes go together; single copies are nothing to fractions."""
+    if not any(any(outage.shares) for outage in program.outages):
+        return program
+    keys = Pricer(program).first_keys()
+    for _ in range(ROOT_ROUNDS):
+        pricer = Pricer(program)
+        relaxed = relax_flow(pricer, deadline, at_cost=True, keys=keys)
+        if relaxed is None:
+            return program
+        rows = FlowRows(program, relaxed.keys)
+        answer = solve_milp(rows.milp(at_cost=True, priced=True), time_limit_s=deadline.left_s, relax=True)
+        if answer.x is None:
+            return program
+        counts = {key: float(answer.x[variable]) for key, variable in rows.new.items()}
+        for key, variable in rows.old.items():
+            counts[key] += float(answer.x[variable])
+        counts = {key: count for key, count in counts.items() if count > SHORT}
+        found = broken(program, counts, 1.0, deadline, single=False)
+        if not found or deadline.over:
+            return program
+        program, keys = with_cuts(program, found), relaxed.keys
+    return program
+
+
+def _mended(
+    program: FlowProgram, counts: Mapping[Key, int], found: list[tuple[Loss, Left]], deadline: Deadline
+) -> dict[Key, int]:
+    """One more copy wherever losing one leaves too little; empty where nodes, budget or another loss forbid it."""
+    mended = dict(counts)
+    for loss, _ in found:
+        if loss.copy is None:
+            return {}
+        mended[loss.copy] += 1
+    rows = FlowRows(program, sorted(mended))
+    problem = rows.milp(at_cost=True)
+    x = start_vector(rows, mended)
+    whole = np.array(sorted([*rows.new.values(), *rows.old.values()]), dtype=np.int64)
+    if (x[whole] > np.array(rows.entries.upper)[whole] + 0.5).any():
+        return {}
+    problem.lower[whole] = problem.upper[whole] = x[whole]
+    answer = solve_milp(problem, time_limit_s=max(deadline.final_s, 0.1))
+    if answer.x is None or broken(program, mended, 1.0, deadline):
+        return {}
+    return mended
+
+
+def solve_guarded(
+    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], warm_counts: dict[Key, int]
+) -> FlowState:
+    """The cheapest plan that survives its losses, or the proof that there is none."""
+
+    def attempt(each: FlowProgram, limit: Deadline, best: dict[Key, int]) -> FlowState:
+        start = best or warm_counts
+        return solve_flow(each, limit, gap_target, sorted({*warm, *start}), start)
+
+    return guarded(program, deadline, attempt)

@@ -1,0 +1,252 @@
+"""Limits, losses, fees and nodes that are paid for already: the solver against every count there is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from allocate_reference import reference
+
+from potluck.core.errors import InputError
+from potluck.plan.allocate.limits import Helper, Limit, Outage
+from potluck.plan.allocate.outages import gone_columns
+from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin
+from potluck.plan.allocate.solve import solve
+
+
+def small(seed: int) -> FlowProgram:
+    """A random program with few plans: all its counts can be gone through."""
+    rng = np.random.default_rng(seed)
+    regions, models = ((1, 2), (2, 1))[seed % 2]
+    fleet = Fleet(
+        tuple("ab"[:regions]),
+        ("x", "y"),
+        rng.uniform(0.5, 4.0, (regions, 2)).round(2),
+        rng.integers(1, 4, (regions, 2)),
+    )
+    found = []
+    for m in range(models):
+        buckets = tuple(
+            Bucket(f"b{b}", float(rng.uniform(0.2, 1.5)), float(rng.uniform(1e8, 2e9))) for b in range(2)
+        )
+        uses = np.array([[1, 0], [0, 1]] if rng.random() < 0.7 else [[1, 0], [1, 1]], np.uint8)
+        tables = [rng.uniform(0.5, 4.0, (2, 2)) for _ in range(3)]
+        if rng.random() < 0.5:  # phases apart: the first prefills, the second decodes
+            tables[0][1] = tables[1][0] = tables[2][:] = 0.0
+        else:
+            tables[0][:] = tables[1][:] = 0.0
+        found.append(ModelColumns(f"m{m}", buckets, uses, *tables))
+    links = (LinkRow(0, 1, float(rng.uniform(1e8, 4e9))),) if regions > 1 else ()
+    return FlowProgram(fleet, tuple(found), links, headroom=0.8)
+
+
+def plans(program: FlowProgram) -> Iterator[dict[Key, int]]:
+    """Every plan that the nodes allow."""
+    keys, ranges = [], []
+    for m, model in enumerate(program.models):
+        for t, uses in enumerate(model.uses):
+            for r in range(len(program.fleet.regions)):
+                held = np.flatnonzero(uses)
+                most = int((program.fleet.available[r][held] // uses[held]).min())
+                if most:
+                    keys.append(Key(m, t, r))
+                    ranges.append(range(most + 1))
+    for counts in itertools.product(*ranges):
+        used = np.zeros(program.fleet.available.shape)
+        for key, n in zip(keys, counts, strict=True):
+            used[key.region] += program.models[key.group].uses[key.template] * float(n)
+        if (used <= program.fleet.available).all():
+            yield {key: n for key, n in zip(keys, counts, strict=True) if n}
+
+
+def served(program: FlowProgram, counts: dict[Key, int]) -> float:
+    """The share of demand that these copies serve, by the plain telling of the program."""
+    pins = tuple(
+        Pin(Key(m, t, r), counts.get(Key(m, t, r), 0), True)
+        for m, model in enumerate(program.models)
+        for t in range(len(model.uses))
+        for r in range(len(program.fleet.regions))
+    )
+    plain = replace(
+        program, pins=pins, limits=(), helpers=(), outages=(), spare=(), running=(), budget_usd_per_h=None
+    )
+    found = reference(plain, fraction=True)
+    assert found is not None
+    return found
+
+
+def shared(program: FlowProgram, shares: tuple[float, ...]) -> FlowProgram:
+    models = tuple(
+        replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * share) for b in m.buckets))
+        for m, share in zip(program.models, shares, strict=True)
+    )
+    return replace(program, models=models)
+
+
+def left(program: FlowProgram, counts: dict[Key, int]) -> float:
+    """The share of what is asked for that is served after the worst of the losses."""
+    found = [1.0]
+    for outage in program.outages:
+        rest = {
+            key: n
+            for key, n in counts.items()
+            if not gone_columns(program, outage, key.group)[key.template, key.region]
+        }
+        found.append(served(shared(program, outage.shares), rest))
+    for key in counts if program.spare else ():
+        shares = tuple(program.spare[m] if m == key.group else 0.0 for m in range(len(program.models)))
+        if shares[key.group]:
+            found.append(served(shared(program, shares), counts | {key: counts[key] - 1}))
+    return min(found)
+
+
+def usd_per_h(program: FlowProgram, counts: dict[Key, int]) -> float:
+    """Rent beyond what is paid for, and fees; egress apart."""
+    used = np.zeros(program.fleet.available.shape)
+    fees = 0.0
+    for key, n in counts.items():
+        used[key.region] += program.models[key.group].uses[key.template] * float(n)
+        table = program.models[key.group].fees_usd_per_h
+        fees += n * (0.0 if table is None else float(table[key.template, key.region]))
+    beyond = used if program.fleet.reserved is None else np.maximum(used - program.fleet.reserved, 0)
+    return float((beyond * program.fleet.price_usd_per_h).sum()) + fees
+
+
+def within(program: FlowProgram, counts: dict[Key, int]) -> bool:
+    """Limits without helpers, and the budget."""
+    for limit in program.limits:
+        tables = limit.copies
+        total = sum(
+            n * table[key.template, key.region]
+            for key, n in counts.items()
+            if (table := tables[key.group]) is not None
+        )
+        if not limit.helpers and not limit.low - 1e-9 <= total <= limit.high + 1e-9:
+            return False
+    budget = program.budget_usd_per_h
+    return budget is None or usd_per_h(program, counts) <= budget + 1e-9
+
+
+def cheapest(program: FlowProgram) -> float | None:
+    """By going through all plans, the cheapest first."""
+    for counts in sorted(plans(program), key=lambda each: usd_per_h(program, each)):
+        if within(program, counts) and min(served(program, counts), left(program, counts)) > 1 - 1e-6:
+            return usd_per_h(program, counts)
+    return None
+
+
+def agree(program: FlowProgram) -> str:
+    found, best = solve(program, time_limit_s=60.0), cheapest(program)
+    counts = dict(found.counts)
+    if best is None:
+        assert found.status == "infeasible"
+        able = [each for each in plans(program) if within(program, each)]
+        most = max((min(served(program, each), left(program, each)) for each in able), default=None)
+        assert found.shortfall is not None
+        assert found.shortfall.fraction == pytest.approx(most or 0.0, abs=1e-5)
+        assert most is None or within(program, counts)
+        assert not counts or left(program, counts) >= found.shortfall.fraction - 1e-5
+        return "infeasible"
+    assert found.status == "optimal"
+    assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+    assert left(program, counts) > 1 - 2e-6
+    assert within(program, counts)
+    return "optimal"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_that_survive_the_loss_of_any_copy(seed: int) -> None:
+    program = small(seed)
+    rng = np.random.default_rng(seed)
+    spare = tuple(float(rng.choice([1.0, 0.6, 0.0])) for _ in program.models)
+    agree(replace(program, spare=spare))
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -> None:
+    program = small(seed)
+    rng = np.random.default_rng(seed)
+    shape = program.fleet.available.shape
+    outages = []
+    for place in range(shape[0]):
+        gone = np.zeros(shape, bool)
+        gone[place] = True
+        outages.append(Outage(f"region {place}", gone, tuple(0.5 for _ in program.models)))
+    outages.append(Outage("spot", rng.random(shape) < 0.5, tuple(0.7 for _ in program.models)))
+    agree(replace(program, outages=tuple(outages), spare=tuple(0.5 for _ in program.models)))
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
+    program = small(seed)
+    rng = np.random.default_rng(seed)
+    fleet = replace(program.fleet, reserved=rng.integers(0, 3, program.fleet.available.shape))
+    models = tuple(
+        replace(m, fees_usd_per_h=rng.uniform(0, 1, (len(m.uses), len(fleet.regions))))
+        for m in program.models
+    )
+    ones = [np.ones((len(m.uses), len(fleet.regions))) for m in models]
+    limits = tuple(
+        Limit(
+            f"copies {m}",
+            float(rng.integers(0, 3)),
+            float(rng.integers(2, 6)),
+            tuple(ones[m] if other == m else None for other in range(len(models))),
+        )
+        for m in range(len(models))
+    )
+    budget = float(rng.uniform(2, 20)) if rng.random() < 0.5 else None
+    agree(replace(program, fleet=fleet, models=models, limits=limits, budget_usd_per_h=budget))
+
+
+def kinds(program: FlowProgram, most: int) -> FlowProgram:
+    """At most so many node types in the whole plan."""
+    types = range(len(program.fleet.nodes))
+    helpers = tuple(Helper(f"type {c}") for c in types)
+    limits = [
+        Limit("kinds", -np.inf, float(most), (None,) * len(program.models), tuple((c, 1.0) for c in types))
+    ]
+    for c in types:
+        tables = tuple(
+            np.repeat(m.uses[:, c].astype(float)[:, None], len(program.fleet.regions), axis=1)
+            for m in program.models
+        )
+        total = float(program.fleet.available[:, c].sum())
+        limits.append(Limit(f"use of {c}", -np.inf, 0.0, tables, ((c, -max(total, 1.0)),)))
+    return replace(program, helpers=helpers, limits=tuple(limits))
+
+
+@pytest.mark.parametrize("seed", range(300, 304))
+def test_at_most_so_many_kinds(seed: int) -> None:
+    program = small(seed)
+    found = solve(kinds(program, 1), time_limit_s=60.0)
+    best = None
+    for counts in sorted(plans(program), key=lambda each: usd_per_h(program, each)):
+        used = {
+            int(c) for key in counts for c in np.flatnonzero(program.models[key.group].uses[key.template])
+        }
+        if len(used) <= 1 and served(program, counts) > 1 - 1e-6:
+            best = usd_per_h(program, counts)
+            break
+    assert (found.status == "optimal") == (best is not None)
+    if best is not None:
+        assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
+
+
+def test_limits_that_nothing_keeps_are_named() -> None:
+    program = small(1)
+    tables = tuple(np.ones((len(m.uses), len(program.fleet.regions))) for m in program.models)
+    found = solve(replace(program, limits=(Limit("at least 999 copies", 999.0, np.inf, tables),)))
+    assert found.shortfall is not None
+    assert "at least 999 copies" in str(found.shortfall)
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    program = small(1)
+    with pytest.raises(InputError, match="needs a table"):
+        replace(program, limits=(Limit("odd", 0.0, 1.0, (np.ones((9, 9)),) * len(program.models)),))
+    with pytest.raises(InputError, match="must be between 0 and 1"):
+        replace(program, spare=(2.0,) * len(program.models))

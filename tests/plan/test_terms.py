@@ -1,0 +1,193 @@
+"""Terms in whole plans: kept, verified, priced; refused by strategies that cannot keep them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from plan_problems import a_problem, an_ask
+
+from potluck.core.errors import InputError
+from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.terms import Terms
+from potluck.core.values.types import Link, Offer, Slo
+from potluck.plan.cards import wire_bits
+from potluck.plan.problem import Problem
+from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.strategies.base import allocated
+from potluck.plan.term_prices import spot_risks, term_prices
+from potluck.plan.verify import verify
+
+SETTINGS = Settings(time_limit_s=20.0)
+OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}, "west": {"1xL40S": (2.2, 8)}}
+
+
+def asked(terms: Terms, **more: object) -> Problem:
+    problem = a_problem(replace(an_ask(rate_per_s=6.0), terms=terms), offers=OFFERS)
+    return replace(problem, **more)  # type: ignore[arg-type]
+
+
+def planned(problem: Problem, strategy: str = "melange") -> Outcome:
+    return STRATEGIES[strategy](Workshop(problem), SETTINGS)
+
+
+def sound(problem: Problem) -> Plan:
+    plan = planned(problem).plan
+    assert plan.fraction == 1
+    assert verify(problem, plan) == ()
+    return plan
+
+
+def copies(plan: Plan) -> int:
+    return sum(each.count for each in plan.deployments)
+
+
+PLAIN = asked(Terms())
+
+
+def offered(problem: Problem, **changes: Offer) -> Problem:
+    """With other offers in the first region."""
+    east = problem.regions[0]
+    offers = tuple(changes.get(offer.node.removeprefix("1x"), offer) for offer in east.offers)
+    return replace(problem, regions=(replace(east, offers=offers), *problem.regions[1:]))
+
+
+def test_one_node_more_than_is_needed() -> None:
+    plain, plan = sound(PLAIN), sound(asked(Terms(survive="node")))
+    assert copies(plan) > copies(plain)
+    assert all(share.rate_per_s > 0 for share in plan.shares)
+    assert len(plan.shares) >= len(plan.deployments)  # none of them idle until it is needed
+    fewer = replace(plan, deployments=plain.deployments, templates=plain.templates, shares=plain.shares)
+    assert any("without a node of" in line for line in verify(asked(Terms(survive="node")), fewer))
+
+
+def test_a_region_may_go() -> None:
+    plan = sound(asked(Terms(survive="region", survive_share=0.5)))
+    assert {each.region for each in plan.deployments} == {"east", "west"}
+
+
+def test_a_share_on_spot() -> None:
+    cheap = Offer("1xA10G", 0.3, 8, spot=True, preemptions_per_h=0.1)
+    free = offered(asked(Terms()), A10G=cheap)
+    all_spot = sound(free)
+    assert {node for _, node in all_spot.nodes} == {"1xA10G"}
+    (risk,) = spot_risks(free, all_spot)
+    assert risk.served_without == 0
+    assert risk.preemptions_per_h == pytest.approx(0.1 * risk.spot_nodes)
+    half = offered(asked(Terms(max_spot_share=0.5)), A10G=cheap)
+    plan = sound(half)
+    assert spot_risks(half, plan)[0].served_without >= 0.5
+    assert any(charge.what == "preemptions" for charge in plan.charges)
+    assert any("without spot nodes" in line for line in verify(half, all_spot))
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        Terms(regions=("west",)),
+        Terms(residency=("west",)),
+        Terms(nodes=("1xL40S",)),
+        Terms(min_copies=5),
+        Terms(max_copies=3),
+        Terms(max_gpu_kinds=1),
+        Terms(max_nodes=1, max_stages=1),
+    ],
+)
+def test_limits_are_kept_and_rechecked(terms: Terms) -> None:
+    problem = asked(terms)
+    plan = sound(problem)
+    other = replace(PLAIN, asks=(replace(PLAIN.asks[0], terms=Terms(nodes=("1xA10G",), regions=("east",))),))
+    if terms.regions or terms.residency or terms.nodes:
+        assert verify(problem, sound(other))
+    if terms.min_copies:
+        assert copies(plan) >= 5
+        assert any("copies, asked for 5" in line for line in verify(problem, sound(PLAIN)))
+    if terms.max_copies:
+        assert copies(plan) <= 3
+
+
+def test_too_few_copies_allowed_serve_what_they_can() -> None:
+    outcome = planned(asked(Terms(max_copies=1)))
+    assert 0 < outcome.plan.fraction < 1
+    assert "at most 1 copies of chat" in str(outcome.allocation.shortfall)
+
+
+def test_reserved_nodes_cost_nothing_more() -> None:
+    plain = sound(PLAIN)
+    paid = offered(PLAIN, L40S=Offer("1xL40S", 1.86, 8, reserved=8))
+    plan = sound(paid)
+    assert plan.cost_usd_per_h == pytest.approx(0.0)
+    assert plain.cost_usd_per_h > 1
+    one = offered(PLAIN, L40S=Offer("1xL40S", 1.86, 8, reserved=1))
+    assert sound(one).cost_usd_per_h == pytest.approx(plain.cost_usd_per_h - 1.86)
+    wrong = replace(plan, cost_usd_per_h=5.0)
+    assert any("costs" in line for line in verify(paid, wrong))
+
+
+def test_money_beside_rent_decides_where() -> None:
+    """West is dearer to rent, but has no head node to pay for."""
+    east, west = PLAIN.regions
+    regions = (replace(east, head_usd_per_h=50.0, storage_usd_per_gb_month=1.0), west)
+    plan = sound(replace(PLAIN, regions=regions))
+    assert {each.region for each in plan.deployments} == {"west"}
+    forced = replace(PLAIN, regions=(regions[0],))
+    there = sound(forced)
+    said = {charge.what: charge.usd_per_h for charge in there.charges}
+    assert said["head nodes"] == 50.0
+    assert said["weights in storage"] == pytest.approx(16.06 / 730, rel=0.01)
+    assert there.total_usd_per_h == pytest.approx(there.cost_usd_per_h + sum(said.values()))
+
+
+def test_egress_is_paid_for_and_shown() -> None:
+    """One region only prefills, the other only decodes: KV must cross, and is paid for by the gigabyte."""
+    links = (Link("east", "west", 50.0, 0.01, 0.05),)
+    problem = a_problem(
+        an_ask(rate_per_s=2.0, slo=Slo(6.0, 0.06)),
+        offers={"east": {"1xA10G": (0.4, 8)}, "west": {"1xL40S": (0.5, 1)}},
+        links=links,
+    )
+    workshop = Workshop(problem)
+    made = workshop.phased(problem.asks[0])
+    few = [t for t in made if t.replicas[0].role == ("prefill" if "A10G" in t.name else "decode")]
+    outcome = allocated(workshop, SETTINGS, "prfaas", {"chat": few})
+    plan = outcome.plan
+    assert plan.fraction == 1
+    assert verify(problem, plan) == ()
+    gb_per_s = sum(
+        flow.rate_per_s * float(wire_bits(problem.asks[0], flow.codec)[flow.bucket]) / 8e9
+        for flow in plan.flows
+    )
+    (charge,) = plan.charges
+    assert charge.what == "egress"
+    assert charge.usd_per_h == pytest.approx(gb_per_s * 3600 * 0.05)
+    unpaid = replace(plan, charges=())
+    assert any("for egress" in line for line in verify(problem, unpaid))
+
+
+def test_every_term_has_its_price() -> None:
+    problem = asked(Terms(survive="node", regions=("west",)))
+    workshop = Workshop(problem)
+    outcome = STRATEGIES["melange"](workshop, SETTINGS)
+    prices = {each.term: each for each in term_prices(workshop, outcome, STRATEGIES["melange"], SETTINGS)}
+    assert set(prices) == {"redundancy", "regions"}
+    for price in prices.values():
+        assert price.extra_usd_per_h is not None
+        assert price.extra_usd_per_h > 0
+    without = sound(asked(Terms(regions=("west",))))
+    saved = outcome.plan.total_usd_per_h - without.total_usd_per_h
+    assert prices["redundancy"].extra_usd_per_h == pytest.approx(saved)
+
+
+@pytest.mark.parametrize("strategy", ["cauchy", "cauchy-ce", "thunderserve"])
+def test_strategies_with_rules_of_their_own_refuse(strategy: str) -> None:
+    with pytest.raises(InputError, match="cannot keep redundancy of chat"):
+        planned(asked(Terms(survive="node")), strategy)
+
+
+def test_cauchy_keeps_to_regions() -> None:
+    problem = asked(Terms(regions=("west",)))
+    plan = planned(problem, "cauchy").plan
+    assert {each.region for each in plan.deployments} == {"west"}
+    assert verify(problem, plan) == ()
+    moved = replace(plan, deployments=(Deployment(plan.deployments[0].template, "east", 1),), shares=())
+    assert any("let it run" in line for line in verify(problem, moved))

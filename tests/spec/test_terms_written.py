@@ -1,0 +1,143 @@
+"""What a fleet's owner may ask for, as it is written: values, names of nodes, complaints with their lines."""
+
+from __future__ import annotations
+
+import pytest
+from spec_texts import GOOD, good, problems
+
+from potluck.core.values.terms import NO_TERMS, Terms
+
+ASKED = GOOD.replace(
+    "    slo: {ttft_ms: 500, tpot_ms: 50}\n",
+    """\
+    slo: {ttft_ms: 500, tpot_ms: 50}
+    priority: 3
+    redundancy: {survive: node, share: 0.8}
+    max_spot_share: 0.25
+    limits:
+      no_regions: [west]
+      no_nodes: [L4]
+      max_gpu_kinds: 1
+      max_stages: 2
+      max_nodes: 2
+      min_copies: 1
+      max_copies: 6
+""",
+)
+NODES = """\
+        - node: 2xL40S
+          available: 4
+          price_usd_per_h: 3.5
+"""
+
+
+def with_offers(*lines: str) -> str:
+    return GOOD.replace(NODES, "".join(f"        - {line}\n" for line in lines))
+
+
+def test_nothing_written_asks_for_nothing() -> None:
+    assert good().model("chat").terms == NO_TERMS
+    assert not NO_TERMS.asked
+
+
+def test_all_that_is_written_counts() -> None:
+    terms = good(ASKED).model("chat").terms
+    assert terms == Terms("node", 0.8, 0.25, ("east",), None, ("2xL40S", "8xH100-SXM"), 1, 2, 2, 1, 6, 3)
+    assert list(terms.asked) == [
+        "redundancy",
+        "max_spot_share",
+        "regions",
+        "nodes",
+        "max_gpu_kinds",
+        "max_stages",
+        "max_nodes",
+        "min_copies",
+        "max_copies",
+    ]
+    for name in terms.asked:
+        assert name not in terms.without(name).asked
+
+
+def test_a_bare_domain_is_all_of_the_demand() -> None:
+    text = ASKED.replace("{survive: node, share: 0.8}", "region")
+    terms = good(text).model("chat").terms
+    assert (terms.survive, terms.survive_share) == ("region", 1.0)
+
+
+def test_spot_beside_on_demand_and_two_zones() -> None:
+    spec = good(
+        with_offers(
+            "{node: 2xL40S, available: 4, price_usd_per_h: 3.5, reserved: 2}",
+            "{node: 2xL40S, available: 9, price_usd_per_h: 1.5, spot: true, preemptions_per_h: 0.2}",
+            "{node: 2xL40S, available: 1, price_usd_per_h: 3.6, zone: b}",
+        )
+    )
+    offers = {offer.node: offer for offer in spec.region("east").offers}
+    assert list(offers) == ["2xL40S", "2xL40S spot", "2xL40S b", "1xL4"]
+    assert offers["2xL40S spot"].preemptions_per_h == 0.2
+    assert offers["2xL40S"].reserved == 2
+    assert offers["2xL40S b"].zone == "b"
+    assert spec.node_type("2xL40S spot").gpu == spec.node_type("2xL40S").gpu
+
+
+def test_a_spot_node_without_a_rate_is_assumed_and_noted() -> None:
+    spec = good(with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1.5, spot: true}"))
+    assert spec.region("east").offers[0].preemptions_per_h == 0.05
+    assert any("assumed to be taken away 0.05 times an hour" in note for note in spec.notes)
+
+
+def test_clouds_and_residency_become_regions() -> None:
+    text = ASKED.replace("no_regions: [west]", "only_clouds: [aws]\n      residency: [aws, west]")
+    terms = (
+        good(text.replace("    - name: east\n", "    - name: east\n      cloud: aws\n")).model("chat").terms
+    )
+    assert terms.regions == ("east",)
+    assert terms.residency == ("east", "west")
+
+
+def test_money_beside_rent() -> None:
+    text = GOOD.replace("rtt_ms: 60}", "rtt_ms: 60, egress_usd_per_gb: 0.02}").replace(
+        "    - name: east\n",
+        "    - name: east\n      head_usd_per_h: 0.3\n      storage_usd_per_gb_month: 0.08\n",
+    )
+    spec = good(text)
+    assert [link.egress_usd_per_gb for link in spec.links] == [0.02, 0.02]
+    east = spec.region("east")
+    assert (east.head_usd_per_h, east.storage_usd_per_gb_month) == (0.3, 0.08)
+
+
+@pytest.mark.parametrize(
+    ("written", "line", "problem"),
+    [
+        (ASKED.replace("survive: node", "survive: rack"), 6, "survive"),
+        (ASKED.replace("survive: node", "survive: zone"), 6, "zone is not known of any node"),
+        (ASKED.replace("[west]", "[wset]"), 9, "unknown region 'wset'; did you mean 'west'?"),
+        (ASKED.replace("[L4]", "[L5]"), 10, "unknown node 'L5'"),
+        (ASKED.replace("no_regions: [west]", "no_regions: [east, west]"), 8, "leaves nothing to run on"),
+        (ASKED.replace("no_regions: [west]", "only_clouds: [aws]"), 9, "the fleet names none"),
+        (ASKED.replace("max_copies: 6", "max_copies: 0"), 15, "max_copies"),
+        (ASKED.replace("min_copies: 1", "min_copies: 7"), 15, "must not be below min_copies, 7"),
+        (ASKED.replace("max_spot_share: 0.25", "max_spot_share: 25"), 7, "max_spot_share"),
+        (ASKED.replace("priority: 3", "priority: high"), 5, "priority"),
+        (
+            with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1, reserved: 5}"),
+            13,
+            "reserved must not be above available, 5 is above 4",
+        ),
+        (
+            with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1, preemptions_per_h: 1}"),
+            13,
+            "preemptions_per_h is for spot nodes",
+        ),
+        (
+            with_offers("{node: 2xL40S, available: 4, price_usd_per_h: 1, spot: true, reserved: 1}"),
+            13,
+            "spot nodes cannot be reserved",
+        ),
+    ],
+)
+def test_complaints_name_line_and_fix(written: str, line: int, problem: str) -> None:
+    found = problems(written)
+    assert len(found) == 1
+    assert found[0].line == line
+    assert problem in str(found[0])
