@@ -117,7 +117,7 @@ def test_several_files_with_an_index(folder: Path, tmp_path: Path) -> None:
     one, two = (run(each, opened(each, 30), tokens, [30]) for each in (start(tmp_path), start(folder)))
     assert torch.equal(one, two)
     (tmp_path / "part-1.safetensors").rename(tmp_path / "gone")
-    one_line(tmp_path, "part-1.safetensors", "No such file")
+    one_line(tmp_path, "part-1.safetensors", "is missing")
     for bad in (
         "[]",
         "{",

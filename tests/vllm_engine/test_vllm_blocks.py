@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from potluck.core.errors import InputError
-from potluck.vllm.blocks import Blocks, Packed, Plain
-from potluck.vllm.identity import Share, check_version, fingerprint, layer_of
+from potluck.kv.fingerprint import directory_mark, model_in, part_in
+from potluck.vllm.blocks import Blocks, Layer, Packed, Plain
+from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, mark_of
 
 HEADS, WIDTH = 2, 8
 
@@ -75,11 +78,26 @@ def test_eight_bit_caches_are_refused_by_name() -> None:
 
 def test_a_fingerprint_is_of_model_weights_format_and_share_but_not_of_blocks() -> None:
     def mark(tokens: int = 4, dtype: torch.dtype = torch.float32, weights: str = "w", **share: int) -> str:
-        return fingerprint({"layers": 1}, weights, Share(**share), {0: kinds(tokens, dtype)["plain"]})
+        return fingerprint(weights, Share(**share), {0: Layer(kinds(tokens, dtype)["plain"])})
 
     assert mark() == mark(tokens=8)
     others = [mark(dtype=torch.bfloat16), mark(weights="v"), mark(tensor_size=2), mark(stages=2)]
     assert len({mark(), *others}) == 5
+    # To a gateway those that are cut otherwise are the same model; whoever fetches is told how they are cut.
+    assert model_in(mark()) == model_in(mark(tensor_size=2)) == "w-float32"
+    assert part_in(mark(tensor_size=2)) == "tensor 1/2 stage 1/1"
+
+
+def test_a_directory_has_one_mark_whichever_engine_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1, "transformers_version": "4"}')
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 400)
+    before = mark_of(str(tmp_path), None, {}, {})
+    (tmp_path / "config.json").write_text('{"transformers_version": "5", "a": 1}')
+    assert mark_of(str(tmp_path), "main", {"more": 2}, {}) == before == directory_mark(tmp_path)
+    assert mark_of(str(tmp_path), None, {}, {"rope_theta": 2}) != before
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(255)) + bytes(1) + bytes(range(256)) * 399)
+    assert directory_mark(tmp_path) != before
+    assert mark_of("org/name", None, {"a": 1}, {}) != mark_of("org/name", None, {"a": 2}, {})
 
 
 def test_a_vllm_that_was_not_tried_is_refused_unless_asked_for() -> None:

@@ -32,7 +32,7 @@ def giver(stop: int = 70) -> Request:
 
 
 def orders(booking: Booking, **scheduled: int):  # type: ignore[no-untyped-def]
-    return booking.orders(scheduled, lambda key: [7, 8, 9])
+    return booking.orders(scheduled, lambda key: [[7, 8, 9]])
 
 
 def test_a_taker_gets_blocks_only_when_bytes_have_come() -> None:
@@ -45,9 +45,9 @@ def test_a_taker_gets_blocks_only_when_bytes_have_come() -> None:
     assert booking.matched(request, 32) == (None, False)  # one of two workers
     booking.heard(News(come={"t": 1}))
     assert booking.matched(request, 32) == (38, True)
-    booking.placed(request, [4, 5, 6], 38)
-    assert orders(booking).places == [Place("t", (4, 5, 6), 32)]
-    booking.placed(request, [4, 5, 6, 7], 0)  # vLLM says it again when all is there
+    booking.placed(request, lambda: [[4, 5, 6]], 38)
+    assert orders(booking).places == [Place("t", ((4, 5, 6),), 32)]
+    booking.placed(request, lambda: [[4, 5, 6, 7]], 0)  # vLLM says it again when all is there
     assert orders(booking).places == []
     assert booking.matched(request, 0) == (0, False)  # preempted: a handle is good for one fetch
 
@@ -85,11 +85,11 @@ def test_a_giver_is_read_up_to_its_stop_and_keeps_its_blocks_until_then() -> Non
     booking.came(request)
     found = orders(booking, g=40, other=3)
     assert [offer.stop for offer in found.offers] == [70]
-    assert found.reads == [Read("g", (7, 8, 9), 40)]
+    assert found.reads == [Read("g", ((7, 8, 9),), 40)]
     request.num_computed_tokens = 40
-    assert orders(booking, g=60).reads == [Read("g", (7, 8, 9), 70)]
-    assert booking.finished(request, [7, 8, 9], whole=True)
-    assert orders(booking).keeps == [Read("g", (7, 8, 9), 70)]
+    assert orders(booking, g=60).reads == [Read("g", ((7, 8, 9),), 70)]
+    assert booking.finished(request, [[7, 8, 9]], whole=True)
+    assert orders(booking).keeps == [Read("g", ((7, 8, 9),), 70)]
     assert len(booking) == 0
 
 
@@ -108,8 +108,17 @@ def test_requests_of_others_are_left_alone() -> None:
     booking, request = Booking(1), Request("x", None)
     booking.came(request)
     assert booking.matched(request, 0) == (0, False)
-    booking.placed(request, [1], 0)
-    assert not booking.finished(request, [1], whole=True)
+    booking.placed(request, lambda: [[1]], 0)
+    assert not booking.finished(request, [[1]], whole=True)
+    assert booking.quiet
+
+
+def test_with_windows_the_last_token_is_left_to_whoever_decodes() -> None:
+    with pytest.raises(InputError, match="at most 99"):
+        Booking(1, windows=True).came(taker(stop=100))
+    booking = Booking(1, windows=True)
+    booking.came(taker(stop=99))
+    assert not booking.quiet
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from potluck.kv.handles import new_handle
 from potluck.kv.link.links import LinkLimits, Links
 from potluck.kv.send.outbox import Outbox
 from potluck.kv.send.stream import OutboxLimits
-from potluck.vllm.blocks import Blocks, Plain
+from potluck.vllm.blocks import Layer, Plain
 from potluck.vllm.booking import Ask, Offer, Place, Read
 from potluck.vllm.giving import Giving
 from potluck.vllm.taking import Taking
 
 MARK = "vllm-test"
 LAYERS, HEADS, WIDTH = 3, 2, 8
+HERE, FAILED = ({"t"}, set()), ({"t"}, {"t"})
 QUICK = LinkLimits(stall_s=2.0, silence_s=3.0)
 
 
@@ -32,14 +33,18 @@ def until(true: Callable[[], object]) -> None:
     raise AssertionError("did not come true")
 
 
-def blocks(size: int) -> dict[int, Blocks]:
-    return {layer: Plain(torch.zeros(40, HEADS, size, 2 * WIDTH), "kv") for layer in range(LAYERS)}
+def layer(size: int, width: int = WIDTH, **more: int) -> Layer:
+    return Layer(Plain(torch.zeros(40, HEADS, size, 2 * width), "kv"), **more)
+
+
+def layers(size: int) -> dict[int, Layer]:
+    return {number: layer(size) for number in range(LAYERS)}
 
 
 @dataclass
 class Pair:
-    giver: dict[int, Blocks] = field(default_factory=lambda: blocks(4))
-    taker: dict[int, Blocks] = field(default_factory=lambda: blocks(8))
+    giver: dict[int, Layer] = field(default_factory=lambda: layers(4))
+    taker: dict[int, Layer] = field(default_factory=lambda: layers(8))
     told: list[dict[str, object]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -50,8 +55,8 @@ class Pair:
         links = Links([(host, port)], limits=QUICK)
         self.taking = Taking(links, self.taker, MARK, 0, self.told.append)
         self.values = {layer: torch.randn(70, 2, HEADS, WIDTH) for layer in range(LAYERS)}
-        self.sent = Read("g", tuple(range(20, 38)), 70)
-        self.place = Place("t", tuple(range(9, 0, -1)), 0)
+        self.sent = Read("g", (tuple(range(20, 38)),), 70)
+        self.place = Place("t", (tuple(range(9, 0, -1)),), 0)
 
     def offer(self, codec: str = "raw", lasts_s: float = 30.0) -> str:
         handle = new_handle()
@@ -59,18 +64,18 @@ class Pair:
         return handle
 
     def compute(self, upto: int = 70, first: int = 0) -> None:
-        for layer, values in self.values.items():
-            self.giver[layer].write(torch.tensor(self.sent.table), first, values[first:upto])
-            self.giving.read_layer(layer, [Read("g", self.sent.table, upto)])
+        for number, values in self.values.items():
+            self.giver[number].write(self.sent.tables, first, values[first:upto])
+            self.giving.read_layer(number, [Read("g", self.sent.tables, upto)])
 
     def ask(self, handle: str, have: int = 0, within_s: float = 20.0) -> None:
         self.taking.ask(Ask("t", "r", self.kv, handle, within_s, have, 70, "0" * 64))
 
     def come(self) -> None:
-        until(lambda: self.taking.news().come)
+        until(lambda: (news := self.taking.news()) and news.come)
 
-    def held(self, layer: int, first: int = 0) -> torch.Tensor:
-        return self.taker[layer].read(torch.tensor(self.place.table), first, 70)
+    def held(self, number: int, first: int = 0) -> torch.Tensor:
+        return self.taker[number].read(self.place.tables, first, 70)
 
     def state(self) -> object:
         until(lambda: any("gave" in line for line in self.told))
@@ -99,11 +104,11 @@ def test_layers_cross_step_by_step_between_unlike_blocks(pair: Pair) -> None:
     pair.taking.put(pair.place)
     pair.compute(70, 33)
     pair.giving.keep(pair.sent)
-    until(lambda: pair.taking.received() == {"t"})
+    until(lambda: pair.taking.results() == HERE)
     assert pair.whole()
     assert pair.state() == "fetched"
     assert pair.giving.done() == {"g"}
-    assert (pair.taking.broken(), pair.giving.open, pair.taking.open) == (set(), 0, 0)
+    assert (pair.giving.open, pair.taking.open) == (0, 0)
 
 
 def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:
@@ -113,8 +118,8 @@ def test_a_receiver_that_comes_late_gets_what_it_lacks(pair: Pair) -> None:
     assert pair.giving.done() == {"g"}  # its blocks are free before anybody came
     pair.ask(handle, have=24)
     pair.come()
-    pair.taking.put(Place("t", pair.place.table, 32))  # it has found some more meanwhile
-    until(lambda: pair.taking.received() == {"t"})
+    pair.taking.put(Place("t", pair.place.tables, 32))  # it has found some more meanwhile
+    until(lambda: pair.taking.results() == HERE)
     assert pair.whole(32)
     assert not pair.held(0)[:32].any()
     moved = next(line["moved_bytes"] for line in pair.told if "took" in line)
@@ -127,8 +132,10 @@ def test_codecs_make_it_small_and_are_told_of(pair: Pair) -> None:
     pair.compute()
     pair.come()
     pair.taking.put(pair.place)
-    until(lambda: pair.taking.received() == {"t"})
-    assert pair.taking.news().lossy == {"t"}
+    until(lambda: pair.taking.results() == HERE)
+    news = pair.taking.news()
+    assert news is not None
+    assert news.lossy == {"t"}
     assert not pair.whole()
     assert all(torch.allclose(pair.held(at), each, atol=0.05) for at, each in pair.values.items())
 
@@ -143,7 +150,7 @@ def test_without_room_in_the_host_blocks_stay_until_somebody_comes(pair: Pair) -
     pair.come()
     pair.taking.put(pair.place)
     until(lambda: pair.giving.done() == {"g"})
-    until(lambda: pair.taking.received() == {"t"})
+    until(lambda: pair.taking.results() == HERE)
     assert pair.whole()
 
 
@@ -174,8 +181,7 @@ def test_a_sender_that_ends_early_is_told_to_the_receiver(pair: Pair) -> None:
     pair.come()
     pair.taking.put(pair.place)
     pair.giving.drop("g")
-    until(lambda: pair.taking.received() == {"t"})
-    assert pair.taking.broken() == set(pair.place.table)
+    until(lambda: pair.taking.results() == FAILED)
     assert any("ended before" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
@@ -186,17 +192,15 @@ def test_a_sender_that_dies_leaves_blocks_to_compute(pair: Pair) -> None:
     pair.come()
     pair.taking.put(pair.place)
     pair.outbox.close()
-    until(lambda: pair.taking.received() == {"t"})
-    assert pair.taking.broken() == set(pair.place.table)
+    until(lambda: pair.taking.results() == FAILED)
 
 
 def test_a_sender_that_was_never_there_is_found_out_before_blocks_are_taken(pair: Pair) -> None:
     pair.outbox.close()
     pair.ask(new_handle())
-    until(lambda: pair.taking.news().failed == {"t"})
+    until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     pair.taking.put(pair.place)  # they were taken in the same step
-    assert pair.taking.received() == {"t"}
-    assert pair.taking.broken() == set(pair.place.table)
+    assert pair.taking.results() == FAILED
 
 
 def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) -> None:
@@ -206,8 +210,7 @@ def test_a_request_that_is_cancelled_gives_its_blocks_back_unbroken(pair: Pair) 
     pair.come()
     pair.taking.put(pair.place)
     pair.taking.cancel("t")
-    until(lambda: pair.taking.received() == {"t"})
-    assert pair.taking.broken() == set()
+    until(lambda: pair.taking.results() == HERE)
     pair.giving.drop("g")
 
 
@@ -218,21 +221,20 @@ def test_what_nobody_needs_is_taken_and_let_go(pair: Pair) -> None:
     pair.compute()
     assert pair.state() == "fetched"
     until(lambda: not pair.taking.open)
-    assert pair.taking.received() == set()
+    assert pair.taking.results() == (set(), set())
     pair.giving.drop("g")
 
 
 def test_a_cache_of_another_shape_is_not_taken(pair: Pair) -> None:
-    for layer in range(LAYERS):
-        pair.giver[layer] = Plain(torch.zeros(40, HEADS, 4, 4 * WIDTH), "kv")
-        pair.values[layer] = torch.randn(70, 2, HEADS, 2 * WIDTH)
+    for number in range(LAYERS):
+        pair.giver[number] = layer(4, 2 * WIDTH)
+        pair.values[number] = torch.randn(70, 2, HEADS, 2 * WIDTH)
     handle = pair.offer()
     pair.ask(handle)
     pair.compute()
     pair.come()
     pair.taking.put(pair.place)
-    until(lambda: pair.taking.received() == {"t"})
-    assert pair.taking.broken() == set(pair.place.table)
+    until(lambda: pair.taking.results() == FAILED)
     assert any("expected float32" in str(line.get("problem")) for line in pair.told if "took" in line)
 
 
@@ -240,6 +242,50 @@ def test_what_came_in_fewer_bits_does_not_go_on_as_exact(pair: Pair) -> None:
     handle = pair.offer()
     pair.ask(handle)
     pair.giving.lossy("g")
-    until(lambda: pair.taking.news().failed == {"t"})
+    until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
     assert any("under a codec" in str(line.get("problem")) for line in pair.told if "took" in line)
     pair.giving.drop("g")
+
+
+def windowed(size: int, group: int) -> dict[int, Layer]:
+    """The second layer keeps a window of 20 tokens in blocks of its own."""
+    return layers(size) | {1: layer(size, group=group, window=20)}
+
+
+def test_of_a_window_only_what_is_seen_crosses_and_blocks_that_it_has_passed_are_not_needed() -> None:
+    pair = Pair(windowed(4, 1), windowed(8, 2))
+    table = tuple(range(20, 38))
+    pair.sent = Read("g", (table, (0,) * 12 + table[:6]), 70)
+    whole = pair.place.tables[0]
+    pair.place = Place("t", (whole, (), (0,) * 6 + whole[:3]), 0)
+    handle = pair.offer()
+    pair.ask(handle)
+    for number, values in pair.values.items():
+        first = 48 if number == 1 else 0
+        pair.giver[number].write(pair.sent.tables, first, values[first:])
+        pair.giving.read_layer(number, [pair.sent])
+    pair.come()
+    pair.taking.put(pair.place)
+    until(lambda: pair.taking.results() == HERE)
+    assert torch.equal(pair.held(1, 51), pair.values[1][51:])  # a query at 70 sees 51 and those behind it
+    assert torch.equal(pair.held(2), pair.values[2])
+    assert not pair.taker[1].read(pair.place.tables, 48, 51).any()
+    moved = next(line["moved_bytes"] for line in pair.told if "took" in line)
+    assert moved == (2 * 70 + 19) * 2 * HEADS * WIDTH * 4
+    pair.giving.close()
+    pair.taking.close()
+
+
+def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
+    pair = Pair(windowed(4, 0), windowed(8, 0))
+    pair.giving.most_aside_bytes = 0
+    handle = pair.offer()
+    pair.compute(40)
+    pair.giving.most_aside_bytes = 1 << 20
+    pair.giving.keep(Read("g", ((0,) * 18,), 70))
+    pair.ask(handle)
+    until(lambda: pair.giving.done() == {"g"})
+    assert pair.state() == "failed"
+    assert any("holds no blocks" in str(line["problem"]) for line in pair.told if "gave" in line)
+    pair.giving.close()
+    pair.taking.close()

@@ -34,24 +34,48 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path) -> Path:
-    """A Llama of random weights, large enough that each token depends on all before it."""
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "head_dim": WIDTH,
+    "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+WINDOW = 50
+"""No multiple of a block."""
+GEMMA: dict[str, object] = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    "query_pre_attn_scalar": WIDTH, "rope_local_base_freq": 1000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def make_model(folder: Path, config: Mapping[str, object] = LLAMA) -> Path:
+    """A model of random weights, large enough that each token depends on all before it."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder.mkdir()
     source = torch.Generator().manual_seed(7)
+    gemma = config["model_type"] != "llama"
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=source) * 0.08
 
-    weights = {"model.embed_tokens.weight": drawn(VOCAB, HIDDEN), "lm_head.weight": drawn(VOCAB, HIDDEN)}
-    weights["model.norm.weight"] = torch.ones(HIDDEN)
+    def norm(width: int) -> torch.Tensor:
+        return torch.zeros(width) if gemma else torch.ones(width)  # Gemma's are told as what is added to one
+
+    weights = {"model.embed_tokens.weight": drawn(VOCAB, HIDDEN), "model.norm.weight": norm(HIDDEN)}
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = drawn(VOCAB, HIDDEN)
+    more = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if gemma else ()
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{at}.{name}.weight"] = torch.ones(HIDDEN)
+        for name in ("input_layernorm", "post_attention_layernorm", *more):
+            weights[f"{at}.{name}.weight"] = norm(HIDDEN)
+        for name in ("q", "k") if gemma else ():
+            weights[f"{at}.self_attn.{name}_norm.weight"] = norm(WIDTH)
         for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
             weights[f"{at}.self_attn.{name}_proj.weight"] = drawn(rows * WIDTH, HIDDEN)
         weights[f"{at}.self_attn.o_proj.weight"] = drawn(HIDDEN, HEADS * WIDTH)
@@ -59,13 +83,6 @@ def make_model(folder: Path) -> Path:
             weights[f"{at}.mlp.{name}_proj.weight"] = drawn(INNER, HIDDEN)
         weights[f"{at}.mlp.down_proj.weight"] = drawn(HIDDEN, INNER)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
-        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER, "head_dim": WIDTH,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
-        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
-    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     # A token for each byte, so that any text has tokens and grammars have something to allow; the others are words.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -104,9 +121,18 @@ def flags(block_tokens: int = 32) -> list[str]:
 class Instance:
     """One vLLM process, with the connector unless told otherwise."""
 
-    def __init__(self, model: Path, log: Path, *, block_tokens: int = 32, connector: bool = True) -> None:
-        self.port, self.kv_port, self._log = free_port(), free_port(), log
-        command = self._command(model, block_tokens)
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *,
+        block_tokens: int = 32,
+        connector: bool = True,
+        python: str = sys.executable,
+        more: Sequence[str] = (),
+    ) -> None:
+        self.port, self.kv_port, self._log, self._python = free_port(), free_port(), log, python
+        command = [*self._command(model, block_tokens), *more]
         if connector:
             command += self._connected()
         path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
@@ -118,8 +144,8 @@ class Instance:
 
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(block_tokens)),
-            *("--model", str(model), "--served-model-name", "tiny", "--disable-hybrid-kv-cache-manager"),
+            *(self._python, "-m", "vllm.entrypoints.openai.api_server", *flags(block_tokens)),
+            *("--model", str(model), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
         ]
 
@@ -209,7 +235,7 @@ class Adapter(Instance):
 
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         return [
-            *(sys.executable, "-m", "potluck.cli.main", "engine", "vllm", "--model", str(model)),
+            *(self._python, "-m", "potluck.cli.main", "engine", "vllm", "--model", str(model)),
             *("--name", "tiny", "--port", str(self.port), "--kv-port", str(self.kv_port)),
             *("--kv-from", "127.0.0.1", "--", *flags(block_tokens)),
         ]
@@ -231,6 +257,17 @@ class Adapter(Instance):
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/segments", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=120) as answer:
             return [json.loads(line) for line in answer]
+
+
+class Embedded(Adapter):
+    """Potluck's own engine with the same model."""
+
+    def _command(self, model: Path, block_tokens: int) -> list[str]:
+        return [
+            *(self._python, "-m", "potluck.cli.main", "engine", "serve", "--model", str(model)),
+            *("--name", "tiny", "--port", str(self.port), "--kv-port", str(self.kv_port)),
+            *("--kv-from", "127.0.0.1", "--max-tokens", "2048"),
+        ]
 
 
 def handed(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from potluck.core.errors import InputError
+from potluck.kv.fingerprint import model_in
 
 HANDLE = re.compile(r"[A-Za-z0-9_-]{32,128}")
 SESSION_BYTES = 16
@@ -38,7 +39,8 @@ def checked_handle(handle: str) -> str:
 
 
 def bound_to(request: str, fingerprint: str, token_hash: str) -> bytes:
-    return hashlib.sha256(f"{len(request)} {request} {fingerprint} {token_hash}".encode()).digest()
+    model = model_in(fingerprint)
+    return hashlib.sha256(f"{len(request)} {request} {model} {token_hash}".encode()).digest()
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@
     booking.py      the scheduler's side: which requests give KV away or take it in, step by step
     giving.py       the worker's side: KV read out of blocks and sent
     taking.py       the worker's side: KV fetched and written into blocks
-    blocks.py       how a layer's KV lies in vLLM's blocks
+    blocks.py       how a layer's KV lies in vLLM's blocks; caches.py: which layers there are, as vLLM says
     identity.py     what must be alike at both ends of a hand-over; which vLLM this was tried with
     params.py       what a request says of its hand-overs
     stats.py        what came, in vLLM's metrics; channel.py: the same to the adapter, and peers from it

@@ -10,7 +10,7 @@ keys and values as they are. vLLM has a layer as (blocks, heads, tokens of a blo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from potluck.core.errors import InputError
 from potluck.kv.codec.layout import ITEM_BYTES, Part
+from potluck.kv.receive.pieces import first_needed
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Keys and values (tokens, heads, width) into a cache (blocks, heads, tokens, content) at slots."""
@@ -55,6 +56,43 @@ class Blocks(Protocol):
 
     def write(self, table: Tensor, first: int, values: Tensor) -> None:
         """Tokens from `first` on."""
+
+
+Tables = Sequence[Sequence[int]]
+"""Of one request: its blocks, one list for each group of layers that vLLM gives blocks to together."""
+NO_BLOCK = 0
+"""Stands where vLLM has given a block back, or never took one: a window has passed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer's blocks, and which of a request's tables they are in."""
+
+    blocks: Blocks
+    group: int = 0
+    window: int | None = None
+    """Tokens that a query sees, where vLLM keeps no others."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.blocks.shape
+
+    def first(self, start: int, stop: int) -> int:
+        """The first token behind `start` that crosses in a hand-over up to `stop`."""
+        return first_needed(start, stop, self.window)
+
+    def read(self, tables: Tables, first: int, stop: int) -> Tensor:
+        return self.blocks.read(self._table(tables, first, stop), first, stop)
+
+    def write(self, tables: Tables, first: int, values: Tensor) -> None:
+        self.blocks.write(self._table(tables, first, first + len(values)), first, values)
+
+    def _table(self, tables: Tables, first: int, stop: int) -> Tensor:
+        table, size = tables[self.group], self.shape.block_tokens
+        used = table[first // size : -(-stop // size)]
+        if len(used) * size < stop - first // size * size or NO_BLOCK in used:
+            raise InputError("vLLM", f"holds no blocks for all of the tokens [{first}, {stop})")
+        return torch.tensor(table, dtype=torch.long)
 
 
 class Plain:

@@ -22,6 +22,10 @@ from potluck.kv.parcels import token_hash
 from potluck.vllm.params import Give, Moves, Take, moves_of
 
 Stage = Literal["new", "asked", "come", "failed", "used"]
+Tables = tuple[tuple[int, ...], ...]
+"""A request's blocks, one list for each group of layers that vLLM gives blocks to together."""
+Groups = Sequence[Sequence[int]]
+"""The same, as vLLM has them."""
 
 
 class Request(Protocol):
@@ -51,7 +55,7 @@ class Read:
     """The KV of the tokens before `upto` is in these blocks when the step is done."""
 
     key: str
-    table: tuple[int, ...]
+    tables: Tables
     upto: int
 
 
@@ -74,7 +78,7 @@ class Place:
     """Where what was asked for goes, from token `first` on; without blocks it is let go as it comes."""
 
     key: str
-    table: tuple[int, ...] = ()
+    tables: Tables = ()
     first: int = 0
 
 
@@ -94,6 +98,12 @@ class Orders:
     """Requests that want no KV any more."""
     idle: bool = False
     """Nothing is computed with this step."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(
+            self.offers or self.reads or self.keeps or self.drops or self.asks or self.places or self.cancels
+        )
 
 
 @dataclass(slots=True)
@@ -126,13 +136,19 @@ class _Live:
 
 
 class Booking:
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, workers: int, *, windows: bool = False) -> None:
+        """`windows`: some layers keep no more than the latest tokens."""
+        self._workers, self._windows = workers, windows
         self._live: dict[str, _Live] = {}
         self._orders = Orders()
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def quiet(self) -> bool:
+        """Nobody gives or takes, and there is nothing to tell the workers."""
+        return not self._live and not self._orders
 
     def came(self, request: Request) -> None:
         """A new request; InputError when what it says of hand-overs cannot be."""
@@ -143,6 +159,9 @@ class Booking:
         stops = [each.stop for each in (moves.give, moves.take) if each is not None]
         if prompt is None or any(stop > len(prompt) for stop in stops):
             raise InputError("kv_transfer_params", "hand over more tokens than the prompt has")
+        if self._windows and moves.take is not None and moves.take.stop == len(prompt):
+            # vLLM computes the last token again, whose window begins before what came.
+            raise InputError("take.stop", f"must leave a token to compute, at most {len(prompt) - 1}")
         self._live[request.request_id] = _Live(request, moves)
         give = moves.give
         if give is not None:
@@ -169,7 +188,7 @@ class Booking:
         self._let_go(key, live)
         return 0, False
 
-    def placed(self, request: Request, table: Sequence[int], external: int) -> None:
+    def placed(self, request: Request, tables: Callable[[], Groups], external: int) -> None:
         """Blocks were taken for a request, `external` of whose tokens come from elsewhere."""
         live = self._live.get(request.request_id)
         if live is None or live.moves.take is None or live.stage == "used":
@@ -178,10 +197,10 @@ class Booking:
             self._let_go(request.request_id, live)
             return
         first = live.moves.take.stop - external
-        self._orders.places.append(Place(request.request_id, tuple(table), first))
+        self._orders.places.append(Place(request.request_id, _kept(tables()), first))
         live.stage = "used"
 
-    def orders(self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[int] | None]) -> Orders:
+    def orders(self, scheduled: Mapping[str, int], tables_of: Callable[[str], Groups | None]) -> Orders:
         """What the workers do with this step, in which so many tokens of these requests are computed."""
         found, self._orders = self._orders, Orders()
         found.idle = not scheduled
@@ -192,10 +211,10 @@ class Booking:
             give = live.moves.give if live is not None else None
             if live is None or give is None:
                 continue
-            table = table_of(key)
+            tables = tables_of(key)
             upto = min(live.request.num_computed_tokens + tokens, give.stop)
-            if table is not None:
-                found.reads.append(Read(key, tuple(table), upto))
+            if tables is not None:
+                found.reads.append(Read(key, _kept(tables), upto))
         return found
 
     def heard(self, news: News) -> list[Request]:
@@ -212,7 +231,7 @@ class Booking:
                 live.stage = "failed"
         return [self._live[key].request for key in news.lossy if key in self._live]
 
-    def finished(self, request: Request, table: Sequence[int], *, whole: bool) -> bool:
+    def finished(self, request: Request, tables: Groups, *, whole: bool) -> bool:
         """A request is over, `whole` if its prompt was computed. Whether its blocks must stay until they are read."""
         live = self._live.pop(request.request_id, None)
         if live is None:
@@ -224,7 +243,7 @@ class Booking:
         if not whole:
             self._orders.drops.append(request.request_id)
             return False
-        self._orders.keeps.append(Read(request.request_id, tuple(table), live.moves.give.stop))
+        self._orders.keeps.append(Read(request.request_id, _kept(tables), live.moves.give.stop))
         return True
 
     def _let_go(self, key: str, live: _Live) -> None:
@@ -232,6 +251,10 @@ class Booking:
         if live.stage in ("asked", "come"):
             self._orders.places.append(Place(key))
         live.stage = "used"
+
+
+def _kept(tables: Groups) -> Tables:
+    return tuple(tuple(table) for table in tables)
 
 
 def _offer(key: str, request: str, give: Give, prompt: Sequence[int]) -> Offer:

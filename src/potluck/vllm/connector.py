@@ -10,7 +10,6 @@ vLLM makes one of these in its scheduler and one in each worker; they share only
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
@@ -31,11 +32,12 @@ from potluck.kv.handles import new_handle
 from potluck.kv.link.links import Links
 from potluck.kv.send.outbox import Outbox
 from potluck.kv.wire import check
-from potluck.vllm.blocks import Blocks, Packed, Plain
-from potluck.vllm.booking import Booking, News, Orders
+from potluck.vllm.blocks import Layer
+from potluck.vllm.booking import Booking, News, Orders, Read
+from potluck.vllm.caches import check_caches, keeps_all_of_windows, layers_of
 from potluck.vllm.channel import Channel
 from potluck.vllm.giving import Giving
-from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, weights_of
+from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, mark_of
 from potluck.vllm.params import address_of
 from potluck.vllm.stats import PromMetrics, Stats
 from potluck.vllm.taking import Taking
@@ -51,7 +53,12 @@ KEYS = frozenset({"host", "port", "fleet", "channel", "any_version", "shared_mem
 
 @dataclass
 class Meta(KVConnectorMetadata):
-    orders: Orders = field(default_factory=Orders)
+    orders: Orders | None = None
+    """None where there are none, and something is computed."""
+
+
+NO_ORDERS, IDLE = Meta(), Meta(Orders(idle=True))
+"""For all steps of which there is nothing else to say: what hands nothing over should cost nothing."""
 
 
 @dataclass
@@ -62,7 +69,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         return WorkerMeta(self.news.joined(other.news))
 
 
-class PotluckConnector(KVConnectorBase_V1):
+class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config
@@ -74,15 +81,18 @@ class PotluckConnector(KVConnectorBase_V1):
             logger.warning("%s", warning)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise InputError("kv_load_failure_policy", 'must be "recompute": what does not come is computed')
-        _require_plain(kv_cache_config)
+        windows = check_caches(kv_cache_config, str(vllm_config.cache_config.cache_dtype))
         self._extra = extra
-        self._layers: dict[int, Blocks] = {}
+        self._layers: dict[int, Layer] = {}
+        self._reads: list[Read] = []
+        """Of the step that is being computed."""
+        self._idle = False
         self._giving: Giving | None = None
         self._taking: Taking | None = None
         parallel = vllm_config.parallel_config
         self._workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if role == KVConnectorRole.SCHEDULER:
-            self._booking = Booking(self._workers)
+            self._booking = Booking(self._workers, windows=windows)
             self._stepped_s = 0.0
             self._channel = Channel(extra.get("channel"))
 
@@ -99,16 +109,10 @@ class PotluckConnector(KVConnectorBase_V1):
         return self._booking.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._booking.placed(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._booking.placed(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Meta:
-        state = scheduler_output.kv_connector_block_state
         scheduled = scheduler_output.num_scheduled_tokens
-
-        def table_of(key: str) -> Any:
-            found = state.get_block_ids(key) if state is not None else None
-            return None if found is None else found[0]
-
         if scheduled:
             now_s = time.monotonic()
             goes_on = bool(
@@ -116,10 +120,17 @@ class PotluckConnector(KVConnectorBase_V1):
             )  # else vLLM may have been idle before
             before_s = now_s - self._stepped_s if goes_on else 0.0
             self._stepped_s = now_s
-            self._channel.tell(
-                {"step": [scheduler_output.total_num_scheduled_tokens, len(scheduled), before_s]}
+            self._channel.soon(
+                "steps", (scheduler_output.total_num_scheduled_tokens, len(scheduled), before_s)
             )
-        return Meta(self._booking.orders(scheduled, table_of))
+        if self._booking.quiet:
+            return NO_ORDERS if scheduled else IDLE
+        state = scheduler_output.kv_connector_block_state
+
+        def tables_of(key: str) -> Any:
+            return state.get_block_ids(key) if state is not None else None
+
+        return Meta(self._booking.orders(scheduled, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -128,7 +139,9 @@ class PotluckConnector(KVConnectorBase_V1):
         for request in self._booking.heard(meta.news):
             _hide(request)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         return self._booking.finished(request, block_ids, whole=whole), None
 
@@ -142,15 +155,14 @@ class PotluckConnector(KVConnectorBase_V1):
             get_pp_group().rank_in_group,
             get_pp_group().world_size,
         )
-        context = config.compilation_config.static_forward_context
-        for name, cache in kv_caches.items():
-            layer = layer_of(name)
-            if layer in self._layers:
-                raise InputError("vLLM", f"has two caches for layer {layer}; that cannot be handed over")
-            self._layers[layer] = _blocks(cache, context[name], config)
+        self._layers = layers_of(kv_caches, self._kv_cache_config, config)
         model = config.model_config
+        overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else str(model.hf_overrides)
         mark = fingerprint(
-            model.hf_config.to_dict(), weights_of(model.model, model.revision), share, self._layers
+            mark_of(model.model, model.revision, model.hf_config.to_dict(), overrides),
+            share,
+            self._layers,
+            all_of_windows=keeps_all_of_windows(self._kv_cache_config),
         )
         port = int(self._extra.get("port", 0))
         if share.size > 1 and not port:
@@ -191,15 +203,13 @@ class PotluckConnector(KVConnectorBase_V1):
         if self._taking is not None and isinstance(peers, list):
             self._taking.allow(frozenset(address_of(str(peer)) for peer in peers))
 
-    @property
-    def _orders(self) -> Orders:
-        return self._get_connector_metadata().orders  # type: ignore[no-any-return]
-
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         giving, taking, orders = self._giving, self._taking, connector_metadata.orders
-        if giving is None or taking is None:
+        if orders is None or giving is None or taking is None:
+            self._reads, self._idle = [], False
             return
+        self._reads, self._idle = orders.reads, orders.idle
         for offer in orders.offers:
             giving.offer(offer)
         for key in orders.drops:
@@ -210,8 +220,8 @@ class PotluckConnector(KVConnectorBase_V1):
             taking.cancel(key)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        taking, orders = self._taking, self._orders
-        if taking is not None:
+        taking, orders = self._taking, self._get_connector_metadata().orders
+        if orders is not None and taking is not None:
             for ask in orders.asks:
                 taking.ask(ask)
             for place in orders.places:
@@ -221,34 +231,32 @@ class PotluckConnector(KVConnectorBase_V1):
         """A request is computed only when all its layers are here."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        reads = self._orders.reads
-        if reads and self._giving is not None:
-            self._giving.read_layer(layer_of(layer_name), reads)
+        if self._reads and self._giving is not None:
+            self._giving.read_layer(layer_of(layer_name), self._reads)
 
     def wait_for_save(self) -> None:
         """Layers that vLLM did not tell of, as when it replays a recorded step."""
-        reads = self._orders.reads
-        if reads and self._giving is not None:
+        if self._reads and self._giving is not None:
             for layer in self._layers:
-                self._giving.read_layer(layer, reads)
+                self._giving.read_layer(layer, self._reads)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._giving is None or self._taking is None:
-            return None, None
-        if self._orders.idle:
+            return KVConnectorTransferResults()
+        if self._idle:
             self._taking.rest(REST_S)
-        return self._giving.done() or None, self._taking.received() or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._taking is None else self._taking.broken()
+        received, failed = self._taking.results()
+        return KVConnectorTransferResults(self._giving.done(), received, failed)
 
     def build_connector_worker_meta(self) -> WorkerMeta | None:
         if self._taking is None or self._giving is None:
             return None
         news = self._taking.news()
+        if news is None:
+            return None
         for key in news.lossy:
             self._giving.lossy(key)
-        return WorkerMeta(news) if news else None
+        return WorkerMeta(news)
 
     def get_kv_connector_stats(self) -> Stats | None:
         counts = self._taking.counts() if self._taking is not None else {}
@@ -279,38 +287,6 @@ class PotluckConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Layers are read between the pieces."""
         return True
-
-
-def _require_plain(kv_cache_config: Any) -> None:
-    groups: Iterable[Any] = kv_cache_config.kv_cache_groups if kv_cache_config is not None else ()
-    kinds = {type(group.kv_cache_spec).__name__ for group in groups}
-    known = {"FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs"}
-    if len(kinds) > 1 or kinds - known:
-        raise InputError(
-            "model",
-            f"has caches of {', '.join(sorted(kinds))}; only models with full attention in all layers can be "
-            "handed over by this connector",
-        )
-
-
-def _blocks(cache: Tensor, layer: Any, config: Any) -> Blocks:
-    if cache.dim() != 4 or cache.shape[2] != config.cache_config.block_size:
-        raise InputError(
-            "vLLM",
-            f"has blocks of shape {list(cache.shape)}, "
-            f"expected blocks x heads x {config.cache_config.block_size} tokens x content",
-        )
-    isa = getattr(layer, "isa", None)
-    if isa is None:
-        return Plain(cache, "latent" if config.model_config.use_mla else "kv")
-    from vllm import _custom_ops as ops
-
-    def write(keys: Tensor, values: Tensor, into: Tensor, slots: Tensor) -> None:
-        blocks, heads, tokens, _ = into.shape
-        halves = into.view(blocks, heads, 2 * tokens, -1).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(keys, values, *halves, slots, isa)
-
-    return Packed(cache, write)
 
 
 def _hide(request: Any) -> None:

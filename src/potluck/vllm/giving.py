@@ -22,7 +22,7 @@ from potluck.kv.handles import bound_to
 from potluck.kv.parcels import Manifest, Parcel
 from potluck.kv.send.outbox import Outbox
 from potluck.kv.send.shipment import Shipment, State
-from potluck.vllm.blocks import Blocks
+from potluck.vllm.blocks import Layer
 from potluck.vllm.booking import Offer, Read
 
 MOST_ASIDE_BYTES = 1 << 32
@@ -60,7 +60,7 @@ class _Departure:
 
 
 class Giving:
-    def __init__(self, outbox: Outbox, layers: Mapping[int, Blocks], fingerprint: str, told: Told) -> None:
+    def __init__(self, outbox: Outbox, layers: Mapping[int, Layer], fingerprint: str, told: Told) -> None:
         self._outbox, self._layers, self._fingerprint, self._told = outbox, layers, fingerprint, told
         self.most_aside_bytes = MOST_ASIDE_BYTES
         self._lock = threading.Lock()
@@ -145,6 +145,8 @@ class Giving:
 
     def done(self) -> set[str]:
         """Requests whose blocks may go."""
+        if not self._departures and not self._finished:
+            return set()
         found, self._finished = self._finished, set()
         for key, departure in list(self._departures.items()):
             kept = departure.kept
@@ -169,16 +171,23 @@ class Giving:
 
     def _read(self, departure: _Departure, layer: int, read: Read) -> bool:
         """What was not read yet of a layer, if there is room for it; whether there was something."""
-        blocks = self._layers[layer]
-        first = max(departure.read_to[layer], departure.have or 0)
+        kept = self._layers[layer]
+        first = kept.first(max(departure.read_to[layer], departure.have or 0), departure.offer.stop)
         if departure.over or read.upto <= first:
             return False
-        size = (read.upto - first) * blocks.shape.token_bytes
+        size = (read.upto - first) * kept.shape.token_bytes
         with self._lock:
             if self._aside_bytes + size > self.most_aside_bytes:
                 return False
             self._aside_bytes += size
-        values, copied = _hosted(blocks.read(torch.tensor(read.table), first, read.upto))
+        try:
+            values, copied = _hosted(kept.read(read.tables, first, read.upto))
+        except PotluckError as error:  # There was no room before, and a window has passed since.
+            with self._lock:
+                self._aside_bytes -= size
+            if departure.shipment is not None:
+                departure.shipment.fail(" ".join(str(error).split()))
+            return False
         if copied is not None:
             departure.copying.append(copied)
         with self._lock:

@@ -1,8 +1,7 @@
 """What must be alike at both ends of a hand-over, and which vLLM this was tried with.
 
-The fingerprint is of the model with its weights, the format of its cache, and which part of it a worker has. Weights
-are known by their files' names, sizes and samples of their bytes: to read them all would double the time to start.
-Sizes and orders of blocks are no part of it: what crosses does not depend on them.
+The fingerprint (`kv/fingerprint.py`) is of the model with its weights, the format of its cache, and which part of it
+a worker has. Sizes and orders of blocks are no part of it: what crosses does not depend on them.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from potluck.core.errors import InputError
-from potluck.vllm.blocks import Blocks
+from potluck.kv.fingerprint import IDLE_KEYS, directory_mark, fingerprint_of
+from potluck.vllm.blocks import Layer
 
 TESTED = ("0.32.0",)
-SAMPLES = 8
-SAMPLE_BYTES = 1 << 14
 LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -51,35 +49,35 @@ class Share:
         return self.stages * self.tensor_size
 
 
-def weights_of(model: str, revision: str | None) -> str:
-    """A model's directory in short; of one that is not a directory, its name."""
+def mark_of(model: str, revision: str | None, config: Mapping[str, object], overrides: object) -> str:
+    """A model's directory in short, as every engine has it; of one that is not a directory, its name and settings.
+
+    `overrides`: what vLLM was told to read otherwise than the configuration says.
+    """
     directory = Path(model)
-    if not directory.is_dir():
-        return f"{model}@{revision or 'main'}"
-    digest = hashlib.sha256()
-    for file in sorted(directory.iterdir()):
-        if file.suffix in (".safetensors", ".bin", ".pt", ".gguf") and file.is_file():
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            with file.open("rb") as source:
-                for place in range(SAMPLES):
-                    source.seek(max(0, size - SAMPLE_BYTES) * place // (SAMPLES - 1))
-                    digest.update(source.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    if directory.is_dir():
+        mark = directory_mark(directory)
+        return _digest([mark, overrides]) if overrides else mark
+    kept = {key: value for key, value in config.items() if key not in IDLE_KEYS}
+    return _digest([model, revision or "main", kept])
 
 
-def fingerprint(
-    config: Mapping[str, object], weights: str, share: Share, layers: Mapping[int, Blocks]
-) -> str:
-    kept = {
-        key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")
-    }
-    shapes = {
-        layer: [blocks.shape.part, blocks.shape.heads, blocks.shape.width, blocks.shape.dtype]
-        for layer, blocks in sorted(layers.items())
-    }
-    text = json.dumps([kept, weights, asdict(share), shapes], sort_keys=True, default=str)
-    return f"vllm-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
+def fingerprint(mark: str, share: Share, layers: Mapping[int, Layer], *, all_of_windows: bool = False) -> str:
+    """Of one worker. `all_of_windows`: vLLM keeps them as if they were none, so more crosses."""
+    dtypes = sorted({layer.shape.dtype for layer in layers.values()})
+    said = []
+    if share.size > 1:
+        said.append(f"tensor {share.tensor_rank + 1}/{share.tensor_size}")
+        said.append(f"stage {share.stage + 1}/{share.stages}")
+    if share.stages > 1:
+        said.append(f"layers {min(layers)}-{max(layers)}")
+    if all_of_windows:
+        said.append("with all of its windows")
+    return fingerprint_of(mark, "-".join(dtypes), " ".join(said))
+
+
+def _digest(said: object) -> str:
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def layer_of(name: str) -> int:

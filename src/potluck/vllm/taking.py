@@ -1,6 +1,6 @@
 """KV that comes: fetched in a thread, checked, and written into the blocks that vLLM has taken for it.
 
-Whatever goes wrong, the request is told to be here with the blocks that are not: vLLM computes those itself.
+Whatever goes wrong, the request is told to have failed: vLLM computes what it does not hold itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from potluck.kv.link.links import Address, Links
 from potluck.kv.parcels import Manifest, Parcel, TransferError
 from potluck.kv.receive.fetch import Fetching, Wanted
 from potluck.kv.receive.pieces import Pieces
-from potluck.vllm.blocks import Blocks
+from potluck.vllm.blocks import Layer
 from potluck.vllm.booking import Ask, News, Place
 from potluck.vllm.giving import Told
 from potluck.vllm.params import address_of
@@ -38,7 +38,6 @@ class Arrival:
         self._until_s = time.monotonic() + ask.within_s
         self._changed = threading.Condition()
         self.place: Place | None = None
-        self._table = torch.empty(0, dtype=torch.long)
         self.cancelled = False
         self._fetching: Fetching | None = None
         self.lossy = False
@@ -48,7 +47,6 @@ class Arrival:
     def put(self, place: Place) -> None:
         with self._changed:
             self.place = place
-            self._table = torch.tensor(place.table, dtype=torch.long)
             self._changed.notify_all()
 
     def cancel(self) -> None:
@@ -78,7 +76,7 @@ class Arrival:
     @property
     def wanted(self) -> bool:
         """Whether it goes into blocks."""
-        return self.place is not None and bool(self.place.table)
+        return self.place is not None and bool(self.place.tables)
 
     def _opened(self, about: Manifest) -> None:
         """Something has come: only now is there a place for it."""
@@ -91,16 +89,20 @@ class Arrival:
             if self.place is None or self.cancelled:
                 raise TransferError("hand-over: no blocks were taken for it")
         layers = self._taking.layers
-        span = about.start, about.stop
-        self._pieces = Pieces({(layer, blocks.shape.part): span for layer, blocks in layers.items()})
+        self._pieces = Pieces(
+            {
+                (number, layer.shape.part): (layer.first(about.start, about.stop), about.stop)
+                for number, layer in layers.items()
+            }
+        )
 
     def _sink(self, parcel: Parcel) -> None:
         place = self.place
-        if place is None or not place.table:
+        if place is None or not place.tables:
             return
         self._pieces.take(parcel)
-        blocks = self._taking.layers[parcel.layer]
-        shape = blocks.shape
+        layer = self._taking.layers[parcel.layer]
+        shape = layer.shape
         if parcel.dtype != shape.dtype or tuple(parcel.shape) != shape.of(parcel.stop - parcel.first):
             raise FormatError(
                 f"hand-over: layer {parcel.layer}",
@@ -117,12 +119,12 @@ class Arrival:
             with self._changed:
                 if self.cancelled:
                     raise TransferError("hand-over: was cancelled")
-            blocks.write(self._table, first, values[first - parcel.first :])
+            layer.write(place.tables, first, values[first - parcel.first :])
 
 
 class Taking:
     def __init__(
-        self, links: Links, layers: Mapping[int, Blocks], fingerprint: str, rank: int, told: Told
+        self, links: Links, layers: Mapping[int, Layer], fingerprint: str, rank: int, told: Told
     ) -> None:
         self.links, self.layers = links, layers
         self._fingerprint, self._rank, self._told = fingerprint, rank, told
@@ -130,7 +132,7 @@ class Taking:
         self._arrivals: dict[str, Arrival] = {}
         self._news = News()
         self._received: set[str] = set()
-        self._broken: set[int] = set()
+        self._failed: set[str] = set()
         self._counts: dict[str, int] = {}
         self._stirred = threading.Event()
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="potluck-kv-take")
@@ -155,7 +157,7 @@ class Taking:
             arrival = self._arrivals.get(place.key)
             if arrival is not None:
                 arrival.put(place)
-            elif place.table:  # It failed while blocks were taken for it.
+            elif place.tables:  # It failed while blocks were taken for it.
                 self._lost(place)
 
     def cancel(self, key: str) -> None:
@@ -163,25 +165,26 @@ class Taking:
         if arrival is not None:
             arrival.cancel()
 
-    def received(self) -> set[str]:
-        """Requests whose KV is here, or will not be."""
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose KV is here, or will not be; and those of them whose KV will not."""
+        if not self._received:
+            return set(), set()
         with self._lock:
-            found, self._received = self._received, set()
-            return found
+            received, self._received = self._received, set()
+            failed, self._failed = self._failed, set()
+            return received, failed
 
-    def broken(self) -> set[int]:
-        """Blocks that have not what they should have."""
-        with self._lock:
-            found, self._broken = self._broken, set()
-            return found
-
-    def news(self) -> News:
+    def news(self) -> News | None:
+        if not self._news:
+            return None
         with self._lock:
             found, self._news = self._news, News()
             return found
 
     def counts(self) -> dict[str, int]:
         """What came, since this was last asked."""
+        if not self._counts:
+            return {}
         with self._lock:
             found, self._counts = self._counts, {}
             return found
@@ -209,7 +212,7 @@ class Taking:
         try:
             with torch.inference_mode():
                 arrival.run(self.links, self._fingerprint, self._rank)
-            for device in {str(blocks.device) for blocks in self.layers.values()}:
+            for device in {str(layer.blocks.device) for layer in self.layers.values()}:
                 if device.startswith("cuda"):
                     torch.cuda.synchronize(device)
         except (PotluckError, OSError, ValueError, RuntimeError) as error:
@@ -227,9 +230,9 @@ class Taking:
                 self._news.lossy.add(ask.key)
             if place is None and problem:
                 self._news.failed.add(ask.key)
-            elif place is not None and place.table and problem and not arrival.cancelled:
+            elif place is not None and place.tables and problem and not arrival.cancelled:
                 self._lost(place)
-            elif place is not None and place.table:
+            elif place is not None and place.tables:
                 self._received.add(ask.key)
         self._stirred.set()
         self._told(
@@ -247,7 +250,6 @@ class Taking:
         self._counts[name] = self._counts.get(name, 0) + more
 
     def _lost(self, place: Place) -> None:
-        """All its blocks from the first that was to come: nobody knows which of them were written."""
-        size = next(iter(self.layers.values())).shape.block_tokens
-        self._broken.update(place.table[place.first // size :])
+        """Nobody knows which of its blocks were written."""
+        self._failed.add(place.key)
         self._received.add(place.key)

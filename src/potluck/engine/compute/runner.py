@@ -29,6 +29,7 @@ from potluck.engine.model.fused import parted
 from potluck.engine.model.loading import Loader
 from potluck.engine.model.stack import OnLayer, Stack
 from potluck.engine.numbers.filling import exactness
+from potluck.kv.fingerprint import fingerprint_of
 
 __all__ = ["Runner", "Size", "Work"]
 
@@ -53,7 +54,8 @@ class Runner:
         # A CPU has no fast arithmetic in 16 bits to speak of, and float32 is what exact.py is about.
         self.dtype = dtype or (torch.float32 if self.device.type == "cpu" else getattr(torch, config.dtype))
         self.config = config
-        self.fingerprint = fingerprint(config, source)
+        name = str(self.dtype).removeprefix("torch.")
+        self.fingerprint = fingerprint_of(fingerprint(config, source), name)
         latent = any(isinstance(layer.attention, LatentAttention) for layer in model.layers[first:last])
         self.exact = exactness(self.device, self.dtype, latent=latent)
         if size.max_tokens > model.max_context_tokens:

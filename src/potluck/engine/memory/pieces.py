@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from potluck.core.values.model import FullAttention, LinearAttention, Model
-from potluck.kv.receive.pieces import Pieces, Range
+from potluck.kv.receive.pieces import Pieces, Range, first_needed
 
 __all__ = ["Pieces", "first_needed", "ranges"]
-
-
-def first_needed(start: int, stop: int, window: int | None) -> int:
-    """The first token behind `start` that a query at `stop` can still see."""
-    return start if window is None else max(start, stop - window + 1)
 
 
 def ranges(model: Model, start: int, stop: int) -> dict[tuple[int, str], Range]:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from potluck.core.codec import encode
 from potluck.core.errors import FormatError, InputError
-from potluck.engine.model.config import Config, write_config
+from potluck.engine.model.config import Config, read_config, write_config
 from potluck.engine.model.eight_bits import FP8, SUFFIXES, brought_back
 from potluck.engine.model.scales import read_quantised
+from potluck.kv.fingerprint import directory_mark
 
-SAMPLES, SAMPLE_BYTES = 64, 4096
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -74,20 +74,11 @@ class Files:
 
     @property
     def fingerprint(self) -> str:
-        """Of samples spread over all files: reading tens of gigabytes to name them would take minutes."""
-        digest = hashlib.sha256()
-        for file in sorted(set(self._file_of.values())):
-            path = self._folder / file
-            try:
-                size = path.stat().st_size
-                digest.update(f"{file} {size}\n".encode())
-                with path.open("rb") as stream:
-                    for sample in range(SAMPLES):
-                        stream.seek(max(size - SAMPLE_BYTES, 0) * sample // (SAMPLES - 1))
-                        digest.update(stream.read(SAMPLE_BYTES))
-            except OSError as error:
-                raise InputError(str(path), f"cannot be read ({error.strerror or error})") from error
-        return digest.hexdigest()
+        return directory_mark(self._folder)
+
+    def describes(self, config: Config) -> bool:
+        """Whether the configuration is that of the directory, and nothing else must be said of it."""
+        return read_config(self._folder, config.model) == config
 
     def has(self, name: str) -> bool:
         return name in self._file_of
@@ -186,7 +177,10 @@ def checked(tensor: Tensor, name: str, shape: tuple[int, ...], where: str) -> Te
 
 
 def fingerprint(config: Config, source: Source) -> str:
-    """Names a model with its weights: caches of different ones never mix."""
+    """Names a model with its weights: caches of different ones never mix. That of a directory is the same for all
+    engines that run it."""
+    if isinstance(source, Files) and source.describes(config):
+        return source.fingerprint
     text = json.dumps(encode(config), sort_keys=True) + source.fingerprint
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

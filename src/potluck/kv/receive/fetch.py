@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from potluck.core.errors import FormatError, InputError, PotluckError
+from potluck.kv.fingerprint import model_in, part_in
 from potluck.kv.handles import bound_to, checked_handle, new_session
 from potluck.kv.link.links import Address, Links
 from potluck.kv.link.strand import Strand
@@ -300,8 +301,14 @@ class Fetching:
     def open(self, opening: Opening, strand: Strand) -> None:
         about, wanted, limits = opening.manifest, self._wanted, self._links.limits
         problem = ""
-        if about.fingerprint != wanted.fingerprint or about.token_hash != wanted.token_hash:
+        if (
+            model_in(about.fingerprint) != model_in(wanted.fingerprint)
+            or about.token_hash != wanted.token_hash
+        ):
             problem = "is the cache of another model, or of other tokens"
+        elif about.fingerprint != wanted.fingerprint:
+            here, there = part_in(wanted.fingerprint), part_in(about.fingerprint)
+            problem = f"the sender has its model cut as {there}, here it is {here}; both must be cut alike"
         elif about.start > wanted.have:
             problem = f"begins at {about.start}, behind the {wanted.have} tokens held"
         elif opening.chunk_bytes > limits.chunk_bytes:

@@ -13,6 +13,11 @@ from potluck.kv.parcels import Parcel
 Range = tuple[int, int]
 
 
+def first_needed(start: int, stop: int, window: int | None) -> int:
+    """The first token behind `start` that a query at `stop` can still see: what a layer with a window hands over."""
+    return start if window is None else max(start, stop - window + 1)
+
+
 class Pieces:
     """The books of one hand-over."""
 

@@ -129,12 +129,12 @@ class Ears:
             writer.close()
 
     def _heard(self, said: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if "step" in said:
-            tokens, sequences, before_s = said["step"]
-            self.steps.count += 1
-            self.steps.tokens += tokens
-            if before_s:
-                self.steps.recent.append((tokens, sequences, before_s))
+        if "steps" in said:
+            for tokens, sequences, before_s in said["steps"]:
+                self.steps.count += 1
+                self.steps.tokens += tokens
+                if before_s:
+                    self.steps.recent.append((tokens, sequences, before_s))
         elif "gave" in said:
             self._gave(
                 str(said["gave"]), Gave(str(said["state"]), bool(said["claimed"]), str(said["problem"]))

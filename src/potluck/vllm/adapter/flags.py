@@ -75,8 +75,6 @@ def command(settings: Settings, port: int, channel: Path) -> list[str]:
         *("--model", settings.model, "--served-model-name", settings.name),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--kv-transfer-config", json.dumps(transfer(settings, channel))),
-        # The connector knows one group of blocks; vLLM makes several where layers are unlike.
-        "--disable-hybrid-kv-cache-manager",
         "--enable-prompt-tokens-details",
         # It is asked what it makes of a chat's messages before it gets KV for them.
         "--enable-scale-out",

@@ -1,0 +1,149 @@
+"""What the connector costs requests that hand nothing over: CPU-seconds of whole vLLM processes.
+
+Three instances serve the same tiny model at once, and take turns with the same requests: one without a connector, one
+with a connector that does nothing (what vLLM itself spends on having any), one with ours and an adapter that listens.
+A figure is the median over rounds of a round's ratio to the instance without one. A step of this model is some
+milliseconds of mostly Python, so this is the dearest case: the cost of a step does not grow with the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from parts.common import ROOT, run, skip, spent_cpu_s
+
+sys.path.append(str(ROOT / "tests" / "vllm_engine"))
+from vllm_kit import VOCAB, Instance, make_model
+
+KINDS = ("none", "nothing", "ours")
+REQUESTS, AT_ONCE, PROMPT, OUTPUT = 24, 8, 96, 48
+TARGETS = {"ours_over_none": ("<=", 1.02)}
+
+
+def python() -> str | None:
+    """Of an environment with vLLM."""
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    made = ROOT / ".venv-vllm" / "bin" / "python"
+    return str(made) if made.exists() else None
+
+
+class Bare(Instance):
+    """With or without one of the connectors."""
+
+    def __init__(self, kind: str, model: Path, channel: Path, where: str) -> None:
+        self._kind, self._channel = kind, channel
+        super().__init__(model, model.parent / f"{kind}.log", connector=kind != "none", python=where)
+
+    def _connected(self) -> list[str]:
+        said: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        if self._kind == "nothing":
+            said |= {"kv_connector": "NothingConnector", "kv_connector_module_path": "parts.vllm_nothing"}
+        else:
+            said |= {"kv_connector": "PotluckConnector", "kv_connector_module_path": "potluck.vllm.connector"}
+            said["kv_connector_extra_config"] = {"channel": str(self._channel)}
+        return ["--kv-transfer-config", json.dumps(said)]
+
+    def spent_s(self) -> float:
+        """All its processes."""
+        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        return sum(spent_cpu_s(pid) for pid in pids if _group(pid) == self._process.pid)
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[list[int]]:
+    """In an adapter's place: reads all that connectors tell, and counts its bytes."""
+    heard = [0]
+
+    def read(talk: socket.socket) -> None:
+        while data := talk.recv(1 << 16):
+            heard[0] += len(data)
+
+    def accept() -> None:
+        while True:
+            try:
+                talk = listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=read, args=(talk,), daemon=True).start()
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        threading.Thread(target=accept, daemon=True).start()
+        yield heard
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def one_round(instance: Bare, seed: int) -> float:
+    """CPU-seconds of some requests, in whose prompts nothing is shared."""
+    drawn = random.Random(seed)
+    prompts = [drawn.choices(range(3, VOCAB), k=PROMPT) for _ in range(REQUESTS)]
+    before_s = instance.spent_s()
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        list(threads.map(lambda prompt: instance.ask(prompt, OUTPUT), prompts))
+    return instance.spent_s() - before_s
+
+
+def measure(quick: bool) -> dict[str, float]:
+    where = python()
+    assert where is not None
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])
+    )
+    with tempfile.TemporaryDirectory() as folder, listening(Path(folder) / "channel") as heard:
+        model = make_model(Path(folder) / "tiny")
+        made = {kind: Bare(kind, model, Path(folder) / "channel", where) for kind in KINDS}
+        try:
+            for each in made.values():
+                each.ready()
+            return rounds(made, 4 if quick else 24) | {"told_bytes": float(heard[0])}
+        finally:
+            for each in made.values():
+                each.end()
+
+
+def rounds(made: dict[str, Bare], count: int) -> dict[str, float]:
+    for kind in KINDS:
+        one_round(made[kind], -1)
+    spent_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for seed in range(count):
+        for place in range(len(KINDS)):  # in turn, so that none is always the first
+            kind = KINDS[(seed + place) % len(KINDS)]
+            spent_s[kind].append(one_round(made[kind], seed))
+
+    def over(kind: str, base: str) -> float:
+        return statistics.median(a / b for a, b in zip(spent_s[kind], spent_s[base], strict=True))
+
+    figures = {f"{kind}_cpu_s": statistics.median(spent_s[kind]) for kind in KINDS}
+    return figures | {
+        "nothing_over_none": over("nothing", "none"),
+        "ours_over_nothing": over("ours", "nothing"),
+        "ours_over_none": over("ours", "none"),
+        "ours_over_none_total": sum(spent_s["ours"]) / sum(spent_s["none"]),
+    }
+
+
+if __name__ == "__main__":
+    if python() is None:
+        sys.exit(skip("vllm_overhead", "vLLM is not installed: make test-vllm"))
+    sys.exit(run("vllm_overhead", measure, TARGETS, seeds=range(24)))
