@@ -46,6 +46,8 @@ class Pair:
     giver: dict[int, Layer] = field(default_factory=lambda: layers(4))
     taker: dict[int, Layer] = field(default_factory=lambda: layers(8))
     told: list[dict[str, object]] = field(default_factory=list)
+    cut: str = ""
+    """Which part of the model the receiver has."""
 
     def __post_init__(self) -> None:
         self.outbox = Outbox(limits=OutboxLimits(beat_s=0.05, lease_s=1.0))
@@ -53,7 +55,7 @@ class Pair:
         self.kv = f"{host}:{port}"
         self.giving = Giving(self.outbox, self.giver, MARK, self.told.append)
         links = Links([(host, port)], limits=QUICK)
-        self.taking = Taking(links, self.taker, MARK, 0, self.told.append)
+        self.taking = Taking(links, self.taker, f"{MARK}{self.cut}", 0, self.told.append)
         self.values = {layer: torch.randn(70, 2, HEADS, WIDTH) for layer in range(LAYERS)}
         self.sent = Read("g", (tuple(range(20, 38)),), 70)
         self.place = Place("t", (tuple(range(9, 0, -1)),), 0)
@@ -287,5 +289,17 @@ def test_a_window_that_passed_before_it_was_read_is_told_of() -> None:
     until(lambda: pair.giving.done() == {"g"})
     assert pair.state() == "failed"
     assert any("holds no blocks" in str(line["problem"]) for line in pair.told if "gave" in line)
+    pair.giving.close()
+    pair.taking.close()
+
+
+def test_unlike_tensor_parallelism_is_refused_and_both_degrees_are_named() -> None:
+    pair = Pair(cut=" tensor 1/2 stage 1/1")
+    handle = pair.offer()
+    pair.ask(handle)
+    pair.compute()
+    until(lambda: (news := pair.taking.news()) and news.failed == {"t"})
+    problem = next(str(line["problem"]) for line in pair.told if "took" in line)
+    assert "sender has its model cut as whole, here it is tensor 1/2 stage 1/1" in problem
     pair.giving.close()
     pair.taking.close()

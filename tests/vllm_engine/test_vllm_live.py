@@ -12,7 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_kit import BATCH_TOKENS, TOKEN_BYTES, VOCAB, Adapter, Instance, handed, make_model, needs_vllm
+from vllm_kit import (
+    BATCH_TOKENS,
+    TOKEN_BYTES,
+    VOCAB,
+    Adapter,
+    Embedded,
+    Instance,
+    handed,
+    make_model,
+    needs_vllm,
+)
 
 pytestmark = needs_vllm
 
@@ -199,6 +209,34 @@ def test_segments_come_and_go_through_the_face(
     assert second.ask(tokens, moves={"request": "s", "take": take}) == expected
     assert [next(iter(line)) for line in giving.result(60)] == ["handle", "computed", "ended"]
     assert giving.result()[-1]["ended"] == "handed_on"
+
+
+def test_an_embedded_engine_and_vllm_hand_over_to_each_other(
+    trio: Trio, model: Path, threads: ThreadPoolExecutor
+) -> None:
+    first, _, plain = trio
+    embedded = Embedded(model, model.parent / "embedded.log")
+    try:
+        embedded.ready()
+        for length, cut in ((100, 64), (300, 171), (700, 600)):
+            tokens = prompt(("to vLLM", length), length)
+            expected, before = plain.ask(tokens), first.sources()
+            handle = secrets.token_urlsafe(32)
+            giving = threads.submit(embedded.segment, tokens, stop=cut, handle=handle)
+            take = {"kv": embedded.kv, "handle": handle, "stop": cut}
+            assert first.ask(tokens, moves={"request": "s", "take": take}) == expected
+            assert first.sources()["external_kv_transfer"] - before["external_kv_transfer"] == cut
+            assert giving.result(60)[-1]["ended"] == "handed_on"
+            tokens = prompt(("from vLLM", length), length)
+            handle = secrets.token_urlsafe(32)
+            give = {"request": "s", "give": {"handle": handle, "stop": cut}}
+            threads.submit(first.ask, tokens[:cut], 1, give)
+            source = {"kv": first.kv, "handle": handle}
+            lines = embedded.segment(tokens, start=cut, max_tokens=12, ignore_eos=True, source=source)
+            assert [line["token"] for line in lines[:-1]] == plain.ask(tokens)
+            assert lines[-1]["cached_tokens"] == 0  # and what did not come would have been an error
+    finally:
+        embedded.end()
 
 
 def test_whoever_dies_meanwhile_the_other_answers_and_serves_on(

@@ -130,8 +130,10 @@ class Instance:
         connector: bool = True,
         python: str = sys.executable,
         more: Sequence[str] = (),
+        shared_memory: bool = True,
     ) -> None:
         self.port, self.kv_port, self._log, self._python = free_port(), free_port(), log, python
+        self._shared_memory = shared_memory
         command = [*self._command(model, block_tokens), *more]
         if connector:
             command += self._connected()
@@ -155,8 +157,10 @@ class Instance:
             "kv_connector_module_path": "potluck.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"port": self.kv_port, "fleet": ["127.0.0.1:0"]},
-        }
+            "kv_connector_extra_config": {
+                "port": self.kv_port, "fleet": ["127.0.0.1:0"], "shared_memory": self._shared_memory,
+            },
+        }  # fmt: skip
         return ["--kv-transfer-config", json.dumps(said)]
 
     @property

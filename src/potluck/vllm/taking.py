@@ -5,6 +5,7 @@ Whatever goes wrong, the request is told to have failed: vLLM computes what it d
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from potluck.vllm.booking import Ask, News, Place
 from potluck.vllm.giving import Told
 from potluck.vllm.params import address_of
 
+log = logging.getLogger("vllm.potluck")  # vLLM writes down what is said below its own name
 MOST_AT_ONCE = 128
 DEGREE = 2
 """Connections per fetch."""
@@ -218,6 +220,8 @@ class Taking:
         except (PotluckError, OSError, ValueError, RuntimeError) as error:
             problem = " ".join(str(error).split()) or type(error).__name__
         ask = arrival.ask
+        if problem and not arrival.cancelled:
+            log.warning("KV of %s from %s did not come, and is computed: %s", ask.key, ask.kv, problem)
         with self._lock:
             del self._arrivals[ask.key]
             place = arrival.place

@@ -13,6 +13,7 @@ from aiohttp import web
 from potluck import __version__
 from potluck.api.errors import Refused
 from potluck.core.errors import UnknownNameError
+from potluck.kv.fingerprint import model_in
 from potluck.kv.link.links import Address
 from potluck.vllm.adapter.ears import Ears
 from potluck.vllm.adapter.process import Server
@@ -67,7 +68,8 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        return self.ears.workers[0].fingerprint
+        """Of the model, however it is cut: replicas that are cut otherwise serve the same."""
+        return model_in(self.ears.workers[0].fingerprint)
 
     @property
     def kv(self) -> str:
@@ -145,7 +147,7 @@ class Service:
         return {
             "version": f"{__version__} (vLLM {worker.version})",
             "model": self.name,
-            "fingerprint": worker.fingerprint,
+            "fingerprint": self.fingerprint,
             "role": self.role,
             "state": self.state,
             "waiting": waiting,
