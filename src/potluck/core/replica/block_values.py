@@ -38,12 +38,24 @@ def block_hashes(
     salt: str = "",
 ) -> tuple[int, ...]:
     """The names of the whole blocks in `tokens`. Different models share nothing, nor do different salts (tenants)."""
+    return names_behind(chain_root(model, salt), tokens, block_tokens, most)
+
+
+def names_behind(
+    before: bytes, tokens: Sequence[int], block_tokens: int = BLOCK_TOKENS, most: int | None = None
+) -> tuple[int, ...]:
+    """The names of the whole blocks in tokens that come behind a root, or behind a block (`as_bytes`)."""
     count = len(tokens) // block_tokens
     if most is not None:
         count = min(count, most)
     found: list[int] = []
-    _chain(chain_root(model, salt), _packed(tokens, count * block_tokens), 8 * block_tokens, found)
+    _chain(before, _packed(tokens, count * block_tokens), 8 * block_tokens, found)
     return tuple(found)
+
+
+def as_bytes(name: int) -> bytes:
+    """A name as it goes into those behind it."""
+    return name.to_bytes(HASH_BYTES, "little")
 
 
 class NameBook:
@@ -73,7 +85,7 @@ class NameBook:
             if run is None:
                 named: list[int] = []
                 _chain(name, piece, size, named)
-                run = b"".join([number.to_bytes(HASH_BYTES, "little") for number in named])
+                run = b"".join([as_bytes(number) for number in named])
                 if len(known) >= self._most:
                     del known[next(iter(known))]
                 found += named
