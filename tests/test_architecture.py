@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "vllm": frozenset({"core", "api", "kv"}),
     "gateway": frozenset({"core", "api", "worlds"}),
     "control": frozenset({"core", "plan"}),
+    "export": frozenset({"core", "control"}),
     "load": frozenset({"core"}),
 }
 USES_ALL = frozenset({"papers", "cli", "__main__"})

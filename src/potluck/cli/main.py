@@ -44,6 +44,10 @@ COMMANDS = {
         "potluck.cli.trying.simulate:simulate",
         "Serve a workload with a plan's fleet, in simulation.",
     ),
+    "export": (
+        "potluck.cli.planning.export:export",
+        "A plan as files: commands, Compose, Kubernetes, SkyPilot.",
+    ),
     "replay": ("potluck.cli.trying.replay:replay", "Feed a log to a fresh Brain; does it decide the same?"),
     "goodput": (
         "potluck.cli.trying.goodput:goodput",

@@ -83,7 +83,7 @@ class Caller:
         return said
 
     async def status(self, engine: Engine) -> Said:
-        return read_status(await self.ask(engine, b"GET", b"/status"))
+        return read_status(await self.ask(engine, b"GET", b"/status"), engine.entry.address.host)
 
     async def served_model(self, engine: Engine) -> str:
         """What a server of plain OpenAI calls its first model."""

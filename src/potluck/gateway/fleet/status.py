@@ -13,6 +13,7 @@ from potluck.core.errors import FormatError
 LONGEST_NAME = 500
 MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
+EVERYWHERE = ("0.0.0.0", "[::]", "::")
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
 
@@ -48,7 +49,8 @@ class Said:
     adapters: tuple[str, ...] = ()
 
 
-def read_status(body: bytes) -> Said:
+def read_status(body: bytes, host: str = "") -> Said:
+    """What an engine says of itself; `host` is where it was asked."""
     data = _object(body)
     idle = not _number(data, "running") and not _number(data, "waiting")
     status = Status(
@@ -71,7 +73,7 @@ def read_status(body: bytes) -> Said:
         _text(data, "fingerprint"),
         _text(data, "role"),
         state,
-        _text(data, "kv"),
+        _reached(_text(data, "kv"), host),
         _number(data, "uptime_s"),
         _whole(data, "max_tokens"),
         _whole(data, "block_tokens"),
@@ -81,6 +83,12 @@ def read_status(body: bytes) -> Said:
         data.get("own") is True,
         _words(data, "adapters"),
     )
+
+
+def _reached(kv: str, host: str) -> str:
+    """An engine that listens on all its addresses does not know by which of them others reach it."""
+    listens, _, port = kv.rpartition(":")
+    return f"{host}:{port}" if host and listens in EVERYWHERE else kv
 
 
 def _link(data: dict[str, Any]) -> LinkSaid:

@@ -1,0 +1,176 @@
+"""`potluck export`: a plan as files for whoever starts machines."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal, cast
+
+import click
+
+from potluck.cli.common.render import emit_json, table
+from potluck.core.errors import InputError
+from potluck.export.words import KEY_FILE
+from potluck.spec.values import Spec
+
+KINDS = ("commands", "compose", "kubernetes", "skypilot")
+
+
+@click.command()
+@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("plan", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("spec", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="A folder for the files; it must be new or empty.",
+)
+@click.option("--engine", "style", type=click.Choice(("vllm", "embedded")), default="vllm", show_default=True)
+@click.option(
+    "--models",
+    default="/models",
+    show_default=True,
+    help="Where the models' directories lie on every machine, by the plan's names.",
+)
+@click.option(
+    "--image", default="potluck", show_default=True, help="Container image with potluck and its engine."
+)
+@click.option("--namespace", default="potluck", show_default=True, help="Of Kubernetes.")
+@click.option(
+    "--address",
+    "addresses",
+    multiple=True,
+    metavar="BOX=HOST",
+    help="Where a machine is reached; else by its own name.",
+)
+@click.option("--infra", multiple=True, metavar="REGION=CLOUD/REGION", help="A region as SkyPilot calls it.")
+@click.option(
+    "--gpu-label",
+    "labels",
+    multiple=True,
+    metavar="GPU=LABEL",
+    help="What Kubernetes' nodes say of a GPU, such as L4=NVIDIA-L4.",
+)
+@click.option(
+    "--setup",
+    default="pip install potluck[gateway]",
+    show_default=True,
+    help="How SkyPilot's machines get Potluck.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Say what was written as JSON.")
+def export(
+    kind: str,
+    plan: Path,
+    spec: Path,
+    out: Path,
+    style: str,
+    models: str,
+    image: str,
+    namespace: str,
+    addresses: tuple[str, ...],
+    infra: tuple[str, ...],
+    labels: tuple[str, ...],
+    setup: str,
+    as_json: bool,
+) -> None:
+    """Write PLAN, made for SPEC, as files that start it: shell commands, Compose, Kubernetes, SkyPilot.
+
+    Nothing is started or rented, and no file has a secret in it. docs/deploy.md tells what each needs.
+
+    \b
+    Examples:
+      potluck plan potluck.yaml --out plan.json
+      potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -f k8s
+      potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
+    """
+    from potluck.cli.common.problems import read_spec
+    from potluck.core.values.plan import plan_from_json
+    from potluck.export import compose, kubernetes, shell, skypilot
+    from potluck.export.seats import roomed
+    from potluck.export.words import Wording
+
+    _must_be_empty(out)
+    loaded, text = read_spec(spec), plan.read_text(encoding="utf-8")
+    made = plan_from_json(text)
+    fleet = roomed(made, loaded.node_types, loaded.regions)
+    folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}
+    key_file = "" if kind == "skypilot" else KEY_FILE
+    wording = Wording(cast("Literal['vllm', 'embedded']", style), folders, key_file)
+    served = {"plan.json": text, "potluck.yaml": spec.read_text(encoding="utf-8"), **_traces(spec, loaded)}
+    regions, boxes = {each.name for each in loaded.regions}, {each.name for each in fleet.boxes}
+    where = _pairs("--address", addresses, boxes)
+    if kind == "commands":
+        files = shell.files(fleet, wording, where)
+    elif kind == "compose":
+        files = compose.files(fleet, wording, where, image)
+    elif kind == "skypilot":
+        files = skypilot.files(fleet, wording, _pairs("--infra", infra, regions), setup)
+    else:
+        names = _pairs("--gpu-label", labels, {each.node.gpu.name for each in fleet.boxes})
+        cluster = kubernetes.Cluster(image, namespace, gpu_names=names)
+        files = kubernetes.files(fleet, wording, cluster, served)
+    if kind != "kubernetes":
+        files |= served
+    _write(out, files)
+    _say(as_json, out, files, len(fleet.boxes), len(fleet.seats))
+
+
+def _traces(spec: Path, loaded: Spec) -> dict[str, str]:
+    """What the spec reads beside itself, by the names it has for it."""
+    found = {}
+    for model in loaded.models:
+        if model.trace is not None:
+            try:
+                name = model.trace.resolve().relative_to(spec.parent.resolve()).as_posix()
+                found[name] = model.trace.read_text(encoding="utf-8")
+            except (ValueError, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"model {model.name}: trace",
+                    "must be text beside the spec to travel with it; or write lengths",
+                ) from error
+    return found
+
+
+def _say(as_json: bool, out: Path, files: dict[str, str], boxes: int, engines: int) -> None:
+    if as_json:
+        emit_json({"folder": str(out), "files": sorted(files), "machines": boxes, "engines": engines})
+        return
+    rows = [(name, len(text.splitlines())) for name, text in sorted(files.items())]
+    table(f"{out}: {engines} engines on {boxes} machines", ("file", "lines"), rows)
+
+
+def _pairs(option: str, said: tuple[str, ...], known: set[str]) -> dict[str, str]:
+    found = {}
+    for each in said:
+        name, equals, value = each.partition("=")
+        if not equals or not value:
+            raise InputError(option, f"{each!r} is not NAME=VALUE")
+        if name not in known:
+            raise InputError(
+                option, f"there is no {name!r} in this plan; there are {', '.join(sorted(known))}"
+            )
+        found[name] = value
+    return found
+
+
+def _must_be_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError("--out", f"{out} is not an empty folder; name a new one")
+
+
+def _write(out: Path, files: dict[str, str]) -> None:
+    """All of them or none."""
+    new = not out.exists()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            path = out / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            if name.endswith(".sh"):
+                path.chmod(0o755)
+    except OSError as error:
+        if new:
+            shutil.rmtree(out, ignore_errors=True)
+        raise InputError("--out", f"{out} cannot be written ({error.strerror})") from error

@@ -1,0 +1,1 @@
+"""A plan as files for whoever starts machines and processes: shells, Compose, Kubernetes, SkyPilot."""

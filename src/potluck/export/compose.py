@@ -1,0 +1,113 @@
+"""A plan as Compose files: one for each machine, since Compose knows one machine; the first has the gateway too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from potluck.export.seats import Box, Roomed
+from potluck.export.words import HostOf, Wording, roster
+
+SECRETS = ("engine.key", "pipeline.secret")
+
+
+def files(fleet: Roomed, wording: Wording, addresses: Mapping[str, str], image: str) -> dict[str, str]:
+    """File name to text."""
+
+    def host_of(box: Box) -> str:
+        return addresses.get(box.name, box.name)
+
+    found: dict[str, str] = {}
+    for number, box in enumerate(fleet.boxes):
+        services = _services(fleet, box, wording, host_of, image)
+        if not number:
+            services["gateway"] = _gateway(image)
+        found[f"compose-{box.name}.yaml"] = _text(box, services)
+    found["engines.yaml"] = roster(
+        fleet, lambda seat: f"http://{host_of(seat.box)}:{seat.port}", wording.key_file
+    )
+    return found
+
+
+def _text(box: Box, services: dict[str, Any]) -> str:
+    used = {each["source"] for service in services.values() for each in service.get("secrets", ())}
+    data = {
+        "name": "potluck",
+        "services": services,
+        "secrets": {name: {"file": f"./{name}"} for name in SECRETS if name in used},
+    }
+    head = f"# {box.name}: {box.node.name} in {box.region}\n"
+    return head + yaml.safe_dump(data, sort_keys=False, width=120)
+
+
+def _services(
+    fleet: Roomed, box: Box, wording: Wording, host_of: HostOf, image: str
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for seat in fleet.seats:
+        if seat.alone:
+            if seat.box == box:
+                command = wording.engine(seat, host_of(box), host_of)
+                found[seat.name] = _service(image, command, wording, seat.port, host_of(box))
+                gpus = tuple(gpu for each in seat.footings for gpu in each.gpus)
+                found[seat.name] |= _gpus(gpus)
+            continue
+        for number, each in enumerate(seat.footings):
+            if each.box == box:
+                command = [
+                    "sh",
+                    "-c",
+                    f"exec {' '.join(wording.worker(seat, host_of(box)))} < {wording.secret_file}",
+                ]
+                found[f"{seat.name}-worker{number}"] = _service(image, command, wording) | _gpus(each.gpus)
+        if seat.box == box:
+            command = wording.engine(seat, host_of(box), host_of)
+            found[seat.name] = _service(image, command, wording, seat.port, host_of(box))
+    return found
+
+
+def _service(
+    image: str, command: list[str], wording: Wording, port: int = 0, host: str = ""
+) -> dict[str, Any]:
+    service: dict[str, Any] = {
+        "image": image,
+        "command": command,
+        "network_mode": "host",
+        "ipc": "host",
+        "restart": "unless-stopped",
+        "stop_grace_period": "120s",
+        "volumes": [f"{folder}:{folder}:ro" for folder in sorted(set(wording.folders.values()))],
+        "secrets": [{"source": name, "target": f"/etc/potluck/{name}"} for name in SECRETS],
+    }
+    if port:
+        ask = f"import urllib.request as r; r.urlopen('http://{host}:{port}/health', timeout=5)"
+        service["healthcheck"] = {
+            "test": ["CMD", "python3", "-c", ask],
+            "interval": "10s",
+            "timeout": "6s",
+            "start_period": "15m",
+        }
+    return service
+
+
+def _gpus(gpus: tuple[int, ...]) -> dict[str, Any]:
+    device = {"driver": "nvidia", "device_ids": [str(gpu) for gpu in gpus], "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
+def _gateway(image: str) -> dict[str, Any]:
+    files = ("plan.json", "potluck.yaml", "engines.yaml", "keys.jsonl")
+    return {
+        "image": image,
+        "command": [
+            *("potluck", "serve", "/srv/plan.json", "/srv/potluck.yaml", "--engines", "/srv/engines.yaml"),
+            *("--host", "0.0.0.0", "--keys", "/srv/keys.jsonl"),
+        ],
+        "network_mode": "host",
+        "restart": "unless-stopped",
+        "stop_grace_period": "120s",
+        "volumes": [f"./{name}:/srv/{name}:ro" for name in files],
+        "secrets": [{"source": "engine.key", "target": "/etc/potluck/engine.key"}],
+    }

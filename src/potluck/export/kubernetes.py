@@ -1,0 +1,337 @@
+"""A plan as Kubernetes manifests.
+
+Engines that are alike (the same replica of a template in the same region) are one StatefulSet, since the gateway must
+know each by a name of its own. A replica over several machines is a LeaderWorkerSet: worker 0, the leader, has the
+engine beside it. Nothing here is a secret: `potluck` is a Secret that somebody made with `engine.key`, `admin.key`,
+`keys.jsonl` and, for pipelines, `pipeline.secret`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from potluck.core.errors import InputError
+from potluck.export.seats import Box, Roomed, Seat
+from potluck.export.words import Wording, roster, stage_port
+
+Manifest = dict[str, Any]
+SECRET, CONFIG = "potluck", "potluck-plan"
+POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+GRACE_S = 300
+MOST_CONFIG_BYTES = 900_000
+"""Kubernetes takes 1 MiB in a ConfigMap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What the manifests are made for."""
+
+    image: str
+    namespace: str = "potluck"
+    models_claim: str = "potluck-models"
+    gpu_label: str = "nvidia.com/gpu.product"
+    """Which label of a node names its GPUs ..."""
+    gpu_names: Mapping[str, str] | None = None
+    """... and what it says, for a GPU of the catalog; else the catalog's name."""
+    region_label: str = "topology.kubernetes.io/region"
+
+
+def files(fleet: Roomed, wording: Wording, cluster: Cluster, served: Mapping[str, str]) -> dict[str, str]:
+    """File name to text, in the order to apply them in; `served` is what the gateway reads, by path."""
+    groups: dict[str, list[Seat]] = {}
+    for seat in fleet.seats:
+        groups.setdefault(_group(seat), []).append(seat)
+    engines: list[Manifest] = []
+    for name, seats in groups.items():
+        engines += _alike(name, seats, wording, cluster)
+    listed = roster(fleet, lambda seat: f"http://{_host(seat, cluster)}:{seat.port}", wording.key_file)
+    given = {**served, "engines.yaml": listed}
+    size = sum(len(text.encode()) for text in given.values())
+    if size > MOST_CONFIG_BYTES:
+        problem = f"has {size} bytes with its spec and traces; a ConfigMap holds {MOST_CONFIG_BYTES}"
+        raise InputError("plan", f"{problem}: write lengths into the spec instead of traces")
+    config = _named("v1", "ConfigMap", CONFIG, cluster) | {
+        "data": {_key(path): text for path, text in given.items()}
+    }
+    return {
+        "00-namespace.yaml": _text(
+            [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": cluster.namespace}}]
+        ),
+        "10-plan.yaml": _text([config]),
+        "20-engines.yaml": _text(engines),
+        "30-gateway.yaml": _text(_gateway(cluster, given)),
+        "40-network.yaml": _text(_network(cluster)),
+    }
+
+
+def _key(path: str) -> str:
+    return path.replace("/", "__")
+
+
+def _group(seat: Seat) -> str:
+    """Without the number of its copy."""
+    stem, _, index = seat.name.rpartition("-")
+    return f"{stem.rpartition('-')[0]}-{index}"
+
+
+def _host(seat: Seat, cluster: Cluster) -> str:
+    name = _group(seat)
+    return f"{name}-{seat.copy}.{name}.{cluster.namespace}.svc"
+
+
+def _alike(name: str, seats: Sequence[Seat], wording: Wording, cluster: Cluster) -> list[Manifest]:
+    first = seats[0]
+    labels = {"app": "potluck", "potluck/engine": name, "potluck/part": "engine"}
+    service = _named("v1", "Service", name, cluster) | {
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels,
+            "ports": [
+                {"name": "http", "port": first.port},
+                {"name": "kv", "port": first.kv_port},
+            ],
+        }
+    }
+    budget = _named("policy/v1", "PodDisruptionBudget", name, cluster) | {
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
+    }
+    if first.alone:
+        return [service, _stateful(name, seats, labels, wording, cluster), budget]
+    return [service, _group_of_pods(name, seats, labels, wording, cluster), budget]
+
+
+def _stateful(
+    name: str, seats: Sequence[Seat], labels: dict[str, str], wording: Wording, cluster: Cluster
+) -> Manifest:
+    first = seats[0]
+    command = wording.engine(first, "$(POD_IP)", lambda box: box.name)
+    gpus = sum(len(each.gpus) for each in first.footings)
+    return _named("apps/v1", "StatefulSet", name, cluster) | {
+        "spec": {
+            "serviceName": name,
+            "replicas": len(seats),
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "RollingUpdate"},
+            "selector": {"matchLabels": labels},
+            "template": _pod(labels, first.box, [_engine(command, first, gpus, cluster)], wording, cluster),
+        }
+    }
+
+
+def _group_of_pods(
+    name: str, seats: Sequence[Seat], labels: dict[str, str], wording: Wording, cluster: Cluster
+) -> Manifest:
+    """One machine a pod; all machines alike, since a LeaderWorkerSet has one template for all but its leader."""
+    first = seats[0]
+    kinds = {each.box.node.name for each in first.footings[1:]}
+    if len(kinds) > 1 or len({each.box for each in first.footings}) < len(first.footings):
+        raise InputError(
+            f"template {first.template}",
+            "has workers on unlike machines, or several on one: a LeaderWorkerSet cannot say that; export commands",
+        )
+    numbers = {each.box.name: number for number, each in enumerate(first.footings)}
+
+    def host_of(box: Box) -> str:
+        number = numbers[box.name]
+        pod = "$(LWS_LEADER_ADDRESS)" if not number else f"{name}-$(LWS_GROUP_INDEX)-{number}.{name}"
+        return pod if not number else f"{pod}.{cluster.namespace}"
+
+    engine = _engine(wording.engine(first, "$(POD_IP)", host_of), first, 0, cluster)
+    engine["env"].append(
+        {
+            "name": "LWS_GROUP_INDEX",
+            "valueFrom": {
+                "fieldRef": {"fieldPath": "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"}
+            },
+        }
+    )
+    words = " ".join(wording.worker(first, "$POD_IP"))
+
+    def worker(gpus: int) -> Manifest:
+        return {
+            "name": "worker",
+            "image": cluster.image,
+            "command": ["sh", "-c", f"exec {words} < {wording.secret_file}"],
+            "env": [POD_IP],
+            "ports": [{"name": "stage", "containerPort": stage_port(first)}],
+            "resources": {"limits": {"nvidia.com/gpu": gpus}},
+            "volumeMounts": _mounts(wording),
+            "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
+        }
+
+    leads, follows = (len(each.gpus) for each in first.footings[:2])
+    last = first.footings[-1].box
+    return _named("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, cluster) | {
+        "spec": {
+            "replicas": len(seats),
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "leaderWorkerTemplate": {
+                "size": len(first.footings),
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": _pod(labels, first.box, [engine, worker(leads)], wording, cluster),
+                "workerTemplate": _pod(
+                    labels | {"potluck/part": "worker"}, last, [worker(follows)], wording, cluster
+                ),
+            },
+        }
+    }
+
+
+def _engine(command: list[str], seat: Seat, gpus: int, cluster: Cluster) -> Manifest:
+    health = {"httpGet": {"path": "/health", "port": "http"}}
+    drain = (
+        "import os,time,urllib.request as r;"
+        f"u='http://%s:{seat.port}'%os.environ['POD_IP'];"
+        "h={'Authorization':'Bearer '+open('/etc/potluck/engine.key').read().strip()};"
+        "r.urlopen(r.Request(u+'/drain',method='POST',headers=h),timeout=5);time.sleep(5)"
+    )
+    return {
+        "name": "engine",
+        "image": cluster.image,
+        "command": command,
+        "env": [POD_IP],
+        "ports": [
+            {"name": "http", "containerPort": seat.port},
+            {"name": "kv", "containerPort": seat.kv_port},
+        ],
+        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
+        "volumeMounts": [
+            {"name": "models", "mountPath": "/models", "readOnly": True},
+            {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+        # Weights may take long to load; whoever never answers is started again after half an hour.
+        "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
+        "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
+        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", drain]}}},
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+
+
+def _mounts(wording: Wording) -> list[Manifest]:
+    return [
+        {"name": "models", "mountPath": "/models", "readOnly": True},
+        {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
+    ]
+
+
+def _pod(
+    labels: dict[str, str], box: Box, containers: list[Manifest], wording: Wording, cluster: Cluster
+) -> Manifest:
+    names = cluster.gpu_names or {}
+    gpu = box.node.gpu.name
+    spec: Manifest = {
+        "terminationGracePeriodSeconds": GRACE_S,
+        "automountServiceAccountToken": False,
+        "nodeSelector": {cluster.gpu_label: names.get(gpu, gpu), cluster.region_label: box.region},
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "containers": containers,
+        "volumes": [
+            {
+                "name": "models",
+                "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
+            },
+            {"name": "secret", "secret": {"secretName": SECRET, "defaultMode": 0o440}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    return {"metadata": {"labels": labels}, "spec": spec}
+
+
+def _gateway(cluster: Cluster, given: Mapping[str, str]) -> list[Manifest]:
+    labels = {"app": "potluck", "potluck/part": "gateway"}
+    command = [
+        *("potluck", "serve", "/srv/plan.json", "/srv/potluck.yaml", "--engines", "/srv/engines.yaml"),
+        *("--host", "0.0.0.0", "--port", "8000", "--keys", "/etc/potluck/keys.jsonl"),
+        *("--admin-host", "0.0.0.0", "--admin-port", "8001", "--admin-key-file", "/etc/potluck/admin.key"),
+    ]
+    items = [{"key": _key(path), "path": path} for path in given]
+    health = {"httpGet": {"path": "/health", "port": "clients"}}
+    container = {
+        "name": "gateway",
+        "image": cluster.image,
+        "command": command,
+        "ports": [{"name": "clients", "containerPort": 8000}, {"name": "operators", "containerPort": 8001}],
+        "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
+        "volumeMounts": [
+            {"name": "plan", "mountPath": "/srv", "readOnly": True},
+            {"name": "models", "mountPath": "/models", "readOnly": True},
+            {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
+        ],
+        "startupProbe": health | {"periodSeconds": 2, "failureThreshold": 60},
+        "readinessProbe": health | {"periodSeconds": 5},
+        "livenessProbe": health | {"periodSeconds": 10, "failureThreshold": 6},
+        "securityContext": {"allowPrivilegeEscalation": False},
+    }
+    pod = {
+        "metadata": {"labels": labels},
+        "spec": {
+            "terminationGracePeriodSeconds": GRACE_S,
+            "automountServiceAccountToken": False,
+            "containers": [container],
+            "volumes": [
+                {"name": "plan", "configMap": {"name": CONFIG, "items": items}},
+                {
+                    "name": "models",
+                    "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
+                },
+                {"name": "secret", "secret": {"secretName": SECRET, "defaultMode": 0o440}},
+            ],
+        },
+    }
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},
+        "selector": {"matchLabels": labels},
+        "template": pod,
+    }
+    ports = [{"name": "clients", "port": 80, "targetPort": "clients"}]
+    return [
+        _named("apps/v1", "Deployment", "gateway", cluster) | {"spec": spec},
+        _named("v1", "Service", "gateway", cluster) | {"spec": {"selector": labels, "ports": ports}},
+        _named("v1", "Service", "operators", cluster)
+        | {"spec": {"selector": labels, "ports": [{"port": 8001, "targetPort": "operators"}]}},
+    ]
+
+
+def _network(cluster: Cluster) -> list[Manifest]:
+    """Engines hear the gateway and each other, and nobody else; operators' side only from within the namespace."""
+    ours = {"podSelector": {"matchLabels": {"app": "potluck"}}}
+    engines = {
+        "podSelector": {
+            "matchExpressions": [{"key": "potluck/part", "operator": "In", "values": ["engine", "worker"]}]
+        },
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [ours]}],
+    }
+    gateway = {
+        "podSelector": {"matchLabels": {"potluck/part": "gateway"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [{"ports": [{"port": 8000}]}, {"from": [{"podSelector": {}}], "ports": [{"port": 8001}]}],
+    }
+    return [
+        _named("networking.k8s.io/v1", "NetworkPolicy", "engines", cluster) | {"spec": engines},
+        _named("networking.k8s.io/v1", "NetworkPolicy", "gateway", cluster) | {"spec": gateway},
+    ]
+
+
+def _named(version: str, kind: str, name: str, cluster: Cluster) -> Manifest:
+    metadata = {"name": name, "namespace": cluster.namespace, "labels": {"app": "potluck"}}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors: a file that people read says things twice."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(manifests: list[Manifest]) -> str:
+    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120, explicit_start=True)

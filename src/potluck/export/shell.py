@@ -1,0 +1,61 @@
+"""A plan as commands for machines that one starts by hand: a script for each, and one for the gateway."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from potluck.export.seats import Box, Roomed
+from potluck.export.words import HostOf, Wording, roster, visible
+
+HEAD = """#!/usr/bin/env bash
+# {what}
+# Every machine needs potluck, {needs}.
+set -euo pipefail
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+"""
+
+
+def files(fleet: Roomed, wording: Wording, addresses: Mapping[str, str]) -> dict[str, str]:
+    """File name to text; a box without an address is reached under its own name."""
+
+    def host_of(box: Box) -> str:
+        return addresses.get(box.name, box.name)
+
+    found = {f"{box.name}.sh": _box(fleet, box, wording, host_of) for box in fleet.boxes}
+    found["engines.yaml"] = roster(
+        fleet, lambda seat: f"http://{host_of(seat.box)}:{seat.port}", wording.key_file
+    )
+    found["gateway.sh"] = _gateway(wording)
+    return found
+
+
+def _box(fleet: Roomed, box: Box, wording: Wording, host_of: HostOf) -> str:
+    what = f"{box.name}: {box.node.name} in {box.region}"
+    needs = (
+        f"the models' directories, the key in {wording.key_file} and, for pipelines, {wording.secret_file}"
+    )
+    lines = [HEAD.format(what=what, needs=needs)]
+    for seat in fleet.seats:
+        workers = [each for each in seat.footings if each.box == box] if not seat.alone else []
+        for each in workers:
+            gpus = ",".join(map(str, each.gpus))
+            command = _line(wording.worker(seat, host_of(box)))
+            lines.append(f"CUDA_VISIBLE_DEVICES={gpus} {command} < {wording.secret_file} &")
+        if seat.box == box:
+            gpus = f"CUDA_VISIBLE_DEVICES={visible(seat, box)} " if seat.alone else "CUDA_VISIBLE_DEVICES= "
+            lines.append(f"{gpus}{_line(wording.engine(seat, host_of(box), host_of))} &")
+    return "\n".join([*lines, "wait -n", ""])
+
+
+def _gateway(wording: Wording) -> str:
+    what = "The gateway: clients at port 8000, operators at port 8001 of this machine alone"
+    needs = (
+        f"the engines' key in {wording.key_file}, and keys.jsonl of `potluck keys new NAME --file keys.jsonl`"
+    )
+    command = "potluck serve plan.json potluck.yaml --engines engines.yaml --host 0.0.0.0 --keys keys.jsonl"
+    return f'{HEAD.format(what=what, needs=needs)}exec {command} "$@"\n'
+
+
+def _line(words: list[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)

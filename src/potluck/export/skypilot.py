@@ -1,0 +1,102 @@
+"""A plan as SkyPilot tasks: one for each machine, and a script that launches them and tells the gateway of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from potluck.core.errors import InputError
+from potluck.export.seats import Box, Roomed
+from potluck.export.words import Wording, roster, visible
+
+GPU_NAMES = {
+    "A100-40": "A100",
+    "A100-80": "A100-80GB",
+    "A100-80-PCIe": "A100-80GB",
+    "A100-40-PCIe": "A100",
+    "H100-SXM": "H100",
+    "H100-PCIe": "H100",
+    "A800-SXM": "A800",
+    "RTX3090Ti": "RTX3090-Ti",
+    "A6000": "RTXA6000",
+    "A5000": "RTXA5000",
+    "V100-16": "V100",
+    "V100-32": "V100-32GB",
+}
+"""A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
+EVERYWHERE = "0.0.0.0"
+"""What an engine listens on: the gateway tells others under which address it reaches it."""
+
+
+def files(fleet: Roomed, wording: Wording, infra: Mapping[str, str], setup: str) -> dict[str, str]:
+    """File name to text; `infra` has each region as SkyPilot writes it, such as aws/us-east-2."""
+    for seat in fleet.seats:
+        if not seat.alone:
+            raise InputError(
+                f"template {seat.template}",
+                "is a pipeline over several machines, whose addresses SkyPilot gives out late; export commands",
+            )
+    found = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
+    listed = roster(fleet, lambda seat: f"http://{_variable(seat.box)}:{seat.port}", "./engine.key")
+    found["engines.yaml.in"] = listed
+    found["launch.sh"] = _launch(fleet)
+    return found
+
+
+def _variable(box: Box) -> str:
+    return f"@{box.name}@"
+
+
+def _task(fleet: Roomed, box: Box, wording: Wording, infra: Mapping[str, str], setup: str) -> str:
+    gpu = box.node.gpu.name
+    seats = fleet.on(box)
+    ports = sorted({port for seat in seats for port in (seat.port, seat.kv_port)})
+    resources: dict[str, Any] = {"accelerators": f"{GPU_NAMES.get(gpu, gpu)}:{box.node.gpus}"}
+    if box.region in infra:
+        resources = {"infra": infra[box.region], **resources}
+    if box.spot:
+        resources["use_spot"] = True
+    resources["ports"] = ports
+    lines = ["set -euo pipefail"]
+    for seat in seats:
+        words = " ".join(wording.engine(seat, EVERYWHERE, lambda box: box.name))
+        lines.append(f"CUDA_VISIBLE_DEVICES={visible(seat, box)} {words} &")
+    task = {
+        "name": box.name,
+        "resources": resources,
+        "num_nodes": 1,
+        "secrets": {"POTLUCK_API_KEY": None},
+        "setup": setup,
+        "run": "\n".join([*lines, "wait -n"]) + "\n",
+    }
+    head = f"# {box.node.name} in {box.region}: {', '.join(seat.name for seat in seats)}\n"
+    return head + yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def _launch(fleet: Roomed) -> str:
+    names = " ".join(box.name for box in fleet.boxes)
+    return f"""#!/usr/bin/env bash
+# Rents what the plan says, then serves it from here. Ends nothing: `sky down {names}` does.
+set -euo pipefail
+: "${{POTLUCK_API_KEY:?the key that engines and gateway share}}"
+for box in {names}; do sky launch --yes --detach-run --cluster "$box" --secret POTLUCK_API_KEY "$box.yaml" & done
+wait
+cp engines.yaml.in engines.yaml
+for box in {names}; do sed -i "s/@$box@/$(sky status --ip "$box")/" engines.yaml; done
+umask 077; printf %s "$POTLUCK_API_KEY" > engine.key
+exec potluck serve plan.json potluck.yaml --engines engines.yaml "$@"
+"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Scripts as blocks of lines."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)

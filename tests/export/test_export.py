@@ -1,0 +1,268 @@
+"""Plans as files: every GPU is given once, every command is one that Potluck knows, every file is valid."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+from export_kit import COMBO, FOLDERS, PIPELINE, fleet, plan, template, wording
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.cli.main import cli
+from potluck.cli.serving.engine import engine
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+from potluck.core.values.plan import Replica, plan_to_json
+from potluck.export import compose, kubernetes, shell, skypilot
+from potluck.export.seats import Roomed, label
+from potluck.gateway.fleet.roster import read_roster
+from potluck.gateway.fleet.status import read_status
+
+GOLDEN = Path(__file__).parent / "golden"
+CLUSTER = kubernetes.Cluster("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
+
+
+@given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=6), st.integers(1, 3))
+def test_every_gpu_is_given_once(widths: list[int], copies: int) -> None:
+    replicas = [Replica("mixed", single("4xL40S", width, 32)) for width in widths]
+    made = template("one", "homogeneous", "chat", {"4xL40S": len(widths)}, *replicas)
+    found = fleet((made, "us-east-1", copies))
+    given_out = [(each.box.name, gpu) for seat in found.seats for each in seat.footings for gpu in each.gpus]
+    assert len(given_out) == len(set(given_out)) == sum(widths) * copies
+    assert len(found.boxes) == len(widths) * copies
+    ports = [(seat.box.name, port) for seat in found.seats for port in (seat.port, seat.kv_port)]
+    assert len(ports) == len(set(ports))
+    assert len({seat.name for seat in found.seats}) == len(found.seats)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    made = template("one", "homogeneous", "chat", {"1xL4": 1}, *[Replica("mixed", single("1xL4", 1, 32))] * 2)
+    with pytest.raises(InputError, match="rents too few GPUs of 1xL4"):
+        fleet((made, "lab", 1))
+    with pytest.raises(InputError, match="region mars: is not in the spec"):
+        fleet((COMBO, "mars", 1))
+
+
+def test_machines_by_name_are_the_boxes() -> None:
+    lies = Layout(
+        (Stage(16, (StageNode("4xL40S", 2, "rack A/1"),)), Stage(16, (StageNode("4xL40S", 2, "b"),)))
+    )
+    made = template("group", "group", "chat", {"4xL40S": 2}, Replica("mixed", lies), Replica("mixed", lies))
+    found = fleet((made, "us-east-1", 1))
+    assert [box.name for box in found.boxes] == ["rack-a-1", "b"]
+    assert [each.gpus for seat in found.seats for each in seat.footings] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+@given(st.text(max_size=200))
+def test_labels_are_names_in_dns(text: str) -> None:
+    found = label(text)
+    assert len(found) <= 50
+    assert found == "" or (
+        found.isascii() and found.replace("-", "").isalnum() and found == found.strip("-").lower()
+    )
+
+
+def words_of(files: dict[str, str]) -> list[list[str]]:
+    lines = [line for name, text in files.items() if name.endswith(".sh") for line in text.splitlines()]
+    return [
+        shlex.split(line.removesuffix(" &"))[1:] for line in lines if line.startswith("CUDA_VISIBLE_DEVICES")
+    ]
+
+
+@pytest.mark.parametrize(("style", "deployed"), [("vllm", COMBO), ("embedded", PIPELINE)])
+def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any) -> None:
+    files = shell.files(fleet((deployed, "us-east-1", 2)), wording(style), {})
+    commands = words_of(files)
+    for words in commands:
+        if words[0] == "potluck":
+            kind = engine.get_command(click.Context(engine), words[2])
+            assert kind is not None
+            kind.make_context(words[2], words[3:], resilient_parsing=False)
+        else:
+            assert words[:3] == ["python3", "-m", "potluck.engine.pipeline"]
+    assert len(commands) == 8
+
+
+def test_a_pipeline_over_machines_names_all_its_workers() -> None:
+    files = shell.files(
+        fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {"documents-0-us-east-1-0-box1": "10.0.0.7"}
+    )
+    (stages,) = [words[words.index("--stages") + 1] for words in words_of(files) if "--stages" in words]
+    a, c = (f"documents-0-us-east-1-0-box{number}:7100" for number in (0, 2))
+    assert stages == f"20@{a},12@10.0.0.7:7100+{c}"
+    for kind in (shell.files, compose.files):
+        with pytest.raises(InputError, match="run with --engine embedded"):
+            kind(
+                fleet((PIPELINE, "us-east-1", 1)),
+                wording(),
+                {},
+                *(["image"] if kind is compose.files else []),
+            )  # type: ignore[operator]
+
+
+def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
+    found = fleet((COMBO, "us-east-1", 2))
+    (tmp_path / "engine.key").write_text("secret")
+    text = shell.files(found, wording(), {})["engines.yaml"].replace("/etc/potluck", str(tmp_path))
+    entries = read_roster(text, "engines.yaml", tmp_path)
+    assert [(each.template, each.index, each.region, each.key) for each in entries] == [
+        (seat.template, seat.index, "us-east-1", "secret") for seat in found.seats
+    ]
+    assert len({each.url for each in entries}) == 8
+
+
+def manifests(found: Roomed, style: Any = "vllm") -> list[dict[str, Any]]:
+    files = kubernetes.files(found, wording(style), CLUSTER, {"plan.json": "{}", "traces/a.csv": "1"})
+    return [each for text in files.values() for each in yaml.safe_load_all(text)]
+
+
+def test_manifests_are_what_kubernetes_takes() -> None:
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    ).validate
+    found = manifests(fleet((COMBO, "us-east-1", 3), (COMBO, "lab", 0)))
+    for each in found:
+        validate(each, "1.33", strict=True)
+    sets = {
+        each["metadata"]["name"]: each["spec"]["replicas"] for each in found if each["kind"] == "StatefulSet"
+    }
+    assert sets == {f"chat-0-us-east-1-{index}": 3 for index in range(4)}
+    assert not any("secret" in json.dumps(each).lower() for each in found if each["kind"] == "ConfigMap")
+
+
+def test_a_pipeline_over_machines_is_a_group_of_pods() -> None:
+    validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    ).validate
+    found = manifests(fleet((PIPELINE, "us-east-1", 2)), "embedded")
+    (group,) = [each for each in found if each["kind"] == "LeaderWorkerSet"]
+    made = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["replicas"], made["size"]) == (2, 3)
+    for part in (
+        "leaderTemplate",
+        "workerTemplate",
+    ):  # The set itself is no part of Kubernetes: its pods are.
+        validate({"apiVersion": "v1", "kind": "Pod", **made[part]}, "1.33", strict=True)
+    (engine_words,) = [
+        each["command"] for each in made["leaderTemplate"]["spec"]["containers"] if each["name"] == "engine"
+    ]
+    name = "documents-0-us-east-1-0"
+    assert engine_words[engine_words.index("--stages") + 1] == (
+        "20@$(LWS_LEADER_ADDRESS):7100,"
+        f"12@{name}-$(LWS_GROUP_INDEX)-1.{name}.potluck:7100+{name}-$(LWS_GROUP_INDEX)-2.{name}.potluck:7100"
+    )
+
+
+def test_unlike_workers_are_no_group_of_pods() -> None:
+    lies = Layout(tuple(Stage(10, (StageNode(node, 1),)) for node in ("1xA10G", "1xL4", "1xA10G")))
+    made = template("odd", "pipeline", "chat", {"1xA10G": 2, "1xL4": 1}, Replica("mixed", lies))
+    with pytest.raises(InputError, match="on unlike machines"):
+        manifests(fleet((made, "us-east-1", 1)), "embedded")
+
+
+@pytest.mark.parametrize("name", ["20-engines.yaml", "30-gateway.yaml", "40-network.yaml"])
+def test_kubernetes_reads_as_it_did(name: str) -> None:
+    found = kubernetes.files(fleet((COMBO, "us-east-1", 2)), wording(), CLUSTER, {"plan.json": "{}"})
+    assert found[name] == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["chat-0-us-east-1-0-box0.yaml", "chat-0-us-east-1-0-box1.yaml", "launch.sh"]
+)
+def test_skypilot_reads_as_it_did(name: str) -> None:
+    found = skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {"us-east-1": "aws/us-east-1"}, "true")
+    assert found[name] == (GOLDEN / name).read_text()
+
+
+def test_compose_gives_each_engine_its_gpus() -> None:
+    found = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck:1")
+    data = yaml.safe_load(found["compose-chat-0-us-east-1-0-box0.yaml"])
+    assert data["services"].keys() == {"chat-0-us-east-1-0-0", "chat-0-us-east-1-0-1", "gateway"}
+    gpus = [
+        each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, each in data["services"].items()
+        if name != "gateway"
+    ]
+    assert gpus == [["0", "1"], ["2", "3"]]
+    assert data["secrets"] == {name: {"file": f"./{name}"} for name in compose.SECRETS}
+    assert all(
+        f"{folder}:{folder}:ro" in each["volumes"]
+        for folder in FOLDERS.values()
+        for name, each in data["services"].items()
+        if name != "gateway"
+    )
+
+
+def test_an_engine_on_all_addresses_is_reached_where_it_was_asked() -> None:
+    status = {"state": "ready", "model": "m", "fingerprint": "f", "role": "mixed", "problem": ""}
+    counted = ("waiting", "running", "todo_tokens", "context_tokens", "free_blocks", "total_blocks")
+    numbers = dict.fromkeys((*counted, "step_mean_s", "uptime_s", "max_tokens", "block_tokens"), 1)
+    for listens, reached in {
+        "0.0.0.0:9": "10.0.0.5:9",
+        "10.1.1.1:9": "10.1.1.1:9",
+        "[::]:9": "10.0.0.5:9",
+    }.items():
+        body = json.dumps({**status, **numbers, "kv": listens}).encode()
+        assert read_status(body, "10.0.0.5").kv == reached
+
+
+SPEC = """models:
+  - model: Llama-3.1-8B
+    name: chat
+    slo: {ttft_ms: 800, tpot_ms: 40}
+    traffic: {rate_per_s: 1, input: 100, output: 20}
+fleet:
+  regions:
+    - name: us-east-1
+      nodes:
+        - {node: 4xL40S, available: 9, price_usd_per_h: 8}
+        - {node: 1xL4, available: 9, price_usd_per_h: 1}
+"""
+
+
+def run(tmp_path: Path, *words: str) -> Any:
+    (tmp_path / "plan.json").write_text(plan_to_json(plan((COMBO, "us-east-1", 1))))
+    (tmp_path / "potluck.yaml").write_text(SPEC)
+    kind, *rest = words
+    return CliRunner().invoke(
+        cli, ["export", kind, str(tmp_path / "plan.json"), str(tmp_path / "potluck.yaml"), *rest]
+    )
+
+
+@pytest.mark.parametrize("kind", ["commands", "compose", "kubernetes", "skypilot"])
+def test_the_command_writes_all_of_it(tmp_path: Path, kind: str) -> None:
+    done = run(tmp_path, kind, "--out", str(tmp_path / "out"), "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert (said["machines"], said["engines"]) == (3, 4)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == said["files"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--address", "box=1"), "there is no 'box' in this plan; there are chat-0-us-east-1-0-box0"),
+        (("--address", "box"), "'box' is not NAME=VALUE"),
+        (("--engine", "embedded"), "this engine has no tensor parallelism"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+    done = run(tmp_path, "commands", "--out", str(tmp_path / "out"), *words)
+    assert isinstance(done.exception, InputError | SystemExit)
+    assert line in (str(done.exception) + done.output)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    done = run(tmp_path, "commands", "--out", str(tmp_path / "out"))
+    assert "is not an empty folder" in str(done.exception) + done.output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
