@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from spec_texts import GOOD, good, problems
 
 from potluck.core.values.terms import NO_TERMS, Terms
+from potluck.spec.trace_stats import rates_by_hour
+from potluck.spec.traces import Trace
 
 ASKED = GOOD.replace(
     "    slo: {ttft_ms: 500, tpot_ms: 50}\n",
@@ -141,3 +144,25 @@ def test_complaints_name_line_and_fix(written: str, line: int, problem: str) -> 
     assert len(found) == 1
     assert found[0].line == line
     assert problem in str(found[0])
+
+
+def test_rates_by_hour_bring_their_own_peak() -> None:
+    text = GOOD.replace("rate_per_s: 4", "rate_by_hour: [1, 2, 7, 3]")
+    model = good(text).model("chat")
+    assert model.rates_by_hour == (1, 2, 7, 3)
+    assert model.traffic.rate_per_s == 7
+    both = GOOD.replace("rate_per_s: 4", "rate_per_s: 4\n      rate_by_hour: [1, 2]")
+    assert good(both).model("chat").traffic.rate_per_s == 4
+    (found,) = problems(GOOD.replace("rate_per_s: 4", "rate_by_hour: [1]"))
+    assert "rate_by_hour" in str(found)
+
+
+def test_a_trace_over_hours_has_rates_by_hour() -> None:
+    times = np.concatenate([np.arange(0, 3600, 10.0), np.arange(3600, 10800, 2.0)])
+    ones = np.ones(len(times))
+    trace = Trace("made", times, ones, ones, None, 0)
+    rates = rates_by_hour(trace)
+    assert rates[:3] == pytest.approx((0.1, 0.5, 0.5), rel=0.01)
+    assert set(rates[3:]) == {min(rates)}
+    short = Trace("made", times[:300], ones[:300], ones[:300], None, 0)
+    assert rates_by_hour(short) == ()

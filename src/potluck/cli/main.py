@@ -36,6 +36,14 @@ COMMANDS = {
         "What to rent and how to lay models out, with a proof.",
     ),
     "compare": ("potluck.cli.planning.plan:compare", "All planning strategies on one spec, in one table."),
+    "schedule": (
+        "potluck.cli.planning.schedule:schedule",
+        "Plans for the hours of a day, and what changing costs.",
+    ),
+    "frontier": (
+        "potluck.cli.planning.frontier:frontier",
+        "Cost against objective, availability or spot, drawn.",
+    ),
     "replan": (
         "potluck.cli.planning.replan:replan",
         "Answers to trouble for a running plan, from cheap to dear.",

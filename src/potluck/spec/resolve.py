@@ -195,7 +195,8 @@ def _models(
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else Weights(where.place, path, where.gb_per_s)
         terms = resolve_terms(entry, places, problems)
-        told = (lengths_from, trace, files, entry.idle_s, weights, terms)
+        by_hour = tuple(entry.traffic.rate_by_hour or ())
+        told = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms)
         models.append(ModelSpec(name, model, entry.slo.value(), traffic, *told))
     return models
 

@@ -105,6 +105,10 @@ class TrafficIn(Written):
     )
     trace: PathText | None = None
     prefix_hit_share: float | None = Field(default=None, ge=0, lt=1)
+    rate_by_hour: list[Annotated[float, Field(ge=0, le=1e6)]] | None = Field(
+        default=None, min_length=2, max_length=96
+    )
+    """Requests a second in equal parts of a day, from midnight; `rate_per_s`, left out, is the most of them."""
 
     @model_validator(mode="after")
     def _trace_or_lengths(self) -> TrafficIn:
@@ -115,7 +119,7 @@ class TrafficIn(Written):
             missing = [name for name in ("input", "output") if name not in lengths]
             if missing:
                 raise ValueError(f"needs {' and '.join(missing)} lengths, or a trace")
-            if self.rate_per_s is None:
+            if self.rate_per_s is None and not self.rate_by_hour:
                 raise ValueError("needs rate_per_s; only a trace brings its own rate")
         return self
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from potluck.spec.traces import Trace
 
 WINDOW_S = 60.0
+DAY_S = 86_400.0
 LEVELS = (0.5, 0.9, 0.99)
 
 
@@ -78,3 +79,28 @@ def window_counts(time_s: NDArray[np.float64], window_s: float) -> NDArray[np.in
 def _spread(tokens: NDArray[np.float64]) -> Spread:
     p50, p90, p99 = (float(value) for value in np.quantile(tokens, LEVELS))
     return Spread(float(tokens.mean()), p50, p90, p99, float(tokens.max()))
+
+
+def rates_by_hour(trace: Trace, parts: int = 24) -> tuple[float, ...]:
+    """Requests a second in equal parts of the day, by the hours the trace covers; empty when it covers too few.
+
+    Times of a trace that has dates are hours of the day (UTC); others count from midnight. Parts that it does not
+    reach have the least rate seen.
+    """
+    part_s = DAY_S / parts
+    if trace.span_s < 2 * part_s:
+        return ()
+    start_s = float(trace.time_s[0]) if trace.time_s[0] > DAY_S * 365 else 0.0
+    times = trace.time_s if start_s else trace.time_s - float(trace.time_s[0])
+    place = (np.floor(times / part_s) % parts).astype(np.int64)
+    counts = np.bincount(place, minlength=parts).astype(np.float64)
+    first, last = float(times[0]), float(times[-1])
+    edges = np.arange(np.floor(first / part_s), np.floor(last / part_s) + 1)
+    held_s = np.zeros(parts)
+    for edge in edges:
+        held_s[int(edge) % parts] += min((edge + 1) * part_s, last) - max(edge * part_s, first)
+    seen = held_s > part_s / 4
+    rates = counts[seen] / held_s[seen]
+    found = np.full(parts, rates.min())
+    found[seen] = rates
+    return tuple(found.tolist())

@@ -28,14 +28,14 @@ def resolve_traffic(
         return _from_trace(written, written.trace, model, folder, problems)
     assert written.input is not None
     assert written.output is not None
-    assert written.rate_per_s is not None
     inputs = _groups(written.input, lengths.INPUT_GROUPS, (*written.at, "input"), problems)
     outputs = _groups(written.output, lengths.OUTPUT_GROUPS, (*written.at, "output"), problems)
     if inputs is None or outputs is None:
         return None, ""
     bins = lengths.product_bins(inputs, outputs)
     words = f"{describe(written.input)} in, {describe(written.output)} out"
-    return Traffic(model, written.rate_per_s, bins, written.prefix_hit_share or 0.0), words
+    rate_per_s = max(written.rate_by_hour or [0.0]) if written.rate_per_s is None else written.rate_per_s
+    return Traffic(model, rate_per_s, bins, written.prefix_hit_share or 0.0), words
 
 
 def _from_trace(
@@ -52,6 +52,8 @@ def _from_trace(
         problems.add(loc, str(error))
         return None, ""
     rate_per_s = trace.rate_per_s if written.rate_per_s is None else written.rate_per_s
+    if written.rate_per_s is None and written.rate_by_hour:
+        rate_per_s = max(written.rate_by_hour)
     if rate_per_s is None:
         problems.add(loc, "all its requests come at one moment, so it has no rate; add rate_per_s")
         return None, ""

@@ -46,6 +46,8 @@ class ModelSpec:
     """After so long without a request its copies go; None: they stay."""
     weights: Weights | None = None
     """Where its weights lie; None: nobody said."""
+    rates_by_hour: tuple[float, ...] = ()
+    """Requests a second in equal parts of a day, from midnight, where they are written."""
     terms: Terms = NO_TERMS
     """What is asked of its plan beside that."""
 

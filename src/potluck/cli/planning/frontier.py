@@ -1,0 +1,247 @@
+"""`potluck frontier`: cost against the objective, against availability or against the share on spot, drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.cli.common.objectives import scaled
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.progress import progress
+from potluck.cli.common.render import emit_json, listing, percent, usd
+from potluck.core.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.plan.frontier import Point
+    from potluck.plan.problem import Problem
+
+WIDTH, HEIGHT = 80, 14
+LEFT = 10
+WORDS = {
+    "objective": "objectives, times what is promised (lower is stricter)",
+    "availability": "share of the demand served without any one {domain}",
+    "spot": "share of the demand that may be lost with spot nodes",
+}
+
+
+@click.command()
+@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    type=click.Choice(["objective", "availability", "spot"]),
+    default="objective",
+    show_default=True,
+    help="What cost is set against.",
+)
+@click.option("--values", help="Such as 0.5,1,2: what to ask for; else some that are usual.")
+@click.option(
+    "--survive",
+    "domain",
+    type=click.Choice(["node", "zone", "region"]),
+    default="node",
+    show_default=True,
+    help="With --against availability: what is lost.",
+)
+@click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
+@click.option(
+    "--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with it here."
+)
+@click.option(
+    "--time-limit",
+    "time_limit_s",
+    type=float,
+    default=10.0,
+    show_default=True,
+    help="Seconds, for each plan.",
+)
+@click.option("--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every plan.")
+def frontier(
+    spec_path: Path | None,
+    against: str,
+    values: str | None,
+    domain: str,
+    strategy: str,
+    page: Path | None,
+    time_limit_s: float,
+    headroom: float,
+    as_json: bool,
+) -> None:
+    """What being stricter costs: each point is a plan (on averages). Without SPEC, the bundled example.
+
+    \b
+    Examples:
+      potluck frontier potluck.yaml
+      potluck frontier potluck.yaml --against availability --survive region --html frontier.html
+      potluck frontier potluck.yaml --against spot --values 0,0.25,0.5,1
+    """
+    from potluck.plan.frontier import VALUES, frontier, with_value
+    from potluck.plan.strategies import STRATEGIES, Settings
+
+    if strategy not in STRATEGIES:
+        raise UnknownNameError("strategy", strategy, STRATEGIES)
+    if not 0 < time_limit_s < float("inf"):
+        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
+    asked = VALUES[against] if values is None else _values(values, against)
+    if page is not None and not page.parent.is_dir():
+        raise InputError("--html", f"there is no folder {str(page.parent)!r}")
+    spec = read_spec(spec_path)
+    plain = load_problem(spec, headroom, None, (), 0.0)
+    _possible(plain, against, domain)
+
+    def problem_at(value: float) -> Problem:
+        if against == "objective":
+            return load_problem(scaled(spec, value), headroom, None, (), 0.0)
+        return with_value(plain, against, value, domain)  # type: ignore[arg-type]
+
+    with progress(len(asked)) as said:
+        points = frontier(
+            problem_at,
+            asked,
+            STRATEGIES[strategy],
+            Settings(time_limit_s),
+            share_templates=against != "objective",
+            said=said,
+        )
+    words = WORDS[against].format(domain=domain)
+    if page is not None:
+        page.write_text(_page(points, words, strategy), encoding="utf-8")
+    if as_json:
+        emit_json(_as_json(points, against))
+        return
+    click.echo("\n".join(drawn(points, words)))
+    click.echo()
+    _table(points, against)
+
+
+def _values(text: str, against: str) -> tuple[float, ...]:
+    try:
+        found = tuple(sorted({float(each) for each in text.split(",")}))
+    except ValueError:
+        raise InputError(
+            "--values", f"{text!r} is not numbers with commas between, such as 0.5,1,2"
+        ) from None
+    low, high = (1e-3, 1e3) if against == "objective" else (0.0, 1.0)
+    wrong = next((each for each in found if not low <= each <= high), None)
+    if wrong is not None:
+        raise InputError("--values", f"must be between {low:g} and {high:g}, one is {wrong:g}")
+    return found
+
+
+def _possible(problem: Problem, against: str, domain: str) -> None:
+    """Complain of what the fleet has none of, before anything is planned."""
+    offers = [offer for region in problem.regions for offer in region.offers]
+    if against == "spot" and not any(offer.spot for offer in offers):
+        raise InputError("--against", "spot needs spot nodes; add some with spot: true")
+    if against == "availability" and domain == "zone" and not any(offer.zone for offer in offers):
+        raise InputError("--survive", "zone is not known of any node; add zone: to the fleet's nodes")
+
+
+def drawn(points: Sequence[Point], words: str) -> list[str]:
+    """The frontier in 80 columns: USD/h upwards, what is asked for to the right."""
+    most = max((point.usd_per_h for point in points), default=0.0) or 1.0
+    low, high = points[0].value, points[-1].value
+    room = WIDTH - LEFT - 2
+    grid = [[" "] * room for _ in range(HEIGHT)]
+    before: tuple[int, int] | None = None
+    for point in points:
+        x = round((point.value - low) / (high - low) * (room - 1)) if high > low else room // 2
+        y = HEIGHT - 1 - round(point.usd_per_h / most * (HEIGHT - 1))
+        if before is not None:
+            for between in range(before[0] + 1, x):
+                share = (between - before[0]) / (x - before[0])
+                height = round(before[1] + share * (y - before[1]))
+                grid[height][between] = "·" if grid[height][between] == " " else grid[height][between]
+        grid[y][x] = "o" if point.plan.fraction >= 1 else "x"
+        before = (x, y)
+    lines = ["USD/h"]
+    for place, row in enumerate(grid):
+        value = most * (HEIGHT - 1 - place) / (HEIGHT - 1)
+        label = f"{value:,.2f}" if place % 4 == 0 or place == HEIGHT - 1 else ""
+        lines.append(f"{label:>{LEFT - 1}} |{''.join(row)}".rstrip())
+    ends = f"{low:g}", f"{high:g}"
+    lines.append(" " * LEFT + "+" + "-" * (room - 1))
+    lines.append(" " * LEFT + ends[0] + ends[1].rjust(room - len(ends[0])))
+    lines.append((" " * LEFT + words)[:WIDTH])
+    if any(point.plan.fraction < 1 for point in points):
+        lines.append(" " * LEFT + "x: less than the demand is served")
+    return lines
+
+
+def _cells(point: Point) -> tuple[str, str, str, str, str]:
+    nodes: dict[str, int] = {}
+    for (_, node), count in point.plan.nodes.items():
+        nodes[node] = nodes.get(node, 0) + count
+    what = ", ".join(f"{count} {node}" for node, count in sorted(nodes.items())) or "nothing"
+    gap = percent(point.plan.gap) if point.plan.gap >= 1e-6 else "proven"
+    return f"{point.value:g}", usd(point.usd_per_h), percent(point.plan.fraction), gap, what
+
+
+def _table(points: Sequence[Point], against: str) -> None:
+    from potluck.plan.frontier import dominated
+
+    worse = dominated(points, less_is_more=against != "availability")
+    rows = [
+        (*cells[:4], cells[4] + (" (not needed: a stricter one costs less)" if place in worse else ""))
+        for place, cells in enumerate(map(_cells, points))
+    ]
+    listing("Every point is a plan, on averages", ("asked", "USD/h", "served", "gap", "nodes"), rows)
+
+
+def _page(points: Sequence[Point], words: str, strategy: str) -> str:
+    """One page with the drawing and the plans; it loads nothing."""
+    from potluck.sim.results.report.page import sheet
+    from potluck.sim.results.report.plots import FULL_WIDTH, Frame, Tick, axes, line, nice_ticks, svg
+
+    most = max((point.usd_per_h for point in points), default=0.0) * 1.05 or 1.0
+    low, high = points[0].value, points[-1].value
+    high = high if high > low else low + 1.0
+    frame = Frame(FULL_WIDTH, 360.0, (low, high), (0.0, most), top=26.0)
+    body = axes(
+        frame,
+        [Tick(at, f"{at:g}") for at in nice_ticks(low, high, 8)],
+        [Tick(at, f"{at:g}") for at in nice_ticks(0.0, most)],
+        "USD/h",
+    )
+    body += line(frame, [(point.value, point.usd_per_h) for point in points], "s1")
+    for point in points:
+        cells = _cells(point)
+        colour = "#1f5fa8" if point.plan.fraction >= 1 else "#b3541e"
+        title = escape(f"{cells[0]}: {cells[1]}/h, {cells[2]} served, {cells[4]}")
+        place = f'cx="{frame.x(point.value):.1f}" cy="{frame.y(point.usd_per_h):.1f}"'
+        body += f'<circle {place} r="5" fill="{colour}"><title>{title}</title></circle>'
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(point)) + "</tr>" for point in points
+    )
+    heads = "".join(f"<th>{name}</th>" for name in ("asked", "USD/h", "served", "gap", "nodes"))
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    title = "Cost frontier"
+    words = f"USD/h against {words}. Each point is a plan of {strategy}, on averages."
+    head = f"<header><h1>{title}</h1><p>{escape(words)}</p></header>"
+    drawing = f"<section>{svg(frame, body, title)}</section>"
+    return sheet(
+        title, f'{head}\n<main>\n{drawing}\n<section><div class="wide">{table}</div></section>\n</main>\n'
+    )
+
+
+def _as_json(points: Sequence[Point], against: str) -> dict[str, object]:
+    from potluck.core.codec import encode
+
+    return {
+        "against": against,
+        "points": [
+            {
+                "asked": point.value,
+                "usd_per_h": point.usd_per_h,
+                "served": point.plan.fraction,
+                "gap": point.plan.gap,
+                "plan": encode(replace(point.plan, candidates=())),
+            }
+            for point in points
+        ],
+    }

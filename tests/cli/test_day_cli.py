@@ -1,0 +1,115 @@
+"""`potluck schedule` and `potluck frontier`: what they print, draw and write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from potluck.cli.main import run as run_command
+from potluck.core.values.plan import plan_from_json
+
+SPEC = """\
+models:
+  - model: Llama-3.1-8B
+    name: chat
+    slo: {ttft_ms: 2000, tpot_ms: 60}
+    traffic: {rate_by_hour: [2, 2, 12, 6], input: 800, output: 200}
+fleet:
+  regions:
+    - name: east
+      nodes:
+        - {node: 1xL40S, available: 8, price_usd_per_h: 1.86}
+        - {node: 1xL40S, available: 8, price_usd_per_h: 0.7, spot: true, preemptions_per_h: 0.1}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "potluck.yaml"
+    path.write_text(SPEC, encoding="utf-8")
+    return path
+
+
+class Shown(NamedTuple):
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Shown]:
+    def called(*args: object) -> Shown:
+        code = run_command([str(each) for each in args])
+        return Shown(code, *capsys.readouterr())
+
+    return called
+
+
+def test_a_schedule_is_told_and_written(spec: Path, tmp_path: Path, run: Callable[..., Shown]) -> None:
+    shown = run("schedule", spec, "--strategy", "melange", "--out", tmp_path / "day")
+    assert shown.exit_code == 0, shown.stderr
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert "00:00-12:00" in shown.stdout
+    assert "The best plan that stays the same" in shown.stdout
+    names = sorted(path.name for path in (tmp_path / "day").iterdir())
+    assert names == ["plan-0000.json", "plan-1200.json", "plan-1800.json", "static.json"]
+    for name in names:
+        assert plan_from_json((tmp_path / "day" / name).read_text(encoding="utf-8")).fraction == 1
+    body = json.loads(run("schedule", spec, "--strategy", "melange", "--json").stdout)
+    assert sum(step["hours"] for step in body["steps"]) == 24
+    assert body["usd_per_day"] < body["static"]["usd_per_day"]
+
+
+@pytest.mark.parametrize("against", ["availability", "spot"])
+def test_a_frontier_is_drawn_and_has_a_page_that_loads_nothing(
+    spec: Path, tmp_path: Path, against: str, run: Callable[..., Shown]
+) -> None:
+    page = tmp_path / "frontier.html"
+    values = ("--values", "0,0.5,1")
+    shown = run("frontier", spec, "--strategy", "melange", "--against", against, *values, "--html", page)
+    assert shown.exit_code == 0, shown.stderr
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    assert sum(line.count("o") for line in shown.stdout.splitlines() if "|" in line) == 3
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|fetch\(""", text)
+    assert text.count("<circle") == 3
+    body = json.loads(
+        run("frontier", spec, "--strategy", "melange", "--against", against, *values, "--json").stdout
+    )
+    costs = [point["usd_per_h"] for point in body["points"]]
+    assert costs == sorted(costs, reverse=against == "spot")
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (("schedule", "--strategy", "best"), "strategy: unknown 'best'"),
+        (("schedule", "--time-limit", "0"), "time-limit: must be positive"),
+        (("frontier", "--values", "0.5,x"), "--values: '0.5,x' is not numbers"),
+        (("frontier", "--against", "spot", "--values", "2"), "--values: must be between 0 and 1, one is 2"),
+        (("frontier", "--against", "availability", "--survive", "zone"), "--survive: zone is not known"),
+        (("frontier", "--html", "/nowhere/at/all.html"), "--html: there is no folder"),
+    ],
+)
+def test_bad_input_is_one_line(
+    spec: Path, args: tuple[str, ...], problem: str, run: Callable[..., Shown]
+) -> None:
+    shown = run(args[0], spec, *args[1:])
+    assert shown.exit_code == 2
+    assert problem in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_a_spec_without_hours_has_no_schedule(spec: Path, run: Callable[..., Shown]) -> None:
+    spec.write_text(SPEC.replace("rate_by_hour: [2, 2, 12, 6]", "rate_per_s: 4"), encoding="utf-8")
+    shown = run("schedule", spec)
+    assert shown.exit_code == 2
+    assert "none says how its demand changes over the day" in shown.stderr
+    plain = SPEC.replace(", spot: true, preemptions_per_h: 0.1", ", zone: b")
+    spec.write_text(plain, encoding="utf-8")
+    assert "spot needs spot nodes" in run("frontier", spec, "--against", "spot").stderr
