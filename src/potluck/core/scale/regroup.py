@@ -25,6 +25,9 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "mixed")
 MOST_CHOICES = 6561
 """Three roles for eight replicas."""
 STEPS, IDLE_STEPS, TABU = 60, 12, 6
+ALIKE = 0.03
+"""Choices that serve so much less than the best count as good: rates are not known better than that, while each flip
+disturbs what is under way."""
 
 Roles = dict[int, Role]
 """Place of a replica in its template to its role."""
@@ -46,7 +49,7 @@ class _Choices:
             }
             for place in places
         }
-        self._known: dict[tuple[Role, ...], float] = {}
+        self.known: dict[tuple[Role, ...], float] = {}
 
     def bound(self, roles: Mapping[int, Role]) -> float:
         sums = dict.fromkeys(ROLES, 0.0)
@@ -56,10 +59,10 @@ class _Choices:
 
     def served(self, roles: Mapping[int, Role]) -> float:
         key = tuple(roles.values())
-        found = self._known.get(key)
+        found = self.known.get(key)
         if found is None:
             routed = rated(self._facts, self._template, roles, self._lengths, self._pace)
-            found = self._known[key] = sum(rate for *_, rate in routed)
+            found = self.known[key] = sum(rate for *_, rate in routed)
         return found
 
 
@@ -68,7 +71,7 @@ def best_roles(
 ) -> tuple[Roles, float, float]:
     """(roles, what they serve, what the present ones do); the present roles when others serve no more by `gain`.
 
-    Of choices that serve alike the one with the fewest flips is taken.
+    Of choices that serve ALIKE the one with the fewest flips is taken.
     """
     choices = _Choices(facts, template, list(now), lengths)
     before = choices.served(now)
@@ -76,7 +79,8 @@ def best_roles(
     best, most = _all(choices, now, before) if few else _tabu(choices, now, before)
     if most < before * (1.0 + gain) or most <= before:
         return dict(now), before, before
-    return _fewest(choices, now, best, most), most, before
+    near = _fewest(choices, now, best, max(before * (1.0 + gain), (1.0 - ALIKE) * most))
+    return near, choices.served(near), before
 
 
 def _all(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Roles, float]:
@@ -90,7 +94,7 @@ def _all(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Rol
     )
     best, most = dict(now), before
     for bound, each in ranked:
-        if bound <= most * (1 + 1e-9):
+        if bound <= most * (1.0 - ALIKE):
             break
         roles = dict(zip(places, each, strict=True))
         served = choices.served(roles)
@@ -130,11 +134,12 @@ def _tabu(choices: _Choices, now: Mapping[int, Role], before: float) -> tuple[Ro
     return best, most
 
 
-def _fewest(choices: _Choices, now: Mapping[int, Role], best: Roles, most: float) -> Roles:
-    """Without the flips that are not needed."""
-    for place in list(best):
-        if best[place] != now[place]:
-            kept = {**best, place: now[place]}
-            if choices.served(kept) >= most * (1 - 1e-6):
-                best = kept
-    return best
+def _fewest(choices: _Choices, now: Mapping[int, Role], best: Roles, enough: float) -> Roles:
+    """Of all choices that were looked at and serve enough, the one nearest to the present roles."""
+    places, here = list(now), tuple(now.values())
+    flips = [
+        (sum(new != old for new, old in zip(each, here, strict=True)), -served, each)
+        for each, served in choices.known.items()
+        if served >= enough
+    ]
+    return dict(zip(places, min(flips)[2], strict=True)) if flips else best
