@@ -44,7 +44,7 @@ def kinds(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, Blocks]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_written_is_read_at_any_cut(kind: str, dtype: torch.dtype) -> None:
     blocks = kinds(4, dtype)[kind]
-    table = torch.tensor([5, 0, 3])
+    table = (5, 0, 3)
     values = torch.randn(blocks.shape.of(11)).to(dtype)
     blocks.write(table, 0, values[:6])
     blocks.write(table, 6, values[6:])
@@ -58,7 +58,7 @@ def test_plain_keys_and_values_lie_side_by_side() -> None:
     cache = torch.zeros(2, HEADS, 4, 2 * WIDTH)
     blocks = Plain(cache, "kv")
     values = torch.randn(blocks.shape.of(1))
-    blocks.write(torch.tensor([1]), 2, values)
+    blocks.write((1,), 2, values)
     assert torch.equal(cache[1, :, 2, :WIDTH], values[0, 0])
     assert torch.equal(cache[1, :, 2, WIDTH:], values[0, 1])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -45,21 +46,25 @@ class Shape:
         return (2 if self.part == "kv" else 1) * self.heads * self.width * ITEM_BYTES[self.dtype]
 
 
+Table = tuple[int, ...]
+"""A request's blocks, in the order of its tokens."""
+Tables = Sequence[Sequence[int]]
+"""Of one request: its blocks, one list for each group of layers that vLLM gives blocks to together."""
+
+
 class Blocks(Protocol):
     """One layer's blocks."""
 
     shape: Shape
     device: torch.device
 
-    def read(self, table: Tensor, first: int, stop: int) -> Tensor:
+    def read(self, table: Table, first: int, stop: int) -> Tensor:
         """Tokens [first, stop) of a request whose blocks are these; a new tensor, on the blocks' device."""
 
-    def write(self, table: Tensor, first: int, values: Tensor) -> None:
+    def write(self, table: Table, first: int, values: Tensor) -> None:
         """Tokens from `first` on."""
 
 
-Tables = Sequence[Sequence[int]]
-"""Of one request: its blocks, one list for each group of layers that vLLM gives blocks to together."""
 NO_BLOCK = 0
 """Stands where vLLM has given a block back, or never took one: a window has passed it."""
 
@@ -87,12 +92,20 @@ class Layer:
     def write(self, tables: Tables, first: int, values: Tensor) -> None:
         self.blocks.write(self._table(tables, first, first + len(values)), first, values)
 
-    def _table(self, tables: Tables, first: int, stop: int) -> Tensor:
+    def _table(self, tables: Tables, first: int, stop: int) -> Table:
         table, size = tables[self.group], self.shape.block_tokens
         used = table[first // size : -(-stop // size)]
         if len(used) * size < stop - first // size * size or NO_BLOCK in used:
             raise InputError("vLLM", f"holds no blocks for all of the tokens [{first}, {stop})")
-        return torch.tensor(table, dtype=torch.long)
+        return tuple(table)
+
+
+@lru_cache(maxsize=64)
+def slots(table: Table, first: int, stop: int, size: int, pinned: bool) -> Tensor:
+    """Each token's block and its place in that, 2 x tokens. All layers ask for the same, one after the other."""
+    places = torch.arange(first, stop)
+    found = torch.stack((torch.tensor(table, dtype=torch.long)[places // size], places % size))
+    return found.pin_memory() if pinned else found
 
 
 class Plain:
@@ -101,12 +114,12 @@ class Plain:
         self.shape = Shape(part, heads, content // 2 if part == "kv" else content, format_of(cache), tokens)
         self._cache, self.device = cache, cache.device
 
-    def read(self, table: Tensor, first: int, stop: int) -> Tensor:
+    def read(self, table: Table, first: int, stop: int) -> Tensor:
         blocks, places = self._slots(table, first, stop)
         found = self._cache[blocks, :, places]
         return self._split(found).contiguous()
 
-    def write(self, table: Tensor, first: int, values: Tensor) -> None:
+    def write(self, table: Table, first: int, values: Tensor) -> None:
         blocks, places = self._slots(table, first, first + len(values))
         if self.shape.part == "kv":
             values = values.permute(0, 2, 1, 3).reshape(len(values), self.shape.heads, -1)
@@ -117,10 +130,11 @@ class Plain:
             return found
         return found.view(len(found), self.shape.heads, 2, self.shape.width).permute(0, 2, 1, 3)
 
-    def _slots(self, table: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        places = torch.arange(first, stop)
-        size = self.shape.block_tokens
-        return table[places // size].to(self._cache.device), (places % size).to(self._cache.device)
+    def _slots(self, table: Table, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Launched and not waited for: whoever computes calls this between two layers."""
+        found = slots(table, first, stop, self.shape.block_tokens, self.device.type == "cuda")
+        blocks, places = found.to(self.device, non_blocking=True)
+        return blocks, places
 
 
 class Packed:
@@ -131,9 +145,9 @@ class Packed:
         self._halves = cache.view(blocks, heads, 2, tokens * content // 2)
         self._order = order(cache, write)
 
-    def read(self, table: Tensor, first: int, stop: int) -> Tensor:
+    def read(self, table: Table, first: int, stop: int) -> Tensor:
         shape, size = self.shape, self.shape.block_tokens
-        used = table[first // size : -(-stop // size)]
+        used = torch.tensor(table[first // size : -(-stop // size)], dtype=torch.long)
         halves = self._halves[used]
         each = [halves[:, :, half, self._order[half]] for half in (0, 1)]
         found = torch.stack(each, 1).view(len(used), 2, shape.heads, size, shape.width)
@@ -141,11 +155,10 @@ class Packed:
         skipped = first // size * size
         return found[first - skipped : stop - skipped].contiguous()
 
-    def write(self, table: Tensor, first: int, values: Tensor) -> None:
-        places = torch.arange(first, first + len(values))
-        size = self.shape.block_tokens
-        slots = table[places // size] * size + places % size
-        self._write(values[:, 0].contiguous(), values[:, 1].contiguous(), self._cache, slots)
+    def write(self, table: Table, first: int, values: Tensor) -> None:
+        blocks, places = slots(table, first, first + len(values), self.shape.block_tokens, False)
+        at = blocks * self.shape.block_tokens + places
+        self._write(values[:, 0].contiguous(), values[:, 1].contiguous(), self._cache, at)
 
 
 def order(cache: Tensor, write: Write) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +24,12 @@ from potluck.kv.send.outbox import Outbox
 from potluck.kv.send.shipment import Shipment, State
 from potluck.vllm.blocks import Layer
 from potluck.vllm.booking import Offer, Read
+from potluck.vllm.hosting import Hosting
 
 MOST_ASIDE_BYTES = 1 << 32
 PUMPS = 32
+COPY_S = 60.0
+"""How long a GPU may take to compute and copy what was launched."""
 Told = Callable[[dict[str, object]], None]
 """Whoever wants to know how it went; called in any thread, and returns at once."""
 
@@ -38,8 +41,9 @@ class _Piece:
     layer: int
     first: int
     stop: int
-    values: Tensor
-    copied: torch.cuda.Event | None
+    size: int
+    """Bytes."""
+    values: Future[Tensor]
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class Giving:
         self._departures: dict[str, _Departure] = {}
         self._aside_bytes = 0
         self._finished: set[str] = set()
+        devices = {layer.blocks.device for layer in layers.values()}
+        self._hosting = Hosting(next(iter(devices)) if len(devices) == 1 else torch.device("cpu"))
         self._pumps = ThreadPoolExecutor(PUMPS, thread_name_prefix="potluck-kv-give")
 
     @property
@@ -168,6 +174,7 @@ class Giving:
     def close(self) -> None:
         self._outbox.close()
         self._pumps.shutdown(wait=False, cancel_futures=True)
+        self._hosting.close()
 
     def _read(self, departure: _Departure, layer: int, read: Read) -> bool:
         """What was not read yet of a layer, if there is room for it; whether there was something."""
@@ -177,24 +184,27 @@ class Giving:
             return False
         size = (read.upto - first) * kept.shape.token_bytes
         with self._lock:
-            if self._aside_bytes + size > self.most_aside_bytes:
+            if self._aside_bytes + size > self.most_aside_bytes or not self._hosting.room_for(size):
                 return False
             self._aside_bytes += size
         try:
-            values, copied = _hosted(kept.read(read.tables, first, read.upto))
+            copies = self._hosting.copies(kept.read(read.tables, first, read.upto))
         except PotluckError as error:  # There was no room before, and a window has passed since.
             with self._lock:
                 self._aside_bytes -= size
             if departure.shipment is not None:
                 departure.shipment.fail(" ".join(str(error).split()))
             return False
-        if copied is not None:
-            departure.copying.append(copied)
+        departure.copying.extend(each.copied for each in copies if each.copied is not None)
         with self._lock:
             if departure.over:
                 self._aside_bytes -= size
                 return False
-            departure.pieces.append(_Piece(layer, first, read.upto, values, copied))
+            for each in copies:
+                stop = first + each.rows
+                piece = _Piece(layer, first, stop, each.rows * kept.shape.token_bytes, each.values)
+                departure.pieces.append(piece)
+                first = stop
             departure.read_to[layer] = read.upto
         return True
 
@@ -221,8 +231,8 @@ class Giving:
                 departure.finished = departure.finished or last
             if last:
                 shipment.finish()
-        except PotluckError as error:
-            shipment.fail(" ".join(str(error).split()))
+        except (PotluckError, TimeoutError, CancelledError, RuntimeError) as error:
+            shipment.fail(" ".join(str(error).split()) or "was not copied out of the GPU")
             self._forget(departure)
 
     def _next(self, departure: _Departure) -> _Piece | None:
@@ -231,17 +241,16 @@ class Giving:
                 departure.pumping = False
                 return None
             piece = departure.pieces.popleft()
-            self._aside_bytes -= piece.values.nbytes
+            self._aside_bytes -= piece.size
             return piece
 
     def _parcel(self, piece: _Piece, have: int) -> Parcel | None:
-        if piece.copied is not None:
-            piece.copied.synchronize()
+        values = piece.values.result(COPY_S)
         first = max(piece.first, have)
         if first >= piece.stop:
             return None
         shape = self._layers[piece.layer].shape
-        raw = piece.values[first - piece.first :].view(torch.uint8).numpy()
+        raw = values[first - piece.first :].view(torch.uint8).numpy()
         data = memoryview(raw.data).cast("B")
         tokens = piece.stop - first
         return Parcel(piece.layer, shape.part, first, piece.stop, shape.dtype, shape.of(tokens), data)
@@ -249,16 +258,5 @@ class Giving:
     def _forget(self, departure: _Departure) -> None:
         with self._lock:
             departure.over = True
-            self._aside_bytes -= sum(piece.values.nbytes for piece in departure.pieces)
+            self._aside_bytes -= sum(piece.size for piece in departure.pieces)
             departure.pieces.clear()
-
-
-def _hosted(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """In the host's memory, perhaps only when the event has come."""
-    if values.device.type != "cuda":
-        return values.cpu(), None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return host, copied

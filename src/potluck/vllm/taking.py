@@ -214,9 +214,9 @@ class Taking:
         try:
             with torch.inference_mode():
                 arrival.run(self.links, self._fingerprint, self._rank)
-            for device in {str(layer.blocks.device) for layer in self.layers.values()}:
-                if device.startswith("cuda"):
-                    torch.cuda.synchronize(device)
+            for device in {layer.blocks.device for layer in self.layers.values()}:
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
         except (PotluckError, OSError, ValueError, RuntimeError) as error:
             problem = " ".join(str(error).split()) or type(error).__name__
         ask = arrival.ask

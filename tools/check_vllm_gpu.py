@@ -1,0 +1,299 @@
+"""KV between two workers' blocks on a GPU, as vLLM lays them out there: exact, and without holding steps up.
+
+vLLM itself is not needed.
+
+    PYTHONPATH=src python tools/check_vllm_gpu.py               on a machine with CUDA
+    PYTHONPATH=src python tools/check_vllm_gpu.py --small       few layers, few tokens
+
+Both workers are in this process and hand over by the transport that the connector uses. A made-up model "computes":
+for each layer a product as large as a real one, then keys and values into the blocks, on a stream of its own, all
+launched ahead of the GPU as an engine does. The receiver's stream computes as well while KV comes.
+
+For every order of blocks (`NHD`, `HND`), format, codec and pair of block sizes:
+
+- what is found in the receiver's blocks on its own stream is what was computed, bit for bit with `raw`;
+- blocks are overwritten as soon as they are said to be free, which must not change what was sent.
+
+Then what giving costs the one who computes: the same steps with nothing booked, and with all prompts handed over.
+Prints a table and exits with 1 when something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from potluck.kv.codec import convert
+from potluck.kv.handles import new_handle
+from potluck.kv.link.links import Links
+from potluck.kv.send.outbox import Outbox
+from potluck.kv.wire import check
+from potluck.vllm.blocks import Layer, Plain
+from potluck.vllm.booking import Ask, Offer, Place, Read
+from potluck.vllm.giving import Giving
+from potluck.vllm.taking import Taking
+
+DEVICE = "cuda"
+DEADLINE_S = 60.0
+LOSSY_SHARE = {"int8": 0.02, "int4": 0.2}
+"""How far a value may be off, of the largest."""
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int = 32
+    heads: int = 8
+    width: int = 128
+    hidden: int = 4096
+    tokens: int = 6000
+    chunk: int = 2048
+    rounds: int = 5
+
+
+SMALL = Model(layers=4, heads=2, width=64, hidden=512, tokens=300, chunk=128, rounds=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    order: str
+    dtype: str
+    codec: str
+    sizes: tuple[int, int]
+
+
+CASES = (
+    Case("NHD", "bfloat16", "raw", (16, 64)),
+    Case("HND", "bfloat16", "raw", (64, 16)),
+    Case("NHD", "float16", "raw", (16, 16)),
+    Case("NHD", "bfloat16", "int8", (16, 16)),
+    Case("HND", "bfloat16", "int4", (16, 16)),
+)
+
+
+def blocks_of(model: Model, order: str, dtype: torch.dtype, size: int) -> dict[int, Layer]:
+    """Twice as many as one prompt needs."""
+    count = 2 * -(-model.tokens // size) + 2
+    found: dict[int, Layer] = {}
+    for layer in range(model.layers):
+        if order == "NHD":
+            lies = torch.zeros(
+                count, size, model.heads, 2 * model.width, dtype=dtype, device=DEVICE
+            ).transpose(1, 2)
+        else:
+            lies = torch.zeros(count, model.heads, size, 2 * model.width, dtype=dtype, device=DEVICE)
+        found[layer] = Layer(Plain(lies, "kv"))
+    return found
+
+
+@dataclass
+class Worker:
+    """One that computes: weights, blocks and a stream."""
+
+    model: Model
+    blocks: dict[int, Layer]
+    dtype: torch.dtype
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+
+    def __post_init__(self) -> None:
+        wide = self.model.hidden
+        self.weights = torch.randn(wide, 4 * wide, dtype=self.dtype, device=DEVICE)
+        self.hidden = torch.randn(self.model.chunk, wide, dtype=self.dtype, device=DEVICE)
+
+    def work(self) -> None:
+        """About what a layer computes for a chunk."""
+        wide = self.model.hidden
+        self.hidden = torch.tanh((self.hidden @ self.weights)[:, :wide]) * 0.5
+
+    def step(
+        self, table: Sequence[int], first: int, values: dict[int, Tensor], after: Callable[[int], None]
+    ) -> None:
+        upto = min(first + self.model.chunk, self.model.tokens)
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            for layer, each in self.blocks.items():
+                self.work()
+                each.write((table,), first, values[layer][first:upto])
+                after(layer)
+
+
+def until(true: Callable[[], object]) -> None:
+    end_s = time.monotonic() + DEADLINE_S
+    while not true():
+        if time.monotonic() > end_s:
+            raise SystemExit("did not come within a minute")
+        time.sleep(0.001)
+
+
+class Rig:
+    def __init__(self, model: Model, case: Case) -> None:
+        self.model, self.case = model, case
+        self.dtype = getattr(torch, case.dtype)
+        self.giver = Worker(model, blocks_of(model, case.order, self.dtype, case.sizes[0]), self.dtype)
+        self.taker = Worker(model, blocks_of(model, case.order, self.dtype, case.sizes[1]), self.dtype)
+        shape = (model.tokens, 2, model.heads, model.width)
+        self.values = {
+            layer: torch.randn(shape, dtype=self.dtype, device=DEVICE) for layer in range(model.layers)
+        }
+        outbox = Outbox()
+        host, port = outbox.address
+        self.kv = f"{host}:{port}"
+        self.told: list[dict[str, object]] = []
+        self.giving = Giving(outbox, self.giver.blocks, "check", self.told.append)
+        self.taking = Taking(Links([(host, port)]), self.taker.blocks, "check", 0, self.told.append)
+        torch.cuda.synchronize()
+
+    def table(self, side: int, backwards: bool = False) -> tuple[int, ...]:
+        count = -(-self.model.tokens // self.case.sizes[side])
+        return tuple(range(count, 0, -1)) if backwards else tuple(range(1, count + 1))
+
+    def offer(self, key: str, handle: str, lasts_s: float = DEADLINE_S) -> None:
+        codec = self.case.codec
+        self.giving.offer(Offer(key, key, handle, codec, lasts_s, self.model.tokens, "0" * 64))  # type: ignore[arg-type]
+
+    def compute(self, key: str) -> tuple[float, float]:
+        """One prompt; seconds of the host in hooks, and until the GPU had computed it."""
+        model, table = self.model, self.table(0)
+        hooks_s, began_s = 0.0, time.perf_counter()
+        for first in range(0, model.tokens, model.chunk):
+            read = Read(key, (table,), min(first + model.chunk, model.tokens))
+
+            def after(layer: int, read: Read = read) -> None:
+                nonlocal hooks_s
+                at_s = time.perf_counter()
+                self.giving.read_layer(layer, [read])
+                hooks_s += time.perf_counter() - at_s
+
+            self.giver.step(table, first, self.values, after)
+        self.giver.stream.synchronize()
+        took_s = time.perf_counter() - began_s
+        self.giving.keep(Read(key, (table,), model.tokens))
+        self.free(key)
+        return hooks_s, took_s
+
+    def free(self, key: str) -> None:
+        """Until its blocks may go; then they are others'."""
+
+        def done() -> bool:
+            with torch.cuda.stream(self.giver.stream):
+                return key in self.giving.done()
+
+        until(done)
+        with torch.cuda.stream(self.giver.stream):
+            for each in self.giver.blocks.values():
+                each.blocks._cache.fill_(7.0)  # type: ignore[attr-defined]
+
+    def received(self, key: str) -> None:
+        found: set[str] = set()
+
+        def there() -> bool:
+            with torch.cuda.stream(self.taker.stream):
+                self.taker.work()
+            found.update(*self.taking.results())
+            return key in found
+
+        until(there)
+
+    def off(self) -> float:
+        """By how much what came differs at most, of the largest value; read on the receiver's stream."""
+        worst = 0.0
+        with torch.cuda.stream(self.taker.stream), torch.inference_mode():
+            tables = (self.table(1, backwards=True),)
+            for layer, values in self.values.items():
+                came = self.taker.blocks[layer].read(tables, 0, self.model.tokens)
+                apart = (came.float() - values.float()).abs().max() / values.float().abs().max()
+                worst = max(worst, float(apart))
+        return worst
+
+    def close(self) -> None:
+        self.giving.close()
+        self.taking.close()
+
+
+def tried(model: Model, case: Case) -> bool:
+    rig = Rig(model, case)
+    began_s = time.perf_counter()
+    handle = new_handle()
+    rig.offer("one", handle)
+    rig.taking.ask(Ask("one", "one", rig.kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+    rig.taking.put(Place("one", (rig.table(1, backwards=True),), 0))
+    rig.compute("one")
+    rig.received("one")
+    took_s = time.perf_counter() - began_s
+    off = rig.off()
+    allowed = LOSSY_SHARE.get(case.codec, 0.0)
+    moved = max((int(str(line["moved_bytes"])) for line in rig.told if "took" in line), default=0)
+    fine = off <= allowed and moved > 0
+    print(
+        f"{case.order}  {case.dtype:9}  {case.codec:5}  {case.sizes[0]:3} -> {case.sizes[1]:3}  "
+        f"{moved / 1e6:8.1f} MB  {took_s:6.2f} s  off {off:.4f}  {'ok' if fine else 'WRONG'}"
+    )
+    rig.close()
+    return fine
+
+
+def take(model: Model, dtype: str, kv: str, handles: Sequence[str]) -> None:
+    """Whoever gets the prompts of `cost`: a process of its own, since its threads would hold up this one's."""
+    size = 16
+    count = -(-model.tokens // size) + 1
+    shape = (count, model.heads, size, 2 * model.width)
+    blocks: dict[int, Layer] = {
+        layer: Layer(Plain(torch.zeros(shape, dtype=getattr(torch, dtype)), "kv"))
+        for layer in range(model.layers)
+    }
+    host, port = kv.rsplit(":", 1)
+    taking = Taking(Links([(host, int(port))]), blocks, "check", 0, lambda line: None)
+    for handle in handles:
+        taking.ask(Ask(handle, handle, kv, handle, DEADLINE_S, 0, model.tokens, "0" * 64))
+        taking.put(Place(handle, (tuple(range(1, count)),), 0))
+        until(lambda handle=handle: handle in set().union(*taking.results()))  # type: ignore[misc]
+    taking.close()
+
+
+def cost(model: Model) -> None:
+    rig = Rig(model, CASES[0])
+    handles = [new_handle() for _ in range(model.rounds + 1)]
+    for handle in handles:
+        rig.offer(handle, handle)
+    taker = get_context("spawn").Process(target=take, args=(model, CASES[0].dtype, rig.kv, handles))
+    taker.start()
+    rows: dict[str, list[tuple[float, float]]] = {"alone": [], "aside": [], "handed over": []}
+    for turn, handle in enumerate(handles):
+        aside = f"aside{turn}"
+        rig.offer(aside, new_handle(), lasts_s=1.0)
+        found = [rig.compute("nobody"), rig.compute(aside), rig.compute(handle)]
+        until(lambda handle=handle: any(line.get("gave") == handle for line in rig.told))  # type: ignore[misc]
+        if turn:
+            for row, each in zip(rows.values(), found, strict=True):
+                row.append(each)
+    taker.join(DEADLINE_S)
+    rig.close()
+    calls = model.layers * -(-model.tokens // model.chunk)
+    alone = median(took for _, took in rows["alone"])
+    for name, row in rows.items():
+        hooks, took = median(hooks for hooks, _ in row), median(took for _, took in row)
+        each = f"{hooks / calls * 1e6:.0f} us of the host in the hook of a layer"
+        print(f"a prompt {name:12} {took * 1e3:6.1f} ms, {took / alone:.3f} of alone; {each}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="few layers, few tokens")
+    model = SMALL if parser.parse_args().small else Model()
+    check.load()
+    convert.load()
+    fine = [tried(model, case) for case in CASES]
+    cost(model)
+    return 0 if all(fine) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
