@@ -250,3 +250,38 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         replace(program, limits=(Limit("odd", 0.0, 1.0, (np.ones((9, 9)),) * len(program.models)),))
     with pytest.raises(InputError, match="must be between 0 and 1"):
         replace(program, spare=(2.0,) * len(program.models))
+
+
+@pytest.mark.parametrize("seed", [400, 402, 404, 406])
+def test_firm_demand_is_met_first(seed: int) -> None:
+    """Of the second model as much as is left when the first must have all of its demand."""
+    plain = small(seed)
+    more = tuple(
+        replace(
+            m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * (0.4 if not i else 4.0)) for b in m.buckets)
+        )
+        for i, m in enumerate(plain.models)
+    )
+    firm = replace(more[0], buckets=tuple(replace(b, firm=True) for b in more[0].buckets))
+    spare = (0.5, 0.5) if seed % 4 else ()
+    found = solve(replace(plain, models=(firm, more[1]), spare=spare), time_limit_s=60.0)
+    plain = replace(plain, models=more)
+    first, second = (shared(plain, each) for each in ((1.0, 0.0), (0.0, 1.0)))
+    most = None
+    for counts in plans(plain):
+        if (
+            served(first, counts) < 1 - 1e-6
+            or left(replace(plain, spare=(0.5, 0.0)[: len(spare)]), counts) < 1 - 1e-6
+        ):
+            continue
+        rest = min(served(second, counts), left(replace(plain, spare=(0.0, 0.5)[: len(spare)]), counts))
+        most = rest if most is None else max(most, rest)
+    if most is None:
+        assert found.status == "infeasible"
+        assert found.shortfall is not None
+        assert found.shortfall.fraction == 0
+    elif most > 1 - 1e-6:
+        assert found.status == "optimal"
+    else:
+        assert found.shortfall is not None
+        assert found.shortfall.fraction == pytest.approx(most, abs=1e-5)

@@ -191,3 +191,32 @@ def test_cauchy_keeps_to_regions() -> None:
     assert verify(problem, plan) == ()
     moved = replace(plan, deployments=(Deployment(plan.deployments[0].template, "east", 1),), shares=())
     assert any("let it run" in line for line in verify(problem, moved))
+
+
+def two(low: Terms, high: Terms, nodes: int) -> Problem:
+    asks = (
+        replace(an_ask("low", rate_per_s=6.0), terms=low),
+        replace(an_ask("high", rate_per_s=6.0), terms=high),
+    )
+    return a_problem(*asks, offers={"east": {"1xL40S": (1.86, nodes)}})
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_who_has_priority_is_served_first(spare: bool) -> None:
+    """Nodes for about one of two models: alike half of each, by priority all of one and the rest of the other."""
+    high = Terms(priority=1, survive="node" if spare else None)
+    problem = two(Terms(), high, 5 if spare else 4)
+    alike = planned(two(Terms(), replace(high, priority=0), 5 if spare else 4)).plan
+    plan = planned(problem).plan
+    assert alike.fraction_of("high") == alike.fraction_of("low") == alike.fraction < 1
+    assert plan.fraction_of("high") == 1
+    assert plan.fraction == plan.fraction_of("low") < alike.fraction
+    assert verify(problem, plan) == ()
+    wrong = replace(plan, predictions=tuple(replace(each, fraction=1.0) for each in plan.predictions))
+    assert any(line.startswith("low bucket") for line in verify(problem, wrong))
+
+
+def test_priorities_change_nothing_where_all_fits() -> None:
+    plan = planned(two(Terms(priority=-3), Terms(priority=5), 16)).plan
+    assert plan.fraction == 1
+    assert all(each.fraction is None for each in plan.predictions)

@@ -19,6 +19,7 @@ from potluck.plan.allocate.program import Count, Key
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import reroute, solve
 from potluck.plan.columns import EXACT, Columns, columns, hands_over
+from potluck.plan.priorities import by_priority, levels
 from potluck.plan.problem import Problem
 
 SAME = 1e-6
@@ -37,7 +38,40 @@ def solved(
     gap_target: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Columns, Allocation]:
-    """The program over some templates and its answer, each model's KV in the most exact codec that will do."""
+    """The program over some templates and its answer, each model's KV in the most exact codec that will do.
+
+    Where not all demand fits, models of a higher priority come first (`plan.priorities`).
+    """
+
+    def once(asked: Problem) -> tuple[Columns, Allocation]:
+        return _solved(
+            asked,
+            templates,
+            running=running,
+            pins=pins,
+            exactly=exactly,
+            time_limit_s=time_limit_s,
+            gap_target=gap_target,
+            clock=clock,
+        )
+
+    found, answer = once(problem)
+    if answer.shortfall is None or len(levels(problem)) < 2:
+        return found, answer
+    return by_priority(problem, once, answer.shortfall) or (found, answer)
+
+
+def _solved(
+    problem: Problem,
+    templates: Mapping[str, Sequence[Template]],
+    *,
+    running: Plan | None,
+    pins: Sequence[Deployment],
+    exactly: bool,
+    time_limit_s: float,
+    gap_target: float,
+    clock: Callable[[], float],
+) -> tuple[Columns, Allocation]:
     smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
     found = columns(problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest)
     answer = solve(found.program, time_limit_s=time_limit_s, gap_target=gap_target, clock=clock)

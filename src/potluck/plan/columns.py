@@ -44,6 +44,8 @@ class Columns:
     program: FlowProgram
     codecs: Mapping[str, Codec] = field(default_factory=dict)
     """In which each model's KV crosses."""
+    fractions: Mapping[str, float] = field(default_factory=dict)
+    """Of each model's demand, what the program was asked for, where that is not all."""
 
     def key(self, template: str, region: str) -> Key | None:
         """The column of a template in a region, by name."""
@@ -309,6 +311,7 @@ def _model(
                 for link in problem.links
                 if crossing_s(bits[d.bucket], link) > crossing_room_s(each, d)
             ),
+            d.firm,
         )
         for d in each.demands
     )
@@ -347,6 +350,7 @@ def _prediction(
     trust = [used[d.template].confidence for d in deployments if used[d.template].model == each.name]
     confidence: Confidence = max(trust, key=ORDER.index) if trust else "assumed"
     tokens = {demand.bucket: (demand.input_tokens, demand.output_tokens) for demand in each.demands}
+    own = found.fractions.get(each.name) if found.fractions else None
     return Prediction(
         each.name,
         each.rate_per_s,
@@ -356,6 +360,7 @@ def _prediction(
         confidence,
         sum(share.rate_per_s * tokens[share.bucket][0] for share in finished),
         sum(share.rate_per_s * tokens[share.bucket][1] for share in finished),
+        own,
     )
 
 

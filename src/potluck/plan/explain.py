@@ -123,7 +123,7 @@ def usd_per_million_tokens(problem: Problem, plan: Plan, model: str) -> float:
     """What the nodes that serve a model cost per million of its tokens."""
     cost = _usd_per_h(problem, plan, model)
     ask = next(ask for ask in problem.asks if ask.name == model)
-    tokens_per_h = ask.tokens_per_s * plan.fraction * 3600
+    tokens_per_h = ask.tokens_per_s * plan.fraction_of(model) * 3600
     return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
 
 
@@ -131,7 +131,7 @@ def tokens_per_usd(problem: Problem, plan: Plan, model: str) -> tuple[float, flo
     """CAUCHY's cost efficiency of a plan: prompt and answer tokens that a dollar buys; 0 where nothing is paid."""
     cost = _usd_per_h(problem, plan, model)
     ask = next(ask for ask in problem.asks if ask.name == model)
-    served = plan.fraction * 3600 / cost if cost > 0 else 0.0
+    served = plan.fraction_of(model) * 3600 / cost if cost > 0 else 0.0
     prompts = sum(demand.rate_per_s * demand.input_tokens for demand in ask.demands)
     answers = sum(demand.rate_per_s * demand.output_tokens for demand in ask.demands)
     return prompts * served, answers * served

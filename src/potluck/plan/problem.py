@@ -46,6 +46,8 @@ class Demand:
     """What a mean prompt leaves to be handed over."""
     promised: bool = True
     """False for the longest prompts beyond the attained share: TTFT need not hold for them."""
+    firm: bool = False
+    """Must be met whole, also where of the rest only a fraction can be (`plan.priorities`)."""
 
     @property
     def new_tokens(self) -> int:

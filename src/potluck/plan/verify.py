@@ -222,7 +222,7 @@ def _demand(problem: Problem, plan: Plan) -> Iterator[str]:
         for demand in ask.demands:
             closed = _rate(plan, ask.name, demand.bucket, "closed")
             flows = sum(f.rate_per_s for f in plan.flows if (f.model, f.bucket) == (ask.name, demand.bucket))
-            wanted = demand.rate_per_s * plan.fraction
+            wanted = demand.rate_per_s * plan.fraction_of(ask.name)
             if closed + flows < wanted * (1 - SLACK) - SLACK:
                 yield f"{ask.name} bucket {demand.bucket}: {closed + flows:.4g} of {wanted:.4g} req/s served"
 

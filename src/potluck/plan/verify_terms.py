@@ -62,7 +62,7 @@ def _counted(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
 def _survived(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
     for name, left in after_losses(problem, plan, ask):
         domain = "spot" if name == "spot nodes" else ask.terms.survive or "node"
-        wanted = share_asked(ask.terms, domain) * plan.fraction
+        wanted = share_asked(ask.terms, domain) * plan.fraction_of(ask.name)
         if served_share(problem, plan, ask, left) < wanted - SLACK:
             yield f"{ask.name}: without {name} less than {wanted:.1%} of the demand would be served"
 

@@ -305,7 +305,7 @@ def _model(plan: Plan, model: str, kits: Kits) -> ModelPromise:
     said = next(each for each in plan.predictions if each.model == model)
     slo = kits.scene.slos.get(model)
     attained = None if slo is None else slo.attainment
-    return ModelPromise(model, said.demand_per_s, said.demand_per_s * plan.fraction, attained)
+    return ModelPromise(model, said.demand_per_s, said.demand_per_s * plan.fraction_of(model), attained)
 
 
 def _regions(plan: Plan) -> list[FlowPromise]:

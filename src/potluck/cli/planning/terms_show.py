@@ -20,7 +20,12 @@ WIDTH = 80
 
 
 def show_money(problem: Problem, plan: Plan) -> None:
-    """Charges beside rent, and nodes that are paid for already."""
+    """Who gets how much where not all fits, charges beside rent, nodes that are paid for already."""
+    if any(each.fraction is not None for each in plan.predictions):
+        parts = ", ".join(
+            f"{each.model} {percent(plan.fraction_of(each.model))}" for each in plan.predictions
+        )
+        _say(f"Of the demand is served, by priority: {parts}.")
     if plan.charges:
         parts = ", ".join(f"{each.what} {usd(each.usd_per_h)}" for each in plan.charges)
         _say(f"Beside rent, per hour: {parts}; {usd(plan.total_usd_per_h)} in all.")

@@ -178,6 +178,8 @@ class Prediction:
     """Of what is served within the objective: CORAL's goodput, of prefill ..."""
     answer_tokens_per_s: float = 0.0
     """... and of decode."""
+    fraction: float | None = None
+    """Share of this model's demand that is met, where models have priorities; None: the plan's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,11 @@ class Plan:
 
     def template(self, name: str) -> Template:
         return next(template for template in self.templates if template.name == name)
+
+    def fraction_of(self, model: str) -> float:
+        """Share of a model's demand that is met."""
+        own = next((each.fraction for each in self.predictions if each.model == model), None)
+        return self.fraction if own is None else own
 
     @property
     def total_usd_per_h(self) -> float:

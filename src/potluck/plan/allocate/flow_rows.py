@@ -31,11 +31,14 @@ class Bin:
     kv_bits: float
     name: str
     barred: frozenset[tuple[int, int]]
+    firm: bool
 
 
 def bins_of(program: FlowProgram) -> tuple[Bin, ...]:
     return tuple(
-        Bin(m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}", bucket.barred)
+        Bin(
+            m, b, bucket.rate_per_s, bucket.kv_bits, f"{model.name}/{bucket.name}", bucket.barred, bucket.firm
+        )
         for m, model in enumerate(program.models)
         for b, bucket in enumerate(model.buckets)
     )
@@ -100,7 +103,10 @@ class FlowRows:
         fleet, regions = program.fleet, range(len(program.fleet.regions))
         entries.new_variable(0.0, 1.0)  # theta
         self.scale = [max(one.rate_per_s, 1e-300) for one in self.bins]
-        self.demand = [entries.new_row(f"demand {one.name}", 0.0, INFINITY) for one in self.bins]
+        self.demand = [
+            entries.new_row(f"demand {one.name}", float(one.firm and one.rate_per_s > 0), INFINITY)
+            for one in self.bins
+        ]
         self.phase = {
             (p, b, r): entries.new_row(f"{PHASES[p]} {one.name}@{fleet.regions[r]}", 0.0, INFINITY)
             for p in (0, 1)
@@ -123,7 +129,7 @@ class FlowRows:
         budget = program.budget_usd_per_h
         self.budget = entries.new_row("budget", -INFINITY, INFINITY if budget is None else budget)
         for b, one in enumerate(self.bins):
-            entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 else 0.0)
+            entries.put(self.demand[b], THETA, -1.0 if one.rate_per_s > 0 and not one.firm else 0.0)
 
     def _limit_rows(self) -> None:
         """Limits with their helpers, and nodes that are paid for already; columns put themselves in."""

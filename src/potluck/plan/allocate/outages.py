@@ -27,7 +27,7 @@ from potluck.plan.allocate.flow_price import Duals, Pricer, duals_of, relax_flow
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import INFINITY, solve_milp
 from potluck.plan.allocate.limits import Floats, Helper, Limit, Outage
-from potluck.plan.allocate.program import FlowProgram, Key
+from potluck.plan.allocate.program import FlowProgram, Key, ModelColumns
 
 SHORT = 1e-6
 """By how much what is left may fall short: as much as the solver may err."""
@@ -59,7 +59,12 @@ class Left:
 
 def losses(program: FlowProgram, keys: Mapping[Key, float]) -> list[Loss]:
     """All losses that a plan with these columns must survive."""
-    found = [Loss(each.name, each.shares, each, None) for each in program.outages if any(each.shares)]
+    found = [
+        Loss(each.name, shares, each, None)
+        for each in program.outages
+        for shares in _apart(program, each.shares)
+        if any(shares)
+    ]
     for key in keys:
         share = program.spare[key.group] if program.spare else 0.0
         if share > 0:
@@ -68,6 +73,21 @@ def losses(program: FlowProgram, keys: Mapping[Key, float]) -> list[Loss]:
             where = program.fleet.regions[key.region]
             found.append(Loss(f"a copy of {model}[{key.template}]@{where}", shares, None, key))
     return found
+
+
+def _apart(program: FlowProgram, shares: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """Models whose demand is firm by themselves, each of which must have all that is asked; the others together."""
+    firm = [m for m, model in enumerate(program.models) if _firm(model)]
+    alone = [tuple(share if other == m else 0.0 for other, share in enumerate(shares)) for m in firm]
+    return [*alone, tuple(0.0 if m in firm else share for m, share in enumerate(shares))]
+
+
+def _firm(model: ModelColumns) -> bool:
+    return any(bucket.firm for bucket in model.buckets)
+
+
+def _is_firm(program: FlowProgram, loss: Loss) -> bool:
+    return any(share and _firm(model) for share, model in zip(loss.shares, program.models, strict=True))
 
 
 def gone_columns(
@@ -82,7 +102,7 @@ def left_after(
 ) -> Left | None:
     """What the copies that a loss leaves can do; None when time ran out."""
     models = tuple(
-        replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * share) for b in m.buckets))
+        replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * share, firm=False) for b in m.buckets))
         for m, share in zip(program.models, loss.shares, strict=True)
     )
     asked = replace(
@@ -140,8 +160,9 @@ def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, L
         table = tables[key.group]
         assert table is not None
         helpers = ((place, -float(table[key.template, key.region])),)
-    name = f"enough without {loss.name}"
-    return program, Limit(name, -links - SHORT / 10, INFINITY, tuple(tables), helpers, theta=1.0)
+    name, firm = f"enough without {loss.name}", _is_firm(program, loss)
+    low = (1.0 if firm else 0.0) - links - SHORT / 10
+    return program, Limit(name, low, INFINITY, tuple(tables), helpers, theta=0.0 if firm else 1.0)
 
 
 def _with_helper(program: FlowProgram, key: Key) -> tuple[FlowProgram, int]:
@@ -175,7 +196,8 @@ def broken(
     found = []
     for loss in losses(program, counts if single else {}):
         left = left_after(program, counts, loss, deadline)
-        if left is not None and left.theta < theta - SHORT:
+        wanted = 1.0 if _is_firm(program, loss) else theta
+        if left is not None and left.theta < wanted - SHORT:
             found.append((loss, left))
     return found
 

@@ -18,7 +18,7 @@ Minimise  sum_j p_j (n_j + K max(0, n_j - v_j)) + e_j n_j - sum_rc p_rc g_rc + s
 
 Rows
     time_j       sum_b (x_jb + z_jb + w_jb) <= h n_j          h: utilisation headroom
-    demand_b     sum_rs f_brs + sum_j C_jb w_jb >= D_b
+    demand_b     sum_rs f_brs + sum_j C_jb w_jb >= theta D_b   theta is 1, or maximised; a firm one asks for D_b
     prefill_br   sum_{j in r} P_jb x_jb >= sum_s f_brs
     decode_bs    sum_{j in s} Q_jb z_jb >= sum_r f_brs
     nodes_rc     sum_{j in r} U_jc n_j <= A_rc
@@ -138,6 +138,8 @@ class Bucket:
     """What crosses a link when prefill and decode are in different regions."""
     barred: frozenset[tuple[int, int]] = frozenset()
     """(source, target) regions between which the KV would take too long for the objective."""
+    firm: bool = False
+    """Asked for whole, whatever theta is."""
 
     def __post_init__(self) -> None:
         _check_rate(f"bucket {self.name}: rate_per_s", self.rate_per_s)
@@ -248,11 +250,16 @@ class FlowProgram:
             raise InputError("links", "each must join two different known regions, once")
 
     def scaled(self, fraction: float) -> FlowProgram:
-        """The same with every demand multiplied."""
+        """The same with every demand multiplied that is not firm."""
         return replace(
             self,
             models=tuple(
-                replace(m, buckets=tuple(replace(b, rate_per_s=b.rate_per_s * fraction) for b in m.buckets))
+                replace(
+                    m,
+                    buckets=tuple(
+                        b if b.firm else replace(b, rate_per_s=b.rate_per_s * fraction) for b in m.buckets
+                    ),
+                )
                 for m in self.models
             ),
             limits=tuple(limit.scaled(fraction) for limit in self.limits),

@@ -63,9 +63,9 @@ def compared(
     span_s = _span_s(result)
     came = {name: int((records.model == place).sum()) / span_s for place, name in enumerate(records.models)}
     scale = {
-        each.model: min(1.0, came.get(each.model, 0.0) / (each.demand_per_s * plan.fraction))
+        each.model: min(1.0, came.get(each.model, 0.0) / (each.demand_per_s * plan.fraction_of(each.model)))
         for each in plan.predictions
-        if each.demand_per_s * plan.fraction > 0
+        if each.demand_per_s * plan.fraction_of(each.model) > 0
     }
     said = promises(plan, kits, lengths_of(records, offers(plan, balance)), balance, scale)
     over = {
