@@ -29,8 +29,8 @@ test: lint ## install, lint, type-check, run all tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
-test-vllm: $(VLLM)/.made ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
-	PYTHONPATH=src $(VLLM)/bin/python -m pytest -q tests/vllm_engine
+test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
+	PYTHONPATH=src POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python -m pytest -q tests/vllm_engine
 
 test-sky: $(SKY)/.made ## install SkyPilot apart, and let it read what is exported for it
 	PYTHONPATH=src $(SKY)/bin/python -m pytest -q tests/export

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from potluck.cli.serving.up_attach import attach, planned_for, read_entries
+from potluck.cli.serving.up_attach import asked, attach, planned_for, read_entries
 from potluck.cli.serving.up_gpus import must_have_chips
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher
@@ -16,6 +21,7 @@ from potluck.control.values import Make
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Deployment, Plan, Replica, Template
+from potluck.engine.shipped import shipped_model
 
 SPEC = """
 models:
@@ -43,7 +49,7 @@ def test_plain_servers_are_planned_as_whole_replicas(tmp_path: Path) -> None:
 
 def test_without_a_spec_or_a_server_there_is_nothing_to_attach(tmp_path: Path) -> None:
     file = roster(tmp_path, "url: 'http://127.0.0.1:1'")
-    with pytest.raises(InputError, match="needs a SPEC"):
+    with pytest.raises(InputError, match="does not answer"):
         attach(file, (), None, (), 1.0, False)
     file.write_text("engines: []\n")
     with pytest.raises(InputError, match="names no server"):
@@ -101,3 +107,65 @@ def test_a_plan_for_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(InputError, match="4 GPUs of type 1xL4, this machine has 3"):
         must_have_chips(plan, maker)
     must_have_chips(plan, replace(maker, chips=()))
+
+
+class Server(BaseHTTPRequestHandler):
+    """Says what it was made to say."""
+
+    said: ClassVar[dict[int, dict[str, object]]] = {}
+
+    def do_GET(self) -> None:
+        found = self.said[self.server.server_address[1]].get(self.path)  # type: ignore[index]
+        self.send_response(404 if found is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def servers() -> Iterator[Callable[[dict[str, object]], str]]:
+    made: list[HTTPServer] = []
+
+    def start(said: dict[str, object]) -> str:
+        server = HTTPServer(("127.0.0.1", 0), Server)
+        Server.said[server.server_address[1]] = said
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        made.append(server)
+        return f"http://127.0.0.1:{server.server_address[1]}"
+
+    yield start
+    for server in made:
+        server.shutdown()
+        server.server_close()
+
+
+def test_without_a_spec_servers_are_asked_what_they_are(
+    tmp_path: Path, servers: Callable[[dict[str, object]], str]
+) -> None:
+    model = {"id": "m", "owned_by": "vllm", "root": str(shipped_model())}
+    plain = servers({"/v1/models": {"data": [model]}})
+    other = servers({"/v1/models": {"data": [{"id": "Qwen2.5-7B", "owned_by": "sglang"}]}})
+    engines = [
+        servers({"/status": {"fingerprint": "f", "model": "e", "role": role}})
+        for role in ("prefill", "decode", "mixed")
+    ]
+    (tmp_path / "key").write_text("secret")
+    lines = [f"url: '{plain}', key_file: key", f"url: '{other}'", *(f"url: '{each}'" for each in engines)]
+    file = roster(tmp_path, *lines)
+    (tmp_path / "made").mkdir()
+    inputs, made = asked(read_entries(file), file, tmp_path / "made")
+    assert [model.name for model in inputs.spec.models] == ["m", "Qwen2.5-7B", "e"]
+    assert inputs.spec.models[0].files == str(shipped_model()), "where the server says that its model lies"
+    shapes = {each.name: [replica.role for replica in each.replicas] for each in inputs.plan.templates}
+    assert sorted(map(tuple, shapes.values())) == [("mixed",), ("mixed",), ("mixed",), ("prefill", "decode")]
+    entries = read_entries(made)
+    assert [(each.kind, each.model, each.token_ids) for each in entries[:2]] == [
+        ("openai", "m", True),
+        ("openai", "Qwen2.5-7B", False),
+    ]
+    assert entries[0].key == "secret"
+    assert {(each.kind, each.model) for each in entries[2:]} == {("face", "e")}
+    with pytest.raises(InputError, match="names no model"):
+        asked(read_entries(roster(tmp_path, f"url: '{servers({})}'")), file, tmp_path)

@@ -84,12 +84,13 @@ def make_model(folder: Path, config: Mapping[str, object] = LLAMA) -> Path:
         weights[f"{at}.mlp.down_proj.weight"] = drawn(HIDDEN, INNER)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
-    # A token for each byte, so that any text has tokens and grammars have something to allow; the others are words.
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # A token for each character of ASCII, so that grammars have something to allow; the others are words.
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters = [bytes_.pre_tokenize_str(chr(code))[0][0] for code in range(128)]
     words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {letter: place for place, letter in enumerate(letters, 3)}
     words |= {f"w{number}": number for number in range(len(words), VOCAB)}
     tokenizer = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = bytes_
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -160,6 +160,7 @@ def _remote(url: str, options: Options) -> Profile:
     from potluck.cli.serving.doorstep import api_key
     from potluck.engine.measure.http import HttpBench
     from potluck.engine.measure.local import grid
+    from potluck.engine.measure.told import steps_told
 
     if not url.startswith(("http://", "https://")):
         raise InputError("URL", f"{url!r} must begin with http:// or https://")
@@ -179,12 +180,14 @@ def _remote(url: str, options: Options) -> Profile:
             )
             what = grid(bounds, options.quick)
             points = []
+            told = await steps_told(bench)
             with progress(what.count) as said:
-                async for point in bench.points(what, bounds):
+                async for point in (told or bench).points(what, bounds):
                     points.append(point)
                     said(_words(point))
             name = options.name or bench.model
-            return _profile("", name, options, {"engine": bench.version}, points)
+            kind = "vllm" if "vLLM" in bench.version else "potluck"
+            return _profile("", name, options, {"engine": bench.version}, points, kind)
 
     return asyncio.run(measured())
 
@@ -195,6 +198,7 @@ def _profile(
     options: Options,
     versions: dict[str, str],
     points: list[ProfilePoint],
+    engine: str = "potluck",
 ) -> Profile:
     from potluck import __version__
     from potluck.perf.profile import Profile
@@ -202,7 +206,7 @@ def _profile(
     emulated = {"emulated": options.emulate} if options.emulate else {}
     today = datetime.now(UTC).date().isoformat()
     versions = {"potluck": __version__, **versions, **emulated}
-    return Profile(options.gpu or gpu, name, options.tp, "potluck", versions, today, tuple(points))
+    return Profile(options.gpu or gpu, name, options.tp, engine, versions, today, tuple(points))
 
 
 def _device_name(device: str) -> str:

@@ -1,11 +1,13 @@
-"""`potluck up --attach FILE SPEC`: the gateway over servers that somebody else started, and looks after.
+"""`potluck up --attach FILE [SPEC]`: the gateway over servers that somebody else started, and looks after.
 
-Nothing is started or stopped here. The spec says on which nodes they run and what they cost; a server of plain OpenAI
-computes whole requests, so the plan has whole replicas alone unless every server has an engine's face.
+Nothing is started or stopped here. The spec says on which nodes they run and what they cost; without one the servers
+are asked what they are (`up_asked.py`). A server of plain OpenAI computes whole requests, so the plan has whole
+replicas alone unless every server has an engine's face.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from secrets import token_bytes
@@ -32,15 +34,39 @@ def attach(
     from potluck.gateway.serve import serve_forever
     from potluck.gateway.settings import Places, Settings
 
-    if not paths:
-        raise InputError("--attach", "needs a SPEC: on what the servers run, and what is asked of them")
     entries = read_entries(file)
-    rules = policy_of(policy, read_one_spec(paths).policy)
-    inputs = planned_for(entries, paths, time_limit_s, lambda line: click.echo(line, err=True))
-    places = Places("127.0.0.1", 8000 if port is None else port, "127.0.0.1", 0, 1)
-    files = files_of(inputs.spec, ())
-    settings = Settings(places, engines=file, files=files, secret=token_bytes(32))
-    serve_forever(scene_of(inputs), rules, settings, announced(as_json))
+    with tempfile.TemporaryDirectory(prefix="potluck-attach-") as folder:
+        if paths:
+            inputs = planned_for(entries, paths, time_limit_s, _said)
+        else:
+            inputs, file = asked(entries, file, Path(folder))
+        rules = policy_of(policy, inputs.spec.policy)
+        places = Places("127.0.0.1", 8000 if port is None else port, "127.0.0.1", 0, 1)
+        files = files_of(inputs.spec, ())
+        settings = Settings(places, engines=file, files=files, secret=token_bytes(32))
+        serve_forever(scene_of(inputs), rules, settings, announced(as_json))
+
+
+def _said(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def asked(entries: tuple[Entry, ...], file: Path, folder: Path) -> tuple[Inputs, Path]:
+    """A spec and a plan of what the servers say they are, and the roster with it."""
+    from potluck.cli.common.problems import load_problem
+    from potluck.cli.serving.up_asked import ask_all, plan_of, roster_text, spec_text
+
+    found = ask_all(entries)
+    for each in found:
+        _said(
+            f"{each.entry.url} serves {each.model} ({'an engine' if each.kind == 'face' else 'plain OpenAI'})"
+        )
+    spec_path, roster = folder / "spec.yaml", folder / "servers.yaml"
+    spec_path.write_text(spec_text(found), "utf-8")
+    roster.write_text(roster_text(found, file.resolve().parent, file.read_text("utf-8")), "utf-8")
+    spec = read_one_spec((spec_path,))
+    plan = plan_of(found, {model.name: len(model.model.layers) for model in spec.models})
+    return Inputs(spec, load_problem(spec, 0.8, None, (), 0.0), plan), roster
 
 
 def read_entries(file: Path) -> tuple[Entry, ...]:

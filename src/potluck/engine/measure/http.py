@@ -77,6 +77,21 @@ class HttpBench:
             for new, batch in what.mixed:
                 yield await self._decodes(batch, context, new)
 
+    async def ask(self, path: str) -> dict[str, object] | None:
+        """What it says there; None where there is nothing."""
+        try:
+            async with self._client.get(f"{self._url}{path}", timeout=ClientTimeout(total=10)) as answer:
+                found = json.loads(await answer.content.read(1 << 20)) if answer.status == 200 else None
+        except (ClientError, TimeoutError, OSError, ValueError) as error:
+            raise InputError(self._url, f"does not answer {path} ({type(error).__name__})") from error
+        return found if isinstance(found, dict) else None
+
+    async def run(self, prompt: int, tokens: int) -> list[float]:
+        """One request; when its tokens came."""
+        stream = _Stream()
+        await self._run(prompt, tokens, stream)
+        return stream.times_s
+
     async def _prompts_s(self, tokens: int) -> float:
         """Seconds from beginning to first token, of prompts one after the other."""
         found = []

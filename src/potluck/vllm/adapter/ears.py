@@ -13,7 +13,9 @@ from typing import Any
 
 from potluck.kv.link.links import Address
 
-RECENT_STEPS = 256
+RECENT_STEPS = 4096
+SHOWN_STEPS = 256
+"""That a mean is of."""
 LONGEST_LINE = 1 << 20
 MOST_FATES = 4096
 MOST_PEERS = 256
@@ -62,11 +64,20 @@ class _Fate:
 
 @dataclass(slots=True)
 class Steps:
-    """What vLLM computes, exactly: (tokens, sequences, seconds) of the latest steps."""
+    """What vLLM computes, exactly: (number, tokens, sequences, seconds) of the latest steps."""
 
     count: int = 0
     tokens: int = 0
-    recent: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    recent: deque[tuple[int, int, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    _before: tuple[int, int, int] | None = None
+
+    def add(self, tokens: int, sequences: int, before_s: float) -> None:
+        """One begins; `before_s` is what the one before it took, if vLLM was not idle between them."""
+        if before_s and self._before is not None:
+            self.recent.append((*self._before, before_s))
+        self.count += 1
+        self.tokens += tokens
+        self._before = self.count, tokens, sequences
 
 
 class Ears:
@@ -130,11 +141,8 @@ class Ears:
 
     def _heard(self, said: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if "steps" in said:
-            for tokens, sequences, before_s in said["steps"]:
-                self.steps.count += 1
-                self.steps.tokens += tokens
-                if before_s:
-                    self.steps.recent.append((tokens, sequences, before_s))
+            for step in said["steps"]:
+                self.steps.add(*step)
         elif "gave" in said:
             self._gave(
                 str(said["gave"]), Gave(str(said["state"]), bool(said["claimed"]), str(said["problem"]))

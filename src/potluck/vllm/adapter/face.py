@@ -47,6 +47,7 @@ def build(service: Service, api_key: str | None, served: Served) -> web.Applicat
     app.on_response_prepare.append(_note)
     app.router.add_post("/segments", segments)
     app.router.add_get("/status", status)
+    app.router.add_get("/steps", steps)
     app.router.add_get("/cache", cache)
     app.router.add_get("/role", show_role)
     app.router.add_post("/role", change_role)
@@ -65,6 +66,17 @@ async def _note(request: web.BaseRequest, response: web.StreamResponse) -> None:
 
 async def status(request: web.Request) -> web.Response:
     return web.json_response(await request.app[SERVICE].status())
+
+
+async def steps(request: web.Request) -> web.Response:
+    """The latest steps that ended with work behind them: their numbers, tokens, sequences and seconds."""
+    after = request.query.get("after", "0")
+    if not after.isascii() or not after.isdigit() or len(after) > 18:
+        raise InputError("after", "must be the number of a step")
+    found = request.app[SERVICE].ears.steps
+    return web.json_response(
+        {"count": found.count, "steps": [each for each in found.recent if each[0] > int(after)]}
+    )
 
 
 async def cache(request: web.Request) -> web.Response:

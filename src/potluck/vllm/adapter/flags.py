@@ -9,6 +9,10 @@ from pathlib import Path
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 
+SEQUENCES = "--max-num-seqs"
+USUAL_RUNNING = 256
+"""vLLM's own choice, or less than that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -67,6 +71,13 @@ class Settings:
     more: tuple[str, ...] = ()
     """Further flags of vLLM's, as they are."""
 
+    @property
+    def running(self) -> int:
+        """Requests at once, as far as it was said."""
+        words = " ".join(self.more).replace("=", " ").split()
+        said = words[words.index(SEQUENCES) + 1 :][:1] if SEQUENCES in words else []
+        return self.max_running or (int(said[0]) if said and said[0].isdigit() else USUAL_RUNNING)
+
 
 def command(settings: Settings, port: int, channel: Path) -> list[str]:
     shape = settings.shape
@@ -85,7 +96,7 @@ def command(settings: Settings, port: int, channel: Path) -> list[str]:
         ("--tensor-parallel-size", shape.tensor if shape.tensor > 1 else None),
         ("--pipeline-parallel-size", len(shape.stages) or None),
         ("--max-num-batched-tokens", settings.token_budget),
-        ("--max-num-seqs", settings.max_running),
+        (SEQUENCES, settings.max_running),
         ("--max-model-len", settings.max_tokens),
         ("--block-size", settings.block_tokens),
         ("--gpu-memory-utilization", settings.memory_share),

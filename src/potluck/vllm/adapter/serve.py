@@ -23,6 +23,8 @@ from potluck.vllm.adapter.service import Limits, Service
 
 DRAIN_S = 30.0
 """How long requests may go on when the engine is asked to end."""
+TOLD_S = 0.3
+"""In which the connector has told of a step."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -49,7 +51,7 @@ async def serve(
         ears = Ears(channel, settings.shape.workers)
         server = Server(settings, channel)
         service = Service(settings.name, server, ears, limits, always)
-        service.role = role
+        service.role, service.max_running = role, settings.running
         runner: web.AppRunner | None = None
         try:
             await ears.open()
@@ -102,6 +104,8 @@ async def _warm(service: Service) -> None:
                 await answer.read()
         except aiohttp.ClientError:
             return  # Whoever watches it will say why.
+    await asyncio.sleep(TOLD_S)
+    service.ears.steps.recent.clear()  # No other step takes so long.
 
 
 async def _listen(site: web.TCPSite, host: str, port: int) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import aiohttp
 from aiohttp import web
@@ -15,7 +16,7 @@ from potluck.api.errors import Refused
 from potluck.core.errors import UnknownNameError
 from potluck.kv.fingerprint import model_in
 from potluck.kv.link.links import Address
-from potluck.vllm.adapter.ears import Ears
+from potluck.vllm.adapter.ears import SHOWN_STEPS, Ears
 from potluck.vllm.adapter.process import Server
 
 METRICS_S = 0.2
@@ -44,7 +45,7 @@ class Service:
         self.started_s = time.monotonic()
         self.peers: frozenset[Address] = frozenset()
         self.open_requests = self.todo_tokens = self.context_tokens = 0
-        self.max_tokens = 0
+        self.max_tokens = self.max_running = 0
         self.adapters: tuple[str, ...] = ()
         """LoRA that vLLM has loaded: models by the name of their own."""
         self._listed_s = 0.0
@@ -138,7 +139,8 @@ class Service:
             with suppress(aiohttp.ClientError, TimeoutError):
                 await self.look()
         worker, steps = self.ears.workers[0], self.ears.steps
-        times = sorted(seconds for _, _, seconds in steps.recent)
+        latest = islice(reversed(steps.recent), SHOWN_STEPS)
+        times = sorted(seconds for _, _, _, seconds in latest)
         # vLLM writes its gauges at the end of a step, before the blocks of requests that ended in it are free.
         used = figures.get("vllm:kv_cache_usage_perc", 0.0) if self.open_requests else 0.0
         total = worker.blocks
@@ -158,6 +160,7 @@ class Service:
             "total_blocks": total,
             "block_tokens": worker.block_tokens,
             "max_tokens": self.max_tokens,
+            "max_running": self.max_running,
             "steps": steps.count,
             "step_mean_s": sum(times) / len(times) if times else 0.0,
             "step_p99_s": times[min(len(times) - 1, int(len(times) * 0.99))] if times else 0.0,

@@ -1,0 +1,313 @@
+"""`potluck up --engine vllm` with four real vLLM processes: the official client, a flip and a kill under load.
+
+Everything is compared with one plain vLLM. `up` itself runs where Potluck is installed (POTLUCK_PYTHON), vLLM here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_plans import MODEL, write_plans
+from vllm_kit import ENVIRONMENT, SOURCE, VOCAB, Instance, flags, make_model, needs_vllm
+
+PYTHON = os.environ.get("POTLUCK_PYTHON", "")
+pytestmark = [
+    needs_vllm,
+    pytest.mark.skipif(not PYTHON, reason="POTLUCK_PYTHON says nothing: make test-vllm"),
+]
+TOOL_FLAGS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *(
+        "--structured-outputs-config.backend=xgrammar",
+        "--structured-outputs-config.disable_any_whitespace=true",
+    ),
+)
+UNITS = [("homogeneous", (role,), "near") for role in ("prefill", "prefill", "decode", "decode")]
+WITHIN_S = 420.0
+"""For machines that have much else to do."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["city", "n"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": SCHEMA}}]
+NAMED = {"type": "function", "function": {"name": "look"}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+class Plain(Instance):
+    """vLLM without anything of ours."""
+
+    def _command(self, model: Path, block_tokens: int) -> list[str]:
+        command = super()._command(model, block_tokens)
+        return [*(MODEL if word == "tiny" else word for word in command), *TOOL_FLAGS]
+
+
+@dataclass
+class Up:
+    state: Path
+    url: str
+    process: subprocess.Popen[str]
+
+    def cli(self, *words: str) -> str:
+        command = [PYTHON, "-m", "potluck.cli.main", *words, "--state", str(self.state)]
+        done = subprocess.run(
+            command, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        found = json.loads(self.cli("status", "--json"))["replicas"]
+        return {str(each["replica"]): each for each in found}
+
+    def until(self, what: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, dict[str, Any]]:
+        until_s = time.monotonic() + WITHIN_S
+        while True:
+            found = self.replicas()
+            if what(found):
+                return found
+            assert time.monotonic() < until_s, found
+            time.sleep(1.0)
+
+    def kill(self, engine: str) -> None:
+        """Its vLLM, with all that it started."""
+        for folder in Path("/proc").iterdir():
+            try:
+                marked = f"POTLUCK_INSTANCE={engine}".encode() in (folder / "environ").read_bytes().split(
+                    b"\0"
+                )
+                if folder.name.isdigit() and marked:
+                    children = (folder / "task" / folder.name / "children").read_text().split()
+                    for child in children:
+                        os.killpg(int(child), signal.SIGKILL)
+            except OSError:
+                continue
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(SOURCE)}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Plain]]:
+    folder = tmp_path_factory.mktemp("up")
+    model = make_model(folder / "tiny")
+    plan, spec = write_plans(folder, UNITS, [("near", "near")])
+    spec.write_text(
+        spec.read_text().replace(f"    name: {MODEL}\n", f"    name: {MODEL}\n    files: {model}\n")
+    )
+    state = folder / "state"
+    more = shlex.join([*flags(), *TOOL_FLAGS])
+    command = [
+        *(PYTHON, "-m", "potluck.cli.main", "up", str(plan), str(spec), "--state", str(state), "--json"),
+        *(
+            "--engine",
+            "vllm",
+            "--vllm-python",
+            sys.executable,
+            f"--vllm-flags={more}",
+            "--averages",
+            "--port",
+            "0",
+        ),
+    ]
+    log = (folder / "up.log").open("w")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment())
+    plain = Plain(model, folder / "plain.log", connector=False)
+    watchdog = threading.Timer(3 * WITHIN_S, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line, (folder / "up.log").read_text()[-3000:]
+        up = Up(state, json.loads(line)["url"], process)
+        up.until(lambda found: [each["state"] for each in found.values()].count("ready") == 4)
+        yield up, plain.ready()  # type: ignore[misc]
+    finally:
+        watchdog.cancel()
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(90)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        log.close()
+        plain.end()
+
+
+def client(url: str) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
+
+
+def chat(url: str, messages: list[dict[str, Any]], *, stream: bool, **more: Any) -> list[Any]:
+    """What the official client makes of it: per choice its text, calls, reason, and how many log probabilities."""
+    body = {"model": MODEL, "messages": messages, "temperature": 0, **more}
+    if not stream:
+        found = client(url).chat.completions.create(**body)
+        return [
+            (
+                each.message.content or "",
+                [
+                    (call.function.name, json.loads(call.function.arguments))
+                    for call in each.message.tool_calls or []
+                ],
+                each.finish_reason,
+                len(each.logprobs.content) if each.logprobs else 0,
+            )
+            for each in found.choices
+        ]
+    told: dict[int, list[Any]] = {}
+    names = set()
+    for event in client(url).chat.completions.create(stream=True, **body):
+        names.add(event.id)
+        for each in event.choices:
+            mine = told.setdefault(each.index, ["", "", "", None, 0])
+            mine[0] += each.delta.content or ""
+            for call in each.delta.tool_calls or []:
+                mine[1] += call.function.name or ""
+                mine[2] += call.function.arguments or ""
+            mine[3] = each.finish_reason or mine[3]
+            mine[4] += len(each.logprobs.content) if each.logprobs else 0
+    assert len(names) == 1
+    return [
+        (text, [(name, json.loads(arguments))] if name else [], reason, logs)
+        for text, name, arguments, reason, logs in told.values()
+    ]
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+HISTORY = [
+    *said("Where is it?"),
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"city": "Oslo", "n": 1}'}},
+    ]},
+    {"role": "tool", "tool_call_id": "c1", "content": "There."},
+]  # fmt: skip
+NO_BLANKS = {"logit_bias": {str(number): -100 for number in (3 + 9, 3 + 10, 3 + 13, 3 + 32)}}
+"""A model of random weights would write blanks for ever, where a grammar lets it."""
+ASKED: dict[str, dict[str, Any]] = {
+    "a named tool": {"tools": TOOLS, "tool_choice": NAMED, "max_tokens": 100, **NO_BLANKS},
+    "some tool": {"tools": TOOLS, "tool_choice": "required", "max_tokens": 100, **NO_BLANKS},
+    "a tool or not": {"tools": TOOLS, "max_tokens": 8},
+    "a format": {"response_format": FORMAT, "max_tokens": 60},
+    "log probabilities of a format": {
+        "response_format": FORMAT,
+        "max_tokens": 60,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "max_tokens": 20},
+    "several drawn": {"n": 2, "temperature": 0.9, "seed": 3, "frequency_penalty": 0.1, "max_tokens": 6},
+    "a field of vLLM's": {"extra_body": {"structured_outputs": {"regex": "[ab]{6}"}}, "max_tokens": 20},
+    "plain": {"max_tokens": 12},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_official_client_gets_what_vllm_offers(service: tuple[Up, Plain], stream: bool) -> None:
+    up, plain = service
+    below = f"http://127.0.0.1:{plain.port}"
+    for place, (what, more) in enumerate(ASKED.items()):
+        for messages in (said(f"{place} " + "word " * 30), HISTORY):
+            found = chat(up.url, messages, stream=stream, **more)
+            if more.get("n", 1) == 1:
+                assert found == chat(below, messages, stream=stream, **more), what
+            else:
+                assert len({text for text, *_ in found}) == 2, "each is drawn by itself"
+    calls = chat(up.url, said("call"), stream=stream, **ASKED["a named tool"])[0][1]
+    assert calls[0][0] == "look"
+    assert set(calls[0][1]) == {"city", "n"}
+
+
+def test_what_vllm_refuses_is_told_and_other_prompts_are_found_out(service: tuple[Up, Plain]) -> None:
+    from openai import BadRequestError
+
+    up, plain = service
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match="nonsense"):
+            chat(up.url, said("hi"), stream=stream, response_format=wrong)
+    # vLLM joins the parts of a message otherwise than we do.
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "one " * 20}, {"type": "text", "text": "two"}]}
+    ]
+    more = {"presence_penalty": 0.5, "max_tokens": 10}
+    below = f"http://127.0.0.1:{plain.port}"
+    assert chat(up.url, parts, stream=True, **more) == chat(below, parts, stream=True, **more)
+
+
+def ask(url: str, place: int) -> object:
+    """One of many requests: tokens mostly, every fourth with a tool, half of those streamed."""
+    drawn = random.Random(place)
+    if place % 4 == 3:
+        messages = said("word " * drawn.randrange(5, 60) + str(place))
+        return chat(url, messages, stream=place % 8 == 7, **ASKED["a named tool"])
+    found = client(url).completions.create(
+        model=MODEL,
+        prompt=drawn.choices(range(3, VOCAB), k=drawn.randrange(40, 600)),
+        temperature=0,
+        max_tokens=30,
+        extra_body={"ignore_eos": True},
+    )
+    return found.choices[0].text
+
+
+def test_a_flip_and_a_kill_under_load_change_no_answer(service: tuple[Up, Plain]) -> None:
+    up, plain = service
+    count = 48
+    done = threading.Semaphore(0)
+
+    def one(place: int) -> object:
+        try:
+            return ask(up.url, place)
+        finally:
+            done.release()
+
+    before = up.replicas()
+    decoding = [name for name, each in before.items() if each["role"] == "decode"]
+    victim = next(name for name, each in before.items() if each["role"] == "prefill")
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(one, place) for place in range(count)]
+        for _ in range(count // 6):
+            done.acquire()
+        up.cli("flip", decoding[0], "prefill")
+        for _ in range(count // 6):
+            done.acquire()
+        up.kill(str(before[victim]["engine"]))
+        found = [each.result(WITHIN_S) for each in asked]
+    below = f"http://127.0.0.1:{plain.port}"
+    with ThreadPoolExecutor(8) as threads:
+        assert found == list(threads.map(lambda place: ask(below, place), range(count)))
+    roles = {name: each["role"] for name, each in up.replicas().items()}
+    assert roles[decoding[0]] == "prefill"
+    after = up.until(lambda now: [each["state"] for each in now.values()].count("ready") == 4)
+    engines = {str(each["engine"]) for each in after.values()}
+    assert str(before[victim]["engine"]) not in engines, "another took its place"
+    assert len(engines) == 4
+    again = range(count, count + 12)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda place: ask(up.url, place), again)) == list(
+            threads.map(lambda place: ask(below, place), again)
+        )
