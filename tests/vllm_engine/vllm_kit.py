@@ -100,6 +100,26 @@ def make_model(folder: Path, config: Mapping[str, object] = LLAMA) -> Path:
     return folder
 
 
+def make_lora(folder: Path) -> Path:
+    """An adapter of that model, of random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    source, rank = torch.Generator().manual_seed(8), 8
+    weights = {}
+    for layer in range(LAYERS):
+        for name, rows in (("q", HEADS), ("v", KV_HEADS)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            weights[f"{at}.lora_A.weight"] = torch.randn((rank, HIDDEN), generator=source)
+            weights[f"{at}.lora_B.weight"] = torch.randn((rows * WIDTH, rank), generator=source)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    config |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def free_port() -> int:
     with create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
