@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from live_plans import MODEL, write_plans
-from vllm_kit import ENVIRONMENT, SOURCE, VOCAB, Instance, flags, make_model, needs_vllm
+from vllm_kit import ENVIRONMENT, SOURCE, VOCAB, Instance, flags, make_lora, make_model, needs_vllm
 
 PYTHON = os.environ.get("POTLUCK_PYTHON", "")
 pytestmark = [
@@ -50,12 +50,16 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
+def more_flags(folder: Path) -> list[str]:
+    return [*TOOL_FLAGS, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"lora={folder / 'lora'}"]
+
+
 class Plain(Instance):
     """vLLM without anything of ours."""
 
     def _command(self, model: Path, block_tokens: int) -> list[str]:
         command = super()._command(model, block_tokens)
-        return [*(MODEL if word == "tiny" else word for word in command), *TOOL_FLAGS]
+        return [*(MODEL if word == "tiny" else word for word in command), *more_flags(model.parent)]
 
 
 @dataclass
@@ -113,7 +117,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, Plai
         spec.read_text().replace(f"    name: {MODEL}\n", f"    name: {MODEL}\n    files: {model}\n")
     )
     state = folder / "state"
-    more = shlex.join([*flags(), *TOOL_FLAGS])
+    make_lora(folder / "lora")
+    more = shlex.join([*flags(), *more_flags(folder)])
     command = [
         *(PYTHON, "-m", "potluck.cli.main", "up", str(plan), str(spec), "--state", str(state), "--json"),
         *(
@@ -158,9 +163,11 @@ def client(url: str) -> Any:
     return OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
 
 
-def chat(url: str, messages: list[dict[str, Any]], *, stream: bool, **more: Any) -> list[Any]:
+def chat(
+    url: str, messages: list[dict[str, Any]], *, stream: bool, model: str = MODEL, **more: Any
+) -> list[Any]:
     """What the official client makes of it: per choice its text, calls, reason, and how many log probabilities."""
-    body = {"model": MODEL, "messages": messages, "temperature": 0, **more}
+    body = {"model": model, "messages": messages, "temperature": 0, **more}
     if not stream:
         found = client(url).chat.completions.create(**body)
         return [
@@ -239,6 +246,21 @@ def test_the_official_client_gets_what_vllm_offers(service: tuple[Up, Plain], st
     calls = chat(up.url, said("call"), stream=stream, **ASKED["a named tool"])[0][1]
     assert calls[0][0] == "look"
     assert set(calls[0][1]) == {"city", "n"}
+
+
+def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> None:
+    up, plain = service
+    assert {each.id for each in client(up.url).models.list()} == {MODEL, "lora"}
+    below = f"http://127.0.0.1:{plain.port}"
+    for place, more in enumerate(({"max_tokens": 12}, ASKED["a named tool"])):
+        messages = said("word " * 40 + str(place))
+        for name in ("lora", MODEL, "lora"):
+            found = chat(up.url, messages, stream=False, model=name, **more)
+            assert found == chat(below, messages, stream=False, model=name, **more)
+    bare = [
+        chat(up.url, said("word " * 20), stream=True, model=name, max_tokens=12) for name in ("lora", MODEL)
+    ]
+    assert bare[0] != bare[1], "it makes a difference"
 
 
 def test_what_vllm_refuses_is_told_and_other_prompts_are_found_out(service: tuple[Up, Plain]) -> None:
