@@ -267,7 +267,7 @@ def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
     assert "plan 2: t@east=3, $2.25/h (was $1.50/h)" in text
     assert "scaling (cauchy) goes on from there" in text
     what, body = port.asked[-1]
-    assert what == "PUT /plan"
+    assert what == "PUT /plan?why=by%20hand%3A%20t%40east%3D3"
     assert plan_from_json(json.dumps(body)).deployments == (Deployment("t", "east", 3),)
     store = Store(folder / "state.db")
     newest = store.plan()

@@ -40,6 +40,7 @@ class Machine:
     """Name to state."""
     started: int = 0
     step_tokens: list[int] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
     broken: bool = False
 
     def start(self, name: str, make: Make) -> Place:
@@ -69,6 +70,10 @@ class Machine:
     def stop(self, name: str, place: Place) -> None:
         self.running.pop(name, None)
 
+    def kill(self, name: str, place: Place) -> None:
+        self.killed.append(name)
+        self.running.pop(name, None)
+
     def news(self) -> tuple[()]:
         return ()
 
@@ -84,6 +89,7 @@ class Gateway:
     urls: bool = False
     """Whether it says where replicas are reached."""
     step_tokens: int = 0
+    kill: list[str] = field(default_factory=list)
 
     def wanted(self) -> dict[str, Any]:
         if self.away:
@@ -102,6 +108,7 @@ class Gateway:
         return {
             "replicas": [{**each, "id": name} for name in self.replicas],
             "replan": self.replan,
+            "kill": self.kill,
             "plan_mark": self.mark,
         }
 
@@ -110,7 +117,7 @@ class Gateway:
             raise GatewayAway("refused")
         self.fleet = tuple(each for each in instances if each.state == "up" and each.replica)
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan, why: str = "") -> None:
         self.plans.append(plan)
         self.replan = None
 
@@ -187,6 +194,25 @@ def test_what_is_wanted_is_started_told_and_stopped_again(world: World) -> None:
     kinds = [each.kind for each in Store(world.path).happenings()]
     assert kinds.count("start") == 2
     assert "stop" in kinds
+
+
+def test_an_engine_that_somebody_wants_dead_is_killed_once_and_another_comes(world: World) -> None:
+    world.gateway.replicas = ["a", "b"]
+    controller = world.controller()
+    world.turns(controller, 4)
+    (victim,) = (each.name for each in world.gateway.fleet if each.replica == "a")
+    world.gateway.kill = ["a"]
+    world.turns(controller, 1)
+    world.gateway.kill = []
+    world.turns(controller, 5)
+    assert world.machine.killed == [victim]
+    assert sorted(each.replica for each in world.gateway.fleet) == ["a", "b"]
+    assert victim not in {each.name for each in world.gateway.fleet}
+    world.gateway.kill, world.gateway.away = ["a"], True
+    world.turns(controller, 3)
+    assert world.machine.killed == [victim], (
+        "what was wanted before the gateway went away is not wanted for ever"
+    )
 
 
 def test_engines_are_started_with_the_steps_that_were_planned_and_stay_when_others_are(world: World) -> None:

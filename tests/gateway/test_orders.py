@@ -193,7 +193,14 @@ def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
     keeper = SimpleNamespace(wanted=lambda: Wanted(((member, "mixed", False, ""),), (), None, 3))
     kit = SimpleNamespace(engine=Engine(token_budget=192))
     center = SimpleNamespace(
-        keeper=keeper, kits=SimpleNamespace(kits={("t", 1): kit}), plan_version=1, plan_mark="", market=None
+        keeper=keeper,
+        kits=SimpleNamespace(kits={("t", 1): kit}),
+        plan_version=1,
+        plan_mark="",
+        market=None,
+        kills={"gone"},
+        brain=SimpleNamespace(fleet=SimpleNamespace(views={})),
+        desk=SimpleNamespace(now_s=lambda: 7.0),
     )
     (found,) = Oversight(center).wanted()["replicas"]  # type: ignore[arg-type]
     assert (found["id"], found["step_tokens"]) == ("a", 192)

@@ -225,7 +225,7 @@ def test_a_workers_counts_are_added_once_and_end_with_it() -> None:
         lines: list[tuple[str, str]] = []
         mail = cast(Mail, SimpleNamespace(later=lambda letter, text: lines.append((letter, text))))
         used: list[Told] = []
-        hand = HandMeter(mail, lambda replica: "", usage=True, spans=False)
+        hand = HandMeter(mail, lambda replica: "", spans=False)
         meter = FullMeter(used.append)
         told = Told("r", "k", "t", "m", "c", "stop", 200, 5, 0, 3, 1.0, 2.0, 3.0, True)
         hand.came("m", "t")

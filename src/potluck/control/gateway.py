@@ -6,7 +6,7 @@ import http.client
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from potluck.control.values import Instance, Make, Want
 from potluck.core.codec import encode
@@ -18,6 +18,7 @@ ASK_S = 5.0
 QUIET_S = 60.0
 """A gateway says something at least every 15 s to whoever reads its events."""
 MOST_LINE_BYTES = 1_000_000
+MOST_WHY = 400
 
 
 class GatewayAway(PotluckError):
@@ -42,8 +43,9 @@ class GatewayClient:
         ]
         self._ask("PUT", "/fleet", {"engines": entries})
 
-    def set_plan(self, plan: Plan) -> None:
-        self._ask("PUT", "/plan", json.loads(plan_to_json(plan)))
+    def set_plan(self, plan: Plan, why: str = "") -> None:
+        words = f"?why={quote(why[:MOST_WHY])}" if why else ""
+        self._ask("PUT", f"/plan{words}", json.loads(plan_to_json(plan)))
 
     def set_market(self, regions: Iterable[Region]) -> None:
         self._ask("PUT", "/market", {"regions": [encode(each) for each in regions]})
@@ -56,6 +58,10 @@ class GatewayClient:
 
     def drain(self, replica: str) -> dict[str, Any]:
         return self._ask("POST", "/drain", {"replica": replica})
+
+    def note(self, what: str, why: str) -> None:
+        """A line in its log of decisions."""
+        self._ask("POST", "/note", {"what": what, "why": why})
 
     def flip(self, replica: str, role: str) -> dict[str, Any]:
         return self._ask("POST", "/flip", {"replica": replica, "role": role})

@@ -21,7 +21,7 @@ from potluck.control.books import Books
 from potluck.control.byhand import leave, leaving
 from potluck.control.chronicle import Chronicle, gist
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
-from potluck.control.launch.base import Launcher
+from potluck.control.launch.base import Killer, Launcher
 from potluck.control.market import MarketFile
 from potluck.control.paces import Paces
 from potluck.control.planning import Planner, Planning
@@ -105,6 +105,7 @@ class Controller:
         if not problem:
             wanted = self._tell_market(wanted)
             self._tell_plan(wanted)
+            self._kill(frozenset(wanted.get("kill", ())))
         instances = self._seen()
         self._heed_notices(instances, wanted)
         self._learn_of(wanted)
@@ -204,6 +205,16 @@ class Controller:
         self._note("start", f"{name} for {want.replica}", why)
         return True
 
+    def _kill(self, replicas: frozenset[str]) -> None:
+        """Somebody wants these replicas' engines gone at once, to see what becomes of it."""
+        for each in self._store.instances() if replicas else ():
+            if each.replica not in replicas or each.state == "dead":
+                continue
+            place = self._store.places().get(each.name, {})
+            kill = self._launcher.kill if isinstance(self._launcher, Killer) else self._launcher.stop
+            kill(each.name, place)
+            self._note_once(f"kill {each.name}", "kill", f"{each.replica} by hand")
+
     def _one(self, name: str) -> Instance | None:
         return next((each for each in self._store.instances() if each.name == name), None)
 
@@ -273,7 +284,7 @@ class Controller:
         if mark in marks:
             self.learn(newest.plan)
             try:
-                self._gateway.set_plan(newest.plan)
+                self._gateway.set_plan(newest.plan, newest.reason)
                 self._note("plan", f"version {newest.version} is told again", "the gateway had an older one")
             except PotluckError as error:
                 self._note_once("plan", "plan", f"version {newest.version} was not taken: {error}")
@@ -288,7 +299,7 @@ class Controller:
         """From now on this one; its version."""
         version = self._store.add_plan(plan, self._clock(), reason)
         self.learn(plan)
-        self._gateway.set_plan(plan)
+        self._gateway.set_plan(plan, reason)
         self._note("plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h", reason)
         return version
 

@@ -92,8 +92,8 @@ class Stand:
         self.store.set("spec files", {"path": str(settings.spec), "profiles": profiles})
         self.plan = self._chosen(plan)
         self._plan_file = self.folder / "plan.json"
-        self._key_file = self._secret("admin.key")
-        self.client = GatewayClient("", self._key_file.read_text("utf-8"))
+        self.key_file = self._secret("admin.key")
+        self.client = GatewayClient("", self.key_file.read_text("utf-8"))
         self.controller = Controller(
             self.store,
             self._lease,
@@ -196,7 +196,7 @@ class Stand:
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
             *("--port", str(port), "--admin-port", str(admin), "--json"),
-            *("--admin-key-file", str(self._key_file), "--log", str(self.folder / "brain.log")),
+            *("--admin-key-file", str(self.key_file), "--log", str(self.folder / "brain.log")),
             *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),
             *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
             *(f"--profile={path}" for path in settings.profiles),

@@ -29,8 +29,10 @@ from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.port import bound
+from potluck.gateway.page.routes import Page
+from potluck.gateway.page.show import Show
 from potluck.gateway.parts import Meter, Told
-from potluck.gateway.settings import Settings
+from potluck.gateway.settings import LOOPBACK, Settings
 from potluck.gateway.workers.crew import Crew
 from potluck.gateway.workers.parent import Parent, Post
 from potluck.gateway.workers.setup import CardNote
@@ -48,7 +50,8 @@ class Operators:
         self._settings = settings
         self._usage = None if settings.usage is None else UsageFile(settings.usage, time.time)
         self._spans = None if settings.otlp is None else Spans(settings.otlp)
-        told = None if self._usage is None else self._told
+        self.page = Page(Show(center))
+        told = self.page.show.hour.told if self._usage is None else self._told
         self.meter = FullMeter(told, self._spans, self._region_of(center))
         self._keys = None
         if settings.keys is not None:
@@ -63,15 +66,22 @@ class Operators:
             self._notes,
             key=settings.admin_key,
             served=Served(keyed=settings.admin_key is not None),
+            page=self.page,
+            near=settings.places.admin_host in LOOPBACK,
         )
         self._runner: web.AppRunner | None = None
         center.herald.decided = self.meter.decided
-        center.watch.moved = self.meter.moved
-        center.desk.at_ticks += [self.metrics.look, self._flush]
+        center.watch.moved = self._moved
+        center.desk.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
 
     def _told(self, told: Told) -> None:
         assert self._usage is not None
         self._usage.record(told, time.monotonic())
+        self.page.show.hour.told(told)
+
+    def _moved(self, source: str, target: str, codec: str, moved_bytes: int, took_s: float) -> None:
+        self.meter.moved(source, target, codec, moved_bytes, took_s)
+        self.page.show.flows.moved(source, target, codec, moved_bytes, took_s)
 
     def _flush(self) -> None:
         if self._usage is not None:
@@ -106,7 +116,10 @@ class Operators:
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places
         sockets = sockets or await bound(places.admin_host, places.admin_port)
-        self._runner = web.AppRunner(build_admin(self._office), access_log=None, shutdown_timeout=1.0)
+        # Who has gone watches no more, and what was asked for them is given up.
+        self._runner = web.AppRunner(
+            build_admin(self._office), access_log=None, shutdown_timeout=1.0, handler_cancellation=True
+        )
         await self._runner.setup()
         for each in sockets:
             await web.SockSite(self._runner, each).start()
@@ -194,6 +207,7 @@ async def serve(
         loop.add_reader(post.life, _parent_is_gone, loop, post.life, stop)
     try:
         url, admin = await workers.start(), await operators.listen(() if post is None else post.operators)
+        operators.page.chat.url = url
         center.start()
         calm()
         ready(url, admin)

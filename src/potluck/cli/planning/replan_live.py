@@ -79,8 +79,8 @@ def apply(service: Service, running: Live, best: Answer) -> str:
         raise InputError(
             "--apply", f"plan {newest.version} came while this was reckoned; ask again, it may be enough"
         )
-    service.client.set_plan(best.plan)
     why = f"replan --live, {best.step}"
+    service.client.set_plan(best.plan, f"{BY_HAND}: {why}")
     version = service.store.add_plan(best.plan, time.time(), f"{BY_HAND}: {why}")
     service.store.note(
         time.time(), "plan", f"version {version}, ${best.cost_usd_per_h:.2f}/h, {why}", BY_HAND

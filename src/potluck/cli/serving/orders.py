@@ -166,7 +166,7 @@ def _scaled(service: Service, what: str) -> dict[str, Any]:
             "scaling": None,
             "line": f"there are to be {number} already; nothing changed",
         }
-    service.client.set_plan(plan)
+    service.client.set_plan(plan, f"{BY_HAND}: {what}")
     version = service.store.add_plan(plan, time.time(), f"{BY_HAND}: {what}")
     _note(service, "plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h, {what}")
     return {

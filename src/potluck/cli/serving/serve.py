@@ -128,7 +128,9 @@ def announced(as_json: bool) -> Callable[[str, str], None]:
         if as_json:
             click.echo(json.dumps({"url": url, "admin": admin}))
         else:
-            click.echo(f"Serving at {url}  (try {url}/v1/models; operators: {admin}; Ctrl-C ends)")
+            click.echo(
+                f"Serving at {url}  (try {url}/v1/models; the page and operators: {admin}; Ctrl-C ends)"
+            )
 
     return ready
 

@@ -329,7 +329,16 @@ class _Show:
         models = tuple(model.name for model in self.prepared.inputs.spec.models)
         lines = (*self.stand.said, *self.prepared.lines)
         keyed = self.stand.keyed
-        served = Served(self.stand.url, models, self.stand.plan, lines, now_s - self.began_s, keyed)
+        served = Served(
+            self.stand.url,
+            models,
+            self.stand.plan,
+            lines,
+            now_s - self.began_s,
+            keyed,
+            self.stand.client.url,
+            str(self.stand.key_file),
+        )
         if not self.check:
             click.echo(json.dumps(ready_json(served))) if self.as_json else show_ready(served)
             return

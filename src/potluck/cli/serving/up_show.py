@@ -42,6 +42,10 @@ class Served:
     """Since the command was given."""
     keyed: bool = False
     """Whether clients must show a key."""
+    page: str = ""
+    """Where operators look."""
+    key_file: str = ""
+    """What they need to change something."""
 
 
 @contextmanager
@@ -76,6 +80,9 @@ def show_ready(served: Served) -> None:
             click.echo(f"  prompts computed in {flow[0]} are answered in {flow[1]}")
     for line in served.lines:
         click.echo(f"  {line}")
+    if served.page:
+        click.echo(f"Watch it at {served.page}/")
+        click.echo(f"  (orders there need the key in {served.key_file})")
     click.echo(f"Try it, or see `potluck top`, `status`, `bench` in another terminal:\n{curl(served)}")
 
 
@@ -92,6 +99,7 @@ def curl(served: Served) -> str:
 def ready_json(served: Served) -> dict[str, object]:
     return {
         "url": served.url,
+        "page": served.page,
         "models": list(served.models),
         "cost_usd_per_h": served.plan.cost_usd_per_h,
         "ready_s": round(served.ready_s, 2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from potluck.control.values import InstanceState, Make
 
@@ -46,3 +46,10 @@ class Launcher(Protocol):
 
     def news(self) -> tuple[NodeNews, ...]:
         """What is new about machines since the last call."""
+
+
+@runtime_checkable
+class Killer(Protocol):
+    """A launcher that can end an engine without asking it."""
+
+    def kill(self, name: str, place: Place) -> None: ...

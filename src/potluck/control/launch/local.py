@@ -127,6 +127,11 @@ class LocalLauncher:
             self._ending[name] = self._clock()
             end(pid)
 
+    def kill(self, name: str, place: Place) -> None:
+        pid = _pid(place)
+        if pid is not None:
+            end(pid, insist=True)
+
     def _insist(self, places: dict[str, Place]) -> None:
         for name, asked_s in list(self._ending.items()):
             pid = _pid(places.get(name, {}))

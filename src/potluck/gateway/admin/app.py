@@ -1,6 +1,7 @@
-"""The operators' port: metrics, a snapshot, events, the fleet, the plan. An ordinary web application.
+"""The operators' port: metrics, a snapshot, events, the fleet, the plan, the page. An ordinary web application.
 
-It has a key of its own, and without one it only listens on the loopback address.
+It has a key of its own, and without one it only listens on the loopback address. What the page reads needs none
+there; orders always do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -26,11 +27,13 @@ from potluck.gateway.admin import families
 from potluck.gateway.admin.feed import Feed
 from potluck.gateway.admin.metrics import CONTENT_TYPE, Metrics, figures
 from potluck.gateway.admin.overseer import Json, Overseer
+from potluck.gateway.page.routes import Page, add_page, is_file, is_reading
 
 log = logging.getLogger(__name__)
 
 BODY_BYTES = 64_000_000
 """Of a plan or a fleet."""
+MOST_WHY = 400
 QUIET_S = 15.0
 """After so long without events a reader is told that nothing happened."""
 
@@ -46,15 +49,16 @@ class Office:
     """What else belongs into the snapshot: problems with files, how many keys, ..."""
     key: str | None = field(default=None, repr=False)
     served: Served = Served()
+    page: Page | None = None
+    near: bool = True
+    """It only listens on the loopback address."""
 
 
 def build_admin(office: Office) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check_origin(request.method, request.headers, office.served)
-            if office.key is not None and request.path != "/health":
-                _check_key(request, office.key)
+            _check(request, office)
             response = await handler(request)
         except asyncio.CancelledError:
             raise
@@ -98,6 +102,11 @@ def build_admin(office: Office) -> web.Application:
         shown = {**office.overseer.decisions(int(after)), "ended": ended}
         return web.json_response(shown, dumps=_dumps)
 
+    async def plan(request: web.Request) -> web.StreamResponse:
+        body = parse_object(await request.read())
+        why = request.query.get("why", "")[:MOST_WHY]
+        return web.json_response(office.overseer.set_plan(body, why), dumps=_dumps)
+
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
@@ -105,13 +114,34 @@ def build_admin(office: Office) -> web.Application:
     app.router.add_get("/events", events)
     app.router.add_get("/fleet", fleet)
     app.router.add_put("/fleet", _put(office.overseer.set_fleet))
-    app.router.add_put("/plan", _put(office.overseer.set_plan))
+    app.router.add_put("/plan", plan)
     app.router.add_put("/market", _put(office.overseer.set_market))
     app.router.add_get("/decisions", decisions)
-    app.router.add_post("/drain", _put(office.overseer.drain))
-    app.router.add_post("/flip", _put(office.overseer.flip))
+    for path, order in (
+        ("/drain", office.overseer.drain),
+        ("/flip", office.overseer.flip),
+        ("/kill", office.overseer.kill),
+        ("/note", office.overseer.note),
+    ):
+        app.router.add_post(path, _order(office, order))
     app.router.add_get("/wanted", wanted)
+    if office.page is not None:
+        add_page(app, office.page)
     return app
+
+
+def _order(
+    office: Office, change: Callable[[Json], Json]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """What a person wants: with a key, or not at all."""
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        if office.key is None:
+            line = "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
+            raise Refused(403, line, "no_admin_key")
+        return web.json_response(change(parse_object(await request.read())), dumps=_dumps)
+
+    return handler
 
 
 def _put(change: Callable[[Json], Json]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -145,11 +175,31 @@ async def _events(request: web.Request, feed: Feed) -> web.StreamResponse:
         reader.close()
 
 
-def _check_key(request: web.Request, key: str) -> None:
+def _check(request: web.Request, office: Office) -> None:
+    """Raises for what this sender may not ask."""
+    served = office.served
+    free = (
+        office.key is None or request.path == "/health" or (office.page is not None and is_file(request.path))
+    )
+    if not free and not _has_key(request, office.key or ""):
+        if not (
+            office.near
+            and "Authorization" not in request.headers
+            and is_reading(request.method, request.path)
+        ):
+            raise _no_key()
+        served = replace(served, keyed=False)  # so its host name counts
+    check_origin(request.method, request.headers, served)
+
+
+def _has_key(request: web.Request, key: str) -> bool:
     given = request.headers.get("Authorization", "")
-    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {key}".encode()):
-        line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
-        raise Refused(401, line, "invalid_api_key", "authorization")
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {key}".encode())
+
+
+def _no_key() -> Refused:
+    line = "the operators' key is needed: send it as `Authorization: Bearer KEY`"
+    return Refused(401, line, "invalid_api_key", "authorization")
 
 
 def _error(error: Exception) -> web.Response:

@@ -50,8 +50,8 @@ class Overseer(Protocol):
     def set_fleet(self, body: Json) -> Json:
         """Other engines from now on; says what changed."""
 
-    def set_plan(self, body: Json) -> Json:
-        """Another plan from now on; says what changes."""
+    def set_plan(self, body: Json, why: str = "") -> Json:
+        """Another plan from now on, and why; says what changes."""
 
     def set_market(self, body: Json) -> Json:
         """Other prices, other nodes."""
@@ -64,6 +64,12 @@ class Overseer(Protocol):
 
     def flip(self, body: Json) -> Json:
         """Give a replica another role, by hand."""
+
+    def kill(self, body: Json) -> Json:
+        """Have a replica's engine killed, by hand."""
+
+    def note(self, body: Json) -> Json:
+        """Write a line into the log of decisions."""
 
     def wanted(self) -> Json:
         """What the Brain wants of the fleet, for whoever starts and stops engines."""
@@ -90,7 +96,7 @@ class Unseen:
     def set_fleet(self, body: Json) -> Json:
         return {}
 
-    def set_plan(self, body: Json) -> Json:
+    def set_plan(self, body: Json, why: str = "") -> Json:
         return {}
 
     def set_market(self, body: Json) -> Json:
@@ -103,6 +109,12 @@ class Unseen:
         return {}
 
     def flip(self, body: Json) -> Json:
+        return {}
+
+    def kill(self, body: Json) -> Json:
+        return {}
+
+    def note(self, body: Json) -> Json:
         return {}
 
     def wanted(self) -> Json:

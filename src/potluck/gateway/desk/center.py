@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 from potluck.core.brain.brain import Brain
@@ -50,7 +51,14 @@ class Center:
         """Grows with every plan that is adopted."""
         self.plan_mark = plan_mark(scene.plan)
         """By which a controller knows it again."""
+        self.plan_why = "it was started with this plan"
+        """Why this one; whoever told it may say so."""
+        self.kills: set[str] = set()
+        """Replicas whose engines somebody wants killed, for whoever started them."""
+        self.asked_s = -inf
+        """When whoever starts and stops engines last asked what is wanted; by the desk's time."""
         facts = self.kits.facts()
+        self.links_gbps = facts.links_gbps
         self.brain = Brain(facts, policy)
         self.logged: Logged | None = None
         mind: Mind = self.brain
@@ -97,10 +105,10 @@ class Center:
         self.watch.meet()
         self.desk.start(asyncio.get_running_loop())
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: Plan, why: str = "") -> None:
         """Another plan, from an operator or a planner."""
         self.kits.learn(plan)
-        self.plan = plan
+        self.plan, self.plan_why = plan, why or "an operator or a controller told it"
         self.plan_version += 1
         self.plan_mark = plan_mark(plan)
         if self._memory is not None:

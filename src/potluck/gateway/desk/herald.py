@@ -42,6 +42,7 @@ from potluck.core.brain.events import (
 from potluck.core.values.member import Member
 
 MOST_KEPT = 1_000
+MOST_LOST = 200
 _OF_REQUESTS = frozenset({Arrived, SegmentDone, FirstToken, Finished, Reported, Run, Twin, Refuse, Abandon})
 """What comes by the thousand a second, and says nothing of the fleet."""
 
@@ -52,6 +53,8 @@ class Decision(NamedTuple):
     """The time of day."""
     what: str
     why: str
+    kind: str = "decision"
+    """In a word: `ready`, `lost`, `plan`, `flip`, ...; what operators filter by."""
 
 
 class Herald:
@@ -66,32 +69,40 @@ class Herald:
         self.decided: Callable[[str, str], None] = lambda what, why: None
         self.epoch = secrets.token_hex(8)
         self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
+        self.lost: dict[str, tuple[float, str]] = {}
+        """Replicas that were lost of late: when, by the time of day, and why."""
         self._number = 0
         self._standby: set[str] = set()
         """Replicas that are on standby."""
 
-    def _say(self, what: str, why: str) -> None:
+    def say(self, kind: str, what: str, why: str) -> None:
         self._number += 1
-        self.kept.append(Decision(self._number, self._clock(), what, why))
+        self.kept.append(Decision(self._number, self._clock(), what, why, kind))
         self.decided(what, why)
+
+    def _is_lost(self, replica: str, reason: str) -> None:
+        self._standby.discard(replica)
+        while len(self.lost) >= MOST_LOST:
+            del self.lost[next(iter(self.lost))]
+        self.lost[replica] = (self._clock(), reason)
+        self.say("lost", f"{replica} is lost", reason)
 
     def __call__(self, at_s: float, event: Event, actions: Sequence[Action]) -> None:
         if type(event) in _OF_REQUESTS and (not actions or type(actions[0]) in _OF_REQUESTS):
             return
         match event:
             case ReplicaReady(replica):
-                self._say(f"{replica} is ready", "its engine answers")
+                self.say("ready", f"{replica} is ready", "its engine answers")
             case ReplicaLost(replica, reason):
-                self._standby.discard(replica)
-                self._say(f"{replica} is lost", reason)
+                self._is_lost(replica, reason)
             case Drained(replica):
-                self._say(f"{replica} is empty", "it was asked to drain")
+                self.say("drain", f"{replica} is empty", "it was asked to drain")
             case Ordered(replica, what):
-                self._say(f"{replica}: {what}", "by hand")
+                self.say("order", f"{replica}: {what}", "by hand")
             case Planned(plan):
-                self._say(f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
+                self.say("plan", f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
             case Quoted():
-                self._say("prices or nodes are others", "the market was told")
+                self.say("market", "prices or nodes are others", "the market was told")
         for action in actions:
             self._act(action, event)
 
@@ -111,27 +122,31 @@ class Herald:
             case Start(member):
                 self._stands_by(member)
                 wanted = "is wanted on standby" if member.standby else "is wanted"
-                self._say(f"{member.id} {wanted}", why or f"{member.template} in {member.region}")
+                self.say("start", f"{member.id} {wanted}", why or f"{member.template} in {member.region}")
             case Drain(replica):
-                self._say(f"{replica} drains", why or "the plan or scaling needs it no more")
+                self.say("drain", f"{replica} drains", why or "the plan or scaling needs it no more")
             case Stop(replica):
                 self._standby.discard(replica)
-                self._say(f"{replica} stops", "it is empty or its grace is over")
+                self.say("stop", f"{replica} stops", "it is empty or its grace is over")
             case Flip(replica, role):
                 thought = self._thinks() if isinstance(event, Tick) else "its role is the plan's again"
-                self._say(f"{replica} becomes {role}", why or thought)
+                self.say("flip", f"{replica} becomes {role}", why or thought)
             case Recast(member):
                 came = self._stands_by(member) and not member.standby
                 if member.standby or came:
                     what = "goes on standby" if member.standby else "serves, from standby"
-                    self._say(f"{member.id} {what}", why or self._thinks())
+                    self.say("standby", f"{member.id} {what}", why or self._thinks())
                 else:
-                    self._say(f"{member.id} becomes {member.role} of {member.template}", why)
+                    self.say("recast", f"{member.id} becomes {member.role} of {member.template}", why)
             case Replan(_, reason):
-                self._say("another plan is asked for", reason)
+                self.say("replan", "another plan is asked for", reason)
             case Remark(what, reason):
-                self._say(what, reason)
+                self.say("remark", what, reason)
             case Move(blocks, source, target):
-                self._say(f"{len(blocks)} blocks are copied from {source} to {target}", "they are in demand")
+                self.say(
+                    "cache",
+                    f"{len(blocks)} blocks are copied from {source} to {target}",
+                    "they are in demand",
+                )
             case Recount(replica):
-                self._say(f"{replica} is asked for all it caches", "a report was lost")
+                self.say("cache", f"{replica} is asked for all it caches", "a report was lost")

@@ -19,6 +19,10 @@ from potluck.gateway.admin.overseer import Json, QueueSeen, ReplicaSeen
 from potluck.gateway.desk.center import Center
 from potluck.gateway.fleet.roster import read_roster
 
+CONTROLLER_S = 10.0
+"""Without a question for so long, nobody is there who starts and stops engines."""
+MOST_NOTE = 400
+
 
 class Oversight:
     """Reads the center; changes it only by its own calls."""
@@ -97,7 +101,7 @@ class Oversight:
             ],
             "queues": [each._asdict() for each in self.queues()],
             **self.fleet(),
-            "wanted": self.wanted(),
+            "wanted": self._wanted(),
             "open_requests": center.desk.open_requests,
             "notes": list(center.brain.steward.notes),
             "problems": [problem for problem in self._problems() if problem],
@@ -181,17 +185,17 @@ class Oversight:
         after = {each.url for each in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}
 
-    def set_plan(self, body: Json) -> Json:
+    def set_plan(self, body: Json, why: str = "") -> Json:
         center = self._center
         plan = plan_from_json(json.dumps(body))
         for template in plan.repertoire:
             if template.model not in center.kits.scene.models:
                 raise UnknownNameError("plan: model", template.model, center.kits.scene.models)
-        center.adopt(plan)
+        center.adopt(plan, why)
         return {
             "version": center.plan_version,
             "cost_usd_per_h": plan.cost_usd_per_h,
-            "wanted": self.wanted(),
+            "wanted": self._wanted(),
         }
 
     def drain(self, body: Json) -> Json:
@@ -225,18 +229,51 @@ class Oversight:
         self._center.desk.tell(Ordered(member.id, "prefill" if role == "prefill" else "decode"))
         return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}
 
+    def kill(self, body: Json) -> Json:
+        """Only whoever started an engine can end it, and hears of it when it asks what is wanted."""
+        center, view = self._center, self._named(body)
+        if center.desk.now_s() - center.asked_s > CONTROLLER_S:
+            raise InputError(
+                "replica", "cannot be killed: no controller asks what is wanted; end its engine where it runs"
+            )
+        name = view.member.id
+        center.kills.add(name)
+        center.herald.say("order", f"{name}: kill", "by hand")
+        return {"replica": name, "open_requests": view.open_requests}
+
+    def note(self, body: Json) -> Json:
+        """A line of an operator's in the log of decisions."""
+        what, why = body.get("what"), body.get("why", "")
+        if not isinstance(what, str) or not isinstance(why, str) or not what.strip():
+            raise InputError("what", "must be a line of text; `why` another")
+        if max(len(what), len(why)) > MOST_NOTE:
+            raise InputError("what", f"and why have at most {MOST_NOTE} characters")
+        self._center.herald.say("note", what, why)
+        return {"what": what, "why": why}
+
     def _ready(self, body: Json) -> View:
         """The replica that an order names."""
+        view = self._named(body)
+        if view.state != "ready":
+            raise InputError(
+                "replica", f"{view.member.id} is {view.state}; only one that is ready takes orders"
+            )
+        return view
+
+    def _named(self, body: Json) -> View:
         views, name = self._center.brain.fleet.views, body.get("replica")
         if not isinstance(name, str):
             raise InputError("replica", "must be the name of one")
         if name not in views:
             raise UnknownNameError("replica", name, views)
-        if views[name].state != "ready":
-            raise InputError("replica", f"{name} is {views[name].state}; only one that is ready takes orders")
         return views[name]
 
     def wanted(self) -> Json:
+        self._center.asked_s = self._center.desk.now_s()
+        return self._wanted()
+
+    def _wanted(self) -> Json:
+        self._center.kills &= self._center.brain.fleet.views.keys()
         found = self._center.keeper.wanted()
         return {
             "version": found.version,
@@ -253,6 +290,7 @@ class Oversight:
                 for member, role, draining, url in found.replicas
             ],
             "idle": list(found.stop),
+            "kill": sorted(self._center.kills),
             "replan": None
             if found.replan is None
             else {

@@ -142,7 +142,6 @@ class Crew:
             str(self._post.home / "slate"),
             self.center.desk.start_s,
             settings.drain_s,
-            settings.usage is not None,
             settings.otlp is not None,
         )
 

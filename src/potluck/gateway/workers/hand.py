@@ -170,7 +170,7 @@ async def work(path: str, place: int) -> None:
     mail = hand.mail
     await hand.join()
     setup = await hand.setup
-    hand.meter = meter = HandMeter(mail, hand.region, usage=setup.usage, spans=setup.spans)
+    hand.meter = meter = HandMeter(mail, hand.region, spans=setup.spans)
     meter.watch(hand.watched)
     outgoing = Calls()
     settings = setup.settings

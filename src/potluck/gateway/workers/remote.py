@@ -188,11 +188,11 @@ class RemoteLine:
 
 class HandMeter(Tally):
     """The `Meter` of a worker: it counts by itself, and its counts are added to the desk's now and then. One by one
-    go only records of use, spans and what is watched, where somebody wants them."""
+    go records of use; spans and what is watched, where somebody wants them."""
 
-    def __init__(self, mail: Mail, region_of: Callable[[str], str], *, usage: bool, spans: bool) -> None:
+    def __init__(self, mail: Mail, region_of: Callable[[str], str], *, spans: bool) -> None:
         super().__init__(region_of)
-        self._mail, self._usage, self._spans = mail, usage, spans
+        self._mail, self._spans = mail, spans
         self._said = ""
 
     def flush(self) -> None:
@@ -214,8 +214,7 @@ class HandMeter(Tally):
 
     def answered(self, told: Told) -> None:
         super().answered(told)
-        if self._usage:
-            self._mail.later(USED, json.dumps(told))
+        self._mail.later(USED, json.dumps(told))
 
     def segment(
         self, asked: Asked, replica: str, began_s: float, ended_s: float, tokens: int, problem: str = ""

@@ -57,8 +57,6 @@ class Setup:
     start_s: float
     """When the desk's time began, by the monotonic clock."""
     drain_s: float
-    usage: bool
-    """Whether records of use are written."""
     spans: bool
 
     def text(self) -> str:

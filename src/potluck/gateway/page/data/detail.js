@@ -1,0 +1,73 @@
+// One replica in words, and what can be asked of it. Orders need the operators' key, here and at the gateway.
+
+import { $, h, percent, gpu, short } from "/page/dom.js";
+import { state, shown } from "/page/state.js";
+import { ask, hasKey } from "/page/stream.js";
+import { confirm, toast } from "/page/ask.js";
+
+const box = $("detail");
+let drawn = "";
+
+export function detail(name, choose) {
+  const rows = shown().replicas || {};
+  const row = name ? rows[name] : null;
+  if (!row) {
+    box.hidden = true;
+    drawn = "";
+    return;
+  }
+  const now = JSON.stringify([name, row, hasKey(), Boolean(state.past)]);
+  if (now === drawn) return;
+  const before = document.activeElement?.dataset?.order;
+  drawn = now;
+  box.hidden = false;
+  box.replaceChildren(
+    h("h3", {}, short(name, rows)),
+    h("button", { type: "button", class: "close", onclick: () => choose(null), "data-order": "close" }, "Close"),
+    h("p", { class: "mono" }, name),
+    facts(row),
+    controls(name, row),
+  );
+  if (before) box.querySelector(`[data-order="${before}"]`)?.focus();
+}
+
+function facts(row) {
+  const said = [
+    ["model", row.model],
+    ["role", row.role === row.planned_role ? row.role : `${row.role} (planned: ${row.planned_role})`],
+    ["state", `${row.state}${row.standby ? ", on standby" : ""}${row.doubted ? ", doubted: a request failed there" : ""}${row.by_hand ? ", set by hand" : ""}`],
+    ["requests", `${row.open} open; it works on ${row.running}, ${row.waiting} wait in it`],
+    ["KV memory", `${percent(row.kv)} used`],
+    ["pace", row.pace === 1 ? "as planned" : `things take ${row.pace} times as long as planned`],
+    ["GPUs", stages(row)],
+    ["part of", row.template],
+  ];
+  if (row.why) said.splice(3, 0, ["why", row.why]);
+  return h("dl", {}, said.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+export function stages(row) {
+  return row.stages.map((stage) => `${row.stages.length > 1 ? `${stage.layers} layers on ` : ""}${stage.nodes.map(([node, tp]) => `${gpu(node)}${tp > 1 ? `, over ${tp} GPUs` : ""}`).join(" and ")}`).join(", then ");
+}
+
+function controls(name, row) {
+  const able = hasKey() && !state.past && row.state !== "lost";
+  const other = row.role === "prefill" ? "decode" : "prefill";
+  const order = (label, path, body, sure) => h("button", {
+    type: "button", disabled: !able, "data-order": path,
+    onclick: async () => {
+      if (!(await confirm(label, sure, label))) return;
+      try {
+        await ask(path, body);
+        toast(`${label}: asked for`);
+      } catch (error) {
+        toast(error.message, true);
+      }
+    },
+  }, label);
+  return h("div", { class: "row" },
+    order("Drain", "/drain", { replica: name }, `${short(name, shown().replicas)} takes no more requests, and ends the ${row.open} that it has. Others of its copy go with it.`),
+    order(`Flip to ${other}`, "/flip", { replica: name, role: other }, `From now on it will ${other}, until it is flipped back.`),
+    order("Kill", "/kill", { replica: name }, `Its engine is killed at once. The ${row.open} requests there go on elsewhere, and another engine is started.`),
+    able ? null : h("p", { class: "note" }, state.past ? "This is the past: nothing can be changed there." : row.state === "lost" ? "It is gone." : "Orders need the operators' key (top right)."));
+}

@@ -1,0 +1,118 @@
+// What the stream says, kept as it is now; and one list of who draws what, so that little is drawn twice.
+
+export const MOST_REQUESTS = 600;
+export const MOST_EVENTS = 1000;
+
+export const state = {
+  tables: {}, requests: new Map(), events: [], points: { at_s: [], models: {} },
+  past: null, // a moment of the past that is shown instead of now
+  at_s: 0, offset_s: 0,
+};
+
+const painters = [];
+const dirty = new Set();
+
+/** `paint` is called when one of these topics changed, its element can be seen, and not more often than every_ms. */
+export function draws(element, topics, paint, every_ms = 500) {
+  const painter = { element, topics: new Set(topics), paint, every_ms, last: 0, due: true, seen: true };
+  painters.push(painter);
+  if ("IntersectionObserver" in window && element) {
+    painter.seen = false;
+    new IntersectionObserver((entries) => {
+      painter.seen = entries[entries.length - 1].isIntersecting;
+      if (painter.seen && painter.due) soon();
+    }, { rootMargin: "80px" }).observe(element);
+  }
+  return () => { painter.due = true; painter.last = 0; soon(); };
+}
+
+export function touched(...topics) {
+  for (const topic of topics) dirty.add(topic);
+  soon();
+}
+
+let timer = 0;
+function soon() {
+  if (!timer) timer = setTimeout(() => requestAnimationFrame(paintAll), 60);
+}
+
+function paintAll(now) {
+  timer = 0;
+  for (const painter of painters) {
+    if (!painter.due) for (const topic of dirty) if (painter.topics.has(topic)) { painter.due = true; break; }
+  }
+  dirty.clear();
+  let later = Infinity;
+  for (const painter of painters) {
+    if (!painter.due || !painter.seen) continue;
+    const wait = painter.last + painter.every_ms - now;
+    if (wait > 4) { later = Math.min(later, wait); continue; }
+    painter.due = false;
+    painter.last = now;
+    painter.paint();
+  }
+  if (later < Infinity && !timer) timer = setTimeout(() => requestAnimationFrame(paintAll), later);
+}
+
+/** The tables of the moment that is shown. */
+export const shown = () => (state.past ? state.past.tables : state.tables);
+
+export function whole(said) {
+  state.tables = said.tables;
+  state.points = said.points;
+  state.events = said.events;
+  state.at_s = said.at_s;
+  addRequests(said.requests);
+  touched(...Object.keys(said.tables), "points", "events", "requests");
+}
+
+export function news(said) {
+  state.at_s = said.at_s;
+  const topics = [];
+  for (const [table, rows] of Object.entries(said.set || {})) {
+    const mine = (state.tables[table] ||= {});
+    for (const [name, row] of Object.entries(rows)) mine[name] = { ...mine[name], ...row };
+    topics.push(table);
+  }
+  for (const [table, names] of Object.entries(said.gone || {})) {
+    for (const name of names) delete state.tables[table]?.[name];
+    topics.push(table);
+  }
+  if (said.requests) { addRequests(said.requests); topics.push("requests"); }
+  if (said.events) {
+    state.events = state.events.concat(said.events).slice(-MOST_EVENTS);
+    topics.push("events");
+  }
+  if (said.point) { addPoint(said.point); topics.push("points"); }
+  touched(...topics);
+}
+
+function addRequests(rows) {
+  for (const [id, row] of Object.entries(rows)) {
+    row.id = id;
+    state.requests.set(id, row);
+  }
+  if (state.requests.size > MOST_REQUESTS) {
+    for (const id of state.requests.keys()) {
+      state.requests.delete(id);
+      if (state.requests.size <= MOST_REQUESTS * 0.8) break;
+    }
+  }
+}
+
+function addPoint(point) {
+  const { points } = state;
+  points.at_s.push(point.at_s);
+  const count = points.at_s.length;
+  for (const [model, figures] of Object.entries(point.models)) {
+    const mine = (points.models[model] ||= {});
+    for (const [name, value] of Object.entries(figures)) {
+      const list = (mine[name] ||= new Array(count - 1).fill(null));
+      list.push(value);
+    }
+  }
+  if (count > 1900) {
+    points.at_s.splice(0, 100);
+    for (const mine of Object.values(points.models)) for (const list of Object.values(mine)) list.splice(0, 100);
+  }
+}

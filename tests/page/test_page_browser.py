@@ -1,0 +1,345 @@
+"""The page in a real browser, over a fleet that is made up: what it shows, what it lets nobody do."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import tarfile
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, Tab, browser, chromium
+from page_stage import KEY, Stage, stage
+
+from potluck.gateway.page.show import TICK_S
+
+pytestmark = [
+    pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium"),
+    pytest.mark.xdist_group("page"),
+]
+AXE = "axe-core@4.14.0"
+NASTY = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script><b>bold</b>'
+
+
+class Lab:
+    """One loop in a thread, with one browser and one stage for all tests of this file."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._over = asyncio.Event()
+        self._serving: Any = None
+        self.browser: Browser
+        self.stage: Stage
+        self.url = ""
+
+    def run(self, what: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(180)
+
+    async def open(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._serving = self._loop.create_task(self._serve(ready))
+        await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            self._serving.result()
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        async with browser() as self.browser, stage() as (self.stage, self.url):
+            ready.set_result(None)
+            await self._over.wait()
+
+    async def _shut(self) -> None:
+        self._over.set()
+        await self._serving
+
+    def close(self) -> None:
+        self.run(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    made = Lab()
+    made.run(made.open())
+    yield made
+    made.close()
+
+
+async def live(tab: Tab) -> None:
+    await tab.until("says('#link') === 'live' && all('.tile').length > 0")
+
+
+async def with_key(tab: Tab) -> None:
+    await tab.run("one('#key').focus()")
+    await tab.press("Enter")
+    await tab.until("one('#ask').open")
+    await tab.run("one('#ask-input').focus()")
+    await tab.write(KEY)
+    await tab.press("Enter")
+    await tab.until("says('#key') === 'Key: in use'")
+
+
+def clean(tab: Tab, url: str) -> None:
+    """It loaded nothing from elsewhere, and its console is empty."""
+    assert tab.errors == []
+    assert {each.split("/")[2] for each in tab.requests if each.startswith("http")} == {url.split("/")[2]}
+
+
+def test_a_live_request_is_a_waterfall_from_queue_to_decode(lab: Lab) -> None:
+    async def run() -> tuple[list[str], str, str]:
+        async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+            await live(tab)
+            name = lab.stage.send(2500, 400)
+            row = f'#fall li[data-id="{name}"]'
+            await tab.until(f"says('{row} .how') === 'writing'")
+            kinds = await tab.run(f"all('{row} .part').map((each) => each.className)")
+            words = await tab.run(f"says('{row} .route')")
+            await tab.run(f"one('{row} button').click()")
+            steps = await tab.until(f"says('{row} .steps')")
+            clean(tab, lab.url)
+            return kinds, words, steps
+
+    kinds, words, steps = lab.run(run())
+    assert kinds[0] in ("part prefill", "part queue")
+    assert kinds[-1] == "part decode"
+    assert ("part kv" in kinds) == ("→" in words)
+    assert "writes the answer" in steps
+    assert "computes" in steps
+
+
+def test_a_killed_replica_turns_red_and_its_requests_move(lab: Lab) -> None:
+    """By keyboard alone: the tile, its order, and the question whether it is meant."""
+
+    async def run() -> tuple[str, str, str, str]:
+        async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+            await live(tab)
+            await with_key(tab)
+            name = lab.stage.send(400, 2000)
+            while lab.stage.rides[name].first_s is None:
+                await asyncio.sleep(0.02)
+            order = lab.stage.rides[name].run
+            assert order is not None
+            await tab.run(
+                f"all('.tile').find((each) => each.dataset.replica === {order.route.decoder!r}).focus()"
+            )
+            await tab.press("Enter")
+            kill = '#detail [data-order="/kill"]'
+            await tab.until(f"one('{kill}:not(:disabled)') !== null")
+            await tab.run(f"one('{kill}').focus()")
+            await tab.press("Enter")
+            await tab.until("one('#ask').open")
+            await tab.press("Enter")
+            await tab.until(
+                f"all('.tile[data-state=lost]').some((each) => each.dataset.replica === {order.route.decoder!r})"
+            )
+            red = await tab.run("getComputedStyle(one('.tile[data-state=lost] .letter')).backgroundColor")
+            row = f'#fall li.moved[data-id="{name}"]'
+            words = await tab.until(f"says('{row} .route')")
+            parts = await tab.run(f"all('{row} .part').map((each) => each.className).join()")
+            event = await tab.until("says('.event.lost .what')")
+            clean(tab, lab.url)
+            return red, words, parts, event
+
+    red, words, parts, event = lab.run(run())
+    assert red == "rgb(213, 94, 0)", "vermillion, which the colour-blind tell from all else here"
+    before, _, after = words.partition("⤳")
+    assert after
+    assert before.strip() != after.strip()
+    assert "lost" in parts
+    assert "is lost" in event
+
+
+def test_a_chat_answer_shows_its_route_and_markup_stays_text(lab: Lab) -> None:
+    async def run() -> tuple[str, str, Any, int]:
+        async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+            await live(tab)
+            await tab.until("one('#chat-model').value")
+            await tab.run("one('#chat-text').value = ''; one('#chat-text').focus()")
+            await tab.write(NASTY)
+            await tab.press("Enter")
+            way = await tab.until("says('#chat-route .way')")
+            await tab.until("/answered; first token/.test(says('#chat-route'))")
+            marked = await tab.run("all('#chat-answer :is(img, script, b)').length")
+            clean(tab, lab.url)
+            return way, await tab.run("says('.said')"), await tab.run("window.hurt"), marked
+
+    way, said, hurt, marked = lab.run(run())
+    assert NASTY in said
+    assert "Everybody brings" in said
+    assert hurt is None
+    assert marked == 0
+    assert way
+
+
+def test_names_and_notes_are_text_too(lab: Lab) -> None:
+    async def run() -> tuple[str, Any]:
+        async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+            await live(tab)
+            lab.stage.send(100, 5, tenant=NASTY)
+            lab.stage.center.herald.say("note", NASTY, NASTY)
+            note = await tab.until("says('.event.note .what')")
+            await tab.until("all('#tenant-table th').some((each) => each.textContent.includes('onerror'))")
+            return note, await tab.run("window.hurt")
+
+    assert lab.run(run()) == (NASTY, None)
+
+
+def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
+    tries = """Promise.all(['POST /drain', 'POST /flip', 'POST /kill', 'POST /note', 'PUT /plan', 'PUT /fleet',
+      'PUT /market'].map((each) => fetch(each.split(' ')[1], {method: each.split(' ')[0],
+      body: '{"replica": "x", "what": "x"}'}).then((said) => said.status)))"""
+
+    def orders() -> list[str]:
+        return [each.what for each in lab.stage.center.herald.kept if each.kind == "order"]
+
+    async def run() -> tuple[list[bool], list[int]]:
+        async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+            await live(tab)
+            await tab.run("one('.tile').click()")
+            await tab.until("all('#detail [data-order]').length === 4")
+            return await tab.run("all('#detail .row button').map((each) => each.disabled)"), await tab.run(
+                tries
+            )
+
+    before = orders()
+    assert lab.run(run()) == ([True, True, True], [401] * 7)
+    assert orders() == before
+
+
+def test_a_moment_of_the_past_has_an_address(lab: Lab) -> None:
+    async def run() -> tuple[str, str]:
+        show = lab.stage.operators.page.show
+        while show.moment(0.0) is None:
+            await asyncio.sleep(0.1)
+        then = show.moment(0.0)
+        assert then is not None
+        async with lab.browser.tab(f"{lab.url}/#t={int(then['at_s']) + 1}") as tab:
+            shown = await tab.until("says('#link').startsWith('as it was') && says('#link')")
+            await tab.until("all('.tile').length === 10 && all('.tile[data-state=lost]').length === 0")
+            await tab.run("one('#live').click()")
+            await tab.until("says('#link') === 'live'")
+            return shown, await tab.run("location.hash")
+
+    shown, left = lab.run(run())
+    assert shown.startswith("as it was at ")
+    assert left == ""
+
+
+def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None:
+    """All of them count; what is drawn does not grow with them."""
+    script = """(async () => {
+      const { state, news } = await import('/page/state.js');
+      const [name] = Object.keys(state.tables.replicas);
+      const wait = (ms) => new Promise((done) => setTimeout(done, ms));
+      let drawn = 0;
+      const watch = new MutationObserver(() => { drawn += 1; });
+      watch.observe(one('#map'), { subtree: true, attributes: true, characterData: true, childList: true });
+      for (let at = 1; at <= 100; at++) {
+        news({ at_s: state.at_s, set: { replicas: { [name]: { open: at } } } });
+        await wait(20);
+      }
+      for (let tries = 0; tries < 50 && !says('#map').includes('100 open'); tries++) await wait(100);
+      watch.disconnect();
+      return [drawn, says('#map').includes('100 open')];
+    })()"""
+
+    async def run() -> list[Any]:
+        show = lab.stage.operators.page.show
+        while show.watched:
+            await asyncio.sleep(0.05)
+        show._tick_s = 3600.0  # its own news would mix with ours
+        try:
+            async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+                await live(tab)
+                found = await tab.run(script)
+                clean(tab, lab.url)
+                return list(found)
+        finally:
+            show._tick_s = TICK_S
+            while show.watched:
+                await asyncio.sleep(0.05)
+
+    drawn, last = lab.run(run())
+    assert last, "the last update is what is shown"
+    assert 0 < drawn <= 25
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """axe-core, which only tests need: fetched, not kept."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("needs npm to fetch axe-core")
+    folder = tmp_path_factory.mktemp("axe")
+    done = subprocess.run(
+        [npm, "pack", AXE], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    files = list(folder.glob("*.tgz"))
+    if done.returncode != 0 or not files:
+        pytest.skip("axe-core could not be fetched")
+    with tarfile.open(files[0]) as packed:
+        member = packed.extractfile("package/axe.min.js")
+        assert member is not None
+        return member.read().decode()
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390)])
+def test_axe_finds_nothing_serious(lab: Lab, axe: str, theme: str, width: int) -> None:
+    look = """axe.run(document).then((said) => said.violations.map((each) => each.impact + ': ' + each.id + ': '
+      + each.nodes.map((node) => node.html.slice(0, 120) + ' ' + (node.any[0]?.message ?? '')).slice(0, 3).join()))"""
+
+    async def run() -> list[str]:
+        async with lab.browser.tab(lab.url, width, 2600 if width > 700 else 6000) as tab:
+            await live(tab)
+            lab.stage.send(900, 30)
+            await tab.run(f"document.documentElement.dataset.theme = '{theme}'; one('.tile').click()")
+            await tab.until("one('#fall li') !== null && !one('#detail').hidden")
+            await tab.run(axe + "; 0")
+            return [line for line in await tab.run(look) if line.startswith(("serious", "critical"))]
+
+    assert lab.run(run()) == []
+
+
+def test_all_controls_are_reached_with_the_tab_key(lab: Lab) -> None:
+    mark = """all('button, select, input, textarea').filter((each) => !each.disabled && !each.closest('dialog')
+      && each.checkVisibility({visibilityProperty: true})).map((each, at) => each.dataset.mark = String(at))"""
+
+    async def run() -> tuple[set[str], set[str]]:
+        async with lab.browser.tab(lab.url, 1440, 1600) as tab:
+            await live(tab)
+            await tab.run("one('.tile').click()")
+            await tab.until("!one('#detail').hidden")
+            wanted = set(await tab.run(mark))
+            reached: set[str] = set()
+            for _ in range(len(wanted) + 40):
+                await tab.press("Tab")
+                reached.add(str(await tab.run("document.activeElement?.dataset?.mark ?? ''")))
+                if reached >= wanted:
+                    break
+            return wanted, reached
+
+    wanted, reached = lab.run(run())
+    assert len(wanted) > 15
+    assert wanted <= reached
+
+
+def test_it_is_readable_on_a_phone(lab: Lab) -> None:
+    async def run() -> tuple[int, int]:
+        async with lab.browser.tab(lab.url, 390, 844) as tab:
+            await live(tab)
+            return await tab.run("document.documentElement.scrollWidth"), await tab.run("window.innerWidth")
+
+    wide, window = lab.run(run())
+    assert wide <= window, "nothing sticks out to the side"
+
+
+def test_the_whole_page_is_small() -> None:
+    folder = Path(__file__).parents[2] / "src" / "potluck" / "gateway" / "page" / "data"
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 300_000

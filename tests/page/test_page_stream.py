@@ -1,0 +1,287 @@
+"""The page's stream and history without a browser: deltas that add up, bounds that hold, doors that stay shut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from hypothesis import given
+from hypothesis import strategies as st
+from page_fleets import MODEL
+from page_stage import KEY, Stage, stage
+
+from potluck.core.values.types import Slo
+from potluck.gateway.page import show as showing
+from potluck.gateway.page.files import files
+from potluck.gateway.page.hour import FRAME_S, FRAMES, POINT_S, POINTS, Hour, quantile
+from potluck.gateway.page.show import Watcher, changes
+from potluck.gateway.parts import Told
+
+rows = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.integers(0, 2)))
+tables = st.dictionaries(st.sampled_from(["one", "two"]), rows)
+
+
+def applied(before: Any, changed: Any, gone: Any) -> Any:
+    """As the page does it."""
+    after = {table: {name: dict(row) for name, row in mine.items()} for table, mine in before.items()}
+    for table, names in gone.items():
+        for name in names:
+            del after[table][name]
+    for table, mine in changed.items():
+        for name, row in mine.items():
+            after.setdefault(table, {}).setdefault(name, {}).update(row)
+    return after
+
+
+@given(tables, tables)
+def test_what_changed_makes_the_old_the_new(before: Any, after: Any) -> None:
+    """Of tables that stay; a row keeps its fields for life, as the sight's do."""
+    after = {**{table: {} for table in before}, **after}
+    for table, mine in after.items():
+        for name, row in mine.items():
+            mine[name] = {**before.get(table, {}).get(name, {}), **row}
+    changed, gone = changes(before, after)
+    found = applied(before, changed, gone)
+    assert {table: mine for table, mine in found.items() if mine} == {t: m for t, m in after.items() if m}
+    assert changes(after, after) == ({}, {})
+
+
+def told(
+    model: str, came_s: float, ttft_s: float, tpot_s: float, tokens: int = 11, tenant: str = "co"
+) -> Told:
+    end_s = came_s + ttft_s + tpot_s * (tokens - 1)
+    return Told(
+        "r", "", tenant, model, "standard", "stop", 200, 100, 0, tokens, came_s, came_s + ttft_s, end_s, True
+    )
+
+
+@given(st.lists(st.floats(0.0, 100.0), min_size=1), st.sampled_from([0.5, 0.9]))
+def test_quantiles_are_the_smallest_value_with_enough_below(values: list[float], share: float) -> None:
+    found = quantile(values, share)
+    rounded = sorted(round(each, 5) for each in values)
+    assert found == next(each for at, each in enumerate(rounded, 1) if at >= share * len(rounded) - 1e-9), (
+        "by counting"
+    )
+
+
+def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
+    hour = Hour({"m": Slo(1.0, 0.1)})
+    models = {"models": {"m": {"usd_per_h": 3.6}}}
+    for each in (told("m", 0.0, 0.5, 0.05), told("m", 0.0, 2.0, 0.05), told("m", 0.0, 0.5, 0.2)):
+        hour.told(each)
+    hour.look(0.0, models)
+    figures = hour.columns()["models"]["m"]
+    assert figures["ended_per_s"] == [3 / POINT_S]
+    assert figures["in_time_per_s"] == [0.5], "one was late to begin, one late with its tokens"
+    assert figures["ttft_p90_s"] == [2.0]
+    assert figures["usd_per_mtok"] == [pytest.approx(3.6 * POINT_S / 3600 / 333 * 1e6, abs=1e-3)]
+    assert hour.tenants == {"co": 333}
+    for at in range(1, POINTS + 50):
+        hour.look(at * POINT_S, models)
+    found = hour.columns()
+    assert len(found["at_s"]) == POINTS
+    assert found["at_s"][0] == 50 * POINT_S
+    assert hour.tenants == {}
+    assert len(hour._frames) <= FRAMES
+    at_s, then = hour.frame(1000.0) or (0.0, {})
+    assert at_s <= 1000.0 < at_s + FRAME_S
+    assert then == models
+
+
+def on_stage(what: Callable[[Stage, str, ClientSession], Awaitable[Any]], key: str | None = KEY) -> Any:
+    async def run() -> Any:
+        async with stage(key=key) as (made, url), ClientSession() as client:
+            return await what(made, url, client)
+
+    return asyncio.run(run())
+
+
+def test_all_who_watch_read_the_same_bytes_and_nobody_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[str] = []
+    real = showing.message
+    monkeypatch.setattr(showing, "message", lambda kind, what: made_of.append(kind) or real(kind, what))
+    monkeypatch.setattr(showing, "LINGER_S", 0.05)
+
+    async def run(made: Stage, url: str, client: ClientSession) -> None:
+        show = made.operators.page.show
+        watchers = list(made.center.desk.watchers)
+        await asyncio.sleep(2.5 * showing.TICK_S)
+        assert made_of == []
+        one, other = show.watch(), show.watch()
+        assert one is not None
+        assert other is not None
+        assert body(await one.next(1.0))["tables"] == show._before
+        assert body(await other.next(1.0))["tables"] == show._before
+        made.send(300, 4)
+        news = await one.next(5.0), await other.next(5.0)
+        assert news[0] == news[1]
+        assert made_of.count("news") == news[0].count(b"event: news"), "once a tick, however many watch"
+        show.leave(one)
+        show.leave(other)
+        await asyncio.sleep(0.1)
+        assert made.center.desk.watchers == watchers, "requests are not followed any more"
+        before = len(made_of)
+        await asyncio.sleep(2.5 * showing.TICK_S)
+        assert len(made_of) == before
+
+    on_stage(run)
+
+
+def body(said: bytes) -> Any:
+    return json.loads(said.split(b"\n\n")[0].split(b"data: ")[1])
+
+
+def test_who_reads_too_slowly_is_given_the_whole_again() -> None:
+    async def run() -> None:
+        watcher = Watcher()
+        for at in range(showing.MOST_MESSAGES + 1):
+            watcher.put(b"%d" % at)
+        assert watcher.late
+        watcher.again(b"all")
+        assert not watcher.late
+        assert await watcher.next(1.0) == b"all"
+
+    asyncio.run(run())
+
+
+def test_a_request_is_a_row_with_its_times_in_order() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> Any:
+        watcher = made.operators.page.show.watch()
+        assert watcher is not None
+        name = made.send(1500, 12)
+        while name in made.rides:
+            await asyncio.sleep(0.02)
+        async with client.get(f"{url}/request", params={"id": name}) as answer:
+            return await answer.json()
+
+    row = on_stage(run)
+    assert (row["state"], row["model"], row["output_tokens"]) == ("done", MODEL, 12)
+    (attempt,) = row["attempts"]
+    times = [attempt["sent_s"]]
+    for segment in attempt["segments"][:-1]:
+        times += [segment["computed_s"], segment["handed_s"]]
+    times += [attempt["first_s"], row["ended_s"]]
+    assert times == sorted(times)
+    assert row["first_s"] == attempt["first_s"]
+
+
+def test_reading_is_open_here_and_orders_never_are() -> None:
+    async def asked(client: ClientSession, method: str, url: str, **headers: str) -> int:
+        async with client.request(
+            method, url, data=b"{}" if method != "GET" else None, headers=headers
+        ) as answer:
+            return answer.status
+
+    async def run(made: Stage, url: str, client: ClientSession) -> None:
+        with_key = {"Authorization": f"Bearer {KEY}"}
+        for path in ("/", "/page/main.js", "/history", "/moment?at=1e12"):
+            assert await asked(client, "GET", url + path) in (200, 404)
+        for path in ("/snapshot", "/metrics", "/fleet", "/wanted", "/events", "/decisions"):
+            assert await asked(client, "GET", url + path) == 401, path
+        for path in ("/drain", "/flip", "/kill", "/note"):
+            assert await asked(client, "POST", url + path) == 401, path
+            assert await asked(client, "POST", url + path, Authorization="Bearer wrong") == 401
+            assert await asked(client, "POST", url + path, **with_key) == 400, "a wrong body, let in"
+        assert await asked(client, "GET", url + "/history", Authorization="Bearer wrong") == 401
+        assert await asked(client, "GET", url + "/history", Host="evil.example") == 403, (
+            "a name made to point here"
+        )
+        assert await asked(client, "GET", url + "/history", Host="evil.example", **with_key) == 200
+        assert await asked(client, "POST", url + "/chat", Origin="http://evil.example") == 403
+        assert await asked(client, "GET", url + "/page/..%2fshow.py") == 404
+
+    on_stage(run)
+
+
+def test_beyond_loopback_reading_needs_the_key_too() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> None:
+        object.__setattr__(made.operators._office, "near", False)
+        async with client.get(f"{url}/history") as answer:
+            assert answer.status == 401
+        async with client.get(f"{url}/history", headers={"Authorization": f"Bearer {KEY}"}) as answer:
+            assert answer.status == 200
+        async with client.get(f"{url}/", headers={"Host": "gateway.example"}) as answer:
+            assert answer.status == 200, "the page itself has no secrets"
+
+    on_stage(run)
+
+
+def test_without_any_key_there_are_no_orders() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> tuple[int, str]:
+        async with client.post(f"{url}/kill", json={"replica": "x"}) as answer:
+            return answer.status, (await answer.json())["error"]["code"]
+
+    assert on_stage(run, key=None) == (403, "no_admin_key")
+
+
+def test_files_come_with_a_strict_policy_and_nothing_inline() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> dict[str, str]:
+        async with client.get(f"{url}/") as answer:
+            return dict(answer.headers)
+
+    policy = on_stage(run)["Content-Security-Policy"]
+    for each in ("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"):
+        assert each in policy.split("; ")
+    assert "unsafe" not in policy
+    page = files()["index.html"].body.decode()
+    assert "style=" not in page
+    assert "<style" not in page
+    assert page.count("<script") == page.count('<script type="module" src=')
+    for name, file in files().items():
+        text = file.body.decode()
+        assert "innerHTML" not in text, name
+        assert "http:" not in text.replace("http://www.w3.org/", ""), name
+        assert "https:" not in text, name
+
+
+def test_only_who_started_an_engine_kills_it() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> None:
+        (name, *_) = made.center.brain.fleet.views
+        headers = {"Authorization": f"Bearer {KEY}"}
+        await asyncio.sleep(0.3)
+        async with client.post(f"{url}/kill", json={"replica": name}, headers=headers) as answer:
+            assert answer.status == 200
+        assert made.overseer.wanted()["kill"] in ([name], [])
+        while name in made.center.brain.fleet.views:
+            await asyncio.sleep(0.05)
+        assert made.overseer.wanted()["kill"] == [], "it is gone, so nothing is left to kill"
+        (name, *_) = made.center.brain.fleet.views
+        made.center.asked_s = -100.0
+        for task in made._tasks:
+            task.cancel()
+        await asyncio.sleep(0)
+        made.center.asked_s = -100.0
+        async with client.post(f"{url}/kill", json={"replica": name}, headers=headers) as answer:
+            assert answer.status == 400
+            assert "no controller" in (await answer.json())["error"]["message"]
+
+    on_stage(run)
+
+
+def test_the_playground_speaks_with_the_clients_key() -> None:
+    async def run(made: Stage, url: str, client: ClientSession) -> tuple[str, str]:
+        from aiohttp import web
+
+        seen: list[str] = []
+
+        async def hears(request: web.Request) -> web.Response:
+            seen.append(request.headers.get("Authorization", ""))
+            return web.json_response({"error": {"message": "no"}}, status=401, headers={"Retry-After": "3"})
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", hears)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        made.operators.page.chat.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        headers = {"X-Potluck-Client-Key": "sk-1", "Authorization": f"Bearer {KEY}"}
+        async with client.post(f"{url}/chat", json={}, headers=headers) as answer:
+            found = seen[0], str(answer.status) + answer.headers["Retry-After"]
+        await runner.cleanup()
+        return found
+
+    assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"

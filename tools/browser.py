@@ -1,0 +1,243 @@
+"""A headless Chromium driven over the DevTools protocol: for tests, the page's benchmark and its pictures.
+
+Needs the `chromium` of the system; nothing is downloaded, and the browser gets an empty profile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--disable-dev-shm-usage",
+    "--force-color-profile=srgb",
+    "--hide-scrollbars",
+    "--remote-debugging-port=0",
+)
+HELPERS = """
+window.one = (css) => document.querySelector(css);
+window.all = (css) => [...document.querySelectorAll(css)];
+window.says = (css) => one(css)?.textContent ?? "";
+"""
+"""For scripts that are run in a page."""
+START_S = 60.0
+WAIT_S = 30.0
+
+
+def chromium() -> str | None:
+    """Where it is, if it is there."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class PageError(Exception):
+    """What a page threw."""
+
+
+class Tab:
+    """One page. `errors` has what its console complained of, `requests` every address that it asked for."""
+
+    def __init__(self, socket: ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._number = 0
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def open(self, url: str) -> None:
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self.call(f"{domain}.enable")
+        await self.call("Page.addScriptToEvaluateOnNewDocument", source=HELPERS)
+        await self.call("Page.navigate", url=url)
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        answer = self._asked[self._number] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": self._number, "method": method, "params": parameters})
+        said = await asyncio.wait_for(answer, WAIT_S)
+        if "error" in said:
+            raise PageError(f"{method}: {said['error']['message']}")
+        return dict(said["result"])
+
+    async def run(self, script: str) -> Any:
+        """The value of an expression, awaited where it is a promise."""
+        said = await self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True, userGesture=True
+        )
+        if "exceptionDetails" in said:
+            found = said["exceptionDetails"]
+            raise PageError(str(found.get("exception", {}).get("description", found["text"])))
+        return said["result"].get("value")
+
+    async def until(self, script: str, within_s: float = WAIT_S) -> Any:
+        """The value of an expression once it is true."""
+        until_s = time.monotonic() + within_s
+        while True:
+            found = await self.run(script)
+            if found:
+                return found
+            if time.monotonic() > until_s:
+                raise PageError(f"was never true: {script}")
+            await asyncio.sleep(0.1)
+
+    async def press(self, key: str, text: str = "") -> None:
+        codes = {"Enter": 13, "Tab": 9, " ": 32, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
+        more: dict[str, Any] = {"text": text or ("\r" if key == "Enter" else " " if key == " " else "")}
+        code = "Space" if key == " " else key
+        for kind in ("keyDown", "keyUp"):
+            await self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=code,
+                windowsVirtualKeyCode=codes.get(key, 0),
+                **(more if kind == "keyDown" and more["text"] else {}),
+            )
+
+    async def write(self, text: str) -> None:
+        await self.call("Input.insertText", text=text)
+
+    async def size(self, width: int, height: int, scale: float = 1.0, phone: bool = False) -> None:
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=phone,
+        )
+
+    async def picture(self, path: Path, whole: bool = False) -> None:
+        said = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(said["data"]))
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            if message.type is not WSMsgType.TEXT:
+                continue
+            said = json.loads(message.data)
+            if "id" in said:
+                answer = self._asked.pop(said["id"], None)
+                if answer is not None and not answer.done():
+                    answer.set_result(said)
+            else:
+                self._heard(said["method"], said["params"])
+
+    def _heard(self, method: str, said: dict[str, Any]) -> None:
+        if method == "Runtime.exceptionThrown":
+            found = said["exceptionDetails"]
+            self.errors.append(str(found.get("exception", {}).get("description", found["text"])))
+        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "warning", "assert"):
+            self.errors.append(
+                " ".join(str(each.get("value", each.get("description"))) for each in said["args"])
+            )
+        elif method == "Log.entryAdded" and said["entry"]["level"] in ("error", "warning"):
+            self.errors.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(said["request"]["url"])
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        await self._socket.close()
+
+
+@asynccontextmanager
+async def browser(*flags: str) -> AsyncIterator[Browser]:
+    """A browser of our own, which ends with the block."""
+    found = chromium()
+    if found is None:
+        raise FileNotFoundError("no chromium: apt-get install chromium")
+    with tempfile.TemporaryDirectory(prefix="potluck-browser-", ignore_cleanup_errors=True) as folder:
+        command = [found, *FLAGS, *flags, f"--user-data-dir={folder}", "about:blank"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            port = await _port(Path(folder) / "DevToolsActivePort", process)
+            async with ClientSession() as session:
+                yield Browser(session, port, process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Browser:
+    def __init__(self, session: ClientSession, port: int, pid: int) -> None:
+        self._session, self._port, self.pid = session, port, pid
+
+    @asynccontextmanager
+    async def tab(self, url: str, width: int = 1440, height: int = 900) -> AsyncIterator[Tab]:
+        """A page of its own; what it keeps, others see, as tabs do."""
+        address = f"http://127.0.0.1:{self._port}/json/new?about:blank"
+        async with self._session.put(address) as answer:
+            said = await answer.json()
+        socket = await self._session.ws_connect(said["webSocketDebuggerUrl"], max_msg_size=0)
+        tab = Tab(socket)
+        try:
+            await tab.size(width, height)
+            await tab.open(url)
+            yield tab
+        finally:
+            await tab.close()
+            async with self._session.get(f"http://127.0.0.1:{self._port}/json/close/{said['id']}"):
+                pass
+
+    def cpu_s(self) -> float:
+        """Seconds of all its processes so far."""
+        return sum(_cpu_s(pid) for pid in _family(self.pid))
+
+
+async def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s and process.poll() is None:
+        if file.is_file() and (lines := file.read_text("utf-8").splitlines()):
+            return int(lines[0])
+        await asyncio.sleep(0.05)
+    raise TimeoutError("chromium did not start")
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all below it."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            rest = path.read_text("utf-8").rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(rest[1]), []).append(int(path.parent.name))
+    found, new = [], [pid]
+    while new:
+        found += new
+        new = [child for each in new for child in parents.get(each, ())]
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        rest = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(rest[11]) + int(rest[12])) / 100.0

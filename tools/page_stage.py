@@ -1,0 +1,334 @@
+"""A gateway without engines for the page: the real Brain, desk and operators' port over a fleet that is made up.
+
+What engines would say (computed, handed on, tokens, the end) is said at times that are made up as well, from a seed.
+So the page can be tested, measured and pictured with any fleet on any machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from page_fleets import MODEL, PREFILL_PER_S, TPOT_S, small_fleet
+
+from potluck.catalog import models, nodes
+from potluck.core.brain.actions import Action, Drain, Refuse, Run, Start, Stop
+from potluck.core.brain.events import (
+    Arrived,
+    Computed,
+    Drained,
+    Failed,
+    Finished,
+    FirstToken,
+    LinkReported,
+    ReplicaLost,
+    ReplicaReady,
+    Reported,
+    SegmentDone,
+    Status,
+)
+from potluck.core.brain.policy import Policy
+from potluck.core.values.plan import Plan
+from potluck.core.values.service import Tenant
+from potluck.core.values.types import Link, Region, Request, Slo
+from potluck.gateway.desk.center import Center
+from potluck.gateway.desk.oversight import Oversight
+from potluck.gateway.http.calls import Calls
+from potluck.gateway.parts import Told
+from potluck.gateway.serve import Operators
+from potluck.gateway.settings import Places, Settings
+from potluck.worlds.scene import Scene
+
+KEY = "the-operators-key"
+TENANTS = (("search", 2.0), ("support", 1.0), ("batch", 1.0))
+ANSWER = "Everybody brings what they have and all of it goes on one table so that nobody has to cook alone"
+KV_BYTES_PER_TOKEN = 131_072
+ANSWER_WORDS = ANSWER.count(" ") + 1
+
+
+@dataclass(slots=True)
+class Ride:
+    """A request under way."""
+
+    request: Request
+    output_tokens: int
+    came_s: float
+    run: Run | None = None
+    streamed: int = 0
+    first_s: float | None = None
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    news: asyncio.Queue[str | None] | None = None
+    """Where its words go, if anywhere."""
+
+
+class Stage:
+    """Used in one event loop. `send` begins a request, `kill` ends a replica, `flood` sends many."""
+
+    def __init__(
+        self, fleet: tuple[Plan, tuple[Region, ...], tuple[Link, ...]], key: str | None = KEY, seed: int = 1
+    ) -> None:
+        plan, regions, links = fleet
+        model = models.model("llama-3.1-8b")
+        types = {offer.node: nodes.node_type(offer.node) for region in regions for offer in region.offers}
+        scene = Scene(
+            plan, {MODEL: model}, types, regions, links, {MODEL: Slo(1.5, 0.045)}, {MODEL: (500.0, 60.0)}
+        )
+        policy = Policy(tenants=tuple(Tenant(name, weight) for name, weight in TENANTS))
+        self._chance = random.Random(seed)
+        self.center = Center(scene, policy, Calls())
+        self.operators = Operators(self.center, Settings(Places(admin_port=0), admin_key=key))
+        self.overseer = Oversight(self.center)
+        self.line = self.center.desk.line(self._act)
+        self.center.desk.manage = self._manage
+        self.center.desk.at_ticks.remove(self.center.watch.look)
+        self.center.lacking = lambda model: ""  # type: ignore[method-assign]
+        self.rides: dict[str, Ride] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.sent = 0
+        self.starts_s = 3.0
+        """How long another engine takes to start."""
+        self._later = asyncio.get_running_loop().call_later
+        self._begun = False
+        self._moved: dict[tuple[str, str], float] = {}
+
+    async def start(self) -> str:
+        """Where operators look."""
+        url = await self.operators.listen()
+        self.center.start()
+        self._begun = True
+        self.operators.page.chat.url = await self._clients()
+        self._tasks += [asyncio.create_task(self._report()), asyncio.create_task(self._control())]
+        return url
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._runner.cleanup()
+        await self.center.close()
+        await self.operators.close()
+
+    # The fleet.
+
+    def _manage(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Start(member):
+                    wait_s = self.starts_s if self._begun else 0.0
+                    self._later(wait_s, self._ready, member.id)
+                case Drain(replica):
+                    self._later(0.2, self._drained, replica)
+                case Stop():
+                    pass
+
+    def _ready(self, replica: str) -> None:
+        if replica in self.center.brain.fleet.views:
+            self.center.desk.tell(ReplicaReady(replica))
+
+    def _drained(self, replica: str) -> None:
+        view = self.center.brain.fleet.views.get(replica)
+        if view is not None and view.open_requests:
+            self._later(0.2, self._drained, replica)
+        elif view is not None:
+            self.center.desk.tell(Drained(replica))
+
+    def kill(self, replica: str) -> None:
+        """Its engine is gone, and all that it worked on has failed."""
+        self.center.desk.tell(ReplicaLost(replica, "its process ended"))
+        for ride in list(self.rides.values()):
+            run = ride.run
+            if run is not None and any(each.replica == replica for each in run.route.segments):
+                self._stop(ride)
+                self.line.tell(Failed(ride.request.id, run.attempt, "replica", replica, ride.streamed))
+
+    async def _control(self) -> None:
+        """As a controller does: asks what is wanted, and kills whom it should."""
+        while True:
+            for replica in list(self.overseer.wanted()["kill"]):  # type: ignore[call-overload]
+                self.kill(replica)
+            await asyncio.sleep(0.2)
+
+    async def _report(self) -> None:
+        while True:
+            views = self.center.brain.fleet.views
+            for name, view in list(views.items()):
+                if view.state == "starting":
+                    continue
+                total = 4000
+                used = min(total - 1, view.open_context_tokens // 16 + view.open_requests)
+                status = Status(0, view.open_requests, view.open_prefill_tokens, 0, total - used, total, 0.02)
+                self.center.desk.tell(Reported(name, status))
+            self.center.watch.links = tuple(
+                LinkReported(*ends, min(1.0, self._moved.pop(ends, 0.0) * 2 * 8e-9 / gbps), 0.0, gbps)
+                for ends, gbps in self.center.links_gbps.items()
+            )
+            await asyncio.sleep(0.5)
+
+    # Requests.
+
+    def send(
+        self, prompt_tokens: int, output_tokens: int, tenant: str = "search", name: str = "", news: Any = None
+    ) -> str:
+        name = name or secrets.token_hex(12)
+        now_s = self.center.desk.now_s()
+        request = Request(name, MODEL, now_s, prompt_tokens, output_tokens, tenant=tenant)
+        self.rides[name] = Ride(request, output_tokens, time.monotonic(), news=news)
+        self.sent += 1
+        self.line.tell(Arrived(request))
+        return name
+
+    def _act(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            ride = self.rides.get(action.request)  # type: ignore[union-attr]
+            if ride is None:
+                continue
+            if isinstance(action, Run):
+                self._stop(ride)
+                ride.run = action
+                self._run(ride, action)
+            elif isinstance(action, Refuse):
+                self._ended(ride, "overloaded", 429)
+
+    def _stop(self, ride: Ride) -> None:
+        for timer in ride.timers:
+            timer.cancel()
+        ride.timers.clear()
+
+    def _run(self, ride: Ride, run: Run) -> None:
+        at_s, name = 0.003, ride.request.id
+        segments = run.route.segments
+        for place, segment in enumerate(segments):
+            node, crowd = self._node(segment.replica)
+            stop = run.prompt_tokens if segment.stop is None else segment.stop
+            at_s += (stop - segment.start) / PREFILL_PER_S[node] * crowd + 0.012
+            if segment.stop is None:
+                break
+            ride.timers.append(self._later(at_s, self.line.tell, Computed(name, run.attempt, place)))
+            size = (stop - segment.start) * KV_BYTES_PER_TOKEN
+            at_s += 0.008 + size / 2.5e9
+            target = segments[place + 1].replica
+            ride.timers.append(
+                self._later(at_s, self._handed, ride, run, place, segment.replica, target, size)
+            )
+        node, crowd = self._node(run.route.decoder)
+        ride.timers.append(self._later(at_s, self._token, ride, run, TPOT_S[node] * crowd))
+
+    def _node(self, replica: str) -> tuple[str, float]:
+        """Its type, and how much longer all takes with what it has to do."""
+        view = self.center.brain.fleet.views.get(replica)
+        if view is None:
+            return "1xL4", 1.0
+        part = self.center.kits.templates[view.member.template].replicas[view.member.index]
+        node = next(iter(part.layout.node_counts))
+        return node, (1.0 + 0.06 * view.open_requests) * self._chance.uniform(0.92, 1.12)
+
+    def _handed(self, ride: Ride, run: Run, place: int, source: str, target: str, size: int) -> None:
+        self.operators._moved(source, target, "raw", size, 0.01)
+        views = self.center.brain.fleet.views
+        if source in views and target in views:
+            ends = (views[source].member.region, views[target].member.region)
+            self._moved[ends] = self._moved.get(ends, 0.0) + size
+        self.line.tell(SegmentDone(ride.request.id, run.attempt, place))
+
+    def _token(self, ride: Ride, run: Run, tpot_s: float) -> None:
+        if ride.first_s is None:
+            ride.first_s = time.monotonic()
+        if ride.streamed == run.streamed_tokens:
+            self.line.tell(FirstToken(ride.request.id, run.attempt))
+        ride.streamed += 1
+        if ride.news is not None:
+            ride.news.put_nowait(ANSWER.split()[(ride.streamed - 1) % ANSWER_WORDS])
+        if ride.streamed >= ride.output_tokens:
+            self.line.tell(Finished(ride.request.id, run.attempt, ride.streamed))
+            self._ended(ride, "length", 200)
+            return
+        # One timer per token for who reads them; else one for many, which nobody sees.
+        step = 1 if ride.news is not None else min(8, ride.output_tokens - ride.streamed)
+        ride.streamed += step - 1
+        ride.timers[:] = [self._later(tpot_s * step, self._token, ride, run, tpot_s)]
+
+    def _ended(self, ride: Ride, outcome: str, status: int) -> None:
+        self.rides.pop(ride.request.id, None)
+        if ride.news is not None:
+            ride.news.put_nowait(None)
+        request = ride.request
+        self.operators.meter.answered(
+            Told(
+                request.id,
+                "",
+                request.tenant,
+                MODEL,
+                "standard",
+                outcome,
+                status,
+                request.prompt_tokens,
+                0,
+                ride.streamed,
+                ride.came_s,
+                ride.first_s,
+                time.monotonic(),
+                True,
+            )
+        )
+
+    async def flood(self, rate_per_s: float, lasts_s: float, output_tokens: int = 60) -> None:
+        """Requests by chance, as many a second as asked for."""
+        end_s = time.monotonic() + lasts_s
+        next_s = time.monotonic()
+        while next_s < end_s:
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            tenant = self._chance.choices(("search", "support", "batch"), (5, 3, 2))[0]
+            prompt = int(self._chance.lognormvariate(6.0, 0.6)) + 20
+            self.send(min(prompt, 4000), max(2, int(self._chance.expovariate(1 / output_tokens))), tenant)
+            next_s += self._chance.expovariate(rate_per_s)
+
+    # Clients.
+
+    async def _clients(self) -> str:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._chat)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """Says what was asked, word for word, and some words of its own."""
+        body = await request.json()
+        asked = str(body["messages"][-1]["content"])
+        name, news = secrets.token_hex(12), asyncio.Queue[str | None]()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.send(max(900, len(asked)), int(body.get("max_tokens", 40)), "support", name, news)
+        piece, first = f"You asked: {asked}\n", True
+        with suppress(ConnectionError):
+            while piece is not None:
+                choice = {
+                    "index": 0,
+                    "delta": {"content": piece if first else f" {piece}"},
+                    "finish_reason": None,
+                }
+                line = json.dumps({"id": f"chatcmpl-{name}", "choices": [choice]})
+                await response.write(f"data: {line}\n\n".encode())
+                piece, first = await news.get(), False  # type: ignore[assignment]
+            await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@asynccontextmanager
+async def stage(fleet: Any = None, key: str | None = KEY, seed: int = 1) -> AsyncIterator[tuple[Stage, str]]:
+    """A stage that runs, and its page's address."""
+    made = Stage(fleet or small_fleet(), key, seed)
+    try:
+        yield made, await made.start()
+    finally:
+        await made.close()
