@@ -102,11 +102,6 @@ def build_admin(office: Office) -> web.Application:
         shown = {**office.overseer.decisions(int(after)), "ended": ended}
         return web.json_response(shown, dumps=_dumps)
 
-    async def plan(request: web.Request) -> web.StreamResponse:
-        body = parse_object(await request.read())
-        why = request.query.get("why", "")[:MOST_WHY]
-        return web.json_response(office.overseer.set_plan(body, why), dumps=_dumps)
-
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
@@ -114,7 +109,7 @@ def build_admin(office: Office) -> web.Application:
     app.router.add_get("/events", events)
     app.router.add_get("/fleet", fleet)
     app.router.add_put("/fleet", _put(office.overseer.set_fleet))
-    app.router.add_put("/plan", plan)
+    app.router.add_put("/plan", _plan(office.overseer))
     app.router.add_put("/market", _put(office.overseer.set_market))
     app.router.add_get("/decisions", decisions)
     for path, order in (
@@ -140,6 +135,14 @@ def _order(
             line = "orders need an operators' key, and this gateway has none: start it with --admin-key-file"
             raise Refused(403, line, "no_admin_key")
         return web.json_response(change(parse_object(await request.read())), dumps=_dumps)
+
+    return handler
+
+
+def _plan(overseer: Overseer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body, why = parse_object(await request.read()), request.query.get("why", "")
+        return web.json_response(overseer.set_plan(body, why[:MOST_WHY]), dumps=_dumps)
 
     return handler
 
