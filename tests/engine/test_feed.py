@@ -12,7 +12,7 @@ from loop_kit import prompt
 from potluck.core.brain.events import Cached
 from potluck.core.replica.block_values import block_hashes
 from potluck.core.routing.index import GlobalIndex
-from potluck.engine.memory import feed as feeds
+from potluck.kv.store import feed as feeds
 
 
 def read(answer: dict[str, Any], replica: str) -> list[Cached]:

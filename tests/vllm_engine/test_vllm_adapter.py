@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from aiohttp import web
 from potluck.api.errors import Refused
 from potluck.api.segments import segment_of
 from potluck.core.errors import InputError
+from potluck.core.replica.block_values import block_hashes
+from potluck.core.routing.index import GlobalIndex
 from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.gateway.fleet.status import read_cache
 from potluck.vllm.adapter.flags import Settings, Shape, command, environment, shape_of
 from potluck.vllm.adapter.requests import Events, Part, body_of, heard_of, refusal_of
 from potluck.vllm.adapter.service import summed
@@ -230,3 +234,43 @@ def test_what_is_wrong_with_a_segment_is_named(tmp_path: Path) -> None:
             assert (await stand.client.post("/v1/completions", json={})).status == 409
 
     asyncio.run(play())
+
+
+def test_what_vllm_holds_is_told_until_it_is_gone(tmp_path: Path) -> None:
+    tokens = list(range(96))
+
+    async def play() -> None:
+        async with standing(tmp_path, three_tokens) as stand:
+            index, told, epoch = GlobalIndex(), 0, -1
+
+            async def held() -> int:
+                """As a gateway asks, every now and then."""
+                nonlocal told, epoch
+                body = await (await stand.client.get(f"/cache?epoch={max(0, epoch)}&after={told}")).read()
+                epoch, reports = read_cache("r", body)
+                for report in reports:
+                    index.apply(report, "here")
+                    told = report.sequence
+                return index.held_by("r", block_hashes(tokens, "vllm-1", salt="s"))
+
+            assert await held() == 0
+            stand.channel.soon("cache", ("+", ["a", "b"], None, tokens[:64], 32, "s"))
+            stand.channel.soon("steps", (64, 1, 0.0))
+            stand.channel.soon("cache", ("+", ["c"], "b", tokens[64:], 32, ""))
+            await eventually(held, 6)
+            assert (stand.service.ears.steps.count, stand.service.ears.steps.tokens) == (1, 64)
+            stand.channel.soon("cache", ("-", ["c"]))
+            await eventually(held, 4)
+            stand.channel.soon("cache", ("0",))
+            await eventually(held, 0)
+            assert (await stand.client.get("/cache?since=3")).status == 400
+
+    asyncio.run(play())
+
+
+async def eventually(ask: Callable[[], Awaitable[int]], expected: int) -> None:
+    for _ in range(200):
+        if await ask() == expected:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"did not become {expected}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from potluck.core.errors import InputError
 from potluck.kv.fingerprint import directory_mark, model_in, part_in
 from potluck.vllm.blocks import Blocks, Layer, Packed, Plain
+from potluck.vllm.caches import check_caches, keeps_all_of_windows
 from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, mark_of
 
 HEADS, WIDTH = 2, 8
@@ -111,3 +113,24 @@ def test_layers_are_known_by_number() -> None:
     assert layer_of("model.layers.13.self_attn.attn") == 13
     with pytest.raises(InputError):
         layer_of("model.layers.3.mixer.2.attn")
+
+
+def specs(**kinds: dict[str, object]) -> SimpleNamespace:
+    """As vLLM tells its groups: a kind of cache each, with what it says of itself."""
+    groups = [
+        SimpleNamespace(layer_names=[name], kv_cache_spec=type(name, (), {"block_size": 4, **said})())
+        for name, said in kinds.items()
+    ]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def test_what_cannot_be_handed_over_is_named_when_vllm_starts() -> None:
+    window: dict[str, object] = {"sliding_window": 8}
+    assert not check_caches(specs(FullAttentionSpec={}), "auto")
+    assert check_caches(specs(FullAttentionSpec={}, SlidingWindowSpec=window), "bfloat16")
+    assert not keeps_all_of_windows(specs(FullAttentionSpec={}, SlidingWindowSpec=window))
+    assert keeps_all_of_windows(specs(FullAttentionSpec=window))
+    with pytest.raises(InputError, match="kv-cache-dtype: fp8_e5m2 cannot"):
+        check_caches(specs(FullAttentionSpec={}), "fp8_e5m2")
+    with pytest.raises(InputError, match="has caches of ChunkedLocalAttentionSpec, MambaSpec; only"):
+        check_caches(specs(FullAttentionSpec={}, MambaSpec={}, ChunkedLocalAttentionSpec={}), "auto")

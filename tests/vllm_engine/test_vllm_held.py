@@ -21,8 +21,8 @@ def keys(tokens: list[int], size: int) -> list[str]:
 def test_blocks_have_the_names_that_a_gateway_gives_to_the_same_tokens() -> None:
     for size in (16, 32, 48):
         held, names = Held("m"), keys(TOKENS, size)
-        held.stored(names[:1], None, TOKENS[:size], "salt")
-        held.stored(names[1:], names[0], TOKENS[size:], "")
+        held.stored(names[:1], None, TOKENS[:size], size, "salt")
+        held.stored(names[1:], names[0], TOKENS[size:], size)
         assert held.changes() == Changes(block_hashes(TOKENS, "m", salt="salt"))
         assert not held.changes()
         assert held.everything().added == block_hashes(TOKENS, "m", salt="salt")
@@ -31,7 +31,7 @@ def test_blocks_have_the_names_that_a_gateway_gives_to_the_same_tokens() -> None
 def test_what_is_there_twice_goes_when_both_are_gone() -> None:
     held, names = Held("m"), keys(TOKENS, 32)
     for _ in range(2):
-        held.stored(names, None, TOKENS)
+        held.stored(names, None, TOKENS, 32)
     held.changes()
     held.removed(names[2:])
     assert not held.changes()
@@ -43,10 +43,10 @@ def test_what_is_there_twice_goes_when_both_are_gone() -> None:
 
 def test_what_cannot_be_named_is_left_out() -> None:
     held, names = Held("m"), keys(TOKENS, 32)
-    held.stored(names[1:], "unknown", TOKENS[32:])
-    held.stored(["a"], None, TOKENS[:24])  # no whole blocks of ours
-    held.stored(names[:2], None, TOKENS[:32])
-    held.stored([], None, [])
+    held.stored(names[1:], "unknown", TOKENS[32:], 32)
+    held.stored(["a"], None, TOKENS[:24], 24)  # no whole blocks of ours
+    held.stored(names[:2], None, TOKENS[:32], 32)
+    held.stored([], None, [], 0)
     held.removed(["never"])
     assert (held.changes(), len(held)) == (Changes(), 0)
 
@@ -59,7 +59,7 @@ def test_an_index_that_follows_holds_what_vllm_does(steps: list[tuple[int, int, 
     for number, (which, depth, comes) in enumerate(steps, 1):
         names = keys(prompts[which], 32)
         if comes:
-            held.stored(names[:depth], None, prompts[which][: 32 * depth])
+            held.stored(names[:depth], None, prompts[which][: 32 * depth], 32)
             copies[which] = [count + (place < depth) for place, count in enumerate(copies[which])]
         elif copies[which][depth - 1] and (depth == 3 or copies[which][depth] < copies[which][depth - 1]):
             held.removed([names[depth - 1]])

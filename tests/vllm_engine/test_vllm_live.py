@@ -18,6 +18,7 @@ from vllm_kit import (
     VOCAB,
     Adapter,
     Embedded,
+    Follower,
     Instance,
     handed,
     make_model,
@@ -209,6 +210,19 @@ def test_segments_come_and_go_through_the_face(
     assert second.ask(tokens, moves={"request": "s", "take": take}) == expected
     assert [next(iter(line)) for line in giving.result(60)] == ["handle", "computed", "ended"]
     assert giving.result()[-1]["ended"] == "handed_on"
+
+
+def test_a_gateway_sees_prefixes_come_and_go(trio: Trio, mortal: Adapter) -> None:
+    tokens, salt = prompt("prefix", 230), "of one tenant"
+    follower = Follower(mortal)
+    mortal.segment(tokens, max_tokens=30, ignore_eos=True, salt=salt)
+    # Seven whole blocks of 32, and what was answered makes an eighth.
+    assert follower.held(tokens, salt=salt, expected=14) == 14
+    assert follower.held(tokens, expected=0) == 0  # of this tenant alone
+    for seed in range(18):  # more than vLLM has room for: what was used longest ago goes
+        mortal.segment(prompt(("other", seed), 2000), max_tokens=1)
+    assert follower.held(tokens, salt=salt, expected=0) == 0
+    assert follower.held(prompt(("other", 17), 2000), expected=124) == 124
 
 
 def test_an_embedded_engine_and_vllm_hand_over_to_each_other(

@@ -18,6 +18,10 @@ from socket import create_server
 
 import pytest
 
+from potluck.core.replica.block_values import block_hashes
+from potluck.core.routing.index import GlobalIndex
+from potluck.gateway.fleet.status import read_cache
+
 SOURCE = Path(__file__).parents[2] / "src"
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm"
@@ -237,6 +241,11 @@ class Instance:
             found: dict[str, object] = json.load(answer)
             return found
 
+    def get(self, path: str) -> dict[str, object]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:
+            found: dict[str, object] = json.load(answer)
+            return found
+
     def metric(self, name: str, label: str = "") -> float:
         """All of a metric's samples with this in their labels, summed up."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
@@ -293,6 +302,29 @@ class Embedded(Adapter):
             *("--name", "tiny", "--port", str(self.port), "--kv-port", str(self.kv_port)),
             *("--kv-from", "127.0.0.1", "--max-tokens", "2048"),
         ]
+
+
+class Follower:
+    """A prefix index that reads an engine's /cache, as a gateway does."""
+
+    def __init__(self, engine: Instance) -> None:
+        self._engine, self._index = engine, GlobalIndex()
+        self._mark = str(engine.get("/status")["fingerprint"])
+        self._epoch = self._after = 0
+
+    def held(self, tokens: Tokens, expected: int, salt: str = "") -> int:
+        """How many blocks of 16 tokens it has of a prompt, once that is what is expected, or after a while."""
+        for _ in range(50):
+            said = self._engine.get(f"/cache?epoch={self._epoch}&after={self._after}")
+            self._epoch, reports = read_cache("r", json.dumps(said).encode())
+            for report in reports:
+                self._index.apply(report, "here")
+                self._after = report.sequence
+            found = self._index.held_by("r", block_hashes(tokens, self._mark, salt=salt))
+            if found == expected:
+                break
+            time.sleep(0.1)
+        return found
 
 
 def handed(

@@ -7,6 +7,7 @@
     blocks.py       how a layer's KV lies in vLLM's blocks; caches.py: which layers there are, as vLLM says
     identity.py     what must be alike at both ends of a hand-over; which vLLM this was tried with
     params.py       what a request says of its hand-overs
+    telling.py      which prefixes vLLM holds, for the adapter; held.py: the same there, as a prefix index names them
     stats.py        what came, in vLLM's metrics; channel.py: the same to the adapter, and peers from it
 
 Apart from `potluck.engine`, whose import changes how the process multiplies; vLLM must not get that. Nothing here

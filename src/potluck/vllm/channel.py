@@ -18,6 +18,7 @@ from contextlib import suppress
 MOST_LINES = 10_000
 """That wait to be written; more are left out: the adapter is gone, or stands still."""
 
+MOST_GATHERED, AT_ONCE = 10_000, 64
 GATHER_S = 0.1
 """How long what is told soon may wait for more of its kind."""
 
@@ -47,7 +48,7 @@ class Channel:
 
     def soon(self, kind: str, value: object) -> None:
         """One of many, which are written together as a list; for one thread."""
-        if self._socket is None or len(self._gathered) >= MOST_LINES:
+        if self._socket is None or len(self._gathered) >= MOST_GATHERED:
             return
         self._gathered.append((kind, value))
         if not self._due:
@@ -85,13 +86,15 @@ class Channel:
             self._socket.close()
 
     def _together(self) -> bytes:
-        found: dict[str, list[object]] = {}
-        for _ in range(len(self._gathered)):
-            kind, value = self._gathered.popleft()
-            found.setdefault(kind, []).append(value)
-        if not found:
-            return b""
-        return json.dumps(found, separators=(",", ":")).encode() + b"\n"
+        """All that was gathered, in lines that are not too long."""
+        lines = []
+        while self._gathered:
+            found: dict[str, list[object]] = {}
+            for _ in range(min(AT_ONCE, len(self._gathered))):
+                kind, value = self._gathered.popleft()
+                found.setdefault(kind, []).append(value)
+            lines.append(json.dumps(found, separators=(",", ":")).encode() + b"\n")
+        return b"".join(lines)
 
     def _read(self, heard: Heard) -> None:
         assert self._socket is not None

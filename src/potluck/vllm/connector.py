@@ -41,6 +41,7 @@ from potluck.vllm.identity import Share, check_version, fingerprint, layer_of, m
 from potluck.vllm.params import address_of
 from potluck.vllm.stats import PromMetrics, Stats
 from potluck.vllm.taking import Taking
+from potluck.vllm.telling import HIDDEN, full_group, line_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +96,9 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             self._booking = Booking(self._workers, windows=windows)
             self._stepped_s = 0.0
             self._channel = Channel(extra.get("channel"))
+            self._group = full_group(kv_cache_config)
+            self._events: list[Any] = []
+            """That vLLM has not been given back."""
 
     # The scheduler's side.
 
@@ -123,6 +127,8 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             self._channel.soon(
                 "steps", (scheduler_output.total_num_scheduled_tokens, len(scheduled), before_s)
             )
+        if self._kv_cache_manager is not None and self._kv_cache_manager.enable_kv_cache_events:
+            self._listen(self._kv_cache_manager)
         if self._booking.quiet:
             return NO_ORDERS if scheduled else IDLE
         state = scheduler_output.kv_connector_block_state
@@ -131,6 +137,18 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
             return state.get_block_ids(key) if state is not None else None
 
         return Meta(self._booking.orders(scheduled, tables_of))
+
+    def _listen(self, manager: Any) -> None:
+        events = manager.take_events()
+        self._events += events
+        for event in events:
+            line = line_of(event, self._group)
+            if line is not None:
+                self._channel.soon("cache", line)
+
+    def take_events(self) -> list[Any]:
+        found, self._events = self._events, []
+        return found
 
     def update_connector_output(self, connector_output: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -291,6 +309,6 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
 
 def _hide(request: Any) -> None:
     """KV that came in fewer bits goes by names of its own in vLLM's prefix cache: no other request may use it."""
-    request.cache_salt = new_handle()
+    request.cache_salt = HIDDEN + new_handle()
     request.block_hashes = []
     request.update_block_hashes()

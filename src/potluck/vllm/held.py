@@ -15,9 +15,9 @@ from potluck.core.replica.block_values import Changes, as_bytes, chain_root, nam
 class Held:
     """Changed by whoever hears vLLM."""
 
-    def __init__(self, model: str) -> None:
-        """`model`: what names begin with."""
-        self._model = model
+    def __init__(self, model: str = "") -> None:
+        self.model = model
+        """What names begin with: its fingerprint."""
         self._names: dict[str, tuple[int, ...]] = {}
         """vLLM's hash to ours."""
         self._copies: dict[str, int] = {}
@@ -29,14 +29,13 @@ class Held:
         return len(self._names)
 
     def stored(
-        self, hashes: Sequence[str], parent: str | None, tokens: Sequence[int], salt: str = ""
+        self, hashes: Sequence[str], parent: str | None, tokens: Sequence[int], size: int, salt: str = ""
     ) -> None:
-        """Blocks came, one behind the other, the first behind `parent` or at the beginning of a prompt."""
-        size = len(tokens) // max(1, len(hashes))
-        if not size or size % BLOCK_TOKENS or size * len(hashes) != len(tokens):
+        """Blocks of `size` tokens came, one behind the other, the first behind `parent` or where a prompt begins."""
+        if size < 1 or size % BLOCK_TOKENS or size * len(hashes) != len(tokens):
             return  # not of whole blocks of ours: nobody could name them
         if parent is None:
-            before = chain_root(self._model, salt)
+            before = chain_root(self.model, salt)
         elif parent in self._names:
             before = as_bytes(self._names[parent][-1])
         else:

@@ -17,7 +17,7 @@ from potluck.engine.face.bodies import read_object
 from potluck.engine.face.metrics import CONTENT_TYPE
 from potluck.engine.face.service import SERVICE, Service
 from potluck.engine.loop.status import role_of
-from potluck.engine.memory.feed import as_json
+from potluck.kv.store.feed import as_json, place_in
 
 ACTIONS = ("init", "activate", "show", "stop")
 
@@ -29,23 +29,11 @@ async def status(request: web.Request) -> web.Response:
 async def cache(request: web.Request) -> web.Response:
     """What changed in the prefix cache since a report, or all of it: `?epoch=E&after=N`."""
     service = request.app[SERVICE]
-    unknown = set(request.query) - {"epoch", "after"}
-    if unknown:
-        raise InputError(min(unknown), "unknown; /cache takes epoch and after")
-    epoch, after = (_number(request, name) for name in ("epoch", "after"))
-    reports = await service.hub.ask(lambda loop, _: service.feed.after(epoch, after or 0))
+    epoch, after = place_in(request.query)
+    reports = await service.hub.ask(lambda loop, _: service.feed.after(epoch, after))
     return web.json_response(
         {"epoch": service.feed.epoch, "reports": [as_json(report) for report in reports]}
     )
-
-
-def _number(request: web.Request, name: str) -> int | None:
-    text = request.query.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise InputError(name, "must be a whole number")
-    return int(text)
 
 
 async def health(request: web.Request) -> web.Response:

@@ -27,8 +27,8 @@ from potluck.engine.loop.driver import Driver
 from potluck.engine.loop.loop import Loop
 from potluck.engine.loop.requests import Job
 from potluck.engine.loop.status import Counters, Role, Status, step_times
-from potluck.engine.memory.feed import CacheFeed
 from potluck.kv.link.links import ANY_PORT, Address
+from potluck.kv.store.feed import CacheFeed
 
 
 @dataclass(frozen=True, slots=True)

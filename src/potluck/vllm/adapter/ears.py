@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from potluck.kv.fingerprint import model_in
 from potluck.kv.link.links import Address
+from potluck.vllm.held import Held
 
 RECENT_STEPS = 4096
 SHOWN_STEPS = 256
 """That a mean is of."""
-LONGEST_LINE = 1 << 20
+LONGEST_LINE = 1 << 24
 MOST_FATES = 4096
 MOST_PEERS = 256
 """That are reported on."""
@@ -88,6 +90,8 @@ class Ears:
         self._fates: dict[str, _Fate] = {}
         self.workers: dict[int, Worker] = {}
         self.moved = Moved()
+        self.held = Held()
+        """Prefixes that vLLM holds."""
         self.steps = Steps()
         self.here = asyncio.Event()
         """All workers have told who they are."""
@@ -143,7 +147,9 @@ class Ears:
         if "steps" in said:
             for step in said["steps"]:
                 self.steps.add(*step)
-        elif "gave" in said:
+        if "cache" in said:
+            self._cached(said["cache"])
+        if "gave" in said:
             self._gave(
                 str(said["gave"]), Gave(str(said["state"]), bool(said["claimed"]), str(said["problem"]))
             )
@@ -152,10 +158,21 @@ class Ears:
         elif "worker" in said:
             worker = _worker(said)
             self.workers[worker.rank] = worker
+            if worker.rank == 0:
+                self.held.model = model_in(worker.fingerprint)
             self._writers[worker.rank] = writer
             self._tell(writer)
             if len(self.workers) == self._expected:
                 self.here.set()
+
+    def _cached(self, lines: list[Any]) -> None:
+        for kind, *said in lines:
+            if kind == "+":
+                self.held.stored(*said)
+            elif kind == "-":
+                self.held.removed(*said)
+            else:
+                self.held.cleared()
 
     def _gave(self, handle: str, gave: Gave) -> None:
         fate = self._fates.get(handle)

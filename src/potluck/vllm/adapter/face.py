@@ -17,6 +17,7 @@ from potluck.api.errors import Refused, error_object, refusal
 from potluck.api.ids import HEADER, request_id
 from potluck.api.origin import Served, check_origin
 from potluck.core.errors import FormatError, InputError
+from potluck.kv.store.feed import as_json, place_in
 from potluck.vllm.adapter.segments import segments
 from potluck.vllm.adapter.service import ROLES, SERVICE, Service
 from potluck.vllm.params import address_of
@@ -80,8 +81,10 @@ async def steps(request: web.Request) -> web.Response:
 
 
 async def cache(request: web.Request) -> web.Response:
-    """vLLM's prefixes are its own: nothing is told of them."""
-    return web.json_response({"epoch": 0, "reports": []})
+    """What changed in vLLM's prefix cache since a report, or all of it: `?epoch=E&after=N`."""
+    feed = request.app[SERVICE].feed
+    reports = feed.after(*place_in(request.query))
+    return web.json_response({"epoch": feed.epoch, "reports": [as_json(report) for report in reports]})
 
 
 async def health(request: web.Request) -> web.Response:

@@ -89,6 +89,8 @@ def command(settings: Settings, port: int, channel: Path) -> list[str]:
         "--enable-prompt-tokens-details",
         # It is asked what it makes of a chat's messages before it gets KV for them.
         "--enable-scale-out",
+        # The connector takes them: nothing else has to listen.
+        *("--kv-events-config", json.dumps({"enable_kv_cache_events": True, "publisher": "null"})),
         # It is asked for its metrics twice a second.
         "--disable-uvicorn-access-log",
     ]

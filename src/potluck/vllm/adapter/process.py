@@ -21,11 +21,15 @@ ASK_S = 5.0
 WAIT_S = 0.25
 GRACE_S = 15.0
 """From asking it to end to making it."""
-LAST_LINES = 40
+LAST_LINES = 400
 MARKS = ("POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK_NURSERY")
 """By these a controller knows engines; vLLM's processes are the adapter's own affair."""
 DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG."""
+OURS = "potluck.core.errors."
+"""What the connector refuses, in vLLM's log."""
+SAYS_NOTHING = ("See root cause above", "See stack trace")
+"""Lines with which vLLM's processes tell each other that one has failed."""
 
 
 class Server:
@@ -93,6 +97,10 @@ class Server:
         if code is not None and code < 0:
             return f"signal {-code} ended it"
         said = [line for line in self._lines if "Error" in line or "error:" in line]
+        ours = [line.partition(OURS)[2] for line in said if OURS in line]
+        if ours:
+            return ours[-1][:300]
+        said = [line for line in said if not any(words in line for words in SAYS_NOTHING)] or said
         return said[-1][:300] if said else f"exit code {code}; its log says more"
 
     async def end(self) -> None:

@@ -16,6 +16,7 @@ from potluck.api.errors import Refused
 from potluck.core.errors import UnknownNameError
 from potluck.kv.fingerprint import model_in
 from potluck.kv.link.links import Address
+from potluck.kv.store.feed import CacheFeed
 from potluck.vllm.adapter.ears import SHOWN_STEPS, Ears
 from potluck.vllm.adapter.process import Server
 
@@ -41,6 +42,7 @@ class Service:
     ) -> None:
         self.name, self.server, self.ears, self.limits, self.always = name, server, ears, limits, always
         self.role, self.next_role, self.draining = "mixed", "", False
+        self.feed = CacheFeed(ears.held)
         self.problem = ""
         self.started_s = time.monotonic()
         self.peers: frozenset[Address] = frozenset()

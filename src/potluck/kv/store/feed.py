@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
 
 from potluck.core.brain.events import Cached
+from potluck.core.errors import InputError
+from potluck.core.replica.block_values import Changes
 from potluck.core.routing.index import Announcer
-from potluck.engine.memory.prefix import Prefixes
 
 MOST_REPORTS = 256
 EPOCH_BITS = 48
 """Fits a number of any JSON reader. Epochs are drawn: a restarted engine knows nothing of the one before."""
 
 
+class Prefixes(Protocol):
+    """What is held, and what changed since that was last asked."""
+
+    def changes(self) -> Changes: ...
+
+    def everything(self) -> Changes: ...
+
+
 class CacheFeed:
-    """Read and changed in the loop's thread alone."""
+    """Read and changed in one thread alone."""
 
     def __init__(self, prefixes: Prefixes, epoch: int | None = None) -> None:
         self._prefixes = prefixes
@@ -38,6 +49,18 @@ class CacheFeed:
         if epoch != self.epoch or not first - 1 <= sequence <= last:
             return [self._announcer.snapshot(self._prefixes.everything())]
         return [report for report in self._reports if report.sequence > sequence]
+
+
+def place_in(query: Mapping[str, str]) -> tuple[int | None, int]:
+    """Where a reader is, from what it asks: `?epoch=E&after=N`."""
+    unknown = set(query) - {"epoch", "after"}
+    if unknown:
+        raise InputError(min(unknown), "unknown; /cache takes epoch and after")
+    for name, text in query.items():
+        if not (text.isascii() and text.isdigit() and len(text) <= 18):
+            raise InputError(name, "must be a whole number")
+    epoch = query.get("epoch")
+    return None if epoch is None else int(epoch), int(query.get("after", "0"))
 
 
 def as_json(report: Cached) -> dict[str, object]:
