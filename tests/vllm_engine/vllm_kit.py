@@ -29,7 +29,7 @@ needs_vllm = pytest.mark.skipif(
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, WIDTH, INNER = 512, 128, 4, 4, 2, 32, 256
 TOKEN_BYTES = LAYERS * 2 * KV_HEADS * WIDTH * 4
 BATCH_TOKENS = 256
-START_S = 240.0
+START_S = 600.0
 Tokens = Sequence[int]
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}"
