@@ -85,6 +85,8 @@ def facts(name: str) -> Facts:
         figures.append(Figure("interconnect", key, entry_source(link, "kind")))
         figures.append(Figure("gb_per_s", shown.gb_per_s, entry_source(link, "gb_per_s")))
         figures.append(Figure("latency_s", shown.latency_s, entry_source(link, "latency_s")))
+        if shown.domain is not None:
+            figures.append(Figure("domain", shown.domain, entry_source(link, "domain")))
         if "all_reduce_gb_per_s" in link:
             measured = entry_source(link, "all_reduce_gb_per_s")
             figures.append(Figure("all_reduce_gb_per_s", link["all_reduce_gb_per_s"], measured))
@@ -109,7 +111,7 @@ def _interconnect(entry: dict[str, Any], count: int) -> Interconnect:
     link = load_toml("nodes.toml")["link"][_link_name(entry, count)]
     # A mesh without a switch gives fewer GPUs only the links that lead to each other.
     share = _at_most(entry["scale"], count) if "scale" in entry and count < MOST_GPUS else 1.0
-    return Interconnect(link["kind"], link["gb_per_s"] * share, link["latency_s"])
+    return Interconnect(link["kind"], link["gb_per_s"] * share, link["latency_s"], link.get("domain"))
 
 
 def _at_most(by_count: dict[str, float], count: int) -> float:

@@ -82,13 +82,27 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """One way of a collective: its start, what each further step adds, and the reachable share of the link."""
+
+    fixed_s: float
+    step_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Network:
-    """Collectives inside a node: reachable share of the link, and the time of an empty one."""
+    """Collectives between the GPUs of a node over one measured link; `perf.network` has the formulas."""
 
     kind: str
-    share: float
-    fixed_s: float
-    fixed_per_peer_s: float
+    """nvswitch, pcie (with peer access), or host (PCIe without: through the host's memory)."""
+    gb_per_s: float
+    """Of the link that was measured, one direction, per GPU."""
+    library: Way
+    shuffle: Way
+    """All-to-all."""
+    direct: Way | None = None
+    split: Way | None = None
 
 
 @dataclass(frozen=True, slots=True)

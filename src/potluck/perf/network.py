@@ -1,51 +1,116 @@
-"""Time on the links between the GPUs of a node and between nodes."""
+"""Time on the links between the GPUs of a node and between nodes.
+
+Engines add up activations over tensor-parallel ranks in three ways, by what joins the GPUs and how much there is:
+
+    direct   every rank reads all others' parts at once:  t = a + b log2 n + (n-1) B / (s L)
+    split    each reduces a part, then reads the others': t = a + b log2 n + 2 (n-1)/n B / (s L)
+    library  NCCL's rings and trees:                      t = a + b (n-1)  + 2 (n-1)/n B / (s L)
+
+B bytes, n ranks, L the link's rate in one direction per GPU. Direct and split are vLLM's own kernels in CUDA graphs;
+they need peer access between all ranks, and a switch (or a pair). Over PCIe without peer access everything goes
+through the host's memory, whose path all ranks share: each has L / n of it.
+"""
 
 from __future__ import annotations
+
+from math import log2
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.values.types import Interconnect, NodeType
-from potluck.perf.calibration import Network
+from potluck.perf.calibration import Network, Way
 from potluck.perf.step import Floats
 
 HANDOVER_FIXED_S = 3e-5
 """Start of a message between nodes over TCP or RDMA: Vidur's two-node send/receive starts at 19-40 µs."""
 HANDOVER_SHARE = 0.8
 """Share of a network card's rate that one stream of activations reaches."""
-LIKENESS = {"xgmi": "nvlink", "none": "pcie"}
-"""Links without measurements of their own behave like these."""
+DIRECT_MOST_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 256 << 10}
+"""Up to how many bytes vLLM reduces directly, by ranks."""
+OWN_MOST_BYTES = 8 << 20
+"""From here vLLM leaves it to NCCL."""
+PCIE_GB_PER_S = 32.0
+"""Of the way through the host where the named link does not join all ranks."""
+UNKNOWN = Way(2e-5, 0.0, 0.7)
+"""Of a link when no measurements are given at all."""
 
 
 def all_reduce_s(
     size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
 ) -> Floats:
-    """Ring all-reduce inside a node: fixed + 2 (n-1)/n bytes / (share x link)."""
-    return _collective_s(2.0, size_bytes, ranks, link, networks)
+    """Seconds until each of `ranks` GPUs has the sum of everyone's bytes."""
+    size = np.asarray(size_bytes, np.float64)
+    if ranks == 1:
+        return np.zeros_like(size)
+    network, rate = network_for(link, ranks, networks)
+    if network is None:
+        return _floats(UNKNOWN.fixed_s + 2.0 * (ranks - 1) / ranks * size / (UNKNOWN.share * rate))
+    if network.kind == "host":
+        rate = rate / ranks
+    passes = 2.0 * (ranks - 1) / ranks
+    library = _way_s(network.library, ranks - 1.0, passes * size, rate)
+    if not _own_kernels(link, network, ranks):
+        return library
+    direct = _way_s(network.direct, log2(ranks), (ranks - 1.0) * size, rate)
+    least = min(limit for few, limit in DIRECT_MOST_BYTES.items() if few >= min(ranks, 8))
+    if network.split is None:
+        split = direct
+    else:
+        split = _way_s(network.split, log2(ranks), passes * size, rate)
+    own = np.where(size < least, direct, split)
+    return _floats(np.where(size < OWN_MOST_BYTES, own, library))
 
 
 def all_to_all_s(
     size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
 ) -> Floats:
-    """Each rank sends its bytes to all evenly, all at once: fixed + (n-1)/n bytes / (share x link).
-
-    Nobody measured these; share and start are those of all-reduce on the same link.
-    """
-    return _collective_s(1.0, size_bytes, ranks, link, networks)
-
-
-def _collective_s(
-    passes: float, size_bytes: ArrayLike, ranks: int, link: Interconnect, networks: tuple[Network, ...]
-) -> Floats:
+    """Each rank sends its bytes to all evenly, all at once: a + b (n-1) + (n-1)/n B / (s L)."""
     size = np.asarray(size_bytes, np.float64)
     if ranks == 1:
         return np.zeros_like(size)
-    kind = LIKENESS.get(link.kind, link.kind)
-    fitted = next((network for network in networks if network.kind == kind), None)
-    share, fixed_s = (0.7, 2e-5) if fitted is None else (fitted.share, fitted.fixed_s)
-    per_peer_s = 0.0 if fitted is None else fitted.fixed_per_peer_s * (ranks - 1)
-    wire_s = passes * (ranks - 1) / ranks * size / (share * link.gb_per_s * 1e9)
-    return np.asarray(fixed_s + per_peer_s + wire_s, np.float64)
+    network, rate = network_for(link, ranks, networks)
+    way = UNKNOWN if network is None else network.shuffle
+    if network is not None and network.kind == "host":
+        rate = rate / ranks
+    return _way_s(way, ranks - 1.0, (ranks - 1) / ranks * size, rate)
+
+
+def network_for(
+    link: Interconnect, ranks: int, networks: tuple[Network, ...]
+) -> tuple[Network | None, float]:
+    """The measured network that is most like a link between so many ranks, and the link's bytes a second.
+
+    The nearest in rate of its kind: how long a message takes to start is a matter of the generation.
+    """
+    joined = link.domain is None or ranks <= link.domain
+    kind, rate = link.kind, link.gb_per_s
+    if not joined:
+        kind, rate = "host", min(rate, PCIE_GB_PER_S) if link.kind != "pcie" else rate
+    elif kind in ("nvlink", "xgmi"):
+        kind = "nvswitch"
+    elif kind == "none":
+        kind = "host"
+    alike = [network for network in networks if network.kind == kind]
+    if not alike:
+        return None, rate * 1e9
+    return min(alike, key=lambda n: abs(log2(n.gb_per_s / max(rate, 1e-9)))), rate * 1e9
+
+
+def _own_kernels(link: Interconnect, network: Network, ranks: int) -> bool:
+    """Whether the engine has kernels of its own there: over a switch, or between two; a mesh of links is NCCL's."""
+    if ranks == 2:
+        return network.direct is not None
+    return network.split is not None and link.kind != "nvlink"
+
+
+def _way_s(way: Way | None, steps: float, moved_bytes: Floats, rate: float) -> Floats:
+    assert way is not None
+    return _floats(way.fixed_s + way.step_s * steps + moved_bytes / (way.share * rate))
+
+
+def _floats(value: ArrayLike) -> Floats:
+    return np.asarray(value, np.float64)
 
 
 Hop = tuple[float, float]

@@ -105,8 +105,10 @@ def gemm_s(
     curve: GemmCurve,
     *,
     weight_bytes: float = 2.0,
+    input_bytes: float = 2.0,
     copies: ArrayLike = 1.0,
     tiles: tuple[tuple[int, int], ...] = GEMM_TILES,
+    splits: tuple[int, ...] = SPLIT_K,
     warm_share: ArrayLike = 0.0,
 ) -> Floats:
     """Seconds for `copies` products (m, k) x (k, n) in one launch (an expert layer has many).
@@ -117,9 +119,9 @@ def gemm_s(
     rows, cols, depth, many = _floats(m), _floats(n), _floats(k), _floats(copies)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     stream = chip.bytes_per_s * curve.bandwidth
-    compute = _tiled_s(rows, cols, depth, many, chip.sm_count, rate, stream, curve, tiles)
+    compute = _tiled_s(rows, cols, depth, many, chip.sm_count, rate, stream, curve, tiles, splits)
     weights = many * cols * depth * weight_bytes
-    activations = many * 2.0 * (rows * depth + rows * cols)
+    activations = many * (input_bytes * rows * depth + 2.0 * rows * cols)
     warm = _warm(weights, _floats(warm_share) * chip.l2_bytes)
     memory = (weights * warm + activations) / stream
     return _floats(curve.fixed_s + _corner(compute, memory, curve.p))
@@ -135,6 +137,7 @@ def _tiled_s(
     stream: Number,
     curve: GemmCurve,
     shapes: tuple[tuple[int, int], ...],
+    splits: tuple[int, ...],
 ) -> Floats:
     """The best of the tile shapes and splits along k that a kernel library would choose from."""
     best: Floats | None = None
@@ -143,7 +146,7 @@ def _tiled_s(
     for tall, wide in shapes:
         tiles = many * np.ceil(rows / tall) * np.ceil(cols / wide)
         work = 2.0 * tall * wide / (rate * shares[tall * wide])
-        for split in SPLIT_K:
+        for split in splits:
             waves = np.ceil(tiles * split / sms)
             time = waves * work * (depth / split + curve.extra_depth)
             if split > 1:

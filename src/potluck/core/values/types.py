@@ -56,8 +56,12 @@ class Interconnect:
     kind: Literal["none", "pcie", "nvlink", "nvswitch", "xgmi"]
     gb_per_s: float
     latency_s: float
+    domain: int | None = None
+    """How many GPUs it joins directly, each reading the others' memory; more go through the host. None: all."""
 
     def __post_init__(self) -> None:
+        if self.domain is not None and self.domain < 1:
+            raise InputError(f"interconnect {self.kind}: domain", "must be at least 1")
         if self.kind != "none":
             _positive(f"interconnect {self.kind}: gb_per_s", self.gb_per_s)
         if not isfinite(self.latency_s) or self.latency_s < 0:

@@ -37,6 +37,7 @@ from potluck.perf.study.calibrate import (
 )
 from potluck.perf.study.measured import Measurements, Operator, read_all
 from potluck.perf.study.measured_steps import read_steps
+from potluck.perf.study.networks import LINKS, Collectives, fit_networks, predict, read_collectives
 
 Question = Literal["calibrated", "GPU left out", "model left out"]
 Kind = Literal[
@@ -47,6 +48,8 @@ Kind = Literal[
     "any GEMM",
     "step with prefill",
     "decode step",
+    "all-reduce",
+    "all-to-all",
 ]
 Progress = Callable[[str], None]
 OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
@@ -91,6 +94,8 @@ def study(
             scores += _steps("GPU left out", folder, step_check, calibration)
     progress("whole steps")
     scores += _steps("calibrated", folder, step_check, calibrate(folder, gpus, {}))
+    progress("collectives")
+    scores += _collectives(folder)
     progress("without a model")
     scores += _without_model(rows["gemm"], chips)
     return tuple(scores)
@@ -182,6 +187,30 @@ def _steps(question: Question, folder: Path, check: StepCheck, calibration: Cali
         score = Score(question, kind, measured.gpu, "llmservingsim", "", int(mask.sum()), median, p90)
         found.append(score)
     return found
+
+
+def _collectives(folder: Path) -> list[Score]:
+    """Both questions about links. One machine has PCIe, so that none is left to predict it from."""
+    rows = read_collectives(folder)
+    random = np.random.default_rng(7)
+    halves = [random.random(len(part.seconds)) < 0.5 for part in rows]
+    seen = [part.where(mask) for part, mask in zip(rows, halves, strict=True)]
+    fitted = fit_networks(folder, seen)
+    found = []
+    for part, mask in zip(rows, halves, strict=True):
+        link, rest = LINKS[part.gpu], part.where(~mask)
+        found.append(_link_score("calibrated", rest, predict(rest, link, fitted)))
+        if link.kind == "nvswitch":
+            others = fit_networks(folder, [other for other in rows if other.gpu != part.gpu])
+            found.append(_link_score("GPU left out", part, predict(part, link, others)))
+    return found
+
+
+def _link_score(question: Question, rows: Collectives, seconds: Floats) -> Score:
+    error = np.abs(seconds / rows.seconds - 1.0)
+    kind: Kind = "all-reduce" if rows.op == "all_reduce" else "all-to-all"
+    median, p90 = (round(float(v), 4) for v in np.quantile(error, [0.5, 0.9]))
+    return Score(question, kind, rows.gpu, "aiconfigurator", "", len(error), median, p90)
 
 
 def _carried(

@@ -32,7 +32,8 @@ from potluck.perf.operators import (
 from potluck.perf.residual import Residual, fit_residual
 from potluck.perf.step import Floats
 from potluck.perf.study.measured import Measurements, Operator, read_all
-from potluck.perf.study.smaller_fits import fit_networks, fit_power, layer_scales
+from potluck.perf.study.networks import fit_networks, read_collectives
+from potluck.perf.study.smaller_fits import fit_power, layer_scales
 
 Key = tuple[str, str]
 SOFTMAX = 0.6
@@ -232,7 +233,8 @@ def build(
     shares = {s.gpu: s.gemm[0] for s in everything if s.gemm}
     specs = tuple(gpus[scales.gpu] for scales in everything)
     power = fit_power(shares, gpus)
-    return replace(bare, power=power, gpus=everything, specs=specs, networks=fit_networks(folder))
+    networks = fit_networks(folder, [c for c in read_collectives(folder) if c.gpu not in leave_out])
+    return replace(bare, power=power, gpus=everything, specs=specs, networks=networks)
 
 
 def _scales_of(gpu: str, fits: dict[Operator, OperatorFit]) -> Scales:

@@ -1,4 +1,4 @@
-"""The smaller fits: power limits, whole-layer times, and collectives inside a node."""
+"""The smaller fits: power limits and whole-layer times."""
 
 from __future__ import annotations
 
@@ -10,22 +10,13 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import FAMILIES, Calibration, Network, Power, Scales, curves_for
+from potluck.perf.calibration import FAMILIES, Calibration, Power, Scales, curves_for
 from potluck.perf.operators import gemm_s
 from potluck.perf.step import Floats
-from potluck.perf.study.measured import read_table
 
 HELIX_GPUS = {"l4": "L4", "t4": "T4", "v100": "V100-16", "a100": "A100-40"}
 LLAMA2_70B_GEMMS = ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))
 """(n, k) of one layer: fused qkv, output, fused gate and up, down."""
-LINKS_GB_PER_S = {  # what the makers print, one direction, per GPU
-    ("a100_dgx", "nvswitch"): 300.0,
-    ("h100_dgx", "nvswitch"): 450.0,
-    ("a100_pairwise_nvlink", "nvlink"): 300.0,
-    ("a100_pairwise_nvlink", "pcie"): 32.0,
-    ("h100_pairwise_nvlink", "nvlink"): 300.0,
-    ("h100_pairwise_nvlink", "pcie"): 64.0,
-}
 
 
 def fit_power(shares: dict[str, float], gpus: dict[str, Gpu]) -> Power:
@@ -93,36 +84,3 @@ def layer_scales(folder: Path, gpus: dict[str, Gpu], calibration: Calibration) -
         scales = (float(gemm.compute), float(gemm.bandwidth), float(gemm.fixed_s))
         found.append(Scales(name, tuple(float(f"{v:.4g}") for v in scales), coarse=True))  # type: ignore[arg-type]
     return found
-
-
-def fit_networks(folder: Path) -> tuple[Network, ...]:
-    """All-reduce inside a node: t = fixed + peers x fixed_per_peer + 2 (n-1)/n bytes / (share x link)."""
-    table = read_table(folder, "vidur_network")
-    cluster = np.asarray(table["cluster"], str)
-    workers = np.asarray(table["num_workers"], float)
-    inside = np.asarray(table["devices_per_node"], float) == workers
-    seconds = np.asarray(table["time_stats.all_reduce.median"], float) * 1e-3
-    size = np.asarray(table["size"], float)
-    reduce = (np.asarray(table["op"], str) == "all_reduce") & inside & np.isfinite(seconds)
-    networks = []
-    for kind in ("nvswitch", "nvlink", "pcie"):
-        design, target = [], []
-        for (name, link_kind), link in LINKS_GB_PER_S.items():
-            # Four GPUs on a board with NVLink pairs talk over PCIe.
-            wanted = (workers == 2) if kind == "nvlink" else (workers == 4 if kind == "pcie" else workers > 1)
-            mask = reduce & (cluster == name) & wanted
-            if link_kind != kind or not mask.any():
-                continue
-            n = workers[mask]
-            wire_s = 2 * (n - 1) / n * size[mask] / (link * 1e9)
-            design.append(np.stack([np.ones(len(n)), n - 1, wire_s], axis=1) / seconds[mask, None])
-            target.append(np.ones(len(n)))
-        networks.append(_network(kind, np.concatenate(design), np.concatenate(target)))
-    return tuple(networks)
-
-
-def _network(kind: str, design: Floats, target: Floats) -> Network:
-    from scipy.optimize import nnls
-
-    fixed, per_peer, stretch = nnls(design, target)[0]
-    return Network(kind, round(1 / float(stretch), 4), float(f"{fixed:.3g}"), float(f"{per_peer:.3g}"))
