@@ -11,10 +11,11 @@ from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.layout import StageNode, single
 from potluck.perf.capacity import max_requests, stage_memory
-from potluck.perf.layers import Gemm, busiest_share
+from potluck.perf.layers import Gemm
 from potluck.perf.memory import active_parameters, parameters, weight_bytes, weight_bytes_per_gpu
 from potluck.perf.phases import prefill_s
 from potluck.perf.roofline import RooflineTimer, check_tp, roofline
+from potluck.perf.routing import busiest_share
 from potluck.perf.step import steps
 
 OSS, DEEPSEEK, LLAMA = (models.model(each) for each in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B"))

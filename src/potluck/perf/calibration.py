@@ -15,7 +15,7 @@ GPU they are carried over from its relatives (same compute capability, else all)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 
@@ -45,6 +45,20 @@ class Shapes:
 
 
 @dataclass(frozen=True, slots=True)
+class Extra:
+    """Figures of one more operator on one GPU: a product in a format, experts in one, latent attention.
+
+    The first three are always compute share (of the rate in that format), bandwidth share, fixed seconds.
+    """
+
+    name: str
+    """`gemm:FORMAT` (and a tile's further depth), `experts:FORMAT` (and the share of bandwidth around the
+    products), `latent:prefill`, `latent:decode`."""
+    values: tuple[float, ...]
+    residual: Residual | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Scales:
     """Figures of one GPU; None where that operator was not measured on it."""
 
@@ -62,6 +76,7 @@ class Scales:
     gemm_residual: Residual | None = None
     prefill_residual: Residual | None = None
     decode_residual: Residual | None = None
+    extras: tuple[Extra, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +163,10 @@ class Curves:
     gemm_residual: Residual | None = None
     prefill_residual: Residual | None = None
     decode_residual: Residual | None = None
+    extras: dict[str, Extra] = field(default_factory=dict)
+    """By name; those that were not measured on this GPU are carried over, without a surface."""
+    carried: frozenset[str] = frozenset()
+    """Names of these."""
 
 
 @lru_cache(maxsize=1)
@@ -183,6 +202,7 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
     decode = (own and own.decode) or _mean([s.decode for s in same or calibration.gpus if s.decode])
     stream = (own and own.stream) or _mean([s.stream for s in calibration.gpus if s.stream])
     confidence, basis = _trust(gpu, own, relatives)
+    extras = _extras(gpu, gemm, own, calibration)
     return Curves(
         chip_of(gpu),
         GemmCurve(*gemm, shapes.tile_share, shapes.extra_depth, shapes.gemm_p),
@@ -194,7 +214,39 @@ def curves_for(gpu: Gpu, calibration: Calibration) -> Curves:
         own.gemm_residual if own else None,
         own.prefill_residual if own else None,
         own.decode_residual if own else None,
+        extras,
+        frozenset(extras) - {extra.name for extra in (own.extras if own else ())},
     )
+
+
+def _extras(
+    gpu: Gpu, gemm: tuple[float, ...], own: Scales | None, calibration: Calibration
+) -> dict[str, Extra]:
+    """Formats, experts and latent attention: as measured, else from GPUs with like kernels, else from all.
+
+    Shares carry over as ratios to those of the 16-bit product, which know about power and memory already.
+    """
+    found = {extra.name: extra for extra in (own.extras if own else ())}
+    for name in sorted({extra.name for s in calibration.gpus for extra in s.extras} - set(found)):
+        # H100 has a kernel for experts with per-tensor FP8 that takes thrice as long as its relatives.
+        like = "experts:fp8_block" if name == "experts:fp8" and _kernels(gpu) != "hopper" else name
+        seen = [(s, extra) for s in calibration.gpus for extra in s.extras if extra.name == like and s.gemm]
+        alike = [(s, e) for s, e in seen if _kernels(calibration.spec(s.gpu)) == _kernels(gpu)]
+        ratios = [
+            (e.values[0] / s.gemm[0], e.values[1] / s.gemm[1], *e.values[2:])
+            for s, e in alike or seen
+            if s.gemm is not None
+        ]
+        compute, bandwidth, *rest = _mean(ratios)
+        found[name] = Extra(name, (compute * gemm[0], bandwidth * gemm[1], *rest))
+    return found
+
+
+def _kernels(gpu: Gpu) -> str:
+    """Whose kernels engines run on a GPU: a Blackwell of a data centre takes Hopper's, one of a desk Ada's."""
+    if gpu.architecture == "blackwell":
+        return "ada" if gpu.compute_capability == 12.0 else "hopper"
+    return gpu.architecture
 
 
 def _relatives(gpu: Gpu, calibration: Calibration) -> list[Scales]:

@@ -9,9 +9,8 @@ gives most decides. The same lists give times (`perf.roofline`) and plain sums o
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
 
@@ -25,7 +24,9 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
+from potluck.core.values.precision import Format
 from potluck.perf.memory import Layers
+from potluck.perf.routing import busiest_share
 from potluck.perf.step import Floats
 
 LINEAR_CHUNK = 64
@@ -44,11 +45,13 @@ class Gemm:
     active: int = 0
     ranks: int = 1
     """GPUs that the experts are spread over, each whole on one."""
+    format: Format = "bf16"
 
     def spread(self, tokens: Floats) -> tuple[Floats, Floats]:
         """(rows per matrix, matrices used): tokens choose experts evenly and independently.
 
-        Of several ranks it is the one with the most rows, and more matrices in proportion.
+        Of several ranks it is the one with the most rows, and more matrices in proportion. For sums of FLOPs and
+        bytes; times take routers as uneven as they are (`perf.routing`).
         """
         if not self.experts:
             return tokens, np.ones_like(tokens)
@@ -60,19 +63,6 @@ class Gemm:
             rows, most = rows * share, -(-self.experts // self.ranks)
             used = np.clip(used * share, 1.0, most)
         return rows / used, used
-
-
-def busiest_share(rows: Floats, ranks: int) -> Floats:
-    """The part of all rows that the busiest of some ranks gets, on average, when each row picks one by chance.
-
-    The largest of n normal numbers is about Phi^-1((n - 3/8) / (n + 1/4)) deviations above their mean (Blom); as
-    counts add up to a given number they are correlated, which widens it. Routers that prefer some experts are worse.
-    """
-    above = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * (ranks / (ranks - 1)) ** 0.5
-    mean = 1.0 / ranks
-    deviation = np.sqrt(mean * (1.0 - mean) / np.maximum(rows, 1.0))
-    share: Floats = np.minimum(mean + above * deviation, 1.0)
-    return share
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +118,25 @@ def layer_work(layer: Layer, model: Model, tp: int, ep: Ep = "none") -> LayerWor
     ranks, tp = tp, 1 if ep == "dp" else tp
     attention_gemms = _attention_gemms(layer.attention, model, tp)
     ffn_gemms, inner, launches = _ffn_gemms(layer, model, tp, ranks if ep != "none" else 1)
-    gemms = (*attention_gemms, *ffn_gemms)
+    gemms = _in_formats((*attention_gemms, *ffn_gemms), model)
     # Two norms with residual (read two, write two), rotary embedding and cache write, and the activation.
-    rotated = sum(gemm.n for gemm in attention_gemms[:1])
-    elements = 2 * 4 * hidden + 3 * rotated + 3 * inner
+    # Latent attention was measured with all that lies around it, and needs one norm less.
+    latent = isinstance(layer.attention, LatentAttention)
+    rotated = 0.0 if latent else sum(gemm.n for gemm in attention_gemms[:1])
+    elements = (1 if latent else 2) * 4 * hidden + 3 * rotated + 3 * inner
     reduced = 2.0 * 2.0 * hidden if tp > 1 else 0.0
     routed = 2.0 * hidden * layer.ffn.active if ep == "dp" and isinstance(layer.ffn, MoeFfn) else 0.0
     attention = _attention(layer.attention, model, tp)
-    return LayerWork(gemms, attention, 2.0 * elements, 5 + launches, reduced, routed)
+    return LayerWork(gemms, attention, 2.0 * elements, (2 if latent else 5) + launches, reduced, routed)
+
+
+def _in_formats(gemms: tuple[Gemm, ...], model: Model) -> tuple[Gemm, ...]:
+    """Products with the formats of their weights; routers are left as they were."""
+    named = (
+        (gemm, "bf16" if gemm.name == "router" else model.experts_are if gemm.experts else model.weights_are)
+        for gemm in gemms
+    )
+    return tuple(replace(gemm, format=kind) for gemm, kind in named)
 
 
 def head_gemm(model: Model, tp: int) -> Gemm:
@@ -154,7 +155,7 @@ def _attention_gemms(attention: Attention, model: Model, tp: int) -> tuple[Gemm,
             Gemm("o", hidden, heads * attention.v_head_dim, bits),
         )
     if isinstance(attention, LatentAttention):
-        return _latent_gemms(attention, model, tp)
+        return latent_gemms(attention, model, tp)
     heads = attention.value_heads / tp
     values = heads * attention.value_head_dim
     keys = attention.key_heads / tp * attention.key_head_dim
@@ -169,7 +170,8 @@ def _attention_gemms(attention: Attention, model: Model, tp: int) -> tuple[Gemm,
     return tuple(projections)
 
 
-def _latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[Gemm, ...]:
+def latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[Gemm, ...]:
+    """Projections of latent attention; the last of the ups is part of every decode too, in two halves."""
     hidden, bits, heads = model.hidden, model.weight_bits, attention.heads / tp
     query = heads * (attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     down = attention.kv_lora_rank + attention.qk_rope_head_dim
@@ -178,13 +180,9 @@ def _latent_gemms(attention: LatentAttention, model: Model, tp: int) -> tuple[Ge
     )
     out = Gemm("o", hidden, heads * attention.v_head_dim, bits)
     if attention.q_lora_rank is None:
-        return Gemm("q_and_kv_down", query + down, hidden, bits), up, out
-    return (
-        Gemm("down", attention.q_lora_rank + down, hidden, bits),
-        Gemm("q_up", query, attention.q_lora_rank, bits),
-        up,
-        out,
-    )
+        return _in_formats((Gemm("q_and_kv_down", query + down, hidden, bits), up, out), model)
+    narrow = Gemm("down", attention.q_lora_rank + down, hidden, bits)
+    return _in_formats((narrow, Gemm("q_up", query, attention.q_lora_rank, bits), up, out), model)
 
 
 def _ffn_gemms(layer: Layer, model: Model, tp: int, ranks: int) -> tuple[tuple[Gemm, ...], float, int]:
@@ -203,9 +201,8 @@ def _ffn_gemms(layer: Layer, model: Model, tp: int, ranks: int) -> tuple[tuple[G
     shared = ffn.shared_intermediate / tp
     if shared:
         gemms += [Gemm("shared_gate_up", 2 * shared, hidden, bits), Gemm("shared_down", hidden, shared, bits)]
-    # Choosing, sorting, gathering and adding up the experts' rows: on a rank with whole experts only its own.
-    gathered = 2.0 * ffn.active * hidden / 3.0 / (tp if ranks > 1 else 1)
-    return tuple(gemms), ffn.active * inner + shared + gathered, 4
+    # Choosing, sorting, activating and adding up the experts' rows are timed with the experts.
+    return tuple(gemms), shared, 1
 
 
 def _attention(attention: Attention, model: Model, tp: int) -> SoftmaxWork | LinearWork:
@@ -218,16 +215,20 @@ def _attention(attention: Attention, model: Model, tp: int) -> SoftmaxWork | Lin
         window = attention.window
         return SoftmaxWork(heads, kv_heads, attention.head_dim, attention.v_head_dim, window, moved, flops)
     if isinstance(attention, LatentAttention):
-        heads = attention.heads / tp
-        latent = attention.kv_lora_rank + attention.qk_rope_head_dim
-        qk_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
-        flops = 2.0 * heads * (latent + attention.kv_lora_rank)
-        up = next(gemm for gemm in _latent_gemms(attention, model, tp) if gemm.name == "kv_up")
-        # One latent serves all heads: blocks of 64 heads keep the SMs busy.
-        blocks = max(heads / 64, 1.0)
-        v_dim = attention.v_head_dim
-        return SoftmaxWork(heads, blocks, qk_dim, v_dim, None, latent * width, flops, up)
+        return latent_work(attention, model, tp)
     return _linear(attention, tp)
+
+
+def latent_work(attention: LatentAttention, model: Model, tp: int) -> SoftmaxWork:
+    """Latent attention without its projections on one of `tp` ranks."""
+    heads, width = attention.heads / tp, model.kv_bits / 8
+    latent = attention.kv_lora_rank + attention.qk_rope_head_dim
+    qk_dim = attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    flops = 2.0 * heads * (latent + attention.kv_lora_rank)
+    up = next(gemm for gemm in latent_gemms(attention, model, tp) if gemm.name == "kv_up")
+    # One latent serves all heads: blocks of 64 heads keep the SMs busy.
+    blocks = max(heads / 64, 1.0)
+    return SoftmaxWork(heads, blocks, qk_dim, attention.v_head_dim, None, latent * width, flops, up)
 
 
 def _linear(attention: LinearAttention, tp: int) -> LinearWork:

@@ -54,10 +54,7 @@ def all_reduce_s(
         return library
     direct = _way_s(network.direct, log2(ranks), (ranks - 1.0) * size, rate)
     least = min(limit for few, limit in DIRECT_MOST_BYTES.items() if few >= min(ranks, 8))
-    if network.split is None:
-        split = direct
-    else:
-        split = _way_s(network.split, log2(ranks), passes * size, rate)
+    split = direct if network.split is None else _way_s(network.split, log2(ranks), passes * size, rate)
     own = np.where(size < least, direct, split)
     return _floats(np.where(size < OWN_MOST_BYTES, own, library))
 
@@ -84,7 +81,8 @@ def network_for(
     The nearest in rate of its kind: how long a message takes to start is a matter of the generation.
     """
     joined = link.domain is None or ranks <= link.domain
-    kind, rate = link.kind, link.gb_per_s
+    kind: str = link.kind
+    rate = link.gb_per_s
     if not joined:
         kind, rate = "host", min(rate, PCIE_GB_PER_S) if link.kind != "pcie" else rate
     elif kind in ("nvlink", "xgmi"):

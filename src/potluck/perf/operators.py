@@ -21,11 +21,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from potluck.perf.routing import Spread
 from potluck.perf.step import Floats
 
 GEMM_TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
-EXPERT_TILES = ((16, 128), (32, 128), *GEMM_TILES)
-"""Grouped products also have tiles for the few rows that an expert gets."""
+PICKED_TILES = ((64.0, (64, 64)), (128.0, (64, 128)), (np.inf, (128, 128)))
+"""CUTLASS's FP8 products take the tile by rows alone: up to so many, this one."""
+EXPERT_TALL = {16: 0.35, 32: 0.6, 64: 0.9, 128: 1.0}
+EXPERT_WIDE = {64: 0.9, 128: 1.0}
+"""Rows and columns of a grouped product's tiles, and the share of the best tile's rate that each reaches."""
+UNPACKED = 0.8
+"""Weights of 4 bits unpacked to 16 in the time of an exponential (16 of which an SM has a clock)."""
+QUANTISE_ROW_S = 0.75e-6
+QUANTISE_ELEMENT_S = 0.22e-9
+"""Making a row of inputs small: an SM's time for a row, and for each of its elements (H100, L40S)."""
+QUANTISE_SHARE = 0.8
+"""Of memory bandwidth, where that is what limits it."""
 SPLIT_K = (1, 2, 4)
 KEY_TILE = 64
 L2_SPEEDUP = 3.0
@@ -59,6 +70,20 @@ class GemmCurve:
     """Share of ηc that tiles of 64x64, 64x128, 128x128 and 128x256 reach."""
     extra_depth: float
     """Prologue and epilogue of a tile, as so many more steps along k."""
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCurve:
+    """Fitted figures of a mixture's routed experts in one format."""
+
+    compute: Number
+    bandwidth: Number
+    fixed_s: Number
+    """Of the whole layer: sorting rows by expert, launches."""
+    stream: Number
+    """Share of bandwidth of what lies around the products."""
+    extra_depth: float
     p: float
 
 
@@ -109,17 +134,26 @@ def gemm_s(
     copies: ArrayLike = 1.0,
     tiles: tuple[tuple[int, int], ...] = GEMM_TILES,
     splits: tuple[int, ...] = SPLIT_K,
+    picked: bool = False,
     warm_share: ArrayLike = 0.0,
 ) -> Floats:
-    """Seconds for `copies` products (m, k) x (k, n) in one launch (an expert layer has many).
+    """Seconds for `copies` products (m, k) x (k, n) in one launch.
 
-    `warm_share` is the part of L2 in which a benchmark's weights survive between repetitions; serving
-    reads every layer's weights afresh, so it is 0 there.
+    `picked`: the tile follows from the rows (`PICKED_TILES`), instead of being the best of `tiles`. `warm_share` is
+    the part of L2 in which a benchmark's weights survive between repetitions; serving reads every layer's weights
+    afresh, so it is 0 there.
     """
     rows, cols, depth, many = _floats(m), _floats(n), _floats(k), _floats(copies)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     stream = chip.bytes_per_s * curve.bandwidth
-    compute = _tiled_s(rows, cols, depth, many, chip.sm_count, rate, stream, curve, tiles, splits)
+    sms = chip.sm_count
+    if picked:
+        found = [
+            _tiled_s(rows, cols, depth, many, sms, rate, stream, curve, (t,), splits) for _, t in PICKED_TILES
+        ]
+        compute = np.select([rows <= most for most, _ in PICKED_TILES], found)
+    else:
+        compute = _tiled_s(rows, cols, depth, many, sms, rate, stream, curve, tiles, splits)
     weights = many * cols * depth * weight_bytes
     activations = many * (input_bytes * rows * depth + 2.0 * rows * cols)
     warm = _warm(weights, _floats(warm_share) * chip.l2_bytes)
@@ -142,7 +176,6 @@ def _tiled_s(
     """The best of the tile shapes and splits along k that a kernel library would choose from."""
     best: Floats | None = None
     shares = dict(zip((64 * 64, 64 * 128, 128 * 128, 128 * 256), curve.tile_share, strict=True))
-    shares[16 * 128] = shares[64 * 64]  # nothing measured tells it apart
     for tall, wide in shapes:
         tiles = many * np.ceil(rows / tall) * np.ceil(cols / wide)
         work = 2.0 * tall * wide / (rate * shares[tall * wide])
@@ -154,6 +187,72 @@ def _tiled_s(
             best = time if best is None else np.minimum(best, time)
     assert best is not None
     return best
+
+
+def quantise_s(rows: ArrayLike, depth: ArrayLike, chip: Chip) -> Floats:
+    """Seconds to make inputs of 16 bits small (to 8, one scale a row): a block reads a row twice and writes it."""
+    m, k = _floats(rows), _floats(depth)
+    memory = 3.0 * m * k / (chip.bytes_per_s * QUANTISE_SHARE)
+    busy = np.maximum(m / chip.sm_count, 0.25) * (QUANTISE_ROW_S + QUANTISE_ELEMENT_S * k)
+    return _floats(np.maximum(memory, busy))
+
+
+def expert_product_s(
+    load: Spread,
+    n: ArrayLike,
+    k: ArrayLike,
+    chip: Chip,
+    curve: ExpertCurve,
+    *,
+    weight_bytes: float = 2.0,
+    input_bytes: float = 2.0,
+) -> Floats:
+    """Seconds of one of an expert layer's two products, (rows, k) x (k, n) for each expert with its own matrix.
+
+    Weights that are smaller than their inputs are unpacked in every tile, which a fast GPU's other units limit.
+    """
+    cols, depth = _floats(n), _floats(k)
+    rate = chip.flops_per_s / chip.sm_count * curve.compute
+    unpack_s = chip.sm_count / (UNPACKED * chip.exp_per_s) if weight_bytes < input_bytes else 0.0
+    best: Floats | None = None
+    for tall, tall_share in EXPERT_TALL.items():
+        for wide, wide_share in EXPERT_WIDE.items():
+            waves = np.ceil(load.tiles[tall] * np.ceil(cols / wide) / chip.sm_count)
+            work = np.maximum(2.0 * tall * wide / (rate * tall_share * wide_share), wide * unpack_s)
+            time = waves * work * (depth + curve.extra_depth)
+            best = time if best is None else np.minimum(best, time)
+    assert best is not None
+    moved = load.used * cols * depth * weight_bytes + load.rows * (input_bytes * depth + 2.0 * cols)
+    return _corner(best, moved / (chip.bytes_per_s * curve.bandwidth), curve.p)
+
+
+def expert_layer_s(
+    load: Spread,
+    tokens: ArrayLike,
+    active: ArrayLike,
+    hidden: ArrayLike,
+    inner: ArrayLike,
+    chip: Chip,
+    curve: ExpertCurve,
+    *,
+    weight_bytes: float = 2.0,
+    input_bytes: float = 2.0,
+    makes_small: bool = False,
+) -> Floats:
+    """Seconds of a mixture's routed experts on one rank: sort, gate and up, activate, down, add up.
+
+    Activating and adding up go over all chosen rows, those of experts on other ranks too.
+    """
+    t, h, i = _floats(tokens), _floats(hidden), _floats(inner)
+    rows = t * _floats(active)
+    widths = {"weight_bytes": weight_bytes, "input_bytes": input_bytes}
+    up = expert_product_s(load, 2.0 * i, h, chip, curve, **widths)
+    down = expert_product_s(load, h, i, chip, curve, **widths)
+    around = (rows * (6.0 * i + 2.0 * h) + 2.0 * t * h) / (chip.bytes_per_s * curve.stream)
+    time = curve.fixed_s + up + down + around
+    if makes_small:
+        time = time + quantise_s(t, h, chip) + quantise_s(rows, i, chip)
+    return _floats(time)
 
 
 def prefill_attention_s(

@@ -11,28 +11,22 @@ back. With tensor-parallel attention every GPU has all tokens already, and what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.values.plan import Confidence
-from potluck.core.values.types import NodeType
+from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
-from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
+from potluck.perf.formats import units_for
+from potluck.perf.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.network import all_reduce_s, all_to_all_s
-from potluck.perf.operators import (
-    EXPERT_TILES,
-    GEMM_TILES,
-    decode_attention_s,
-    gemm_s,
-    prefill_attention_s,
-    stream_s,
-)
+from potluck.perf.operators import decode_attention_s, prefill_attention_s, stream_s
+from potluck.perf.products import experts_time_s, gemm_time_s, latent_decode_s, latent_prefill_s
 from potluck.perf.step import Floats, Steps
 
 HOST_S = 5e-4
@@ -73,14 +67,25 @@ class RooflineTimer:
 
     @property
     def confidence(self) -> Confidence:
-        """That of the GPU, unless the model has layers that nothing measured stands behind."""
-        return "assumed" if unmeasured_parts(self.model) else self.curves.confidence
+        """That of the GPU, unless the model has parts that were measured elsewhere, or nowhere."""
+        if unmeasured_parts(self.model) or self.ep != "none":
+            return "assumed"
+        own = self.curves.confidence
+        return "transferred" if own == "measured" and self._carried else own
+
+    @property
+    def _carried(self) -> list[str]:
+        needed = needed_extras(self.model, self.node.gpu)
+        return [said for name, said in needed.items() if name in self.curves.carried]
 
     @property
     def basis(self) -> str:
         """Where the figures come from, in words."""
+        said = self.curves.basis
+        if self.curves.confidence == "measured" and self._carried:
+            said += f"; carried over: {', '.join(self._carried)}"
         parts = (*unmeasured_parts(self.model), *(["expert parallelism"] if self.ep != "none" else []))
-        return f"{self.curves.basis}; not measured: {', '.join(parts)}" if parts else self.curves.basis
+        return f"{said}; not measured: {', '.join(parts)}" if parts else said
 
     def step_s(self, batch: Steps) -> Floats:
         result = np.empty(len(batch))
@@ -125,6 +130,8 @@ class RooflineTimer:
     def _prefill_s(self, work: SoftmaxWork, batch: Steps) -> Floats:
         curves = self.curves
         new, cached = batch.chunk_new, batch.chunk_cached
+        if work.latent_up:
+            return latent_prefill_s(work, new, cached, curves)
         shape = (work.heads, work.kv_heads, work.qk_dim, work.v_dim)
         time = prefill_attention_s(new, cached, *shape, curves.chip, curves.prefill, window=work.window)
         if curves.prefill_residual is None:
@@ -139,21 +146,18 @@ class RooflineTimer:
         context = batch.decode_context
         if work.window is not None:
             context = np.minimum(context, count * work.window)
+        if work.latent_up:
+            return latent_decode_s(work, count, context, curves)
         moved = context * work.bytes_per_token
-        if not work.latent_up and self.shared_reads_lost:
+        if self.shared_reads_lost:
             # In one launch with a prefill chunk, FlashAttention-2 runs decodes as one-row tiles: query
             # heads that share a KV head read it apart, and about half of that hits the L2 cache
             # (measured on an RTX 4090: 1.8 times the bytes with 4 heads to a KV head).
             mixed = batch.chunk_new.any(axis=1)
             moved = np.where(mixed, moved * (work.heads / work.kv_heads) ** 0.5, moved)
-        # Only latent attention does enough arithmetic per byte for it to show.
-        flops = context * work.decode_flops_per_token if work.latent_up else 0.0
         mean = context / np.maximum(count, 1.0)
-        share = curves.prefill.compute
-        time = decode_attention_s(
-            count, moved, mean, work.kv_heads, curves.chip, curves.decode, flops=flops, compute=share
-        )
-        if curves.decode_residual is None or work.latent_up:
+        time = decode_attention_s(count, moved, mean, work.kv_heads, curves.chip, curves.decode)
+        if curves.decode_residual is None:
             return time
         return time * curves.decode_residual.factor(moved, count * work.kv_heads, work.heads / work.kv_heads)
 
@@ -192,8 +196,10 @@ def roofline(
         curves,
         works,
         _dense_s(works, node, tp, curves, source),
-        _latent_up_s(works, node, curves),
-        gemm_time_s(head_gemm(model, 1 if ep == "dp" else tp), TOKEN_GRID, node, curves) if last else None,
+        _latent_up_s(works, node.gpu, curves),
+        gemm_time_s(head_gemm(model, 1 if ep == "dp" else tp), TOKEN_GRID, node.gpu, curves)
+        if last
+        else None,
         host_s,
         ep,
         _routed_s(works, node, tp, curves, source) if ep == "dp" else None,
@@ -224,31 +230,23 @@ def check_tp(model: Model, node: NodeType, tp: int, ep: Ep = "none") -> None:
             raise InputError("tp", f"{tp} neither divides nor copies the {shared} KV heads of {model.name}")
 
 
+def needed_extras(model: Model, gpu: Gpu) -> dict[str, str]:
+    """Operators besides the 16-bit ones that a model needs on a GPU, by name, in words."""
+    found = {}
+    dense = units_for(model.weights_are, gpu)
+    if dense.makes_small:
+        found[f"gemm:{dense.family}"] = f"{model.weights_are} products"
+    if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers):
+        found[f"experts:{units_for(model.experts_are, gpu).family}"] = f"{model.experts_are} experts"
+    if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
+        found["latent:decode"] = "latent attention"
+    return found
+
+
 def unmeasured_parts(model: Model) -> tuple[str, ...]:
     """Kinds of layer that no measurement behind the calibration has: they follow the bare formulas."""
-    found = []
-    if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers):
-        found.append("mixture of experts")
-    if any(isinstance(layer.attention, LatentAttention) for layer in model.layers):
-        found.append("latent attention")
-    if any(isinstance(layer.attention, LinearAttention) for layer in model.layers):
-        found.append("linear attention")
-    return tuple(found)
-
-
-def gemm_time_s(gemm: Gemm, tokens: ArrayLike, node: NodeType, curves: Curves) -> Floats:
-    """One product of a layer for so many tokens, with the GPU's residual surface and its FP8 rate."""
-    count = np.asarray(tokens, np.float64)
-    rows, copies = gemm.spread(count)
-    chip = curves.chip
-    if gemm.bits == 8 and node.gpu.fp8_tflops:
-        chip = replace(chip, flops_per_s=node.gpu.fp8_tflops * 1e12)
-    width = gemm.bits / 8
-    tiles = EXPERT_TILES if gemm.experts else GEMM_TILES
-    time = gemm_s(rows, gemm.n, gemm.k, chip, curves.gemm, weight_bytes=width, copies=copies, tiles=tiles)
-    if curves.gemm_residual is not None and not gemm.experts:
-        time = time * curves.gemm_residual.factor(rows, gemm.n * gemm.k, gemm.n / gemm.k)
-    return time
+    linear = any(isinstance(layer.attention, LinearAttention) for layer in model.layers)
+    return ("linear attention",) if linear else ()
 
 
 def _dense_s(
@@ -275,8 +273,10 @@ def _layer_s(work: LayerWork, node: NodeType, tp: int, curves: Curves, source: C
     layer = stream_s(TOKEN_GRID * work.stream_bytes_per_token, work.launches, curves.chip, curves.stream)
     own_tokens = work.routed_bytes_per_token > 0
     for gemm in work.gemms:
-        if not (own_tokens and gemm.experts):
-            layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
+        if not gemm.experts:
+            layer = layer + gemm_time_s(gemm, TOKEN_GRID, node.gpu, curves)
+    if not own_tokens:
+        layer = layer + experts_time_s(work, TOKEN_GRID, node.gpu, curves)
     if work.reduced_bytes_per_token > 0:
         half = TOKEN_GRID * work.reduced_bytes_per_token / 2
         layer = layer + 2 * all_reduce_s(half, tp, node.interconnect, source.networks)
@@ -292,10 +292,7 @@ def _routed_s(
         if work.routed_bytes_per_token > 0:
             size = TOKEN_GRID / tp * work.routed_bytes_per_token
             layer = 2 * all_to_all_s(size, tp, node.interconnect, source.networks)
-            for gemm in work.gemms:
-                if gemm.experts:
-                    layer = layer + gemm_time_s(gemm, TOKEN_GRID, node, curves)
-            total += count * layer
+            total += count * (layer + experts_time_s(work, TOKEN_GRID, node.gpu, curves, own=True))
     return total
 
 
@@ -309,12 +306,12 @@ def _busiest(batch: Steps, ranks: int) -> Steps:
     return Steps(new, cached, decodes, batch.decode_context * share)
 
 
-def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], node: NodeType, curves: Curves) -> Floats | None:
+def _latent_up_s(works: tuple[tuple[LayerWork, int], ...], gpu: Gpu, curves: Curves) -> Floats | None:
     total: Floats | None = None
     for work, count in works:
         up = work.attention.latent_up if isinstance(work.attention, SoftmaxWork) else None
         if up is not None:
-            part = count * gemm_time_s(up, TOKEN_GRID, node, curves)
+            part = count * gemm_time_s(up, TOKEN_GRID, gpu, curves)
             total = part if total is None else total + part
     return total
 

@@ -12,6 +12,7 @@ from math import inf
 from typing import Literal
 
 from potluck.core.errors import InputError
+from potluck.core.values.precision import Format, format_of_bits
 
 LinearKind = Literal["kda", "gated_delta", "lightning"]
 
@@ -153,6 +154,9 @@ class Model:
     """Bits per routed-expert weight, scales included (MXFP4: 4.25)."""
     kv_bits: float = 16.0
     """Bits per element of the growing KV cache."""
+    weight_format: Format | None = None
+    """What `weight_bits` are; None: what is usual of so many."""
+    expert_format: Format | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "hidden", "vocab", "max_context_tokens", "weight_bits", "expert_bits", "kv_bits")
@@ -162,6 +166,17 @@ class Model:
     @property
     def layer_count(self) -> int:
         return len(self.layers)
+
+    @property
+    def weights_are(self) -> Format:
+        """The format of weights outside the routed experts."""
+        return self.weight_format or format_of_bits(self.weight_bits)
+
+    @property
+    def experts_are(self) -> Format:
+        """The format of routed experts; those of 8 bits are usually scaled by blocks."""
+        usual = format_of_bits(self.expert_bits)
+        return self.expert_format or ("fp8_block" if usual == "fp8" else usual)
 
 
 def _positive(value: object, *names: str) -> None:

@@ -27,6 +27,8 @@ class Gpu:
     """Decimal gigabytes, as vendors print them."""
     bandwidth_gb_per_s: float
     fp8_tflops: float | None = None
+    fp4_tflops: float | None = None
+    """Of units that multiply 4-bit floats; None: it has none."""
     tdp_w: float | None = None
     sm_count: int | None = None
     """Streaming multiprocessors (compute units on AMD); sets how work quantises into waves."""
@@ -40,7 +42,15 @@ class Gpu:
     def __post_init__(self) -> None:
         for name in ("fp16_tflops", "memory_gb", "bandwidth_gb_per_s"):
             _positive(f"gpu {self.name}: {name}", getattr(self, name))
-        for name in ("fp8_tflops", "tdp_w", "sm_count", "l2_mb", "boost_ghz", "compute_capability"):
+        for name in (
+            "fp8_tflops",
+            "fp4_tflops",
+            "tdp_w",
+            "sm_count",
+            "l2_mb",
+            "boost_ghz",
+            "compute_capability",
+        ):
             if getattr(self, name) is not None:
                 _positive(f"gpu {self.name}: {name}", getattr(self, name))
 

@@ -35,7 +35,9 @@ from potluck.perf.study.calibrate import (
     harness_shift,
     keys_of,
 )
+from potluck.perf.study.format_scores import FormatError, calibrated_errors, left_out_errors
 from potluck.perf.study.measured import Measurements, Operator, read_all
+from potluck.perf.study.measured_formats import read_formats
 from potluck.perf.study.measured_steps import read_steps
 from potluck.perf.study.networks import LINKS, Collectives, fit_networks, predict, read_collectives
 
@@ -50,6 +52,9 @@ Kind = Literal[
     "decode step",
     "all-reduce",
     "all-to-all",
+    "FP8 GEMM",
+    "experts",
+    "latent module",
 ]
 Progress = Callable[[str], None]
 OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
@@ -83,17 +88,23 @@ def study(
     folder: Path, gpus: dict[str, Gpu], step_check: StepCheck, progress: Progress = lambda _: None
 ) -> tuple[Score, ...]:
     """All three questions; takes a minute or two."""
-    rows = read_all(folder)
+    rows, formats = read_all(folder), read_formats(folder)
     chips = {name: chip_of(gpu) for name, gpu in gpus.items()}
     scores = list(_calibrated(rows, chips, progress))
     for gpu in sorted({str(name) for name in rows["gemm"].gpu}):
         progress(f"without {gpu}")
         found, calibration = _without_gpu(gpu, rows, gpus, chips, folder)
         scores += found
+        if any((part.gpu == gpu).any() for part in formats.values()):
+            errors = left_out_errors(gpus[gpu], calibration, formats)
+            scores += [_format_score("GPU left out", error) for error in errors]
         if gpu == step_check.node.gpu.name:
             scores += _steps("GPU left out", folder, step_check, calibration)
     progress("whole steps")
-    scores += _steps("calibrated", folder, step_check, calibrate(folder, gpus, {}))
+    full = calibrate(folder, gpus, {})
+    scores += _steps("calibrated", folder, step_check, full)
+    progress("formats, experts, latent attention")
+    scores += [_format_score("calibrated", error) for error in calibrated_errors(full, formats)]
     progress("collectives")
     scores += _collectives(folder)
     progress("without a model")
@@ -204,6 +215,12 @@ def _collectives(folder: Path) -> list[Score]:
             others = fit_networks(folder, [other for other in rows if other.gpu != part.gpu])
             found.append(_link_score("GPU left out", part, predict(part, link, others)))
     return found
+
+
+def _format_score(question: Question, found: FormatError) -> Score:
+    median, p90 = (round(float(v), 4) for v in np.quantile(found.errors, [0.5, 0.9]))
+    kind: Kind = found.kind  # type: ignore[assignment]
+    return Score(question, kind, found.gpu, "aiconfigurator", found.group, len(found.errors), median, p90)
 
 
 def _link_score(question: Question, rows: Collectives, seconds: Floats) -> Score:

@@ -31,7 +31,9 @@ from potluck.perf.operators import (
 )
 from potluck.perf.residual import Residual, fit_residual
 from potluck.perf.step import Floats
+from potluck.perf.study.format_fits import with_extras
 from potluck.perf.study.measured import Measurements, Operator, read_all
+from potluck.perf.study.measured_formats import read_formats
 from potluck.perf.study.networks import fit_networks, read_collectives
 from potluck.perf.study.smaller_fits import fit_power, layer_scales
 
@@ -269,4 +271,5 @@ def calibrate(folder: Path, gpus: dict[str, Gpu], errors: dict[str, ExpectedErro
             if harness in (REFERENCE, "llmservingsim"):
                 surfaces.setdefault(gpu, {})[f"{operator}_residual"] = surface
     entries = tuple(replace(s, **surfaces.get(s.gpu, {})) for s in calibration.gpus)  # type: ignore[arg-type]
-    return replace(calibration, gpus=entries, errors=errors)
+    complete = replace(calibration, gpus=entries, errors=errors)
+    return with_extras(complete, read_formats(folder), surfaces=True)

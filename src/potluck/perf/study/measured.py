@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError
 from potluck.perf.step import Floats
 
-Operator = Literal["gemm", "prefill", "decode", "stream"]
+Operator = str
+"""gemm, prefill, decode or stream; `measured_formats` has more."""
 Strings = NDArray[np.str_]
 Table = Mapping[str, Floats]
 
@@ -74,7 +74,7 @@ def read_all(folder: Path) -> dict[Operator, Measurements]:
     parts: dict[Operator, list[Measurements]] = {"gemm": [], "prefill": [], "decode": [], "stream": []}
     for rows in (*_aiconfigurator(folder), *_vidur(folder), *_vidur_fork(folder), *_llmservingsim(folder)):
         parts[rows.operator].append(rows)
-    return {operator: _valid(_join(rows)) for operator, rows in parts.items()}
+    return {operator: valid(joined(rows)) for operator, rows in parts.items()}
 
 
 def read_table(folder: Path, name: str) -> dict[str, NDArray[np.generic]]:
@@ -94,7 +94,7 @@ def _floats(table: Mapping[str, NDArray[np.generic]], name: str) -> Floats:
     return np.asarray(table[name], dtype=np.float64)
 
 
-def _rows(
+def rows_of(
     operator: Operator,
     gpu: str,
     harness: str,
@@ -105,6 +105,7 @@ def _rows(
     group: str = "",
     warm: float = 0.0,
 ) -> Measurements:
+    """Rows of one operator on one GPU; a figure instead of a column holds for all of them."""
     size = len(seconds)
     full = {name: np.broadcast_to(np.asarray(value, np.float64), size) for name, value in columns.items()}
     return Measurements(
@@ -120,7 +121,7 @@ def _rows(
 
 
 def _gemm(gpu: str, harness: str, m: Floats, n: float, k: float, seconds: Floats, group: str) -> Measurements:
-    return _rows("gemm", gpu, harness, seconds, m, {"m": m, "n": n, "k": k}, group=group)
+    return rows_of("gemm", gpu, harness, seconds, m, {"m": m, "n": n, "k": k}, group=group)
 
 
 def _aiconfigurator(folder: Path) -> list[Measurements]:
@@ -132,7 +133,7 @@ def _aiconfigurator(folder: Path) -> list[Measurements]:
         seconds = _floats(table, "latency") * 1e-3
         # The benchmark cycles through six copies of the weights.
         tokens = _floats(table, "m")
-        parts.append(_rows("gemm", gpu, "aiconfigurator", seconds, tokens, shape, warm=warm / 6))
+        parts.append(rows_of("gemm", gpu, "aiconfigurator", seconds, tokens, shape, warm=warm / 6))
         parts.append(
             _aic_attention(read_table(folder, f"aic_{name}_context_attention_perf"), gpu, warm, True)
         )
@@ -159,7 +160,7 @@ def _aic_attention(
     moved = 4.0 * batch * length * kv_heads * _floats(table, "head_dim")
     operator: Operator = "prefill" if prefill else "decode"
     work = length if prefill else moved
-    rows = _rows(operator, gpu, "aiconfigurator", seconds, work, columns, warm=0.9 * warm)
+    rows = rows_of(operator, gpu, "aiconfigurator", seconds, work, columns, warm=0.9 * warm)
     # Windowed rows and heads of 512 run other kernels; the formula is checked on the plain ones.
     return rows.where((window == 0) & (rows.columns["head_dim"] <= 256))
 
@@ -191,7 +192,7 @@ def _projections(
     for name, elements in streams.items():
         seconds = _floats(table, f"time_stats.{name}.median")[mask] * 1e-3
         moved = 2.0 * tokens * elements
-        parts.append(_rows("stream", gpu, harness, seconds, moved, {"moved": moved}, group=group))
+        parts.append(rows_of("stream", gpu, harness, seconds, moved, {"moved": moved}, group=group))
     return parts
 
 
@@ -231,7 +232,7 @@ def _vidur_attention(
         }
         moved = 4.0 * batch[mask] * cached[mask] * kv_heads * 128.0
         work = new[mask] if operator == "prefill" else moved
-        parts.append(_rows(operator, gpu, "vidur", seconds, work, columns, group=group))
+        parts.append(rows_of(operator, gpu, "vidur", seconds, work, columns, group=group))
     return parts
 
 
@@ -263,7 +264,7 @@ def _llmservingsim(folder: Path) -> list[Measurements]:
     for name, elements in {"layernorm": 4 * hidden, "act_fn": 3 * inner}.items():
         mask = layers == name
         moved = 2.0 * tokens[mask] * elements
-        parts.append(_rows("stream", gpu, harness, seconds[mask], moved, {"moved": moved}, group=group))
+        parts.append(rows_of("stream", gpu, harness, seconds[mask], moved, {"moved": moved}, group=group))
     return parts + _mixed_attention(folder, gpu, harness, group)
 
 
@@ -285,12 +286,13 @@ def _mixed_attention(folder: Path, gpu: str, harness: str, group: str) -> list[M
     decode = {"requests": count[decodes], "new": 1.0, "cached": context, **shape}
     moved = 4.0 * count[decodes] * context * kv_heads * head_dim
     return [
-        _rows("prefill", gpu, harness, seconds[alone], chunk[alone], prefill, group=group),
-        _rows("decode", gpu, harness, seconds[decodes], moved, decode, group=group),
+        rows_of("prefill", gpu, harness, seconds[alone], chunk[alone], prefill, group=group),
+        rows_of("decode", gpu, harness, seconds[decodes], moved, decode, group=group),
     ]
 
 
-def _join(parts: list[Measurements]) -> Measurements:
+def joined(parts: list[Measurements]) -> Measurements:
+    """Rows of one operator, one part after the other."""
     first = parts[0]
     return replace(
         first,
@@ -304,6 +306,6 @@ def _join(parts: list[Measurements]) -> Measurements:
     )
 
 
-def _valid(rows: Measurements) -> Measurements:
+def valid(rows: Measurements) -> Measurements:
     """Without rows that hold no time, or no work."""
     return rows.where(np.isfinite(rows.seconds) & (rows.seconds > 0) & (rows.work > 0))

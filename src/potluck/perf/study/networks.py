@@ -113,7 +113,8 @@ def _fit(
 
     start = np.tile(START, len(ways) + 1)
     best = network(least_squares(residuals, start, loss="soft_l1", f_scale=0.1, x_scale=0.3).x)
-    return replace(best, **{name: _rounded(getattr(best, name)) for name in (*ways, "shuffle")})
+    rounded = {name: _rounded(getattr(best, name)) for name in (*ways, "shuffle")}
+    return Network(kind, link.gb_per_s, **rounded)
 
 
 def _with_peers(folder: Path, cluster: str, rate: float, pair: Network, host: Network) -> Network:

@@ -1,0 +1,171 @@
+"""Fits formats, experts and latent attention: a few figures for each GPU and operator, and what is left over.
+
+Each (GPU, operator) is fitted alone, on top of that GPU's 16-bit figures: the formulas' shapes are shared already.
+How they carry over to a GPU without them is `perf.calibration`'s to say, as for everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from potluck.core.values.model import DenseFfn, LatentAttention, Layer, Model
+from potluck.core.values.types import Gpu
+from potluck.perf.calibration import Calibration, Curves, Extra, curves_for
+from potluck.perf.layers import latent_gemms, latent_work
+from potluck.perf.products import expert_time_s, gemm_time_s, latent_decode_s, latent_prefill_s, product_s
+from potluck.perf.residual import fit_residual
+from potluck.perf.step import Floats
+from potluck.perf.study.measured import Measurements
+
+SAMPLE = 700
+SURFACE_SAMPLE = 8000
+START: dict[str, tuple[float, ...]] = {
+    "gemm": (0.75, 0.8, 3e-6, 400.0),
+    "experts": (0.5, 0.8, 2e-5, 0.6),
+    "latent": (0.6, 0.8, 4e-5),
+}
+ATTENTION = LatentAttention(128, 512, 128, 64, 128, 1536)
+DEEPSEEK = Model("DeepSeek-V3", 7168, 129280, (Layer(ATTENTION, DenseFfn(18432)),), 163840)
+"""Whose attention module was measured."""
+
+
+def with_extras(calibration: Calibration, rows: dict[str, Measurements], *, surfaces: bool) -> Calibration:
+    """The calibration with every format, expert and latent operator that the rows have of its GPUs."""
+    entries = []
+    calibration = replace(calibration, gpus=tuple(replace(s, extras=()) for s in calibration.gpus))
+    for scales in calibration.gpus:
+        found = []
+        for every in rows.values():
+            part = every.where(every.gpu == scales.gpu)
+            if len(part):
+                found.append(_fit(part, calibration.spec(scales.gpu), calibration, surfaces))
+                calibration = _with_extra(calibration, scales.gpu, found[-1])
+        entries.append(replace(scales, extras=tuple(found)))
+    return replace(calibration, gpus=tuple(entries))
+
+
+def _with_extra(calibration: Calibration, gpu: str, extra: Extra) -> Calibration:
+    gpus = tuple(replace(s, extras=(*s.extras, extra)) if s.gpu == gpu else s for s in calibration.gpus)
+    return replace(calibration, gpus=gpus)
+
+
+def _fit(rows: Measurements, gpu: Gpu, calibration: Calibration, surface: bool) -> Extra:
+    from scipy.optimize import least_squares
+
+    part, operator = _some(rows, SAMPLE), rows.operator
+    curves = curves_for(gpu, calibration)
+    start, pull = _start(operator, curves)
+    target = np.log(part.seconds)
+
+    def residuals(x: Floats) -> Floats:
+        extra = Extra(operator, tuple(np.exp(x)))
+        # The pull to the start decides only what the rows do not show.
+        return np.concatenate([np.log(predict(part, gpu, curves, extra)) - target, pull * (x - start)])
+
+    found = least_squares(residuals, start, loss="soft_l1", f_scale=0.15, x_scale=0.3, max_nfev=25)
+    extra = Extra(operator, tuple(float(f"{v:.4g}") for v in np.exp(found.x)))
+    if not surface:
+        return extra
+    rows = _some(rows, SURFACE_SAMPLE)
+    if operator.startswith("latent"):
+        # The surface is of attention alone, which a step is asked for apart from its projections.
+        around, attention = _latent(rows, gpu, replace(curves, extras={**curves.extras, operator: extra}))
+        ratio = np.log(np.clip((rows.seconds - around) / attention, 0.25, 4.0))
+    else:
+        ratio = np.log(rows.seconds / predict(rows, gpu, curves, extra))
+    knots = (14, 10) if operator.startswith("gemm") else (12, 9)
+    return replace(extra, residual=fit_residual(*features(rows), ratio, knots=knots))
+
+
+def _some(rows: Measurements, count: int) -> Measurements:
+    """So many of the rows, by chance but always the same."""
+    if len(rows) <= count:
+        return rows
+    mask = np.zeros(len(rows), bool)
+    mask[np.random.default_rng(1).choice(len(rows), count, replace=False)] = True
+    return rows.where(mask)
+
+
+def _start(operator: str, curves: Curves) -> tuple[Floats, Floats]:
+    """Where a fit begins, and how hard each figure is held there.
+
+    The rows of block-wise FP8 products are all large: what small ones show is taken from those per tensor.
+    """
+    values = START[operator.split(":")[0]]
+    whole = curves.extras.get("gemm:fp8")
+    if operator == "gemm:fp8_block" and whole is not None:
+        return np.log(whole.values), np.array([1.0, 100.0, 100.0, 1.0])
+    return np.log(values), np.ones(len(values))
+
+
+def predict(rows: Measurements, gpu: Gpu, curves: Curves, extra: Extra | None = None) -> Floats:
+    """Seconds of one GPU's rows, with the operator's own figures or those that the curves hold."""
+    given = curves.extras.get(rows.operator) if extra is None else extra
+    assert given is not None
+    held = replace(curves, extras={**curves.extras, rows.operator: given})
+    kind = rows.operator.split(":")[0]
+    if kind == "gemm":
+        return _gemms(rows, gpu, held)
+    if kind == "experts":
+        return _experts(rows, gpu, held)
+    around, attention = _latent(rows, gpu, held)
+    return around + attention
+
+
+def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
+    """The three features of an operator's residual surface; `perf.roofline` uses the same."""
+    c = rows.columns
+    if rows.operator.startswith("gemm"):
+        return c["m"], c["n"] * c["k"], c["n"] / c["k"]
+    if rows.operator.startswith("experts"):
+        return c["tokens"], c["hidden"] * c["inner"] * c["experts"] / c["ranks"], c["active"]
+    if rows.operator == "latent:prefill":
+        return c["new"], c["requests"] * c["heads"], np.ones(len(rows))
+    return c["requests"] * (c["cached"] + 1.0), c["requests"] * c["heads"], np.ones(len(rows))
+
+
+def _gemms(rows: Measurements, gpu: Gpu, curves: Curves) -> Floats:
+    c, kind = rows.columns, rows.operator.split(":")[1]
+    return product_s(kind, c["m"], c["n"], c["k"], gpu, curves, warm_share=rows.warm)  # type: ignore[arg-type]
+
+
+def _experts(rows: Measurements, gpu: Gpu, curves: Curves) -> Floats:
+    c, kind = rows.columns, rows.operator.split(":")[1]
+    return expert_time_s(
+        kind,  # type: ignore[arg-type]
+        c["tokens"],
+        c["hidden"],
+        c["inner"],
+        c["experts"],
+        c["active"],
+        gpu,
+        curves,
+        ranks=c["ranks"],
+        skew=c["skew"],
+    )
+
+
+def _latent(rows: Measurements, gpu: Gpu, curves: Curves) -> tuple[Floats, Floats]:
+    """Seconds of a module's projections, and of attention with all else that lies around it."""
+    c = rows.columns
+    around, attention = np.empty(len(rows)), np.empty(len(rows))
+    for heads, kv_bits, blocks in {*zip(c["heads"], c["kv_bits"], c["blocks"], strict=True)}:
+        mask = (c["heads"] == heads) & (c["kv_bits"] == kv_bits) & (c["blocks"] == blocks)
+        model = replace(DEEPSEEK, kv_bits=float(kv_bits))
+        if blocks:
+            model = replace(model, weight_bits=8.0, weight_format="fp8_block")
+        tp = int(ATTENTION.heads // heads)
+        part = {name: column[mask] for name, column in c.items()}
+        tokens = part["requests"] * part["new"]
+        gemms = latent_gemms(ATTENTION, model, tp)
+        around[mask] = np.sum([gemm_time_s(gemm, tokens, gpu, curves) for gemm in gemms], axis=0)
+        work = latent_work(ATTENTION, model, tp)
+        if rows.operator == "latent:prefill":
+            chunks = part["new"][:, None], part["cached"][:, None]
+            attention[mask] = latent_prefill_s(work, *chunks, curves, requests=part["requests"])
+        else:
+            context = part["requests"] * (part["cached"] + 1.0)
+            attention[mask] = latent_decode_s(work, part["requests"], context, curves)
+    return around, attention

@@ -1,0 +1,68 @@
+"""Errors of formats, experts and latent attention on rows that their fits have not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.values.types import Gpu
+from potluck.perf.calibration import Calibration, curves_for
+from potluck.perf.step import Floats
+from potluck.perf.study.format_fits import predict, with_extras
+from potluck.perf.study.measured import Measurements
+
+KINDS = {"gemm": "FP8 GEMM", "experts": "experts", "latent": "latent module"}
+
+
+class FormatError(NamedTuple):
+    """Absolute errors of one kind of work, by format or phase; of all formats together where that is empty."""
+
+    kind: str
+    group: str
+    gpu: str
+    errors: Floats
+
+
+def calibrated_errors(calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatError]:
+    """Half of every GPU's rows fitted, the other half predicted."""
+    random = np.random.default_rng(7)
+    seen = {name: random.random(len(part)) < 0.5 for name, part in rows.items()}
+    fitted = with_extras(calibration, {n: part.where(seen[n]) for n, part in rows.items()}, surfaces=True)
+    rest = {name: part.where(~seen[name]) for name, part in rows.items()}
+    for scales in fitted.gpus:
+        yield from _errors(fitted.spec(scales.gpu), fitted, rest)
+
+
+def left_out_errors(
+    gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]
+) -> Iterator[FormatError]:
+    """A GPU's rows from the other GPUs'; `calibration` knows nothing of it either."""
+    others = {name: part.where(part.gpu != gpu.name) for name, part in rows.items()}
+    fitted = with_extras(calibration, {n: part for n, part in others.items() if len(part)}, surfaces=False)
+    yield from _errors(gpu, fitted, rows)
+
+
+def _errors(gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]) -> Iterator[FormatError]:
+    curves = curves_for(gpu, calibration)
+    every: dict[str, list[Floats]] = {}
+    for name, part in rows.items():
+        mine = part.where((part.gpu == gpu.name) & _served(part))
+        if not len(mine):
+            continue
+        errors = np.abs(predict(mine, gpu, curves) / mine.seconds - 1.0)
+        operator, group = name.split(":")
+        every.setdefault(KINDS[operator], []).append(errors)
+        yield FormatError(KINDS[operator], group, gpu.name, errors)
+    for kind, parts in every.items():
+        yield FormatError(kind, "", gpu.name, np.concatenate(parts))
+
+
+def _served(rows: Measurements) -> NDArray[np.bool_]:
+    """Products of sizes that models have, as elsewhere."""
+    if not rows.operator.startswith("gemm"):
+        return np.ones(len(rows), bool)
+    served: NDArray[np.bool_] = (rows.columns["n"] >= 1024) & (rows.columns["k"] >= 1024)
+    return served
