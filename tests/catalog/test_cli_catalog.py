@@ -51,7 +51,9 @@ def test_one_gpu_shows_sources_and_doubt() -> None:
     assert "Doubt: ThunderServe prints 38.7" in text
     one = run_json("gpus", "a6000")
     assert one["figures"]["fp16_tflops"]["kind"] == "secondary"
-    assert one["figures"]["sm_count"]["kind"] == "recall"
+    assert one["figures"]["sm_count"]["kind"] == "secondary"
+    assert run_json("gpus", "a800")["figures"]["sm_count"]["kind"] == "recall"
+    assert "from memory" in run("gpus")
 
 
 def test_nodes_show_their_links() -> None:

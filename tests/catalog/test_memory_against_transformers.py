@@ -57,7 +57,7 @@ def test_catalog_model_survives_config_json(name: str, tmp_path: Path) -> None:
     reference_config(model).to_json_file(tmp_path / "config.json", use_diff=False)
     read = huggingface.read_model(tmp_path, name=name)
     # A plain config says nothing about quantisation: that is tested apart.
-    bits = {"weight_bits": model.weight_bits, "expert_bits": model.expert_bits}
+    bits = {field: getattr(model, field) for field in ("weight_bits", "expert_bits", *models.FORMATS)}
     assert replace(read, **bits) == model
 
 

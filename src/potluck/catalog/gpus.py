@@ -14,6 +14,7 @@ from potluck.core.values.types import Gpu
 RATES = (
     "fp16_tflops",
     "fp8_tflops",
+    "fp4_tflops",
     "memory_gb",
     "bandwidth_gb_per_s",
     "tdp_w",

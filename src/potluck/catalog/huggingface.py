@@ -8,6 +8,7 @@ from potluck.catalog.hf_families import FAMILIES
 from potluck.catalog.hf_fields import Fields, read_json
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.model import Model
+from potluck.core.values.precision import Format
 from potluck.core.values.quantised import modelopt_scheme, quantised_of
 
 DTYPE_BITS = {
@@ -52,7 +53,7 @@ def model_from(fields: Fields, name: str, modelopt: Fields | None = None) -> Mod
     if family is None:
         known = ", ".join(sorted(FAMILIES))
         raise outer.problem(f"model_type {kind[:60]!r} is not supported; supported are {known}")
-    weight_bits, expert_bits, kv_bits = _bits(outer, fields, modelopt)
+    weight_bits, expert_bits, kv_bits, formats = _bits(outer, fields, modelopt)
     try:
         return Model(
             name=name,
@@ -64,6 +65,8 @@ def model_from(fields: Fields, name: str, modelopt: Fields | None = None) -> Mod
             weight_bits=weight_bits,
             expert_bits=expert_bits,
             kv_bits=kv_bits,
+            weight_format=formats[0],
+            expert_format=formats[1],
         )
     except InputError as error:
         if error.field.startswith(outer.where):
@@ -72,8 +75,11 @@ def model_from(fields: Fields, name: str, modelopt: Fields | None = None) -> Mod
         raise outer.problem(f"{error.field}: {error.problem}") from error
 
 
-def _bits(outer: Fields, fields: Fields, modelopt: Fields | None) -> tuple[float, float, float]:
-    """(weight, expert, KV) bits from the dtype and the quantisation."""
+Formats = tuple[Format | None, Format | None]
+
+
+def _bits(outer: Fields, fields: Fields, modelopt: Fields | None) -> tuple[float, float, float, Formats]:
+    """(weight, expert, KV) bits from the dtype and the quantisation, and what the first two are."""
     dtype = fields.text("dtype", "torch_dtype") or outer.text("dtype", "torch_dtype") or "bfloat16"
     plain = DTYPE_BITS.get(dtype.removeprefix("torch."))
     if plain is None:
@@ -85,5 +91,7 @@ def _bits(outer: Fields, fields: Fields, modelopt: Fields | None) -> tuple[float
     elif modelopt is not None:
         found = quantised_of(modelopt_scheme(modelopt.values), plain, modelopt.where)
     else:
-        return plain, plain, kv_bits
-    return found.weight_bits, found.expert_bits, kv_bits if found.kv_bits is None else found.kv_bits
+        kind: Format | None = "fp16" if dtype.removeprefix("torch.") in ("float16", "half") else None
+        return plain, plain, kv_bits, (kind, kind)
+    kv_bits = kv_bits if found.kv_bits is None else found.kv_bits
+    return found.weight_bits, found.expert_bits, kv_bits, (found.weight_format, found.expert_format)

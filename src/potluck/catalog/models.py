@@ -23,6 +23,7 @@ from potluck.core.values.model import (
 
 COUNTS = ("hidden", "vocab", "max_context_tokens", "tied_embeddings")
 BITS = ("weight_bits", "expert_bits", "kv_bits")
+FORMATS = ("weight_format", "expert_format")
 
 _RUN = re.compile(r"(?:(\d+) )?([a-z_]+)/([a-z_]+)")
 
@@ -53,6 +54,7 @@ def model(name: str) -> Model:
     layers = tuple(Layer(attentions[attention], ffns[ffn]) for attention, ffn in stack)
     scalars: dict[str, Any] = {field: entry[field] for field in COUNTS if field in entry}
     scalars.update({field: float(entry[field]) for field in BITS if field in entry})
+    scalars.update({field: entry[field] for field in FORMATS if field in entry})
     return Model(name=key, layers=layers, **scalars)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.core.errors import InputError, PotluckError, UnknownNameError, did_you_mean
-from potluck.core.values.model import Model
+from potluck.core.values.model import Model, in_format
 from potluck.core.values.types import Link, NodeType, Offer, Region
 from potluck.spec.hardware import Hardware
 from potluck.spec.policies import resolve_policy
@@ -194,9 +194,11 @@ def _models(
         where = entry.weights
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else Weights(where.place, path, where.gb_per_s)
+        if entry.precision is not None:
+            model = in_format(model, entry.precision)
         terms = resolve_terms(entry, places, problems)
         by_hour = tuple(entry.traffic.rate_by_hour or ())
-        told = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms)
+        told = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, entry.precision)
         models.append(ModelSpec(name, model, entry.slo.value(), traffic, *told))
     return models
 

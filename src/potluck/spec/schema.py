@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from potluck.core.values.precision import ChosenFormat
 from potluck.core.values.terms import FailureDomain
 from potluck.spec.policies import PolicyIn
 from potluck.spec.schema_parts import MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
@@ -182,6 +183,8 @@ class ModelIn(Written):
     redundancy: RedundancyField = None
     max_spot_share: float | None = Field(default=None, ge=0, le=1)
     limits: LimitsIn | None = None
+    precision: ChosenFormat | None = None
+    """Serve it as if its weights were stored in this format; without it, as they are."""
 
 
 class GpuIn(Written):

@@ -10,6 +10,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool
+from potluck.core.values.precision import Format
 from potluck.core.values.terms import NO_TERMS, Terms
 from potluck.core.values.types import Link, NodeType, Region, Slo, Traffic
 
@@ -50,6 +51,8 @@ class ModelSpec:
     """Requests a second in equal parts of a day, from midnight, where they are written."""
     terms: Terms = NO_TERMS
     """What is asked of its plan beside that."""
+    precision: Format | None = None
+    """The format that was asked for instead of the model's own; None: its own."""
 
 
 @dataclass(frozen=True, slots=True)

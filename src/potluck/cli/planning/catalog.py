@@ -38,12 +38,15 @@ def gpus_command(name: str | None, as_json: bool) -> None:
     for key in gpus.names():
         gpu = gpus.gpu(key)
         fp8 = "-" if gpu.fp8_tflops is None else f"{gpu.fp8_tflops:g}"
-        mark = "!" if gpus.facts(key).doubt else ""
+        facts = gpus.facts(key)
+        recalled = [figure for figure in facts.figures if figure.source.kind == "recall"]
+        mark = ("!" if facts.doubt else "") + (f"~{len(recalled)}" if recalled else "")
         figures = (f"{gpu.fp16_tflops:g}", fp8, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_gb_per_s:g}")
         rows.append((key, gpu.architecture, *figures, f"{gpu.tdp_w:g}" if gpu.tdp_w else "-", mark))
     head = ("GPU", "architecture", "FP16\nTFLOPS", "FP8\nTFLOPS", "memory\nGB", "GB/s", "W", "doubt")
     table("GPUs (dense rates, per GPU)", head, rows)
     click.echo("! sources disagree or are incomplete: `potluck catalog gpus NAME` says how.")
+    click.echo("~ so many figures are from memory: no data sheet was found for them.")
 
 
 @catalog.command("nodes")

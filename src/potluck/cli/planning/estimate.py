@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,8 @@ from potluck.cli.common.render import bytes_, count, emit_json, percent, table, 
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 from potluck.core.values.layout import Ep
+from potluck.core.values.model import in_format
+from potluck.core.values.precision import format_named
 from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
@@ -46,6 +48,9 @@ profile_option = click.option(
 @click.option("--output", "--osl", "output_tokens", type=int, required=True, help="Output tokens.")
 @click.option("--ttft-ms", type=float, help="Time to first token that must hold.")
 @click.option("--tpot-ms", type=float, help="Time per output token that must hold.")
+@click.option(
+    "--weights", "weights_in", help="As if stored in another format: bf16, fp8, fp8_block, int8, int4, ..."
+)
 @click.option("--role", type=click.Choice(["mixed", "prefill", "decode"]), default="mixed", show_default=True)
 @click.option("--price", "price_usd_per_h", type=float, help="USD per hour of the node; else the catalog's.")
 @click.option("--region", help="Take the catalog's price of this region, such as aws/us-east-1.")
@@ -60,6 +65,7 @@ def estimate(
     output_tokens: int,
     ttft_ms: float | None,
     tpot_ms: float | None,
+    weights_in: str | None,
     role: Role,
     price_usd_per_h: float | None,
     region: str | None,
@@ -74,12 +80,15 @@ def estimate(
       potluck estimate --model Qwen3-32B --node 4xL40S --tp 4 --input 2000 --output 300 \\
                        --ttft-ms 2000 --tpot-ms 80
       potluck estimate --model GPT-OSS-120B --node 8xH100 --tp 8 --ep tp --input 2000 --output 300
+      potluck estimate --model Llama-3.1-70B --node 4xL40S --weights fp8 --input 2000 --output 300
       potluck estimate --model ./my-model --node H100 --input 512 --output 512 --role decode --json
     """
     from potluck.catalog import nodes
     from potluck.perf.estimate import estimate as estimate_node
 
     node, model = nodes.node_type(node_name), find_model(model_name)
+    if weights_in is not None:
+        model = in_format(model, format_named(weights_in, "--weights"))
     price, price_from = _price(node.name, price_usd_per_h, region)
     found = estimate_node(
         model,
@@ -94,9 +103,11 @@ def estimate(
         profiles=read_profiles(profile_paths, [model], [node]),
     )
     if as_json:
-        emit_json(_as_json(found, input_tokens, output_tokens, price_from))
+        emit_json({**_as_json(found, input_tokens, output_tokens, price_from), **_formats(model, node)})
     else:
         _show(found, input_tokens, output_tokens, price_from)
+        said = _formats(model, node)
+        click.echo("; ".join(str(words) for words in (f"Weights in {said['weights_are']}", *said["said"])))
 
 
 def read_profiles(
@@ -160,7 +171,19 @@ def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tupl
     return found.price_usd_per_h, f"{found.cloud}/{found.region}, {found.date}, {found.basis}"
 
 
-def _as_json(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> object:
+def _formats(model: Model, node: NodeType) -> dict[str, Any]:
+    """In which format the weights are taken to be, and what that means on this GPU."""
+    from potluck.core.values.model import MoeFfn
+    from potluck.perf.formats import units_for
+
+    kinds = [model.weights_are]
+    if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers) and model.experts_are not in kinds:
+        kinds.append(model.experts_are)
+    said = [units_for(kind, node.gpu).said for kind in kinds]
+    return {"weights_are": " and ".join(kinds), "said": [words for words in said if words]}
+
+
+def _as_json(found: Estimate, input_tokens: int, output_tokens: int, price_from: str) -> dict[str, Any]:
     from potluck.core.codec import encode
 
     body = encode(found)

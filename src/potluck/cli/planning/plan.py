@@ -151,7 +151,7 @@ def plan(
         emit_json(_as_json(workshop.problem, outcome, reasons, spec.policy.standby) | rehearsal_json(tried))
         return
     show_rehearsal(tried)
-    show_plan(problem, outcome, spec.policy.standby)
+    _show_plan(spec, problem, outcome)
     show_search(searched)
     show_reasons(reasons)
 
@@ -277,6 +277,14 @@ def _positive(field: str, value: float) -> float:
     if not 0 < value < float("inf"):
         raise InputError(field, f"must be positive, is {value:g}")
     return value
+
+
+def _show_plan(spec: Spec, problem: Problem, outcome: Outcome) -> None:
+    show_plan(problem, outcome, spec.policy.standby)
+    for asked in spec.models:
+        if asked.precision is not None:
+            said = f"weights in {asked.precision}, as the spec asks; their quality is yours to judge"
+            click.echo(f"{asked.name}: {said}.")
 
 
 def _as_json(

@@ -7,12 +7,12 @@ tokens, linear attention keeps a state of fixed size. `perf.arithmetic` does the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
 from potluck.core.errors import InputError
-from potluck.core.values.precision import Format, format_of_bits
+from potluck.core.values.precision import FORMAT_BITS, Format, format_of_bits
 
 LinearKind = Literal["kda", "gated_delta", "lightning"]
 
@@ -177,6 +177,12 @@ class Model:
         """The format of routed experts; those of 8 bits are usually scaled by blocks."""
         usual = format_of_bits(self.expert_bits)
         return self.expert_format or ("fp8_block" if usual == "fp8" else usual)
+
+
+def in_format(model: Model, weights: Format) -> Model:
+    """The model as if its weights, experts among them, were stored in another format; KV stays as it is."""
+    bits = FORMAT_BITS[weights]
+    return replace(model, weight_bits=bits, expert_bits=bits, weight_format=weights, expert_format=weights)
 
 
 def _positive(value: object, *names: str) -> None:

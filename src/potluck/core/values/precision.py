@@ -23,6 +23,7 @@ FORMAT_BITS: Final[dict[Format, float]] = {
     "nvfp4": 4.5,
 }
 """Bits of a stored weight, scales included: int4 has 16 + 4 for 128 weights, MXFP4 8 for 32, NVFP4 8 for 16."""
+ChosenFormat = Literal["bf16", "fp8", "fp8_block", "int8", "int4", "mxfp4", "nvfp4"]
 CHOSEN: Final[tuple[Format, ...]] = ("bf16", "fp8", "fp8_block", "int8", "int4", "mxfp4", "nvfp4")
 """Formats that a person may ask for by name."""
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from potluck.core.errors import InputError
+from potluck.core.values.precision import Format
 
 SCALE_BITS = 16
 """AWQ and GPTQ keep one scale of this width, and one zero point, per group of weights."""
@@ -31,33 +32,45 @@ class Quantised:
     """Whether weights are 8-bit floats with scales beside them: times its scale, each is the number meant."""
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None: a whole row, or the whole tensor, does."""
+    weight_format: Format | None = None
+    """None: left as they were."""
+    expert_format: Format | None = None
 
 
 def quantised_of(scheme: Mapping[str, object], plain_bits: float, where: str) -> Quantised:
     """What a `quantization_config` says of a model whose other weights have `plain_bits`."""
     method = _text(scheme, "quant_method", where) or _text(scheme, "quant_algo", where) or ""
     method = method.casefold()
+    kind: Format
     block = _block(scheme.get("weight_block_size"), where)
     kv_bits = _kv_bits(scheme, where)
     if method in FP8_METHODS:
-        return Quantised(method, 8.0, 8.0, kv_bits, True, block)
+        kind = _fp8(block)
+        return Quantised(method, 8.0, 8.0, kv_bits, True, block, kind, kind)
     if method == "mxfp4":  # only the experts: 4 bits and an 8-bit scale for every 32 of them
-        return Quantised(method, plain_bits, 4.25, kv_bits)
+        return Quantised(method, plain_bits, 4.25, kv_bits, expert_format="mxfp4")
     if method in ("awq", "gptq"):
         name = "bits" if scheme.get("bits") is not None else "w_bit"
         bits = _grouped(scheme, _count(scheme, name, where), where, with_zero=True)
-        return Quantised(method, bits, bits, kv_bits)
+        kind = "int8" if bits > 6 else "int4"
+        return Quantised(method, bits, bits, kv_bits, weight_format=kind, expert_format=kind)
     if method == "compressed-tensors":
         return _compressed(scheme, kv_bits, where)
     if method == "bitsandbytes":
         four = scheme.get("load_in_4bit")
         if not isinstance(four, bool | None):
             raise InputError(where, f"load_in_4bit must be true or false, not {_short(four)}")
-        return Quantised(method, 4.5 if four else 8.0, 4.5 if four else 8.0, kv_bits)
+        kind = "int4" if four else "int8"
+        bits = 4.5 if four else 8.0
+        return Quantised(method, bits, bits, kv_bits, weight_format=kind, expert_format=kind)
     if method == "modelopt":
         algorithm = (_text(scheme, "quant_algo", where) or "").upper()
-        bits = 4.5 if "FP4" in algorithm else 8.0
-        return Quantised(method, bits, bits, kv_bits, algorithm.startswith("FP8"), block)
+        bits, kind = (4.5, "nvfp4") if "FP4" in algorithm else (8.0, _fp8(block))
+        if algorithm.startswith(("W4A16", "INT4")):
+            bits, kind = 4.5, "int4"
+        elif algorithm.startswith(("INT8", "W8A8_SQ")):
+            kind = "int8"
+        return Quantised(method, bits, bits, kv_bits, algorithm.startswith("FP8"), block, kind, kind)
     raise InputError(where, f"quant_method {method[:60]!r} is not supported; supported are {KNOWN}")
 
 
@@ -80,7 +93,14 @@ def _compressed(scheme: Mapping[str, object], kv_bits: float | None, where: str)
     bits = _grouped(weights, _count(weights, "num_bits", where), where, with_zero=False)
     fp8 = all(isinstance(w := part.get("weights"), dict) and _is_float8(w) for part in parts)
     block = _block(weights.get("block_structure"), where)
-    return Quantised("compressed-tensors", bits, bits, kv_bits, fp8, block)
+    kind: Format = _fp8(block) if fp8 else "int8" if bits > 6 else "int4"
+    if bits <= 6 and weights.get("type") == "float":
+        kind = "mxfp4" if weights.get("group_size") == 32 else "nvfp4"
+    return Quantised("compressed-tensors", bits, bits, kv_bits, fp8, block, kind, kind)
+
+
+def _fp8(block: tuple[int, int] | None) -> Format:
+    return "fp8" if block is None else "fp8_block"
 
 
 def _is_float8(weights: Mapping[str, object]) -> bool:
