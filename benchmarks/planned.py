@@ -10,6 +10,9 @@ A run passes when (`sim/results/planned.py` has the rules)
     bytes       every link's bytes are within 10 % of the plan's
     worked      no replica that the plan counts on got nothing
 
+Beside the strategies, `aggregated` has pipelines that do both phases and nothing else: columns of `auto`, which
+seldom takes them.
+
 Specs: the examples, and 40 at random, the kinds of `planned_specs.py` in turn. A strategy that cannot plan a spec (no
 pairs there, several models), or finds nothing to deploy, is left out of it. Where a fleet does not suffice, as much
 is asked for as the plan serves. Every model has 500 requests or more. A quick run has the examples and as many random
@@ -46,6 +49,7 @@ from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies.base import Outcome, allocated
 from potluck.rehearse.loop import rehearse
 from potluck.rehearse.sources import made_up
 from potluck.sim.load.workload import Workload, at_rate, of_traffic
@@ -65,6 +69,15 @@ RUNS, SEED = 3, 50_000_000
 """Of a rehearsed plan, and where their seeds begin: no rehearsal has such a number."""
 Z = 2.326
 PARTS = {"served": "served", "attainment": "attained", "busy": "busy", "link": "bytes", "work": "worked"}
+
+
+def aggregated(workshop: Workshop, settings: Settings) -> Outcome:
+    """Pipelines that do both phases alone."""
+    templates = {ask.name: workshop.aggregated(ask) for ask in workshop.problem.asks}
+    return allocated(workshop, settings, "aggregated", templates)
+
+
+PLANNERS = {**STRATEGIES, "aggregated": aggregated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +125,7 @@ def tried(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: floa
     workshop = Workshop(problem)
     for strategy in strategies:
         try:
-            plan = STRATEGIES[strategy](workshop, Settings(time_limit_s=time_limit_s)).plan
+            plan = PLANNERS[strategy](workshop, Settings(time_limit_s=time_limit_s)).plan
         except PotluckError:
             continue
         if not plan.deployments or plan.fraction < 0.02:
@@ -131,11 +144,11 @@ def rehearsed(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: 
     for strategy in strategies:
         settings = Settings(time_limit_s=time_limit_s)
         try:
-            first = STRATEGIES[strategy](workshop, settings)
+            first = PLANNERS[strategy](workshop, settings)
             if not first.plan.deployments or first.plan.fraction < 1:
                 continue
             trial, _ = trial_of(spec, problem, first.plan, Asked(True, 1.0, None, 5))
-            found = rehearse(workshop, STRATEGIES[strategy], settings, trial)
+            found = rehearse(workshop, PLANNERS[strategy], settings, trial)
         except PotluckError:
             continue
         if found.chosen is None:
@@ -165,7 +178,7 @@ def kept(results: Sequence[SimResult]) -> Iterator[Comparison]:
 
 
 def measure(quick: bool, *, only: Sequence[str], chosen: Sequence[str], poisson: bool) -> dict[str, float]:
-    strategies = tuple(name for name in STRATEGIES if not chosen or name in chosen)
+    strategies = tuple(name for name in PLANNERS if not chosen or name in chosen)
     budget = Budget(quick)
     runs: list[Run] = []
     none = 0
@@ -221,7 +234,7 @@ def main() -> int:
     parser.add_argument("--poisson", action="store_true")
     options, rest = parser.parse_known_args()
     only, chosen = (tuple(filter(None, each.split(","))) for each in (options.only, options.strategy))
-    unknown = set(chosen) - set(STRATEGIES)
+    unknown = set(chosen) - set(PLANNERS)
     if unknown:
         print(f"--strategy: has no {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2

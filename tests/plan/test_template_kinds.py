@@ -14,7 +14,9 @@ from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
 from potluck.perf.phases import prefill_s
+from potluck.perf.together import PACED
 from potluck.plan.rates import layout_timer, replica_capacity, wait_factor
+from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import pipelines
@@ -120,6 +122,15 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
         assert {n.node: n.count for n in template.nodes} == layout.node_counts
     unlike = [t for t in found if len(t.nodes) > 1]
     assert unlike, "pipelines of unlike nodes are the point"
+    both = list(aggregated(problem, big, found))
+    assert both
+    assert len({t.name for t in both}) == len({t.replicas[0].layout for t in both}) == len(both)
+    for template in both:
+        assert template.replicas[0].role == "mixed"
+        assert retimed(problem, big, template) == template.capacity
+        for capacity in template.capacity:
+            assert capacity.prefill_per_s == capacity.decode_per_s == 0.0
+            assert capacity.tpot_s <= PACED * big.slo.tpot_s
 
 
 @settings(max_examples=15)

@@ -16,6 +16,7 @@ from potluck.plan.columns import CROSSING, EXACT, codecs_of, crossing_room_s, cr
 from potluck.plan.machines import machine_of, timer_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, replica_capacity
+from potluck.plan.templates.aggregated import aggregated_capacity
 from potluck.plan.templates.group import group_capacity
 from potluck.plan.terms import EGRESS, rent_usd_per_h
 from potluck.plan.verify_terms import broken_terms
@@ -165,6 +166,8 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
     """
     if template.kind in CROSSING and hands_over(template):
         return CROSSING[template.kind](problem, ask, template.replicas, template.codec)
+    if template.kind == "pipeline" and template.replicas[0].role == "mixed":
+        return aggregated_capacity(problem, ask, template.replicas[0].layout)
     if template.kind == "group":
         return group_capacity(problem, ask, template.replicas, template.codec)
     sides = [_role(problem, ask, template, role) for role in ROLES]

@@ -32,6 +32,7 @@ from potluck.perf.roofline import HOST_S, roofline
 from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import best_operating
+from potluck.perf.together import Lengths, together
 from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
 
@@ -212,6 +213,11 @@ class Kits:
         room = total_blocks(model, replica.layout, scene.nodes, sum(mean)) * BLOCK_TOKENS // (prompt + answer)
         profiles = scene.profiles.get(template.model, ())
         timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host_s, profiles=profiles)
+        if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
+            turns = together(timer, Lengths(prompt, 0, answer, prompt), room, slo)
+            return (
+                DEFAULT_ENGINE if turns is None else replace(DEFAULT_ENGINE, token_budget=turns.step_tokens)
+            )
         budget = paced_budget(timer, prompt, answer, max(1, min(room, DEFAULT_ENGINE.slots)), slo)
         return replace(DEFAULT_ENGINE, token_budget=budget, slots=min(DEFAULT_ENGINE.slots, budget))
 

@@ -151,7 +151,10 @@ def request_seconds(facts: ReplicaFacts, prompt_tokens: int, output_tokens: int)
 
 
 def prefill_seconds(facts: ReplicaFacts, prompt_tokens: int) -> float:
-    return facts.prefill_fixed_s + prompt_tokens * facts.prefill_s_per_token
+    """What a prompt takes of a replica's time: of the way through a pipeline its slowest stage, since it computes the
+    next prompts meanwhile."""
+    work_s = prompt_tokens * facts.prefill_s_per_token
+    return work_s if facts.alone_s_per_token > 0 else facts.prefill_fixed_s + work_s
 
 
 def decode_seconds(facts: ReplicaFacts, output_tokens: float) -> float:

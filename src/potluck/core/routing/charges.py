@@ -50,7 +50,7 @@ class Charges:
         if facts is None or not self._learns:
             self.whole(flight, target, flight.prompt_tokens, [view], [view])
             return
-        first_s = facts.prefill_fixed_s + flight.prompt_tokens * facts.prefill_s_per_token
+        first_s = prefill_seconds(facts, flight.prompt_tokens)
         answer_tokens = self._speeds.answer_tokens(flight.request.model, flight.output_tokens)
         rest_s = answer_tokens * facts.decode_step_s / max(1, facts.decode_batch)
         target.load += first_s

@@ -15,6 +15,7 @@ from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.attain import Estimate
 from potluck.plan.search.tabu import Found
 from potluck.plan.strategies.pools import machines_key, search_groups
+from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos
 from potluck.plan.templates.gpu_combo import SHORTLIST, Ranked, gpu_combos, ranked
 from potluck.plan.templates.homogeneous import homogeneous
@@ -110,6 +111,12 @@ class Workshop:
     def pipelines(self, ask: Ask) -> list[Template]:
         return self._once(
             "pipeline", ask, lambda: pipelines(self.problem, ask, self.prices, timed=self.timed)
+        )
+
+    def aggregated(self, ask: Ask) -> list[Template]:
+        """Pipelines that do both phases."""
+        return self._once(
+            "mixed pipeline", ask, lambda: list(aggregated(self.problem, ask, self.pipelines(ask)))
         )
 
     def groups(self, ask: Ask, settings: Settings) -> list[Template]:

@@ -29,6 +29,7 @@ def distinct(workshop: Workshop, ask: Ask) -> list[Template]:
         *workshop.gpu_combos(ask),
         *workshop.pairs(ask),
         *workshop.pipelines(ask),
+        *workshop.aggregated(ask),
     ]
     return list({template.name: template for template in made}.values())
 

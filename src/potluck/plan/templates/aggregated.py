@@ -1,0 +1,58 @@
+"""Pipelines that do both phases (CORAL 5.1), beside those that do one.
+
+Placements are those of the pipelines that prefill or decode, each a column more: `perf/together.py` says how many
+answers its batches make and how long the chunks of prompts are that go with them, and the engine's token budget
+follows from the same (`worlds/kits.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import BucketCapacity, Replica, Template
+from potluck.perf.pipeline import PipelineTimer, layout_requests
+from potluck.perf.together import Lengths, together
+from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, useful
+
+
+def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template]) -> Iterator[Template]:
+    """Of each placement of several stages the same nodes doing both; one name for one placement."""
+    seen: set[Layout] = set()
+    names: set[str] = set()
+    for template in pipelines:
+        layout = template.replicas[0].layout
+        if layout in seen or len(layout.stages) < 2:
+            continue
+        seen.add(layout)
+        capacity = aggregated_capacity(problem, ask, layout)
+        if not useful(capacity):
+            continue
+        listed = " + ".join(f"{each.count} {each.node}" for each in template.nodes)
+        name = f"{ask.name}: mixed pipeline {listed}"
+        if name in names:
+            name += f", {'+'.join(str(stage.layers) for stage in layout.stages)} layers"
+        names.add(name)
+        yield replace(template, name=name, replicas=(Replica("mixed", layout),), capacity=capacity)
+
+
+def aggregated_capacity(problem: Problem, ask: Ask, layout: Layout) -> tuple[BucketCapacity, ...]:
+    """What a pipeline that does both serves of every bucket; 0 where it cannot be in time."""
+    timer = layout_timer(ask, layout, problem.by_name)
+    assert isinstance(timer, PipelineTimer)
+    return tuple(_bucket(problem, ask, demand, layout, timer) for demand in ask.demands)
+
+
+def _bucket(
+    problem: Problem, ask: Ask, demand: Demand, layout: Layout, timer: PipelineTimer
+) -> BucketCapacity:
+    longest = demand.longest_tokens + demand.output_tokens
+    room = layout_requests(ask.model, layout, problem.by_name, longest)
+    slo = ask.slo if demand.promised else replace(ask.slo, ttft_s=UNPROMISED_TTFT_S)
+    lengths = Lengths(demand.new_tokens, demand.cached_tokens, demand.output_tokens, demand.longest_tokens)
+    found = together(timer, lengths, room, slo, problem.headroom)
+    if found is None:
+        return BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return BucketCapacity(demand.bucket, 0.0, 0.0, found.requests_per_s, found.ttft_s, found.tpot_s)
