@@ -166,6 +166,10 @@ def test_without_a_spec_servers_are_asked_what_they_are(
         ("openai", "Qwen2.5-7B", False),
     ]
     assert entries[0].key == "secret"
-    assert {(each.kind, each.model) for each in entries[2:]} == {("face", "e")}
+    assert [(each.kind, each.model) for each in entries[2:]] == [
+        ("face", "e"),
+        ("face", "e"),
+        ("openai", "e"),
+    ]
     with pytest.raises(InputError, match="names no model"):
         asked(read_entries(roster(tmp_path, f"url: '{servers({})}'")), file, tmp_path)

@@ -84,7 +84,9 @@ def test_the_engine_gets_the_clients_body_and_the_client_its_events() -> None:
 def test_an_answer_that_comes_at_once_is_passed_on_at_once() -> None:
     there = stage("x")
     heard = there.begin(own(stream=False), aggregated("x"))
-    there.clock.pass_s(500)
+    for count in range(60):
+        there.clock.pass_s(5)
+        there.call("x").write({"steps": count})
     choices = [{"message": {"content": "hi"}}]
     reply = {"id": "theirs", "model": "x", "choices": choices, "kv_transfer_params": {"a": 1}}
     there.call("x").write({"token": 5}, {"said": reply}, {**END, "output_tokens": 1})
@@ -149,6 +151,22 @@ def test_what_is_wrong_with_the_request_is_the_clients_to_know() -> None:
     there.call("x").refuse(400)
     assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no")
     assert there.news == [Cancelled("r")]
+
+
+def test_an_engine_that_stands_still_is_noticed_though_nothing_is_streamed() -> None:
+    there = stage("x")
+    there.begin(own(stream=False), aggregated("x"))
+    there.call("x").write({"steps": 1})
+    there.clock.pass_s(200)
+    assert there.news[-1] == Failed("r", 0, "replica", "x", 0)
+
+
+def test_a_refusal_may_come_late() -> None:
+    there = stage("x")
+    heard = there.begin(own(stream=False), aggregated("x"))
+    there.call("x").write({"steps": 1}, {"refused": {"error": {"message": "no such grammar"}}})
+    there.call("x").write({"ended": "error", **_counts(), "code": None})
+    assert (heard.status, json.loads(heard.relayed)["error"]["message"]) == (400, "no such grammar")
 
 
 def test_engines_that_only_draw_tokens_are_not_asked() -> None:

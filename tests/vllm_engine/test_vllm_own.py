@@ -85,6 +85,31 @@ def test_adapters_are_served_and_told_of(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("potluck.vllm.adapter.own.ALIVE_S", 0.05)
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.5)
+        error = {"message": "no such grammar", "param": "tools", "code": 400}
+        return web.json_response({"error": error}, status=400)
+
+    async def play() -> None:
+        async with standing(tmp_path, slow) as stand:
+            asking = asyncio.ensure_future(
+                stand.lines(own={"path": "/v1/chat/completions", "body": {"messages": [1]}})
+            )
+            await asyncio.sleep(0.1)
+            stand.service.ears.steps.add(5, 1, 0.0)
+            status, lines = await asking
+            assert (status, lines[0]) == (200, {"steps": 1})
+            assert lines[1]["refused"]["error"]["param"] == "tools"
+            assert lines[-1]["ended"] == "error"
+
+    asyncio.run(play())
+
+
 def test_what_vllm_finds_wrong_with_a_clients_request_is_said_in_its_words(tmp_path: Path) -> None:
     async def wrong(request: web.Request) -> web.StreamResponse:
         error = {"message": "no such grammar", "param": "response_format", "code": 400}

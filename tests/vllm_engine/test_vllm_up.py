@@ -169,7 +169,8 @@ def chat(
     """What the official client makes of it: per choice its text, calls, reason, and how many log probabilities."""
     body = {"model": model, "messages": messages, "temperature": 0, **more}
     if not stream:
-        found = client(url).chat.completions.create(**body)
+        with client(url) as asking:
+            found = asking.chat.completions.create(**body)
         return [
             (
                 each.message.content or "",
@@ -184,7 +185,9 @@ def chat(
         ]
     told: dict[int, list[Any]] = {}
     names = set()
-    for event in client(url).chat.completions.create(stream=True, **body):
+    with client(url) as asking:
+        events = list(asking.chat.completions.create(stream=True, **body))
+    for event in events:
         names.add(event.id)
         for each in event.choices:
             mine = told.setdefault(each.index, ["", "", "", None, 0])
@@ -250,7 +253,8 @@ def test_the_official_client_gets_what_vllm_offers(service: tuple[Up, Plain], st
 
 def test_adapters_are_models_by_their_own_names(service: tuple[Up, Plain]) -> None:
     up, plain = service
-    assert {each.id for each in client(up.url).models.list()} == {MODEL, "lora"}
+    with client(up.url) as asking:
+        assert {each.id for each in asking.models.list()} == {MODEL, "lora"}
     below = f"http://127.0.0.1:{plain.port}"
     for place, more in enumerate(({"max_tokens": 12}, ASKED["a named tool"])):
         messages = said("word " * 40 + str(place))
@@ -286,13 +290,11 @@ def ask(url: str, place: int) -> object:
     if place % 4 == 3:
         messages = said("word " * drawn.randrange(5, 60) + str(place))
         return chat(url, messages, stream=place % 8 == 7, **ASKED["a named tool"])
-    found = client(url).completions.create(
-        model=MODEL,
-        prompt=drawn.choices(range(3, VOCAB), k=drawn.randrange(40, 600)),
-        temperature=0,
-        max_tokens=30,
-        extra_body={"ignore_eos": True},
-    )
+    prompt = drawn.choices(range(3, VOCAB), k=drawn.randrange(40, 600))
+    with client(url) as asking:
+        found = asking.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=30, extra_body={"ignore_eos": True}
+        )
     return found.choices[0].text
 
 

@@ -62,9 +62,11 @@ def ask_all(entries: Sequence[Entry]) -> tuple[Found, ...]:
 def _asked(entry: Entry) -> Found:
     status = None if entry.kind == "openai" else _get(entry, "/status")
     if status is not None and "fingerprint" in status:
-        served = str(status.get("model", ""))
-        role = str(status.get("role", "mixed"))
-        return Found(entry, "face", entry.model or served, served, role, _listed(entry)[1])
+        served, role = str(status.get("model", "")), str(status.get("role", "mixed"))
+        directory = _listed(entry)[1]
+        # Whoever tokenises for it must have its tokenizer; without that it does so itself.
+        kind = "face" if directory or role != "mixed" else "openai"
+        return Found(entry, kind, entry.model or served, served, role, directory)
     served, directory, vllm = _listed(entry)
     if not served:
         raise InputError(

@@ -2,12 +2,16 @@
 
     {"token": 5}  {"said": {an event as OpenAI has it}}  ...  {"ended": "stop", "prompt_tokens": ..., ...}
 
+An answer that is not streamed is one event; until then `{"steps": n}` says that it goes on. `{"refused": ...}` is
+what the client is told where its request is at fault.
+
 Where the engine makes another prompt of the client's messages than we did, KV that was computed for ours is of no use
 to it: it says which tokens its own has, and the request is sent again with those.
 """
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from potluck.core.values.sampling import Choice
@@ -28,7 +32,7 @@ MOST_PROMPT = 1 << 24
 
 
 class OwnLeg(Leg):
-    __slots__ = ("_prompt", "_said_any", "_streamed")
+    __slots__ = ("_prompt", "_refusal", "_said_any", "_streamed")
 
     def __init__(
         self, trip: Trip, stretch: Stretch, endpoint: Endpoint, tokens: int, *, stream: bool
@@ -38,11 +42,7 @@ class OwnLeg(Leg):
         self._streamed = stream
         self._said_any = False
         self._prompt: tuple[int, ...] = ()
-
-    def expect(self, now_s: float) -> None:
-        """An answer that is not streamed says nothing until all of it is there."""
-        if self._streamed:
-            super().expect(now_s)
+        self._refusal: dict[str, Any] | None = None
 
     def done(self) -> None:
         if not self.over and self._status == CLIENTS_FAULT:
@@ -65,6 +65,10 @@ class OwnLeg(Leg):
                 events.append(event)
             elif isinstance(said, dict) and isinstance(prompt := said.get("prompt"), list):
                 self._prompt = _prompt(prompt, self.trip.vocab)
+            elif isinstance(said, dict) and isinstance(refusal := said.get("refused"), dict):
+                self._refusal = refusal
+            elif isinstance(said, dict) and "steps" in said:
+                continue  # It goes on.
             else:
                 end = said
         if tokens:
@@ -86,6 +90,9 @@ class OwnLeg(Leg):
         elif end.code == OTHER_PROMPT and self._prompt and end.reason not in ("stop", "length"):
             self.over = True
             self.trip.other_prompt(self, self._prompt)
+        elif self._refusal is not None and end.reason not in ("stop", "length"):
+            self.over = True
+            self.trip.turned_down(self, CLIENTS_FAULT, json.dumps(self._refusal).encode())
         elif end.reason not in ("stop", "length"):
             self._fail(ended(end.code, self.has_source, hands_on=False))
         elif end.output_tokens != self.told or not self._said_any:

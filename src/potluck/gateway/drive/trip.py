@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 GRACE_S = 0.25
 BACKSTOP_S = 300.0
 """Silence after which a connection is given up whatever the watch thinks; longer than all its limits."""
-WHOLE_S = 600.0
-"""The same where an answer comes at once, when all of it is there."""
 GIVEN_UP = "given up"
 JSON = (b"content-type", b"application/json")
 SEGMENTS = b"/segments"
@@ -138,16 +136,12 @@ class Trip:
         if endpoint.key:
             headers.append((b"authorization", b"Bearer " + endpoint.key.encode()))
         call = self._means.outgoing.send(
-            endpoint.address, b"POST", SEGMENTS, body, leg, headers=headers, silence_s=self._silence_s(leg)
+            endpoint.address, b"POST", SEGMENTS, body, leg, headers=headers, silence_s=BACKSTOP_S
         )
         if self._over:
             call.cancel()
         else:
             leg.call = call
-
-    def _silence_s(self, leg: Leg) -> float:
-        whole = isinstance(leg, OwnLeg) and not self._ride.asked.stream
-        return WHOLE_S if whole else BACKSTOP_S
 
     def stop(self) -> None:
         """Nobody wants it any more: all engines are told, and nothing of it is heard again."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
-from potluck.api.errors import Refused
+from potluck.api.errors import Refused, error_object
 from potluck.api.segments import CHATS, Own
 from potluck.vllm.adapter.requests import (
     Events,
@@ -31,6 +31,7 @@ from potluck.vllm.adapter.service import Held, Service
 from potluck.vllm.adapter.telling import Telling, end_of
 
 OTHER_PROMPT = "other_prompt"
+ALIVE_S = 1.0
 RENDER = "/v1/chat/completions/render"
 LONGEST_ERROR = 1 << 14
 GIVEN_UP = (None, "abort", "error")
@@ -107,7 +108,7 @@ async def answer_own(
                     problem = "vLLM makes another prompt of these messages"
                     end = end_of("error", part, 0, 0) | {"code": OTHER_PROMPT, "problem": problem}
                     return await telling.end(end)
-            async for said in _answer(service, part, own):
+            async for said in _answer(service, part, own, telling):
                 cached, reason = said.cached or cached, said.reason or reason
                 prompt_tokens = said.prompt_tokens or prompt_tokens
                 if said.tokens and first_s is None:
@@ -122,6 +123,8 @@ async def answer_own(
             raise
         code = error.code if isinstance(error, Refused) else "deadline"
         line = str(error) or f"it took longer than {service.limits.deadline_s:g} s"
+        if isinstance(error, Refused) and error.status == 400:
+            await telling.say({"refused": error_object(400, line, param=error.param, code=code)})
         return await telling.end(end_of("error", part, cached, told) | {"code": code, "problem": line})
     service.prompt_tokens += prompt_tokens
     service.output_tokens += told
@@ -148,8 +151,9 @@ async def _prompt(service: Service, part: Part, own: Own) -> list[int] | None:
         raise Refused(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
 
 
-async def _answer(service: Service, part: Part, own: Own) -> AsyncIterator[Said]:
+async def _answer(service: Service, part: Part, own: Own, telling: Telling) -> AsyncIterator[Said]:
     body, ids = own_request(part, own, service.limits.handover_s), bool(own.body.get("return_token_ids"))
+    alive = asyncio.create_task(_alive(service, telling)) if not body.get("stream") else None
     try:
         async with service.session.post(f"{service.server.base}{own.path}", json=body) as answer:
             if answer.status != 200:
@@ -163,3 +167,17 @@ async def _answer(service: Service, part: Part, own: Own) -> AsyncIterator[Said]
                     yield said_of(said, ids=ids)
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Refused(503, f"vLLM broke off ({type(error).__name__})", "try_again") from error
+    finally:
+        if alive is not None:
+            alive.cancel()
+            await asyncio.gather(alive, return_exceptions=True)
+
+
+async def _alive(service: Service, telling: Telling) -> None:
+    """An answer that comes at once says nothing until then; that vLLM goes on is told by its steps."""
+    count = service.ears.steps.count
+    while True:
+        await asyncio.sleep(ALIVE_S)
+        if service.ears.steps.count > count:
+            count = service.ears.steps.count
+            await telling.say({"steps": count})
