@@ -93,6 +93,7 @@ def test_an_answer_that_comes_at_once_is_passed_on_at_once() -> None:
     there.call("x").end()
     assert json.loads(heard.relayed) == {"id": "chatcmpl-r", "model": "m", "choices": choices}
     assert heard.counts == Counts(20, 1, 4)
+    assert there.news == [Finished("r", 0, 1)], "nobody knows when it began"
 
 
 def test_what_broke_off_is_asked_for_again_and_only_the_rest_is_told() -> None:

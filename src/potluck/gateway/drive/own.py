@@ -73,7 +73,7 @@ class OwnLeg(Leg):
                 end = said
         if tokens:
             self.told += tokens
-            if not self.flows:
+            if self._streamed and not self.flows:
                 self.computed(self.heard_s)
                 self.flows = True
         if events:

@@ -263,7 +263,8 @@ class Ride:
 
     def said(self, events: list[dict[str, Any]], *, stream: bool) -> None:
         assert self._words is not None
-        self.first_token()
+        if stream:  # else nobody knows when its first token was there
+            self.first_token()
         try:
             self._words.say(events, stream=stream)
         except Otherwise as error:
