@@ -1,10 +1,10 @@
 """What the connector costs requests that hand nothing over: CPU-seconds of whole vLLM processes.
 
-Three instances serve the same tiny model at once, and take turns with the same requests: one without a connector, one
-with a connector that does nothing (what vLLM itself spends on having any), one with ours as an adapter starts it:
-somebody listens to its steps and its prefixes.
-A figure is the median over rounds of a round's ratio to the instance without one. A step of this model is some
-milliseconds of mostly Python, so this is the dearest case: the cost of a step does not grow with the model.
+Four instances serve the same tiny model at once, and take turns with the same requests: two without a connector (by
+how much do processes differ that are alike?), one with a connector that does nothing (what vLLM itself spends on
+having any), one with ours as an adapter starts it: somebody listens to its steps and its prefixes. A figure is the
+median over rounds of a round's ratio to the first. A step of this model is some milliseconds of mostly Python, so
+this is the dearest case: the cost of a step does not grow with the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from parts.common import ROOT, run, skip, spent_cpu_s
 sys.path.append(str(ROOT / "tests" / "vllm_engine"))
 from vllm_kit import VOCAB, Instance, make_model
 
-KINDS = ("none", "nothing", "ours")
+KINDS = ("none", "again", "nothing", "ours")
+PLAIN = ("none", "again")
 REQUESTS, AT_ONCE, PROMPT, OUTPUT = 24, 8, 96, 48
 TARGETS = {"ours_over_none": ("<=", 1.02)}
 
@@ -47,7 +48,7 @@ class Bare(Instance):
 
     def __init__(self, kind: str, model: Path, channel: Path, where: str) -> None:
         self._kind, self._channel = kind, channel
-        super().__init__(model, model.parent / f"{kind}.log", connector=kind != "none", python=where)
+        super().__init__(model, model.parent / f"{kind}.log", connector=kind not in PLAIN, python=where)
 
     def _connected(self) -> list[str]:
         said: dict[str, object] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -150,6 +151,7 @@ def rounds(made: dict[str, Bare], count: int) -> dict[str, float]:
 
     figures = {f"{kind}_cpu_s": statistics.median(spent_s[kind]) for kind in KINDS}
     return figures | {
+        "again_over_none": over("again", "none"),
         "nothing_over_none": over("nothing", "none"),
         "ours_over_nothing": over("ours", "nothing"),
         "ours_over_none": over("ours", "none"),
