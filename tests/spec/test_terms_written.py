@@ -166,3 +166,43 @@ def test_a_trace_over_hours_has_rates_by_hour() -> None:
     assert set(rates[3:]) == {min(rates)}
     short = Trace("made", times[:300], ones[:300], ones[:300], None, 0)
     assert rates_by_hour(short) == ()
+
+
+PLACES = (
+    GOOD.replace(
+        "      input: 1024\n",
+        "      input: 1024\n      classes: {interactive: 0.3}\n      origins: {europe: 0.6, asia: 0.4}\n",
+    )
+    + """\
+origins:
+  - {name: europe, rtt_ms: {east: 90, west: 20}}
+  - {name: asia, rtt_ms: {east: 200, west: 150}}
+"""
+)
+
+
+def test_classes_and_origins_of_a_models_users() -> None:
+    spec = good(PLACES)
+    traffic = spec.model("chat").traffic
+    assert traffic.classes == (("interactive", 0.3),)
+    assert traffic.origins == (("europe", 0.6), ("asia", 0.4))
+    assert dict(spec.origins)["asia"] == (("east", 0.2), ("west", 0.15))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "problem"),
+    [
+        ("interactive: 0.3", "interactiv: 0.3", 8, "unknown class 'interactiv'; did you mean 'interactive'?"),
+        ("interactive: 0.3", "interactive: 0.3, batch: 0.8", 8, "must not add up to more than 1"),
+        ("europe: 0.6,", "europ: 0.6,", 9, "unknown origin 'europ'; did you mean 'europe'?"),
+        ("asia: 0.4", "asia: 0.3", 9, "shares must add up to 1, not 0.9"),
+        ("asia: 0.4", "asia: lots", 9, "must be a number"),
+        ("{east: 90, west: 20}", "{east: 90}", 27, "says nothing of 'west'"),
+        ("{east: 90, west: 20}", "{east: 90, west: 20, wst: 1}", 27, "unknown region 'wst'"),
+        ("name: asia", "name: europe", 9, "duplicate origin 'europe'"),
+    ],
+)
+def test_complaints_about_classes_and_origins(old: str, new: str, line: int, problem: str) -> None:
+    found = problems(PLACES.replace(old, new))
+    assert found[0].line == line
+    assert problem in " ".join(str(each) for each in found)

@@ -15,7 +15,7 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import Offer, Region
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import check_tp
-from potluck.plan.problem import Problem
+from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.term_prices import TermPrice, term_prices
@@ -184,12 +184,16 @@ def _usd_per_h(problem: Problem, plan: Plan, model: str) -> float:
 def _without_nodes(
     workshop: Workshop, planner: Planner, settings: Settings, model: str, barred: tuple[str, ...]
 ) -> Outcome:
-    """Plan again with every template of a model gone that uses one of these node types."""
-    made = {
-        key: [t for t in templates if t.model != model or not set(t.node_counts) & set(barred)]
-        for key, templates in workshop.made.items()
-    }
-    return planner(Workshop(workshop.problem, made), settings)
+    """Plan again with a model kept off these node types."""
+    problem = workshop.problem
+    asks = tuple(_off(problem, ask, barred) if ask.name == model else ask for ask in problem.asks)
+    return planner(replace(workshop, problem=replace(problem, asks=asks)), settings)
+
+
+def _off(problem: Problem, ask: Ask, barred: tuple[str, ...]) -> Ask:
+    allowed = ask.terms.nodes if ask.terms.nodes is not None else tuple(node.name for node in problem.nodes)
+    left = tuple(name for name in allowed if name not in barred)
+    return replace(ask, terms=replace(ask.terms, nodes=left))
 
 
 def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> list[NodeValue]:

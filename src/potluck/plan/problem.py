@@ -7,9 +7,9 @@ of its requests, which preserve the tokens that pass through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
@@ -17,7 +17,16 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool
 from potluck.core.values.terms import NO_TERMS, Terms
-from potluck.core.values.types import Codec, LengthBin, Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.types import (
+    DEFAULT_CLASS,
+    Codec,
+    LengthBin,
+    Link,
+    NodeType,
+    Region,
+    Slo,
+    Traffic,
+)
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.memory import kv_bytes
 from potluck.perf.profile import Profile
@@ -26,6 +35,8 @@ from potluck.perf.step import Floats, steps
 WORK_RATIO = 2.0
 HEADROOM = 0.8
 """Share of its time a replica is planned to be busy."""
+SHARE_LEFT = 1e-6
+"""Of requests that no class was named for; less is none."""
 CODECS: tuple[Codec, ...] = ("fp16", "int8", "int4")
 
 
@@ -56,6 +67,29 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class AskClass:
+    """Requests of one class, and what they were promised."""
+
+    name: str
+    share: float
+    slo: Slo
+    """Limits that keep it, an E2E objective included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Users at one place: their share of a model's requests, and how far the regions are."""
+
+    name: str
+    share: float
+    rtt_s: tuple[tuple[str, float], ...]
+    """Region to seconds."""
+
+    def to(self, region: str) -> float:
+        return next((rtt_s for name, rtt_s in self.rtt_s if name == region), inf)
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One model to serve, within its objective."""
 
@@ -68,10 +102,27 @@ class Ask:
     """Measured step times of this model, for the GPUs that have them."""
     terms: Terms = NO_TERMS
     """What its owner asks of the plan beside that."""
+    classes: tuple[AskClass, ...] = ()
+    """Classes of its requests, where there are several; `slo` is the strictest of all."""
+    origins: tuple[Origin, ...] = ()
+    """Where its users are; `slo` does not know of it (`strategies.near`)."""
 
     @property
     def rate_per_s(self) -> float:
         return sum(demand.rate_per_s for demand in self.demands)
+
+    def far_s(self, region: str) -> float:
+        """From the farthest of its users to a region and back; nobody knows who is sent where."""
+        return max((origin.to(region) for origin in self.origins if origin.share > 0), default=0.0)
+
+    def mean_far_s(self, region: str) -> float:
+        """The same of a mean user."""
+        return sum(origin.share * origin.to(region) for origin in self.origins if origin.share > 0)
+
+    def without_class(self, name: str) -> Ask:
+        """Its requests as they are, held to what the other classes were promised."""
+        left = tuple(each for each in self.classes if each.name != name)
+        return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,11 +171,43 @@ class Problem:
         return tuple(node for node in self.nodes if node.name in names)
 
 
-def ask(name: str, model: Model, slo: Slo, traffic: Traffic, terms: Terms = NO_TERMS) -> Ask:
-    """Cut a model's traffic into buckets. An E2E objective makes the other two tighter (`Slo.within_e2e`)."""
-    limits = slo.within_e2e(promised_output(traffic, slo.attainment))
-    demands = _promised(demands_of(name, model, traffic), slo.attainment)
-    return Ask(name, model, limits, demands, terms=terms)
+def strictest(slos: Sequence[Slo]) -> Slo:
+    """What keeps all of them: requests of all classes share replicas, and a replica's steps are everybody's."""
+    found = slos[0]
+    for each in slos[1:]:
+        found = found.stricter(each)
+    return found
+
+
+def ask(
+    name: str,
+    model: Model,
+    slo: Slo,
+    traffic: Traffic,
+    terms: Terms = NO_TERMS,
+    *,
+    promises: Mapping[str, Slo] | None = None,
+    rtt_s: Mapping[str, tuple[tuple[str, float], ...]] | None = None,
+) -> Ask:
+    """Cut a model's traffic into buckets. An E2E objective makes the other two tighter (`Slo.within_e2e`).
+
+    `promises` has the objective of each class that is not the model's, `rtt_s` how far regions are from each origin.
+    """
+
+    def limits(one: Slo) -> Slo:
+        return one.within_e2e(promised_output(traffic, one.attainment))
+
+    shares = [(each, share) for each, share in traffic.classes if share > 0]
+    classes = [AskClass(each, share, limits((promises or {}).get(each, slo))) for each, share in shares]
+    rest = 1.0 - sum(share for _, share in shares)
+    if rest > SHARE_LEFT:
+        classes.append(AskClass(DEFAULT_CLASS, rest, limits((promises or {}).get(DEFAULT_CLASS, slo))))
+    kept = strictest([each.slo for each in classes]) if shares else limits(slo)
+    origins = tuple(Origin(each, share, (rtt_s or {}).get(each, ())) for each, share in traffic.origins)
+    demands = _promised(demands_of(name, model, traffic), kept.attainment)
+    return Ask(
+        name, model, kept, demands, terms=terms, classes=tuple(classes) if shares else (), origins=origins
+    )
 
 
 def promised_output(traffic: Traffic, attainment: float) -> float:

@@ -5,7 +5,7 @@ By planning again, not by a dual: counts are whole, and a term may change which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import Plan
@@ -51,8 +51,11 @@ def term_prices(
     """Every term of every model, priced by planning without it."""
     found = []
     for ask in workshop.problem.asks:
-        for term, words in ask.terms.asked.items():
-            other = planner(replace(workshop, problem=_without(workshop.problem, ask, term)), settings)
+        for term, words, changed in _changes(ask):
+            fresh = changed.slo != ask.slo or changed.origins != ask.origins  # templates are timed anew
+            there = _with(workshop.problem, changed)
+            shop = Workshop(there) if fresh else replace(workshop, problem=there)
+            other = planner(shop, settings)
             whole = min(outcome.plan.fraction, other.plan.fraction) >= 1
             extra = outcome.plan.total_usd_per_h - other.plan.total_usd_per_h if whole else None
             exact = max(outcome.plan.gap, other.plan.gap) < settings.gap_target + 1e-9
@@ -61,12 +64,20 @@ def term_prices(
     return tuple(found)
 
 
-def _without(problem: Problem, ask: Ask, term: str) -> Problem:
-    asks = tuple(
-        replace(each, terms=each.terms.without(term)) if each.name == ask.name else each
-        for each in problem.asks
-    )
-    return replace(problem, asks=asks)
+def _changes(ask: Ask) -> Iterator[tuple[str, str, Ask]]:
+    """Every term with its words, and what is asked without it."""
+    for term, words in ask.terms.asked.items():
+        yield term, words, replace(ask, terms=ask.terms.without(term))
+    for each in ask.classes:
+        if (left := ask.without_class(each.name)).slo != ask.slo:
+            yield "class", f"what class {each.name} was promised", left
+    if ask.origins:
+        places = ", ".join(f"{origin.share:.0%} {origin.name}" for origin in ask.origins)
+        yield "origins", f"users have places: {places}", replace(ask, origins=())
+
+
+def _with(problem: Problem, ask: Ask) -> Problem:
+    return replace(problem, asks=tuple(ask if each.name == ask.name else each for each in problem.asks))
 
 
 def spot_risks(problem: Problem, plan: Plan) -> tuple[SpotRisk, ...]:

@@ -28,6 +28,7 @@ def broken_terms(problem: Problem, plan: Plan) -> Iterator[str]:
     """Every term that a plan breaks, in a sentence."""
     yield from _charges(problem, plan)
     for ask in problem.asks:
+        yield from _near(plan, ask)
         if ask.terms.asked:
             yield from _placed(problem, plan, ask)
             yield from _counted(problem, plan, ask)
@@ -47,6 +48,20 @@ def _placed(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:
     for name, region in _mine(plan, ask.name):
         if not runs_in(problem, ask, plan.template(name), region):
             yield f"{name}@{region}: is not where the limits of {ask.name} let it run"
+
+
+def _near(plan: Plan, ask: Ask) -> Iterator[str]:
+    """First tokens are with the farthest users in time, wherever these are sent."""
+    if not ask.origins:
+        return
+    for share in plan.shares:
+        template = plan.template(share.template)
+        if template.model != ask.name or share.phase == "decode" or not ask.demands[share.bucket].promised:
+            continue
+        seen_s = template.capacity[share.bucket].ttft_s + ask.far_s(share.region)
+        if seen_s > ask.slo.ttft_s * (1 + SLACK):
+            where = f"{share.template}@{share.region}"
+            yield f"{where}: first tokens of bucket {share.bucket} reach the farthest users after {seen_s:.3g} s"
 
 
 def _counted(problem: Problem, plan: Plan, ask: Ask) -> Iterator[str]:

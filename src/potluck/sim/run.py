@@ -21,6 +21,7 @@ from potluck.sim.replicas.gaps import UPPER_S
 from potluck.sim.replicas.replica import Replica, replica_limits
 from potluck.sim.replicas.rounds import Table, step_table
 from potluck.sim.replicas.steps import StepTable
+from potluck.sim.results.distance import as_users_see
 from potluck.sim.results.records import LinkRecord, ReplicaRecord, SimResult
 from potluck.sim.settings import Settings
 from potluck.sim.world.checks import check
@@ -175,10 +176,11 @@ def result_of(world: World, seed: int) -> SimResult:
         "plans asked for": world.replans,
         "second attempts": world.journeys.twinned,
     }
+    replicas = tuple(_replica_record(site, end_s) for site in world.yard.all_sites)
     return SimResult(
-        world.ledger.records(world.workload),
+        as_users_see(world.ledger.records(world.workload), replicas, world.kits.scene.rtt_s),
         dict(world.kits.scene.slos),
-        tuple(_replica_record(site, end_s) for site in world.yard.all_sites),
+        replicas,
         tuple(_link_record(world, pipe) for pipe in (*links, *cards)),
         end_s,
         tuple(world.purse.rates),

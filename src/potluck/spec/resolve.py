@@ -17,6 +17,7 @@ from potluck.spec.policies import resolve_policy
 from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown
 from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
+from potluck.spec.shares import resolve_origins, with_shares
 from potluck.spec.terms import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
 from potluck.spec.traffic import resolve_traffic
 from potluck.spec.values import SHIPPED, ModelSpec, PriceNote, Spec, Weights
@@ -47,6 +48,8 @@ def resolve(
     models = _models(written, pooled, region_names, folder, problems)
     names = [model.name for model in models] if not problems.found else []
     policy = resolve_policy(written.policy, names, problems)
+    origins = resolve_origins(written.origins, [region.name for region in pooled.regions], problems)
+    models = with_shares(written.models, models, policy, dict(origins), problems)
     problems.raise_any()
     return Spec(
         models=tuple(models),
@@ -58,6 +61,7 @@ def resolve(
         notes=tuple(hardware.notes),
         pool=pooled.pool,
         policy=policy,
+        origins=origins,
     )
 
 

@@ -22,7 +22,7 @@ from pydantic import (
 from potluck.core.values.precision import ChosenFormat
 from potluck.core.values.terms import FailureDomain
 from potluck.spec.policies import PolicyIn
-from potluck.spec.schema_parts import MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
+from potluck.spec.schema_parts import AT, MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
 
 
 class LognormalIn(Written):
@@ -92,6 +92,22 @@ def _bare_number(value: object) -> object:
 LengthField = Annotated[LengthsIn | None, BeforeValidator(_bare_number)]
 
 
+def _named(value: object) -> object:
+    """A mapping of names that are no keys of ours: without the note of where it stood."""
+    return {key: each for key, each in value.items() if key != AT} if isinstance(value, dict) else value
+
+
+Shares = Annotated[dict[Name, Annotated[float, Field(ge=0, le=1)]], BeforeValidator(_named)]
+Distances = Annotated[dict[Name, Annotated[float, Field(ge=0, le=60_000)]], BeforeValidator(_named)]
+
+
+class OriginIn(Written):
+    """A place where users are, and how far the regions are from it."""
+
+    name: Name
+    rtt_ms: Distances
+
+
 class TrafficIn(Written):
     """What users send: a rate with two distributions, or a trace."""
 
@@ -110,6 +126,10 @@ class TrafficIn(Written):
         default=None, min_length=2, max_length=96
     )
     """Requests a second in equal parts of a day, from midnight; `rate_per_s`, left out, is the most of them."""
+    classes: Shares = Field(default_factory=dict)
+    """Classes of its requests (`policy.classes`) and the share of each; the rest is of the default one."""
+    origins: Shares = Field(default_factory=dict)
+    """Where its users are (`origins`), and the share of each."""
 
     @model_validator(mode="after")
     def _trace_or_lengths(self) -> TrafficIn:
@@ -322,6 +342,7 @@ class SpecIn(Written):
     pool: PoolIn | None = None
     gpus: list[GpuIn] = Field(default_factory=list)
     links: list[LinkIn] = Field(default_factory=list)
+    origins: list[OriginIn] = Field(default_factory=list)
     budget_usd_per_h: float | None = Field(default=None, gt=0, le=1e9)
     policy: PolicyIn | None = None
 

@@ -82,6 +82,8 @@ class Spec:
     """The machines by name, where they are written; the regions then follow from it."""
     policy: Policy = Policy()
     """The rules at run time, with tenants and classes."""
+    origins: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+    """Where users may be, and how far each region is from there, in seconds and back."""
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

@@ -65,6 +65,9 @@ class Scene:
     profiles: Mapping[str, tuple[Profile, ...]] = field(default_factory=dict)
     """Measured step times of a model, which a plan was made with; they go before the roofline."""
 
+    rtt_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """(origin, region) to how long it takes from users there to the region and back."""
+
     def model(self, name: str) -> Model:
         if name not in self.models:
             raise UnknownNameError("plan: model", name, self.models)

@@ -35,7 +35,22 @@ def load_problem(
 
     if not 0 < headroom <= 1:
         raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
-    asks = tuple(ask(m.name, m.model, m.slo, m.traffic, m.terms) for m in spec.models)
+    asks = tuple(
+        ask(
+            m.name,
+            m.model,
+            m.slo,
+            m.traffic,
+            m.terms,
+            promises={
+                each.name: promised
+                for each in spec.policy.classes
+                if (promised := each.objective(m.slo)) is not None
+            },
+            rtt_s=dict(spec.origins),
+        )
+        for m in spec.models
+    )
     limit = budget if budget is not None else spec.budget_usd_per_h
     problem = Problem(
         asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool

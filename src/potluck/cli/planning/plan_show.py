@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.render import percent, short, table, usd
-from potluck.cli.planning.terms_show import show_money, show_risk, show_terms
+from potluck.cli.planning.terms_show import show_classes, show_money, show_risk, show_terms
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def show_plan(problem: Problem, outcome: Outcome, standby: int = 0) -> None:
     _show_codecs(outcome.plan)
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)
+    show_classes(problem)
     show_money(problem, outcome.plan)
     show_risk(problem, outcome.plan)
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.render import listing, percent, usd
+from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from potluck.core.values.plan import Plan
+    from potluck.core.values.types import Slo
     from potluck.plan.problem import Problem
     from potluck.plan.term_prices import TermPrice
 
@@ -37,6 +39,18 @@ def show_money(problem: Problem, plan: Plan) -> None:
                 _say(
                     f"{used} of {offer.reserved} reserved {offer.node} in {region.name} used: {saved}/h less."
                 )
+
+
+def show_classes(problem: Problem) -> None:
+    """What requests of each class were promised, where there are several: all are planned for the strictest."""
+    for ask in problem.asks:
+        if len(ask.classes) > 1:
+            parts = [f"{each.name} {percent(each.share)} ({_times(each.slo)})" for each in ask.classes]
+            _say(f"{ask.name}: {', '.join(parts)}; planned for the strictest of all, {_times(ask.slo)}.")
+
+
+def _times(slo: Slo) -> str:
+    return f"TTFT {seconds(slo.ttft_s)}, TPOT {seconds(slo.tpot_s)}"
 
 
 def show_risk(problem: Problem, plan: Plan) -> None:

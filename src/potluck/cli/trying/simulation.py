@@ -156,6 +156,7 @@ def scene_of(inputs: Inputs) -> Scene:
         startups=startups_of(spec),
         idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
         profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
+        rtt_s={(name, region): rtt_s for name, far in spec.origins for region, rtt_s in far},
     )
 
 

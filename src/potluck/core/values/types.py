@@ -174,6 +174,16 @@ class Slo:
         if self.e2e_s is not None:
             _positive("slo: e2e_s", self.e2e_s)
 
+    def stricter(self, other: Slo) -> Slo:
+        """What keeps both."""
+        known = [e2e_s for e2e_s in (self.e2e_s, other.e2e_s) if e2e_s is not None]
+        return Slo(
+            min(self.ttft_s, other.ttft_s),
+            min(self.tpot_s, other.tpot_s),
+            max(self.attainment, other.attainment),
+            min(known, default=None),
+        )
+
     def kept(self, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
         """Whether an answer with these times is within all of it."""
         if ttft_s > self.ttft_s or tpot_s > self.tpot_s:
@@ -225,8 +235,17 @@ class Traffic:
     rate_per_s: float
     lengths: tuple[LengthBin, ...]
     prefix_hit_share: float = 0.0
+    classes: tuple[tuple[str, float], ...] = ()
+    """Classes of its requests and the share of each; the rest is of the default one."""
+    origins: tuple[tuple[str, float], ...] = ()
+    """Where its users are, and the share of each; empty: nobody said."""
 
     def __post_init__(self) -> None:
+        for what, shares in (("classes", self.classes), ("origins", self.origins)):
+            if any(not share >= 0 for _, share in shares) or sum(share for _, share in shares) > 1 + 1e-6:
+                raise InputError(
+                    f"traffic {self.model}: {what}", "shares must not be negative, nor above 1 in all"
+                )
         if not isfinite(self.rate_per_s) or self.rate_per_s < 0:
             raise InputError(
                 f"traffic {self.model}: rate_per_s", f"must not be negative, is {self.rate_per_s}"

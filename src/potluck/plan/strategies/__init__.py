@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
+from potluck.plan.strategies.near import near_users
 from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
 
-STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
+_ALL: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "auto": auto,
     "homo": homo,
     "melange": melange,
@@ -21,6 +22,7 @@ STRATEGIES: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "coral": coral,
     "thunderserve": thunderserve,
 }
+STRATEGIES = {name: near_users(strategy) for name, strategy in _ALL.items()}
 """Name to strategy; `auto` puts every kind of column into one program."""
 
 __all__ = ["STRATEGIES", "Outcome", "Settings", "Workshop"]

@@ -64,6 +64,8 @@ class Workshop:
     """Groups that run already, to be chosen beside those that are found."""
     timed: Timed = field(default_factory=dict)
     """Pipelines whose rates are known for these lengths, whatever they cost."""
+    near: dict[float, Workshop] = field(default_factory=dict)
+    """How far requests may travel to a workshop for that (`strategies.near`)."""
 
     @property
     def prices(self) -> dict[str, float]:

@@ -28,6 +28,10 @@ class Labels:
     request_class: Places
     wait_s: Floats
     """From a request's arrival to its deadline; infinite: it has none."""
+    origins: tuple[str, ...] = ("",)
+    """Where users are; empty: nobody said."""
+    origin: Places | None = None
+    """Places in `origins`; None: the first for all."""
 
     def __post_init__(self) -> None:
         for name, places, names in (
@@ -49,7 +53,14 @@ class Labels:
             self.classes,
             self.request_class[chosen],
             self.wait_s[chosen],
+            self.origins,
+            None if self.origin is None else self.origin[chosen],
         )
+
+    @property
+    def from_origin(self) -> Places:
+        """Of every request."""
+        return np.zeros(len(self), dtype=np.int32) if self.origin is None else self.origin
 
     def rows(
         self, first: int, last: int, arrival_s: list[float]
@@ -75,6 +86,33 @@ def same(
     return Labels((tenant,), places, (request_class,), places, np.full(count, wait_s))
 
 
+def drawn(
+    numbers: np.random.Generator,
+    count: int,
+    classes: Sequence[tuple[str, float]],
+    origins: Sequence[tuple[str, float]],
+) -> Labels | None:
+    """Classes and origins as often as their shares say, by chance; None where there are none."""
+    if not classes and not origins:
+        return None
+    left = 1.0 - sum(share for _, share in classes)
+    kinds = [*classes, *([(DEFAULT_CLASS, left)] if left > 1e-6 else [])]
+    found = []
+    for shares in (kinds, list(origins) or [("", 1.0)]):
+        weight = np.array([share for _, share in shares])
+        found.append(numbers.choice(len(shares), size=count, p=weight / weight.sum()).astype(np.int32))
+    none = np.zeros(count, dtype=np.int32)
+    return Labels(
+        (DEFAULT_TENANT,),
+        none,
+        tuple(name for name, _ in kinds),
+        found[0],
+        np.full(count, np.inf),
+        tuple(name for name, _ in origins) or ("",),
+        found[1],
+    )
+
+
 def named(
     tenants: Sequence[str] | None, classes: Sequence[str] | None, wait_s: Floats | None, count: int
 ) -> Labels | None:
@@ -93,12 +131,15 @@ def joined(parts: Sequence[Labels | None], counts: Sequence[int]) -> Labels | No
     whole = [part if part is not None else same(count) for part, count in zip(parts, counts, strict=True)]
     tenants = tuple(dict.fromkeys(name for part in whole for name in part.tenants))
     classes = tuple(dict.fromkeys(name for part in whole for name in part.classes))
+    origins = tuple(dict.fromkeys(name for part in whole for name in part.origins))
     return Labels(
         tenants,
         np.concatenate([_moved(part.tenants, tenants)[part.tenant] for part in whole]),
         classes,
         np.concatenate([_moved(part.classes, classes)[part.request_class] for part in whole]),
         np.concatenate([part.wait_s for part in whole]),
+        origins,
+        np.concatenate([_moved(part.origins, origins)[part.from_origin] for part in whole]),
     )
 
 

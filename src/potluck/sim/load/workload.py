@@ -20,7 +20,7 @@ from potluck.core.errors import InputError
 from potluck.core.values.lengths import Binned, Lengths
 from potluck.core.values.types import DEFAULT_CLASS, DEFAULT_TENANT, Traffic
 from potluck.sim.load import arrivals
-from potluck.sim.load.labels import Labels, joined, same
+from potluck.sim.load.labels import Labels, drawn, joined, same
 from potluck.sim.load.lengths import draw
 
 Floats = NDArray[np.float64]
@@ -179,7 +179,8 @@ def of_traffic(
         part = synthetic(one.model, Binned(one.lengths, even), one.rate_per_s, count, part_seed, cv)
         if one.prefix_hit_share > 0:
             part = with_prefixes(part, one.prefix_hit_share, prefix_seed, run=REQUESTS_PER_TEXT)
-        parts.append(part)
+        labels = drawn(numbers, len(part), one.classes, one.origins)
+        parts.append(part if labels is None else replace(part, labels=labels))
     return merge(parts)
 
 

@@ -1,0 +1,100 @@
+"""Users with places and classes with objectives of their own, in plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+from plan_problems import CHAT, a_problem
+
+from potluck.catalog import models
+from potluck.core.errors import CapacityError
+from potluck.core.values.terms import Terms
+from potluck.core.values.types import LengthBin, Slo, Traffic
+from potluck.plan.problem import Ask, Problem, ask
+from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.term_prices import term_prices
+from potluck.plan.verify import verify
+
+SETTINGS = Settings(time_limit_s=20.0)
+melange = STRATEGIES["melange"]
+OFFERS = {
+    "near": {"1xL40S": (2.5, 8)},
+    "middle": {"1xL40S": (1.9, 8)},
+    "far": {"1xL40S": (0.9, 8), "1xA10G": (0.5, 8)},
+}
+SLO = Slo(1.6, 0.06)
+
+
+def made(rtt_s: dict[str, dict[str, float]], classes: dict[str, Slo] | None = None, slo: Slo = SLO) -> Ask:
+    shares = tuple((name, 1.0 / len(rtt_s)) for name in rtt_s)
+    lengths = tuple(LengthBin(*each) for each in CHAT)
+    kinds = tuple((name, 0.25) for name in classes or {})
+    traffic = Traffic("chat", 6.0, lengths, classes=kinds, origins=shares)
+    far = {name: tuple(each.items()) for name, each in rtt_s.items()}
+    return ask("chat", models.model("Llama-3.1-8B"), slo, traffic, promises=classes, rtt_s=far)
+
+
+def at(problem: Problem, regions: tuple[str, ...]) -> Outcome | None:
+    """Planned for some regions alone, with what their farthest users leave of TTFT."""
+    (one,) = problem.asks
+    left_s = one.slo.ttft_s - max(one.far_s(region) for region in regions)
+    if left_s <= 0:
+        return None
+    slo = replace(one.slo, ttft_s=left_s)
+    asked = replace(one, slo=slo, origins=(), terms=Terms(regions=regions))
+    return melange(Workshop(replace(problem, asks=(asked,))), SETTINGS)
+
+
+@pytest.mark.parametrize("far_s", [0.2, 1.2, 1.5])
+def test_how_far_requests_travel_is_the_best_of_all_choices(far_s: float) -> None:
+    """Against planning for every set of regions."""
+    rtt_s = {
+        "here": {"near": 0.01, "middle": 0.4, "far": far_s},
+        "there": {"near": 0.05, "middle": 0.3, "far": far_s / 2},
+    }
+    problem = a_problem(made(rtt_s), offers=OFFERS)
+    plan = melange(Workshop(problem), SETTINGS).plan
+    names = [region.name for region in problem.regions]
+    sets = chain.from_iterable(combinations(names, size) for size in (1, 2, 3))
+    tried = [outcome.plan for each in sets if (outcome := at(problem, each)) is not None]
+    best = min(each.cost_usd_per_h for each in tried if each.fraction == 1)
+    assert plan.fraction == 1
+    assert plan.cost_usd_per_h == pytest.approx(best)
+    assert verify(problem, plan) == ()
+    (said,) = plan.predictions
+    served = {share.region for share in plan.shares}
+    assert said.ttft_s > min(problem.asks[0].mean_far_s(region) for region in served)
+
+
+def test_a_plan_whose_users_are_too_far_is_told() -> None:
+    rtt_s = {"here": {"near": 0.0, "middle": 0.0, "far": 0.0}}
+    plan = melange(Workshop(a_problem(made(rtt_s), offers=OFFERS)), SETTINGS).plan
+    away = made({"here": {"near": 0.0, "middle": 0.0, "far": 1.59}})
+    found = verify(a_problem(away, offers=OFFERS), plan)
+    assert any("reach the farthest users" in line for line in found)
+    nowhere = made({"here": {"near": 2.0, "middle": 2.0, "far": 2.0}})
+    with pytest.raises(CapacityError, match="no region is near enough"):
+        melange(Workshop(a_problem(nowhere, offers=OFFERS)), SETTINGS)
+
+
+def test_the_strictest_class_is_planned_for_and_has_its_price() -> None:
+    strict, loose = Slo(1.6, 0.04, 0.95), Slo(60.0, 2.0, 0.5)
+    one = made({"here": dict.fromkeys(OFFERS, 0.0)}, {"interactive": strict, "batch": loose})
+    assert one.slo == Slo(1.6, 0.04, 0.95)
+    assert [(each.name, each.share) for each in one.classes] == [
+        ("interactive", 0.25),
+        ("batch", 0.25),
+        ("standard", 0.5),
+    ]
+    assert one.without_class("interactive").slo == Slo(1.6, 0.06, 0.9)
+    problem = a_problem(replace(one, origins=()), offers=OFFERS)
+    workshop = Workshop(problem)
+    outcome = melange(workshop, SETTINGS)
+    prices = term_prices(workshop, outcome, melange, SETTINGS)
+    assert [each.words for each in prices] == ["what class interactive was promised"]
+    plain = melange(Workshop(a_problem(made({"x": dict.fromkeys(OFFERS, 0.0)}), offers=OFFERS)), SETTINGS)
+    extra = outcome.plan.total_usd_per_h - plain.plan.total_usd_per_h
+    assert prices[0].extra_usd_per_h == pytest.approx(extra)
+    assert extra > 0
