@@ -86,7 +86,7 @@ def test_check_prints_every_problem(tmp_path: Path, capsys: pytest.CaptureFixtur
     first, second = captured.err.splitlines()
     assert first == f"potluck: error: {path}:9: models[0].slo.ttft_ms: must be positive, is -5"
     assert second.startswith(
-        f"potluck: error: {path}:43: fleet.regions[0].nodes[1].node: '1xL5': unknown GPU"
+        f"potluck: error: {path}:46: fleet.regions[0].nodes[1].node: '1xL5': unknown GPU"
     )
 
 

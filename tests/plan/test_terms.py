@@ -61,6 +61,19 @@ def test_one_node_more_than_is_needed() -> None:
     assert any("without a node of" in line for line in verify(asked(Terms(survive="node")), fewer))
 
 
+def test_spot_nodes_of_a_type_are_of_that_type_for_homo() -> None:
+    """Its one type may be rented both ways, so that a share on spot can be kept."""
+    twin = replace(PLAIN.node("1xL40S"), name="1xL40S spot")
+    problem = asked(Terms(max_spot_share=0.0))
+    east = problem.regions[0]
+    offers = (*east.offers, Offer("1xL40S spot", 0.4, 8, spot=True, preemptions_per_h=0.1))
+    problem = replace(problem, regions=(replace(east, offers=offers),), nodes=(*problem.nodes, twin))
+    plan = planned(problem, "homo").plan
+    assert plan.fraction == 1
+    assert {node for _, node in plan.nodes} == {"1xL40S"}
+    assert verify(problem, plan) == ()
+
+
 def test_a_region_may_go() -> None:
     plan = sound(asked(Terms(survive="region", survive_share=0.5)))
     assert {each.region for each in plan.deployments} == {"east", "west"}

@@ -11,6 +11,7 @@ import click
 from potluck.cli.common.render import bytes_, count, emit_json, percent, short, table, usd
 from potluck.core.figures import seconds
 from potluck.core.values.model import Model
+from potluck.core.values.types import Offer
 from potluck.spec.load import load_spec
 from potluck.spec.problems import SpecError
 from potluck.spec.values import ModelSpec, Spec
@@ -64,6 +65,9 @@ def summary(spec: Spec, file: str) -> dict[str, Any]:
                 "available": offer.available,
                 "price_usd_per_h": offer.price_usd_per_h,
                 "spot": offer.spot,
+                "preemptions_per_h": offer.preemptions_per_h,
+                "reserved": offer.reserved,
+                "zone": offer.zone,
                 "price_source": spec.price_source(region.name, offer.node),
             }
             for region in spec.regions
@@ -94,6 +98,10 @@ def _model_row(model: ModelSpec) -> dict[str, Any]:
         "prefix_hit_share": traffic.prefix_hit_share,
         "length_bins": len(traffic.lengths),
         "lengths_from": model.lengths_from,
+        "asked": model.terms.asked,
+        "priority": model.terms.priority,
+        "classes": dict(traffic.classes),
+        "origins": dict(traffic.origins),
     }
 
 
@@ -130,7 +138,7 @@ def show(spec: Spec, file: str) -> None:
                 offer.node,
                 count(offer.available),
                 usd(offer.price_usd_per_h),
-                "spot" if offer.spot else "on demand",
+                _kind(offer),
                 spec.price_source(region.name, offer.node),
             )
             for region in spec.regions
@@ -140,6 +148,9 @@ def show(spec: Spec, file: str) -> None:
     if spec.links:
         rows = [(k.source, k.target, f"{k.gbps:g} Gbps", seconds(k.rtt_s)) for k in spec.links]
         table("Links", ("from", "to", "bandwidth", "RTT"), rows)
+    for model in spec.models:
+        for words in model.terms.asked.values():
+            click.echo(f"asked of {model.name}: {words}")
     if spec.budget_usd_per_h is not None:
         click.echo(f"budget: {usd(spec.budget_usd_per_h)} per hour")
     for note in spec.notes:
@@ -147,6 +158,16 @@ def show(spec: Spec, file: str) -> None:
     for warning in warnings(spec):
         click.echo(f"warning: {warning}")
     click.echo(f"{file} is valid.")
+
+
+def _kind(offer: Offer) -> str:
+    """How it is paid for, and what it goes down with."""
+    parts = [f"spot, {offer.preemptions_per_h:g} lost/h" if offer.spot else "on demand"]
+    if offer.reserved:
+        parts.append(f"{offer.reserved} reserved")
+    if offer.zone:
+        parts.append(f"zone {offer.zone}")
+    return ", ".join(parts)
 
 
 def warnings(spec: Spec) -> list[str]:

@@ -27,7 +27,7 @@ def largest_fraction(
     if over := overpinned(program):
         return Shortfall(0.0, 0.0, (), overpinned=over), {}
     missing = unserved(program, Pricer(program))
-    state = guarded(program, deadline, lambda each, limit, _: _most(each, limit, gap_target))
+    state = guarded(program, deadline, lambda each, limit, _: _most(each, limit, gap_target), at_cost=False)
     if state.relaxed is None:
         names = tuple(limit.name for limit in program.limits) if state.infeasible else ()
         return Shortfall(0.0, 1.0, (), missing, unkept=names), {}

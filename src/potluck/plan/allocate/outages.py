@@ -9,6 +9,14 @@ so a plan whose n^s falls short breaks a row over counts that every plan that su
 until a plan breaks none (Benders), so the last is as cheap as it can be, and proven so. The loss of one copy of
 column k takes E_k y_k away, where y_k says whether there is one: n_k <= most_k y_k.
 
+Such a row knows one column; whoever loses single copies would go on to the next. One row for all of them: let M be
+the largest E_j of a column that is used. Without one copy of it, sum_j E_j n_j - M >= c, where c is what is asked
+less the links' part, so with E_j <= M
+
+    sum_j n_j E_j / (c + E_j)  >=  sum_j n_j E_j / (c + M)  >=  1
+
+which is tight where all copies are alike. It is written for theta = 1, and so only where cost is minimised.
+
 A plan that falls short by single copies is mended by one more of each, where there are nodes: that is the plan if
 time runs out, and where the next program begins.
 """
@@ -23,7 +31,7 @@ import numpy as np
 
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow import FlowState, solve_flow, start_vector
-from potluck.plan.allocate.flow_price import Duals, Pricer, duals_of, relax_flow
+from potluck.plan.allocate.flow_price import UNCAPPED, Duals, Pricer, duals_of, relax_flow
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import INFINITY, solve_milp
 from potluck.plan.allocate.limits import Floats, Helper, Limit, Outage
@@ -129,7 +137,7 @@ def left_after(
         if remain > 0:
             kept[key] = remain
     rows = FlowRows(asked, sorted(kept))
-    problem = rows.milp(at_cost=False)
+    problem = rows.milp(at_cost=False, theta_cap=UNCAPPED)
     for key, count in kept.items():
         problem.lower[rows.new[key]] = problem.upper[rows.new[key]] = count
     answer = solve_milp(problem, time_limit_s=max(deadline.final_s, 0.1), relax=True)
@@ -138,8 +146,8 @@ def left_after(
     return Left(float(answer.x[THETA]), duals_of(rows, answer.row_dual), asked)
 
 
-def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, Limit]:
-    """The row that a loss asks for at these prices, and the program with the helper that it needs."""
+def _worth(program: FlowProgram, loss: Loss, left: Left) -> tuple[list[Floats | None], float]:
+    """What a copy of each column is worth at the prices of what a loss leaves, and what the links are."""
     pricer = Pricer(left.asked)
     tables: list[Floats | None] = []
     for m, share in enumerate(loss.shares):
@@ -150,9 +158,23 @@ def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, L
         if loss.gone is not None:
             worth[gone_columns(program, loss.gone, m)] = 0.0
         tables.append(worth)
-    links = sum(
-        price * link.bits_per_s for price, link in zip(left.duals.links.tolist(), program.links, strict=True)
-    )
+    prices = left.duals.links.tolist()
+    return tables, sum(price * link.bits_per_s for price, link in zip(prices, program.links, strict=True))
+
+
+def row_for_all(program: FlowProgram, loss: Loss, left: Left) -> Limit | None:
+    """The row that the loss of any single copy asks for at these prices; None where the links alone would do."""
+    tables, links = _worth(program, loss, left)
+    rest = 1.0 - links
+    if rest <= SHORT:
+        return None
+    parts = tuple(None if table is None else table / (rest + table) for table in tables)
+    return Limit(f"enough without any copy ({loss.name})", 1.0 - SHORT / 10, INFINITY, parts)
+
+
+def cut_of(program: FlowProgram, loss: Loss, left: Left) -> tuple[FlowProgram, Limit]:
+    """The row that a loss asks for at these prices, and the program with the helper that it needs."""
+    tables, links = _worth(program, loss, left)
     helpers: tuple[tuple[int, float], ...] = ()
     if loss.copy is not None:
         key = loss.copy
@@ -207,19 +229,21 @@ def survives(program: FlowProgram, counts: Mapping[Key, int], theta: float, dead
     return not program.guarded or not broken(program, counts, theta, deadline)
 
 
-def with_cuts(program: FlowProgram, found: list[tuple[Loss, Left]]) -> FlowProgram:
+def with_cuts(program: FlowProgram, found: list[tuple[Loss, Left]], at_cost: bool) -> FlowProgram:
     limits = []
     for loss, left in found:
         program, limit = cut_of(program, loss, left)
         limits.append(limit)
+        if loss.copy is not None and at_cost and (more := row_for_all(program, loss, left)) is not None:
+            limits.append(more)
     return replace(program, limits=(*program.limits, *limits))
 
 
-def guarded(program: FlowProgram, deadline: Deadline, attempt: Attempt) -> FlowState:
+def guarded(program: FlowProgram, deadline: Deadline, attempt: Attempt, *, at_cost: bool) -> FlowState:
     """Attempts at ever more rows, until one breaks none; `state.pricer.program` has them all."""
     if not program.guarded:
         return attempt(program, deadline, {})
-    program = _root(program, deadline)
+    program = _root(program, deadline) if at_cost else program
     best: dict[Key, int] = {}
     while True:
         state = attempt(program, deadline.part(FIRST_SHARE), best)
@@ -236,7 +260,7 @@ def guarded(program: FlowProgram, deadline: Deadline, attempt: Attempt) -> FlowS
             return state
         if state.at_cost and (mended := _mended(program, counts, found, deadline)):
             best = mended
-        program = with_cuts(program, found)
+        program = with_cuts(program, found, at_cost)
         if deadline.over:
             break
     if best:
@@ -255,9 +279,7 @@ def _theta(state: FlowState) -> float:
 
 
 def _root(program: FlowProgram, deadline: Deadline) -> FlowProgram:
-    """Rows that the relaxation breaks when nodes go together; single copies are nothing to fractions."""
-    if not any(any(outage.shares) for outage in program.outages):
-        return program
+    """Rows that the relaxation breaks: of nodes that go together, and those for the loss of any single copy."""
     keys = Pricer(program).first_keys()
     for _ in range(ROOT_ROUNDS):
         pricer = Pricer(program)
@@ -273,10 +295,31 @@ def _root(program: FlowProgram, deadline: Deadline) -> FlowProgram:
             counts[key] += float(answer.x[variable])
         counts = {key: count for key, count in counts.items() if count > SHORT}
         found = broken(program, counts, 1.0, deadline, single=False)
-        if not found or deadline.over:
+        more = _short_of_any(program, counts, deadline)
+        if not (found or more) or deadline.over:
             return program
-        program, keys = with_cuts(program, found), relaxed.keys
+        program, keys = with_cuts(program, found, True), relaxed.keys
+        program = replace(program, limits=(*program.limits, *more))
     return program
+
+
+def _short_of_any(program: FlowProgram, counts: Mapping[Key, float], deadline: Deadline) -> list[Limit]:
+    """Per model the row for the loss of any copy, at the prices of all copies, where fractions of copies break it."""
+    found = []
+    for m, share in enumerate(program.spare):
+        if not share:
+            continue
+        shares = tuple(share if other == m else 0.0 for other in range(len(program.models)))
+        loss = Loss(program.models[m].name, shares, None, None)
+        left = left_after(program, counts, loss, deadline)
+        row = None if left is None else row_for_all(program, loss, left)
+        table = None if row is None else row.copies[m]
+        if row is None or table is None:
+            continue
+        have = sum(n * float(table[key.template, key.region]) for key, n in counts.items() if key.group == m)
+        if have < row.low - SHORT:
+            found.append(row)
+    return found
 
 
 def _mended(
@@ -310,4 +353,4 @@ def solve_guarded(
         start = best or warm_counts
         return solve_flow(each, limit, gap_target, sorted({*warm, *start}), start)
 
-    return guarded(program, deadline, attempt)
+    return guarded(program, deadline, attempt, at_cost=True)

@@ -17,7 +17,7 @@ from math import ceil
 
 from potluck.core.values.plan import Template
 from potluck.plan.even import evened
-from potluck.plan.problem import Ask
+from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_mc
 from potluck.plan.strategies.kinds import distinct, templates_of
@@ -129,25 +129,37 @@ def _cheapest_types(workshop: Workshop, ask: Ask) -> list[Template]:
     """The most cost-efficient ways to serve a model on one type, until there are nodes enough for its demand."""
     single, problem = workshop.homogeneous(ask), workshop.problem
     ways: list[tuple[float, str, float, list[Template]]] = []
-    for node in sorted({template.nodes[0].node for template in single}):
-        mine = [template for template in single if template.nodes[0].node == node]
+    alike = _alike(problem, single)
+    for kind, nodes in sorted(alike.items()):
+        mine = [template for template in single if template.nodes[0].node in nodes]
         for group in ([t for t in mine if t.replicas[0].role == "mixed"], _phases(mine)):
             needed = _nodes_needed(ask, group) / problem.headroom
             if needed < float("inf"):
-                ways.append((workshop.prices[node] * needed, node, needed, group))
+                price = min(workshop.prices[node] for node in nodes)
+                ways.append((price * needed, kind, needed, group))
     chosen: list[Template] = []
     covered = 0.0
     types: set[str] = set()
-    for _, node, needed, group in sorted(ways, key=lambda way: way[:2]):
-        if node in types:
+    for _, kind, needed, group in sorted(ways, key=lambda way: way[:2]):
+        if kind in types:
             continue  # another way to use nodes that are taken already
-        types.add(node)
+        types.add(kind)
         chosen += group
-        offers = [region.offer(node) for region in problem.regions]
+        offers = [region.offer(node) for region in problem.regions for node in alike[kind]]
         covered += sum(offer.available for offer in offers if offer is not None) / max(ceil(needed), 1)
         if covered >= 1:
             return chosen
     return chosen or list(single)
+
+
+def _alike(problem: Problem, single: Sequence[Template]) -> dict[str, list[str]]:
+    """Node types by what they are: spot and on-demand nodes, and those of several zones, are one type."""
+    found: dict[str, list[str]] = {}
+    for name in sorted({template.nodes[0].node for template in single}):
+        node = problem.node(name)
+        twin = next((other for other in found if replace(problem.node(other), name=name) == node), name)
+        found.setdefault(twin, []).append(name)
+    return found
 
 
 def _phases(templates: Sequence[Template]) -> list[Template]:
