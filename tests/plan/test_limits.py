@@ -111,6 +111,9 @@ def usd_per_h(program: FlowProgram, counts: dict[Key, int]) -> float:
         used[key.region] += program.models[key.group].uses[key.template] * float(n)
         table = program.models[key.group].fees_usd_per_h
         fees += n * (0.0 if table is None else float(table[key.template, key.region]))
+    for helper in program.helpers:
+        if helper.name.startswith("head "):
+            fees += helper.usd_per_h * any(key.region == int(helper.name.split()[1]) for key in counts)
     beyond = used if program.fleet.reserved is None else np.maximum(used - program.fleet.reserved, 0)
     return float((beyond * program.fleet.price_usd_per_h).sum()) + fees
 
@@ -198,8 +201,14 @@ def test_limits_fees_and_nodes_that_are_paid_for(seed: int) -> None:
         )
         for m in range(len(models))
     )
+    heads = []
+    for r in range(len(fleet.regions)):  # paid once in each region where anything runs
+        tables = tuple(np.where(np.arange(len(fleet.regions)) == r, one, 0.0) for one in ones)
+        heads.append(Helper(f"head {r}", usd_per_h=float(rng.uniform(0, 3)), row=len(limits)))
+        limits += (Limit(f"head {r}", -np.inf, 0.0, tables, ((r, -float(fleet.available[r].sum())),)),)
     budget = float(rng.uniform(2, 20)) if rng.random() < 0.5 else None
-    agree(replace(program, fleet=fleet, models=models, limits=limits, budget_usd_per_h=budget))
+    asked = replace(program, fleet=fleet, models=models, limits=limits, helpers=tuple(heads))
+    agree(replace(asked, budget_usd_per_h=budget))
 
 
 def kinds(program: FlowProgram, most: int) -> FlowProgram:

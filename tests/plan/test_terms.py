@@ -12,6 +12,7 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.terms import Terms
 from potluck.core.values.types import Link, Offer, Slo
 from potluck.plan.cards import wire_bits
+from potluck.plan.explain import without_nodes
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
 from potluck.plan.strategies.base import allocated
@@ -133,6 +134,8 @@ def test_reserved_nodes_cost_nothing_more() -> None:
     assert plain.cost_usd_per_h > 1
     one = offered(PLAIN, L40S=Offer("1xL40S", 1.86, 8, reserved=1))
     assert sound(one).cost_usd_per_h == pytest.approx(plain.cost_usd_per_h - 1.86)
+    few = without_nodes(paid, "east", "1xL40S", 2)  # fewer than are reserved
+    assert verify(few, planned(few).plan) == ()
     wrong = replace(plan, cost_usd_per_h=5.0)
     assert any("costs" in line for line in verify(paid, wrong))
 

@@ -107,7 +107,9 @@ def _model(
     barred = () if main is None else tuple(each.node for each in main.nodes)
     other = _without_nodes(workshop, planner, settings, model, barred) if barred else None
     extra = (
-        None if other is None or other.plan.fraction < 1 else other.plan.cost_usd_per_h - plan.cost_usd_per_h
+        None
+        if other is None or other.plan.fraction < 1
+        else other.plan.total_usd_per_h - plan.total_usd_per_h
     )
     return ModelReason(
         model,
@@ -211,7 +213,7 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
                 less = without_nodes(problem, region.name, offer.node, count - 1)
                 other = planner(Workshop(less, workshop.made), settings)
                 if other.plan.fraction >= 1:
-                    fewer = other.plan.cost_usd_per_h - plan.cost_usd_per_h
+                    fewer = other.plan.total_usd_per_h - plan.total_usd_per_h
             found.append(
                 NodeValue(
                     region.name, offer.node, count, offer.available, offer.price_usd_per_h, shadow, fewer

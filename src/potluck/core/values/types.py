@@ -108,14 +108,13 @@ class Offer:
     preemptions_per_h: float = 0.0
     """How often one of these is taken away, per hour that it is held."""
     reserved: int = 0
-    """Of those available, so many are paid for already: they cost nothing more."""
+    """So many are paid for already, and cost nothing more where they are to be had."""
     zone: str = ""
     """What these go down with, within the region; empty: nobody said."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.reserved <= max(self.available, 0):
-            problem = f"must be between 0 and the {self.available} available, is {self.reserved}"
-            raise InputError(f"{self.node}: reserved", problem)
+        if self.reserved < 0:
+            raise InputError(f"{self.node}: reserved", f"must not be negative, is {self.reserved}")
         if not isfinite(self.preemptions_per_h) or self.preemptions_per_h < 0:
             raise InputError(f"{self.node}: preemptions_per_h", "must not be negative")
         if not isfinite(self.price_usd_per_h) or self.price_usd_per_h < 0:
