@@ -15,6 +15,7 @@ from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.planning.estimate import measured, profile_option
+from potluck.cli.planning.plan_draw import compared_html, draw_plan, require_html
 from potluck.cli.planning.plan_show import Compared, show_compared, show_plan, show_reasons
 from potluck.cli.planning.rehearse import (
     estimate_of,
@@ -58,6 +59,9 @@ def _options(command: Command) -> Command:
             help="Of the search on a pool.",
         ),
         scale_option,
+        click.option(
+            "--html", "html_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here."
+        ),
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     ):
         command = option(command)
@@ -101,6 +105,7 @@ def plan(
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
     slo_scale: float,
+    html_path: Path | None,
     as_json: bool,
     **rehearsing: object,
 ) -> None:
@@ -119,8 +124,7 @@ def plan(
     from potluck.plan.strategies import Settings, Workshop
 
     planner = _strategy(strategy)
-    if trace_path is not None:
-        require_kind(trace_path)
+    _require_endings(trace_path, html_path)
     spec = scaled(read_spec(spec_path), slo_scale)
     problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
     problem = exact(measured(problem, profile_paths), exact_kv)
@@ -147,6 +151,7 @@ def plan(
             write_trace(trace_path, searched)
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
+        draw_plan(html_path, workshop.problem, outcome.plan, reasons)
     if as_json:
         emit_json(_as_json(workshop.problem, outcome, reasons, spec.policy.standby) | rehearsal_json(tried))
         return
@@ -154,6 +159,13 @@ def plan(
     _show_plan(spec, problem, outcome)
     show_search(searched)
     show_reasons(reasons)
+
+
+def _require_endings(trace_path: Path | None, html_path: Path | None) -> None:
+    """Of files that are drawn, before anything long is done."""
+    if trace_path is not None:
+        require_kind(trace_path)
+    require_html(html_path)
 
 
 def exact(problem: Problem, exact_kv: bool) -> Problem:
@@ -181,6 +193,7 @@ def compare(
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
     slo_scale: float,
+    html_path: Path | None,
     as_json: bool,
 ) -> None:
     """All strategies on one spec, in one table. Without SPEC, the bundled example."""
@@ -189,6 +202,7 @@ def compare(
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
     from potluck.plan.verify import verify
 
+    require_html(html_path)
     problem = load_problem(scaled(read_spec(spec_path), slo_scale), headroom, budget_usd_per_h, what_if, 0.0)
     rows = []
     with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
@@ -223,6 +237,9 @@ def compare(
                 violations=verify(problem, found),
             )
         )
+    if html_path is not None:
+        drawn = compared_html(rows, problem, {name: outcome.plan for name, (outcome, _) in outcomes.items()})
+        html_path.write_text(drawn, encoding="utf-8")
     if as_json:
         from potluck.core.codec import encode
 

@@ -1,0 +1,261 @@
+"""Plans as drawings: who runs where with layers to scale, what it costs, what to expect, what binds. One HTML file.
+
+The file stands alone: no scripts, nothing loaded. Every name is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from potluck.cli.common.render import percent, usd
+from potluck.core.errors import InputError
+from potluck.core.figures import seconds
+
+if TYPE_CHECKING:
+    from potluck.cli.planning.plan_show import Compared
+    from potluck.core.values.layout import Layout
+    from potluck.core.values.plan import Plan, Template
+    from potluck.plan.explain import Explanation
+    from potluck.plan.problem import Problem
+
+LEAST_PART = 0.01
+"""Of a bar that is not empty; thinner ones cannot be seen."""
+STYLE = """
+:root { color-scheme: light dark; --ink: #16191d; --dim: #545b64; --paper: #f4f5f7; --card: #fff; --line: #d5d9de;
+  --prefill: #0072b2; --decode: #e69f00; --mixed: #009e73; --bar: #56b4e9; --bad: #d55e00; }
+@media (prefers-color-scheme: dark) { :root { --ink: #eef1f4; --dim: #aab2bb; --paper: #14171b; --card: #1d2126;
+  --line: #3a4149; } }
+body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1080px;
+  margin: 24px auto; padding: 0 16px; }
+h1 { font-size: 20px; } h2 { font-size: 16px; margin: 28px 0 8px; } h3 { font-size: 14px; margin: 0 0 6px; }
+p, td, th { color: var(--ink); } .note { color: var(--dim); font-size: 13px; }
+.regions { display: flex; flex-wrap: wrap; gap: 12px; }
+.region, .copy { border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; background: var(--card); }
+.region { flex: 1 1 320px; } .copy { margin: 8px 0; background: var(--paper); }
+.replica { display: grid; grid-template-columns: 74px 1fr; gap: 8px; align-items: center; margin: 4px 0; }
+.role { font-size: 12px; padding: 1px 6px; border-radius: 4px; color: #000; text-align: center; }
+.prefill { background: var(--prefill); color: #fff; } .decode { background: var(--decode); }
+.mixed { background: var(--mixed); }
+.stages { display: flex; gap: 2px; } .stage { border: 1px solid var(--line); border-radius: 4px; padding: 0 6px;
+  background: var(--card); font-size: 12px; overflow-wrap: anywhere; min-width: 0; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; padding: 5px 12px 5px 0; font-weight: 400;
+  border-bottom: 1px solid var(--line); vertical-align: top; } th { color: var(--dim); font-size: 13px; }
+.right { text-align: right; font-variant-numeric: tabular-nums; }
+.track { position: relative; height: 14px; min-width: 180px; background: var(--line); border-radius: 3px; }
+.fill { height: 100%; background: var(--bar); border-radius: 3px; } .over { background: var(--bad); }
+"""
+
+
+def require_html(path: Path | None) -> None:
+    """Complain of another ending before anything is planned."""
+    if path is not None and path.suffix != ".html":
+        raise InputError("html", f"{path.name!r} must end in .html")
+
+
+def draw_plan(path: Path | None, problem: Problem, plan: Plan, reasons: Explanation | None) -> None:
+    """Into a file, where one is named."""
+    if path is not None:
+        path.write_text(plan_html(problem, plan, reasons), encoding="utf-8")
+
+
+def plan_html(problem: Problem, plan: Plan, reasons: Explanation | None) -> str:
+    proof = (
+        "Proven cheapest of its kind"
+        if plan.gap < 1e-6
+        else f"At most {percent(plan.gap)} above the cheapest"
+    )
+    served = "" if plan.fraction >= 1 else f" It serves {percent(plan.fraction)} of what is asked for."
+    return _page(
+        f"Plan ({plan.strategy}): {usd(plan.cost_usd_per_h)}/h",
+        (
+            f"<p>{_text(proof)}.{_text(served)}</p>",
+            _where(problem, plan),
+            _expected(problem, plan),
+            "" if reasons is None else _reasons(reasons),
+        ),
+    )
+
+
+def compared_html(rows: Sequence[Compared], problem: Problem, plans: dict[str, Plan]) -> str:
+    """The strategies side by side, then where each would have what run."""
+    most = max((row.cost_usd_per_h for row in rows), default=0.0)
+    cells = [
+        (
+            row.strategy,
+            _bar(row.cost_usd_per_h, most, usd(row.cost_usd_per_h)),
+            "-" if row.usd_per_million_tokens is None else usd(row.usd_per_million_tokens),
+            percent(row.served_fraction),
+            str(row.nodes),
+            percent(row.gap),
+        )
+        for row in rows
+    ]
+    columns = ("strategy", "USD/h", "$/M tokens", "served", "nodes", "gap")
+    parts = [_table(columns, cells, right=(2, 3, 4, 5))]
+    for name, plan in plans.items():
+        parts.append(
+            f"<h2>{_text(name)}: {_text(usd(plan.cost_usd_per_h))}/h</h2>{_where(problem, plan, head='')}"
+        )
+    return _page("Strategies on the same templates", parts)
+
+
+# Who runs where.
+
+
+def _where(problem: Problem, plan: Plan, head: str = "<h2>Who runs where</h2>") -> str:
+    prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
+    boxes = []
+    for region in problem.regions:
+        held = [each for each in plan.deployments if each.region == region.name and each.count]
+        if not held:
+            continue
+        copies = ""
+        for each in held:
+            template = plan.template(each.template)
+            cost = sum(prices.get((each.region, n.node), 0.0) * n.count for n in template.nodes) * each.count
+            title = f"{each.count} × {template.model}: {template.kind}, {usd(cost)}/h"
+            copies += f'<div class="copy"><h3>{_text(title)}</h3>{_replicas(template)}</div>'
+        boxes.append(f'<section class="region"><h3>{_text(region.name)}</h3>{copies}</section>')
+    note = '<p class="note">Each box is one kind of copy; a replica\'s stages are as wide as they have layers.</p>'
+    return f'{head}{note if head else ""}<div class="regions">{"".join(boxes)}</div>'
+
+
+def _replicas(template: Template) -> str:
+    return "".join(
+        f'<div class="replica"><span class="role {each.role}">{each.role}</span>{_stages(each.layout)}</div>'
+        for each in template.replicas
+    )
+
+
+def _stages(layout: Layout) -> str:
+    parts = "".join(
+        f'<span class="stage" style="flex: {stage.layers} 1 0">'
+        + _text(
+            f"{stage.layers} layers on "
+            + ", ".join(
+                f"{node.node}" + (f" (over {node.tp} GPUs)" if node.tp > 1 else "") for node in stage.nodes
+            )
+        )
+        + "</span>"
+        for stage in layout.stages
+    )
+    return f'<span class="stages">{parts}</span>'
+
+
+# What to expect, and why.
+
+
+def _expected(problem: Problem, plan: Plan) -> str:
+    from potluck.plan.explain import usd_per_million_tokens
+
+    slos = {ask.name: ask.slo for ask in problem.asks}
+    rows = []
+    for each in plan.predictions:
+        slo = slos[each.model]
+        rows.append(
+            (
+                each.model,
+                _bar(
+                    each.demand_per_s,
+                    each.capacity_per_s,
+                    f"{each.demand_per_s:.3g} of {each.capacity_per_s:.3g} requests/s",
+                ),
+                _bar(each.ttft_s, slo.ttft_s, f"{seconds(each.ttft_s)} of {seconds(slo.ttft_s)}"),
+                _bar(each.tpot_s, slo.tpot_s, f"{seconds(each.tpot_s)} of {seconds(slo.tpot_s)}"),
+                usd(usd_per_million_tokens(problem, plan, each.model)),
+                each.confidence,
+            )
+        )
+    columns = (
+        "model",
+        "demand of capacity",
+        "TTFT of objective",
+        "TPOT of objective",
+        "$/M tokens",
+        "figures are",
+    )
+    return f"<h2>What to expect</h2>{_table(columns, rows, right=(4,))}"
+
+
+def _reasons(reasons: Explanation) -> str:
+    models = [
+        (
+            each.model,
+            "; ".join(each.served_by) or "nothing is asked of it",
+            "; ".join(each.next_best) or "-",
+            "-" if each.next_best_usd_per_h is None else f"+{usd(max(0.0, each.next_best_usd_per_h))}/h",
+        )
+        for each in reasons.models
+    ]
+    most = max((each.shadow_usd_per_h for each in reasons.nodes), default=0.0)
+    nodes = [
+        (
+            each.region,
+            each.node,
+            _bar(each.rented, each.available, f"{each.rented} of {each.available}"),
+            usd(each.price_usd_per_h),
+            _bar(each.shadow_usd_per_h, most, usd(each.shadow_usd_per_h)),
+        )
+        for each in reasons.nodes
+    ]
+    terms = [
+        (
+            each.model,
+            each.words,
+            "-" if each.extra_usd_per_h is None else f"{usd(max(0.0, each.extra_usd_per_h))}/h",
+        )
+        for each in reasons.terms
+    ]
+    said = _table(("model", "served by", "the next best", "costs more"), models, right=(3,))
+    binds = _table(("region", "node", "rented", "price", "one more saves up to"), nodes, right=(3,))
+    priced = f"<h2>What each condition costs</h2>{_table(('model', 'condition', 'costs'), terms, right=(2,))}"
+    return f"<h2>Why these GPUs</h2>{said}<h2>What binds</h2>{binds}{priced if terms else ''}"
+
+
+# HTML.
+
+
+class _Safe(str):
+    """Markup of our own; all other text is escaped."""
+
+    __slots__ = ()
+
+
+def _text(value: str) -> str:
+    return value if isinstance(value, _Safe) else escape(value)
+
+
+def _bar(value: float, whole: float, words: str) -> _Safe:
+    part = value / whole if whole > 0 else 0.0
+    kind = "fill over" if part > 1 + 1e-9 else "fill"
+    width = min(1.0, max(LEAST_PART, part)) * 100 if part > 0 else 0.0
+    return _Safe(
+        f'<div class="track"><div class="{kind}" style="width: {width:.1f}%"></div></div>'
+        f'<span class="note">{escape(words)}</span>'
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: tuple[int, ...] = ()) -> str:
+    def cell(tag: str, place: int, value: str) -> str:
+        kind = ' class="right"' if place in right else ""
+        return f"<{tag}{kind}>{_text(value)}</{tag}>"
+
+    head = "".join(cell("th", place, value) for place, value in enumerate(columns))
+    body = "".join(
+        "<tr>" + "".join(cell("td", place, value) for place, value in enumerate(row)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _page(title: str, parts: Iterable[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{STYLE}</style>'
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head += f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    body = f"<h1>{_text(title)}</h1>{''.join(parts)}"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{body}</body></html>\n'
