@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def up(tmp_path: Path) -> Iterator[tuple[Path, str, subprocess.Popen[str]]]:
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        yield state, json.loads(line)["url"], process
+        said = json.loads(line)
+        with urllib.request.urlopen(f"{said['page']}/", timeout=WITHIN_S) as answer:
+            assert b"<title>Potluck</title>" in answer.read()
+        yield state, said["url"], process
     finally:
         watchdog.cancel()
         process.kill()

@@ -38,7 +38,7 @@ export function seconds(value) {
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 0.1) return `${(value * 1e3).toFixed(1)} ms`;
   if (value < 1) return `${(value * 1e3).toFixed(0)} ms`;
-  return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  return value < 60 ? `${value.toFixed(value < 10 ? 2 : 1)} s` : `${Math.floor(value / 60)} min${value % 60 >= 0.5 ? ` ${Math.round(value % 60)} s` : ""}`;
 }
 
 export function count(value) {

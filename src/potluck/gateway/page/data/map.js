@@ -37,7 +37,6 @@ function structure(rows, regions) {
       ), unused(regions[region], groups)));
   map.className = many > TINY ? "dense tiny" : dense ? "dense" : "";
   map.replaceChildren(h("div", { class: "regions" }, boxes), overlay, links);
-  measure();
 }
 
 function byNumber(a, b) {
@@ -158,7 +157,8 @@ function paint() {
   const tables = shown();
   const rows = tables.replicas || {}, regions = tables.regions || {};
   const key = JSON.stringify([Object.entries(rows).map(([name, row]) => [name, row.gpu, row.region]), regions]);
-  if (key !== built) {
+  const anew = key !== built;
+  if (anew) {
     built = key;
     for (const path of paths.values()) path.remove();
     paths.clear();
@@ -166,6 +166,7 @@ function paint() {
   }
   const models = Object.keys(tables.models || {}).length;
   for (const name of Object.keys(rows)) dress(name, rows, models);
+  if (anew) measure(); // boxes have their words, and so their size
   flows(tables.flows || {});
   linkList(tables.links || {}, tables.flows || {}, rows);
   if (chosen && !rows[chosen]) choose(null);
