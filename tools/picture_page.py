@@ -93,7 +93,7 @@ async def taken(there: Browser, tab: Tab, path: Path, theme: str, width: int, he
 async def small(out: Path, seconds: float) -> None:
     async with stage() as (made, url), browser() as there, there.tab(url, 1440, 1500) as tab:
         await live(tab)
-        load = asyncio.create_task(made.flood(13, seconds + 40))
+        load = asyncio.create_task(made.flood(9, seconds + 60))
         await asyncio.sleep(seconds)
         await tab.run(f"one('#chat-text').value = {QUESTION!r}; one('#chat').requestSubmit()")
         await tab.until("/answered; first token/.test(says('#chat-route'))")
