@@ -147,8 +147,7 @@ def plan(
         if out is not None:
             out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
         searched = dict(workshop.searched)
-        if trace_path is not None:
-            write_trace(trace_path, searched)
+        write_trace(trace_path, searched)
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
         draw_plan(html_path, workshop.problem, outcome.plan, reasons)

@@ -49,10 +49,12 @@ def show_search(searched: Mapping[str, Found]) -> None:
         click.echo()
 
 
-def write_trace(path: Path, searched: Mapping[str, Found]) -> None:
-    """The drawing, or the numbers, of every region's search."""
+def write_trace(path: Path | None, searched: Mapping[str, Found]) -> None:
+    """The drawing, or the numbers, of every region's search; where a file is named."""
     from potluck.plan.search.result import attainment_trace
 
+    if path is None:
+        return
     if not searched:
         problem = "nothing was searched; only thunderserve, and auto on a spec with `pool:`, search"
         raise InputError("trace", problem)
