@@ -17,10 +17,7 @@ from page_stage import KEY, Stage, stage
 
 from potluck.gateway.page.show import TICK_S
 
-pytestmark = [
-    pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium"),
-    pytest.mark.xdist_group("page"),
-]
+pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium: apt-get install chromium")
 AXE = "axe-core@4.14.0"
 NASTY = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script><b>bold</b>'
 
@@ -290,7 +287,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
         return member.read().decode()
 
 
-@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 1440), ("light", 390)])
+@pytest.mark.parametrize(("theme", "width"), [("light", 1440), ("dark", 390)])
 def test_axe_finds_nothing_serious(lab: Lab, axe: str, theme: str, width: int) -> None:
     look = """axe.run(document).then((said) => said.violations.map((each) => each.impact + ': ' + each.id + ': '
       + each.nodes.map((node) => node.html.slice(0, 120) + ' ' + (node.any[0]?.message ?? '')).slice(0, 3).join()))"""
