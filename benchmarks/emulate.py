@@ -33,6 +33,7 @@ from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.model.config import Config
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.pipeline.under_way import PipelineStep
+from potluck.perf.host import NO_HOST
 from potluck.perf.phases import decode_step_s
 from potluck.perf.roofline import roofline
 from potluck.perf.step import StepTimer
@@ -171,7 +172,7 @@ def lanes(requests: int, context: int, speed_up: float) -> dict[str, float]:
         executor.lanes = count
         speeds[count] = decode_speed(executor, requests, context)
     executor.shutdown()
-    stage = roofline(like.model, like.nodes[0][0], 1, layers=range(like.model.layer_count // 2), host_s=0.0)
+    stage = roofline(like.model, like.nodes[0][0], 1, layers=range(like.model.layer_count // 2), host=NO_HOST)
     alone, halved = (float(decode_step_s(stage, n, context)[0]) for n in (requests, requests // 2))
     return {"loop_lanes_speed_up": speeds[2] / speeds[1], "loop_lanes_speed_up_predicted": alone / halved}
 

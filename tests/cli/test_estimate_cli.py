@@ -76,7 +76,9 @@ def test_the_json_says_what_the_table_says(capsys: pytest.CaptureFixture[str]) -
     assert isinstance(operating, dict)
     assert operating["limit"] in ("memory", "compute")
     assert found["confidence"] == "measured"
-    assert isinstance(found["expected_error"], dict)
+    bar = found["rate_bar"]
+    assert isinstance(bar, dict)
+    assert float(str(bar["low"])) < 1 < float(str(bar["high"]))
 
 
 def test_spellings_of_a_node_and_of_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +109,8 @@ def test_confidence_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments(node="MI300X")) == 0
     out = capsys.readouterr().out
     assert "assumed" in out
-    assert "error unknown" in out
+    assert "8 in 10 are within" in out
+    assert "on MI300X assumed" in out
     assert run(arguments(node="A10G")) == 0
     out = capsys.readouterr().out
     assert "transferred" in out

@@ -12,9 +12,10 @@ from potluck.core.errors import CapacityError, InputError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.types import NodeType
 from potluck.perf.capacity import max_requests, stage_memory
+from potluck.perf.host import DEFAULT_HOST, NO_HOST
 from potluck.perf.network import handover_s
 from potluck.perf.pipeline import layout_requests, pipeline, stage_layers
-from potluck.perf.roofline import HOST_S, roofline
+from potluck.perf.roofline import roofline
 from potluck.perf.step import steps
 
 LLAMA, BIG = models.model("Llama-3.1-8B"), models.model("Llama-3-70B")
@@ -43,7 +44,8 @@ def test_one_stage_is_the_roofline(model: object, node: str, tp: int) -> None:
 
 
 def test_two_halves_take_as_long_and_deliver_twice_as_often() -> None:
-    one, two = pipeline(LLAMA, single("1xH100-SXM", 1, 32), NODES), pipeline(LLAMA, halves(), NODES)
+    layouts = (single("1xH100-SXM", 1, 32), halves())
+    one, two = (pipeline(LLAMA, layout, NODES, host=NO_HOST) for layout in layouts)
     node = NODES["1xH100-SXM"]
     handed = handover_s(BATCH.tokens * 4096 * 2, node, node) + handover_s(BATCH.sequences * 8, node, node)
     assert two.step_s(BATCH) == pytest.approx(one.step_s(BATCH) + handed, rel=1e-12)
@@ -54,8 +56,8 @@ def test_two_halves_take_as_long_and_deliver_twice_as_often() -> None:
 
 def test_the_slowest_stage_sets_the_pace() -> None:
     mixed = pipeline(LLAMA, Layout((stage(16, ("1xH100-SXM", 1)), stage(16, ("1xL4", 1)))), NODES)
-    slow = roofline(LLAMA, NODES["1xL4"], 1, layers=range(16, 32), host_s=0.0)
-    assert mixed.interval_s(BATCH) == pytest.approx(slow.step_s(BATCH) + HOST_S)
+    slow = roofline(LLAMA, NODES["1xL4"], 1, layers=range(16, 32), host=NO_HOST)
+    assert mixed.interval_s(BATCH) == pytest.approx(slow.step_s(BATCH) + DEFAULT_HOST.step_s(BATCH))
     assert np.all(mixed.step_s(BATCH) > mixed.interval_s(BATCH))
 
 

@@ -15,6 +15,7 @@ from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.calibration import bundled, curves_for
+from potluck.perf.host import DEFAULT_HOST, NO_HOST
 from potluck.perf.network import all_reduce_s, handover_s
 from potluck.perf.operators import stream_s
 from potluck.perf.phases import (
@@ -24,7 +25,7 @@ from potluck.perf.phases import (
     decode_step_s,
     prefill_s,
 )
-from potluck.perf.roofline import BLOCK_ROWS, HOST_S, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
+from potluck.perf.roofline import BLOCK_ROWS, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
 from potluck.perf.step import Steps, steps
 
 CASES = [
@@ -145,9 +146,9 @@ def test_a_mixed_step_costs_less_than_its_two_halves(new: int, cached: int, coun
 def test_host_time_is_added_once() -> None:
     model, node = models.model("Llama-3.1-8B"), nodes.node_type("H100-SXM")
     batch = random_steps(20, 2, 5)
-    with_host, without = roofline(model, node, 1), roofline(model, node, 1, host_s=0.0)
+    with_host, without = roofline(model, node, 1), roofline(model, node, 1, host=NO_HOST)
     assert with_host.step_s(batch) - without.step_s(batch) == pytest.approx(
-        np.where(batch.tokens > 0, HOST_S, 0.0)
+        np.where(batch.tokens > 0, DEFAULT_HOST.step_s(batch), 0.0)
     )
 
 
@@ -155,8 +156,8 @@ def test_stages_add_up_to_the_whole() -> None:
     model, node = models.model("GPT-OSS-120B"), nodes.node_type("H200")
     batch = random_steps(30, 2, 6)
     parts = [range(10), range(10, 27), range(27, 36)]
-    total = sum(roofline(model, node, 1, layers=layers, host_s=0.0).step_s(batch) for layers in parts)
-    assert total == pytest.approx(roofline(model, node, 1, host_s=0.0).step_s(batch), rel=1e-9)
+    total = sum(roofline(model, node, 1, layers=layers, host=NO_HOST).step_s(batch) for layers in parts)
+    assert total == pytest.approx(roofline(model, node, 1, host=NO_HOST).step_s(batch), rel=1e-9)
 
 
 def test_the_table_of_token_counts_is_the_sum_of_its_parts() -> None:
@@ -233,7 +234,7 @@ def test_8b_prefill_on_an_h100() -> None:
 def test_more_ranks_are_faster_but_not_by_more_than_their_number(tokens: int) -> None:
     times = [float(prefill_s(timer("Llama-3-70B", "8xH100-SXM", tp), tokens)[0]) for tp in (1, 2, 4, 8)]
     for few, many in pairwise(times):
-        assert few / 2.1 <= many < few
+        assert few / 2.1 <= many <= few  # no less than launches take
 
 
 def test_slow_links_cost_tensor_parallelism_its_gain() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Role, Slo
+from potluck.perf.capacity import STEP_TOKENS
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.step import Floats, Steps
-from potluck.perf.throughput import MAX_BATCH, Operating, best_operating
+from potluck.perf.throughput import MAX_BATCH, Operating, best_operating, mixed_steps
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,25 @@ class Line:
 def by_hand(timer: Line, tokens_in: int, tokens_out: int, batch: int) -> tuple[float, float, float]:
     """(rate, TPOT, TTFT) of a mixed replica with so many decodes, from the definition."""
     context = tokens_in + tokens_out / 2
-    wanted = batch * tokens_in / tokens_out
-    chunk = min(wanted, CHUNK_TOKENS)
-    cached = max(tokens_in - chunk, 0.0) / 2
-    iteration = timer.base_s + timer.token_s * (chunk + batch) + timer.crowd_s * batch**2
-    iteration += timer.context_s * (batch * context + chunk * cached)
-    tpot = iteration * max(wanted / chunk, 1.0)
-    ttft = 0.0
-    for start in range(0, tokens_in, CHUNK_TOKENS):
-        size = min(CHUNK_TOKENS, tokens_in - start)
-        ttft += timer.base_s + timer.token_s * (size + batch) + timer.crowd_s * batch**2
-        ttft += timer.context_s * (batch * context + size * start)
-    return batch / (tokens_out * tpot), tpot, ttft
+    wanted, room = batch * tokens_in / tokens_out, max(CHUNK_TOKENS - batch, 1)
+
+    def step(chunk: float, cached: float) -> float:
+        seen = batch * context + chunk * cached
+        crowd = timer.crowd_s * batch**2
+        return timer.base_s + timer.token_s * (chunk + batch) + timer.context_s * seen + crowd
+
+    chunk = min(max(wanted, tokens_in), room)
+    with_s, without_s = step(chunk, max(tokens_in - chunk, 0.0) / 2), step(0.0, 0.0)
+    share = wanted / chunk
+    if share >= 1.0:
+        tpot, wait = share * with_s, with_s / 2
+    else:
+        tpot = share * with_s + (1 - share) * without_s
+        wait = (share * with_s**2 + (1 - share) * without_s**2) / (2 * tpot)
+    turns = ceil(tokens_in / room)
+    own = tokens_in / turns
+    prompt = sum(step(own, turn * own) for turn in range(turns))
+    return batch / (tokens_out * tpot), tpot, wait + prompt
 
 
 def scan(timer: Line, tokens_in: int, tokens_out: int, memory: int, slo: Slo | None) -> float:
@@ -175,11 +184,35 @@ def test_an_impossible_objective(role: Role, slo: Slo) -> None:
     assert best_operating(Line(), 100, 100, 50, slo, role) is None
 
 
-def test_a_prefill_replica_takes_prompts_in_turn() -> None:
-    found = best_operating(Line(), 1000, 300, 50, Slo(1.0, 1e-9), "prefill")
+@pytest.mark.parametrize(("ttft_s", "prompts"), [(1.0, 8), (0.1, 4), (0.03, 1)])
+def test_a_prefill_replica_takes_prompts_together(ttft_s: float, prompts: int) -> None:
+    """As many as its budget has room for, and as leave the first token in time."""
+    found = best_operating(Line(), 1000, 300, 50, Slo(ttft_s, 1e-9), "prefill")
     assert found is not None
-    assert found.ttft_s == pytest.approx(5e-3 + 2e-5 * 1000)
-    assert found.requests_per_s == pytest.approx(1 / found.ttft_s)
+    assert found.batch == prompts
+    assert found.ttft_s == pytest.approx(5e-3 + 2e-5 * 1000 * prompts)
+    assert found.requests_per_s == pytest.approx(prompts / found.ttft_s)
+
+
+def test_a_prompt_beyond_the_budget_is_prefilled_in_chunks() -> None:
+    found = best_operating(Line(), STEP_TOKENS + 100, 300, 50, None, "prefill")
+    assert found is not None
+    chunks_s = 2 * 5e-3 + 2e-5 * (STEP_TOKENS + 100) + 2e-8 * 100 * STEP_TOKENS
+    assert 1 / found.requests_per_s == found.ttft_s == pytest.approx(chunks_s)
+
+
+@given(timers, st.integers(2, 4000), st.integers(2, 1000), st.integers(1, 500))
+def test_whole_chunks_cost_no_less_than_the_same_tokens_spread_evenly(
+    timer: Line, tokens_in: int, tokens_out: int, batch: int
+) -> None:
+    """Steps here are linear in tokens, so when a chunk takes is all the same but for its context."""
+    here = mixed_steps(replace(timer, context_s=0.0), np.array([float(batch)]), tokens_in, tokens_out)
+    wanted = batch * tokens_in / tokens_out
+    even = timer.base_s + timer.token_s * (batch + wanted) + timer.crowd_s * batch**2
+    if here.share[0] <= 1.0:
+        assert here.step_s[0] == pytest.approx(even)
+    else:
+        assert here.step_s[0] > even * (1 - 1e-9)
 
 
 def test_a_decode_replica_pays_for_no_prompt() -> None:
@@ -199,5 +232,5 @@ def test_prompts_beyond_the_budget_pace_the_replica() -> None:
     found = best_operating(timer, 4000, 1, 500, None)
     assert found is not None
     fastest = CHUNK_TOKENS / (5e-3 + 2e-5 * CHUNK_TOKENS) / 4000
-    assert found.chunk_tokens == CHUNK_TOKENS
+    assert found.chunk_tokens == CHUNK_TOKENS - found.batch
     assert found.requests_per_s == pytest.approx(fastest, rel=0.02)

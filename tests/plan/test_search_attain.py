@@ -68,10 +68,11 @@ def test_what_fails_when_tried_is_not_chosen(searched: tuple[Evaluator, Found]) 
     evaluator, found = searched
     assert found.others
     phases = zip(found.state.groups, found.configurations, strict=True)
-    shape = [stage.layers for group, mine in phases if group.phase == PREFILL for stage in mine.stages]
+    first = [group.takes[0][0] for group, _ in phases if group.phase == PREFILL]
+    chosen = {POOL.nodes[node].name for node in first}
 
     def estimate(prefill: Replica, decode: Replica, rate_per_s: float) -> float:
-        return 0.0 if [stage.layers for stage in prefill.layout.stages] == shape else 0.9
+        return 0.0 if {n.machine for s in prefill.layout.stages for n in s.nodes} & chosen else 0.9
 
     best, attained = tried(evaluator, found, estimate)
     assert best.state in found.others

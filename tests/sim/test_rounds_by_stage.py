@@ -35,7 +35,7 @@ def by_stage_per_s(timer: PipelineTimer, requests: int) -> float:
     @cache
     def step_s(stage: int, node: int, count: int) -> float:
         batch = steps(decodes=count, decode_context=count * CONTEXT)
-        return float(timer.stages[stage][node].step_s(batch)[0]) + timer.host_s
+        return float(timer.stages[stage][node].step_s(batch)[0]) + float(timer.host.step_s(batch)[0])
 
     turns: list[Turns[int]] = [Turns() for _ in timer.stages]
     for stage, members in enumerate(timer.stages):

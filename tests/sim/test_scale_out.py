@@ -33,7 +33,7 @@ PROBLEM = Problem(
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     workshop = Workshop(PROBLEM)
-    made = STRATEGIES["cauchy-mc"](workshop, Settings(time_limit_s=5)).plan
+    made = STRATEGIES["melange"](workshop, Settings(time_limit_s=5)).plan
     return with_candidates(workshop, made)
 
 

@@ -28,7 +28,7 @@ def region_of(nodes: int) -> tuple[Region, ...]:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return STRATEGIES["cauchy-mc"](Workshop(PROBLEM), Settings(time_limit_s=5)).plan
+    return STRATEGIES["melange"](Workshop(PROBLEM), Settings(time_limit_s=5)).plan
 
 
 def scene_of(plan: Plan) -> Scene:
@@ -97,4 +97,5 @@ def test_a_plan_is_not_blamed_for_what_stood_by(plan: Plan) -> None:
     (idle,) = [each for each in result.replicas if each.stood_by]
     assert idle.busy_s == 0.0
     found = compared(scene_of(plan), result)
-    assert {(each.what, each.verdict) for each in found} == {("served", "agrees"), ("attainment", "agrees")}
+    assert {each.what for each in found} >= {"served", "attainment", "busy"}
+    assert {each.verdict for each in found} == {"agrees"}

@@ -73,7 +73,7 @@ def as_steps(made: list[Made]) -> Steps:
 @pytest.mark.parametrize("case", [*CASES, None], ids=str)
 def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     source = unlike() if case is None else timer(*case)
-    table, made = StepTable(source), list(random_steps(600, 1))
+    table, made = StepTable(source.unlaunched, source.least_s), list(random_steps(600, 1))
     ours = np.array([table.step_s(*each) for each in made])
     error = np.abs(ours / source.step_s(as_steps(made)) - 1.0)
     chunks = np.array([len(each[0]) for each in made])

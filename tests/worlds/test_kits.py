@@ -39,7 +39,7 @@ from potluck.perf.transfer import codec_ratio
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import build, simulate
 from potluck.worlds.kits import Kits, kv_of, places, total_blocks
-from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
+from potluck.worlds.scene import DEFAULT_ENGINE, PROMPT_ENGINE, Engine, Scene
 
 SOME = [models.model(name) for name in models.names()]
 
@@ -184,6 +184,8 @@ def test_paced_engines_take_steps_that_fit_the_objective() -> None:
     slow = ("chat: mixed 1xL4", 0)
     found = engines(paced)
     assert found[slow].slots <= found[slow].token_budget < DEFAULT_ENGINE.token_budget
+    prompts = ("chat: combo 1P1D", 0)
+    assert found.pop(prompts) == PROMPT_ENGINE, "no answers wait for its steps"
     assert all(engine == DEFAULT_ENGINE for key, engine in found.items() if key != slow), "nobody waits there"
     named = Engine(token_budget=4096)
     assert engines(replace(paced, engines={slow: named}))[slow] == named

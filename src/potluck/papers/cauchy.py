@@ -29,7 +29,7 @@ from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.papers import fleets
-from potluck.papers.cronus import FITTED_HOST_S
+from potluck.papers.cronus import FITTED_HOST
 from potluck.sim.load.workload import Workload, synthetic
 from potluck.sim.results.metrics import Summary, summarise
 from potluck.sim.run import simulate
@@ -205,7 +205,7 @@ def _named(name: str, weight_per_s: float) -> Template:
 
 def _problem(load: Load, fleet: Sequence[tuple[Template, int]]) -> Scene:
     where = [_node("H800"), _node("H20"), _node("A800-PCIe"), _node("A800-PCIe", 2)]
-    engine = Engine(slots=SLOTS, host_s=FITTED_HOST_S)
+    engine = Engine(slots=SLOTS, host=FITTED_HOST)
     engines = {(each.name, index): engine for each, _ in fleet for index in range(len(each.replicas))}
     return fleets.problem(
         MODEL, where, fleet, engines, load.mean_tokens, slo=load.slo, price_usd_per_h=PRICES_USD_PER_H

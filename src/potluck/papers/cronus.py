@@ -35,6 +35,7 @@ from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType
 from potluck.papers import fleets
 from potluck.papers.cronus_dispatch import QueueLimited
+from potluck.perf.host import Host
 from potluck.sim.load.lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
@@ -54,6 +55,7 @@ CHUNK_TOKENS, LOW_CHUNK_TOKENS = 512, 256
 WHOLE_TOKENS = 16384
 """A token budget that no prompt fills: prefill in one step."""
 FITTED_HOST_S = 0.007
+FITTED_HOST = Host(FITTED_HOST_S)
 DP, PP, HIGH_LOW, LOW_HIGH, CRONUS = "DP+Chunked", "PP+Chunked", "Disagg. H-L", "Disagg. L-H", "Cronus"
 APPROACHES = (DP, PP, HIGH_LOW, LOW_HIGH, CRONUS)
 SERIAL_PP = "PP+Chunked, one batch at a time"
@@ -136,7 +138,7 @@ def run(
     approach: str,
     requests: Requests,
     rate_per_s: float = inf,
-    host_s: float = FITTED_HOST_S,
+    host: Host = FITTED_HOST,
 ) -> SimResult:
     """One run; without a rate all requests come at once."""
     when_s = np.arange(len(requests)) / rate_per_s
@@ -152,18 +154,16 @@ def run(
     )
     mind = _dispatcher if approach == DP else None
     result = simulate(
-        _problem(setting, approach, host_s), load, policy, settings=Settings(overlap=False), mind=mind
+        _problem(setting, approach, host), load, policy, settings=Settings(overlap=False), mind=mind
     )
     if not (result.records.outcome == ANSWERED).all():
         raise InputError(f"{setting.name}: {approach}", "not all requests were answered")
     return result
 
 
-def throughput_per_s(
-    setting: Setting, approach: str, requests: Requests, host_s: float = FITTED_HOST_S
-) -> float:
+def throughput_per_s(setting: Setting, approach: str, requests: Requests, host: Host = FITTED_HOST) -> float:
     """All requests sent at the start, over the time until the last is answered."""
-    return len(requests) / run(setting, approach, requests, host_s=host_s).end_s
+    return len(requests) / run(setting, approach, requests, host=host).end_s
 
 
 def latency(setting: Setting, approach: str, requests: Requests, rate_per_s: float) -> Latency:
@@ -180,7 +180,7 @@ def fit_host_s(requests: Requests, precision_s: float = 1e-4) -> float:
     low_s, high_s = 0.0, 0.05
     while high_s - low_s > precision_s:
         middle_s = (low_s + high_s) / 2
-        if throughput_per_s(setting, DP, requests, middle_s) > setting.published_per_s[DP]:
+        if throughput_per_s(setting, DP, requests, Host(middle_s)) > setting.published_per_s[DP]:
             low_s = middle_s
         else:
             high_s = middle_s
@@ -192,32 +192,32 @@ def _nodes(low: str) -> tuple[NodeType, NodeType]:
     return fleets.node(HIGH, NETWORK_GBPS), fleets.node(low, NETWORK_GBPS)
 
 
-def _problem(setting: Setting, approach: str, host_s: float) -> Scene:
+def _problem(setting: Setting, approach: str, host: Host) -> Scene:
     where = _nodes(setting.low)
-    fleet, engines = _fleet(setting, approach, host_s)
+    fleet, engines = _fleet(setting, approach, host)
     return fleets.problem(setting.model, where, [(each, 1) for each in fleet], engines, MEAN_TOKENS)
 
 
 def _fleet(
-    setting: Setting, approach: str, host_s: float
+    setting: Setting, approach: str, host: Host
 ) -> tuple[list[Template], dict[tuple[str, int], Engine]]:
     high, low = _nodes(setting.low)
     on_high, on_low = (fleets.alone(each, setting.model) for each in (high, low))
-    chunked = Engine(CHUNK_TOKENS, SLOTS, host_s)
+    chunked = Engine(CHUNK_TOKENS, SLOTS, host)
     if approach == DP:
         fleet = [
             fleets.template(name, "homogeneous", [("mixed", layout)])
             for name, layout in (("high", on_high), ("low", on_low))
         ]
-        return fleet, {("high", 0): chunked, ("low", 0): Engine(LOW_CHUNK_TOKENS, SLOTS, host_s)}
+        return fleet, {("high", 0): chunked, ("low", 0): Engine(LOW_CHUNK_TOKENS, SLOTS, host)}
     if approach in (PP, SERIAL_PP):
         places = (StageNode(high.name, 1), StageNode(low.name, 1))
         layout = Layout(tuple(Stage(n, (node,)) for n, node in zip(setting.layers, places, strict=True)))
-        engine = Engine(CHUNK_TOKENS, 2 * SLOTS, host_s, pipelined=approach == PP)
+        engine = Engine(CHUNK_TOKENS, 2 * SLOTS, host, pipelined=approach == PP)
         return [fleets.template("both", "pipeline", [("mixed", layout)])], {("both", 0): engine}
     first, second = (on_high, on_low) if approach == HIGH_LOW else (on_low, on_high)
     pair = fleets.template("pair", "pair", [("prefill", first), ("mixed", second)])
-    return [pair], {("pair", 0): Engine(WHOLE_TOKENS, 1, host_s), ("pair", 1): chunked}
+    return [pair], {("pair", 0): Engine(WHOLE_TOKENS, 1, host), ("pair", 1): chunked}
 
 
 def _dispatcher(kits: Kits, policy: Policy) -> Mind:

@@ -16,7 +16,7 @@ import numpy as np
 from potluck.catalog import workloads
 from potluck.core.brain.policy import Policy
 from potluck.papers import cronus, fleets
-from potluck.perf.roofline import HOST_S
+from potluck.perf.host import DEFAULT_HOST
 from potluck.sim.load.lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
@@ -46,8 +46,8 @@ def run(setting: cronus.Setting, overload: str, policy: Policy, seed: int = 0) -
     on_high, on_low = (fleets.alone(node, setting.model) for node in (high, low))
     pair = fleets.template("pair", "pair", [("prefill", on_low), ("mixed", on_high)])
     engines = {
-        ("pair", 0): Engine(cronus.LOW_CHUNK_TOKENS, cronus.SLOTS, HOST_S),
-        ("pair", 1): Engine(cronus.CHUNK_TOKENS, cronus.SLOTS, HOST_S),
+        ("pair", 0): Engine(cronus.LOW_CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
+        ("pair", 1): Engine(cronus.CHUNK_TOKENS, cronus.SLOTS, DEFAULT_HOST),
     }
     means = float(prompts.mean()), float(outputs.mean())
     problem = fleets.problem(setting.model, (high, low), [(pair, 1)], engines, means)

@@ -14,7 +14,7 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.arithmetic import step_sums
-from potluck.perf.calibration import ExpectedError, bundled
+from potluck.perf.bars import METRICS, Bar, bar
 from potluck.perf.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.profile import Profile, ProfileTimer, profile_for
@@ -61,7 +61,10 @@ class Estimate:
     """What keeps the node from doing more, in a few words."""
     confidence: Confidence
     basis: str
-    expected_error: ExpectedError | None
+    rate_bar: Bar | None
+    """Of rates and prices, and of steps; None where they were measured by `potluck profile`."""
+    ttft_bar: Bar | None
+    tpot_bar: Bar | None
 
 
 def estimate(
@@ -141,6 +144,10 @@ def _at(
     busiest = steps(decodes=running, decode_context=running * context)
     alone = steps(chunk_new=float(input_tokens))
     made = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
+    bars = {
+        metric: None if profile else bar(metric, model, tp, node.gpu.name, line.confidence)
+        for metric in METRICS
+    }
     read = 0 if role == "decode" else input_tokens
     return Estimate(
         model=model.name,
@@ -166,7 +173,7 @@ def _at(
         binds=_binds(operating, _bound(line, busiest), batch),
         confidence=line.confidence if profile is None else timer.confidence,
         basis=line.basis if profile is None else f"{len(profile.points)} steps measured {profile.date}",
-        expected_error=bundled().errors.get(line.confidence) if profile is None else None,
+        **{f"{metric}_bar": made for metric, made in bars.items()},
     )
 
 

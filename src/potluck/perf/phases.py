@@ -5,13 +5,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from potluck.perf.capacity import STEP_TOKENS
 from potluck.perf.step import Floats, StepTimer, steps
 
 CHUNK_TOKENS = 2048
-"""Token budget of a chunked-prefill iteration when nothing else is said."""
+"""Token budget of a step with prompts beside answers when nothing else is said; prompts alone have STEP_TOKENS."""
 STRAIGHT = 0.05
 """Decode steps that are no farther from a line count as on it."""
 MOST_KNEES = 4
+MOST_PROMPTS = 64
+"""Whole prompts that are reckoned with in one step: more of them gain nothing that could be seen."""
 
 
 def prefill_s(timer: StepTimer, tokens: ArrayLike, cached: ArrayLike = 0.0) -> Floats:
@@ -49,6 +52,23 @@ def chunked_iteration_s(
     return timer.step_s(steps(chunk, cached, count, count * np.asarray(context, np.float64)))
 
 
+def prompts_in_step(tokens: int, budget: int = STEP_TOKENS) -> int:
+    """How many whole prompts of so many new tokens a prefill replica takes into one step."""
+    return min(max(1, budget // max(1, tokens)), MOST_PROMPTS)
+
+
+def prompts_s(
+    timer: StepTimer, prompts: ArrayLike, tokens: int, cached: float = 0.0, budget: int = STEP_TOKENS
+) -> Floats:
+    """Seconds until so many prompts are prefilled together: in one step within the budget, else one in chunks."""
+    if tokens > budget:
+        alone_s = chunked_prefill_s(timer, tokens, budget, cached=cached)
+        return np.atleast_1d(np.asarray(prompts, np.float64)) * alone_s
+    count = np.atleast_1d(np.asarray(prompts, np.int64))
+    there = np.arange(int(count.max()))[None, :] < count[:, None]
+    return timer.step_s(steps(np.where(there, float(tokens), 0.0), np.where(there, float(cached), 0.0)))
+
+
 def chunked_prefill_s(
     timer: StepTimer,
     tokens: int,
@@ -56,9 +76,11 @@ def chunked_prefill_s(
     *,
     requests: float = 0.0,
     context: float = 0.0,
+    cached: float = 0.0,
 ) -> float:
     """Seconds until a prompt is prefilled in chunks, `requests` decodes riding along in every iteration."""
-    return float(chunked_prefills_s(timer, tokens, chunk, requests=requests, context=context)[0])
+    times = chunked_prefills_s(timer, tokens, chunk, requests=requests, context=context, cached=cached)
+    return float(times[0])
 
 
 def chunked_prefills_s(

@@ -8,7 +8,7 @@ stage add their rates (CORAL 4.2).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,8 +21,9 @@ from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import NodeType
 from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import max_requests, require_fit, stage_memory
+from potluck.perf.host import DEFAULT_HOST, NO_HOST, Host
 from potluck.perf.network import Hop, handover_s, hop_between, hop_inside
-from potluck.perf.roofline import HOST_S, RooflineTimer, roofline
+from potluck.perf.roofline import RooflineTimer, roofline
 from potluck.perf.step import Floats, Steps, steps
 
 ORDER: tuple[Confidence, ...] = ("measured", "transferred", "assumed")
@@ -37,7 +38,7 @@ class PipelineTimer:
     hops: tuple[tuple[float, float], ...] = ()
     """(seconds, seconds per byte) from each stage to the next and from the last to the first, where the machines
     are known; else the slower network card counts."""
-    host_s: float = HOST_S
+    host: Host = DEFAULT_HOST
     """Time between steps that no GPU covers, at every node."""
 
     @property
@@ -45,17 +46,34 @@ class PipelineTimer:
         """That of its least known part."""
         return max((timer.confidence for stage in self.stages for timer in stage), key=ORDER.index)
 
+    @property
+    def least_s(self) -> float:
+        """The shortest step with a chunk: its launches, stage after stage."""
+        return self.host.launch_s * sum(stage[0].layers for stage in self.stages)
+
+    @property
+    def least_interval_s(self) -> float:
+        """The same between two steps that follow each other."""
+        return max(self.host.launch_s * stage[0].layers / len(stage) for stage in self.stages)
+
+    @property
+    def unlaunched(self) -> PipelineTimer:
+        """The same without that least, so that steps add up."""
+        return replace(self, host=replace(self.host, launch_s=0.0))
+
     def step_s(self, batch: Steps) -> Floats:
         """Latency of a step through all stages."""
         compute = sum((stage_s.max(axis=0) for stage_s in self._stages_s(batch)), np.zeros(len(batch)))
-        total = compute + self._handovers_s(batch) + self.host_s
-        return np.where(batch.tokens > 0, total, 0.0)
+        layers = sum(stage[0].layers for stage in self.stages)
+        return self.host.whole_s(compute + self._handovers_s(batch), batch, layers)
 
     def interval_s(self, batch: Steps) -> Floats:
         """Time between two steps that follow each other: the slowest stage, its nodes sharing the work."""
-        # Every node's own engine spends its time between steps.
-        stages_s = [stage_s + self.host_s for stage_s in self._stages_s(batch)]
-        shared = [1.0 / (1.0 / stage_s).sum(axis=0) for stage_s in stages_s]
+        shared = []
+        for stage, stage_s in zip(self.stages, self._stages_s(batch), strict=True):
+            # Every node's own engine spends its time between steps.
+            each_s = [self.host.whole_s(node_s, batch, stage[0].layers) for node_s in stage_s]
+            shared.append(1.0 / (1.0 / np.maximum(each_s, 1e-12)).sum(axis=0))
         size = batch.tokens * self.model.hidden * 2.0
         shared += [size * s_per_byte for _, s_per_byte in self.hops[:-1]]
         return np.where(batch.tokens > 0, np.max(shared, axis=0), 0.0)
@@ -110,7 +128,8 @@ def pipeline(
     nodes: Mapping[str, NodeType],
     calibration: Calibration | None = None,
     hops: tuple[tuple[float, float], ...] = (),
-    host_s: float = HOST_S,
+    host: Host = DEFAULT_HOST,
+    sure: float = 0.5,
 ) -> PipelineTimer:
     """A timer for a layout; an unknown node or a layer too many is an error."""
     stages = []
@@ -125,12 +144,13 @@ def pipeline(
                     member.tp,
                     layers=layers,
                     calibration=calibration,
-                    host_s=0.0,
+                    host=NO_HOST,
                     ep=member.ep,
+                    sure=sure,
                 )
             )
         stages.append(tuple(timers))
-    return PipelineTimer(model, tuple(stages), hops, host_s)
+    return PipelineTimer(model, tuple(stages), hops, host)
 
 
 def layout_hops(

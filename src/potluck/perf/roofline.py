@@ -11,7 +11,7 @@ back. With tensor-parallel attention every GPU has all tokens already, and what 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -21,20 +21,21 @@ from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
+from potluck.perf.bars import slower
 from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
 from potluck.perf.formats import units_for
+from potluck.perf.host import DEFAULT_HOST, Host
 from potluck.perf.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
-from potluck.perf.network import all_reduce_s, all_to_all_s
+from potluck.perf.network import all_reduce_s, all_to_all_s, network_for
 from potluck.perf.operators import decode_attention_s, prefill_attention_s, stream_s
 from potluck.perf.products import experts_time_s, gemm_time_s, latent_decode_s, latent_prefill_s
 from potluck.perf.step import Floats, Steps
 
-HOST_S = 5e-4
-"""Time between steps that no GPU kernel covers: scheduling, sampling, detokenising. An assumption, from
-experience with vLLM's asynchronous scheduler; `potluck profile` measures the real one."""
 TOKEN_GRID = np.unique(
     np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
 ).astype(np.float64)
+LIKE_LINK = 0.15
+"""How far a link's rate may be from a measured one of its kind to count as measured."""
 BLOCK_ROWS = 16384
 """Steps evaluated together: small enough that the intermediate arrays stay in the processor's cache."""
 
@@ -54,10 +55,27 @@ class RooflineTimer:
     """Seconds at TOKEN_GRID of expanding cached latents."""
     head_s: Floats | None
     """Seconds at TOKEN_GRID of the output head; None on a stage that has none."""
-    host_s: float
+    host: Host
     ep: Ep = "none"
+    slower: float = 1.0
+    """What all times are multiplied by: 1 is what is expected, more is for the slow end (`perf.bars`)."""
     routed_s: Floats | None = None
     """Seconds at TOKEN_GRID of what counts the tokens of all GPUs together, where each has its own."""
+
+    @property
+    def layers(self) -> int:
+        """How many it has."""
+        return sum(count for _, count in self.works)
+
+    @property
+    def least_s(self) -> float:
+        """The shortest step with a chunk: its launches."""
+        return self.host.launch_s * self.layers
+
+    @property
+    def unlaunched(self) -> RooflineTimer:
+        """The same without that least, so that steps add up."""
+        return replace(self, host=replace(self.host, launch_s=0.0))
 
     @property
     def shared_reads_lost(self) -> bool:
@@ -71,7 +89,7 @@ class RooflineTimer:
         if unmeasured_parts(self.model) or self.ep != "none":
             return "assumed"
         own = self.curves.confidence
-        return "transferred" if own == "measured" and self._carried else own
+        return "transferred" if own == "measured" and (self._carried or self._unlike_link) else own
 
     @property
     def _carried(self) -> list[str]:
@@ -79,11 +97,20 @@ class RooflineTimer:
         return [said for name, said in needed.items() if name in self.curves.carried]
 
     @property
+    def _unlike_link(self) -> bool:
+        """Whether nobody measured collectives over such a link."""
+        if self.tp == 1:
+            return False
+        network, rate = network_for(self.node.interconnect, self.tp, bundled().networks)
+        return network is None or abs(network.gb_per_s * 1e9 / rate - 1.0) > LIKE_LINK
+
+    @property
     def basis(self) -> str:
         """Where the figures come from, in words."""
         said = self.curves.basis
-        if self.curves.confidence == "measured" and self._carried:
-            said += f"; carried over: {', '.join(self._carried)}"
+        carried = [*self._carried, *(["all-reduce over such a link"] if self._unlike_link else [])]
+        if self.curves.confidence == "measured" and carried:
+            said += f"; carried over: {', '.join(carried)}"
         parts = (*unmeasured_parts(self.model), *(["expert parallelism"] if self.ep != "none" else []))
         return f"{said}; not measured: {', '.join(parts)}" if parts else said
 
@@ -115,7 +142,7 @@ class RooflineTimer:
             time = time + _look_up(cached, self.latent_up_s)
         for work, count in self.works:
             time = time + count * self._attention_s(work.attention, batch)
-        return np.where(tokens > 0, time + self.host_s, 0.0)
+        return self.slower * self.host.whole_s(time, batch, self.layers)
 
     def _attention_s(self, work: SoftmaxWork | LinearWork, batch: Steps) -> Floats:
         if isinstance(work, LinearWork):
@@ -179,17 +206,21 @@ def roofline(
     *,
     layers: range | None = None,
     calibration: Calibration | None = None,
-    host_s: float = HOST_S,
+    host: Host = DEFAULT_HOST,
     ep: Ep = "none",
+    sure: float = 0.5,
 ) -> RooflineTimer:
-    """A timer for a model, or for some of its layers, sharded over `tp` GPUs of a node, its experts maybe spread."""
+    """A timer for a model, or for some of its layers, sharded over `tp` GPUs of a node, its experts maybe spread.
+
+    Above 0.5, `sure` is the probability with which no step should take longer than it says.
+    """
     check_tp(model, node, tp, ep)
     source = bundled() if calibration is None else calibration
     curves = curves_for(node.gpu, source)
     chosen = range(model.layer_count) if layers is None else layers
     works = tuple(layer_works(model, tp, chosen, ep))
     last = chosen.stop == model.layer_count
-    return RooflineTimer(
+    timer = RooflineTimer(
         model,
         node,
         tp,
@@ -200,10 +231,13 @@ def roofline(
         gemm_time_s(head_gemm(model, 1 if ep == "dp" else tp), TOKEN_GRID, node.gpu, curves)
         if last
         else None,
-        host_s,
+        host,
         ep,
-        _routed_s(works, node, tp, curves, source) if ep == "dp" else None,
+        routed_s=_routed_s(works, node, tp, curves, source) if ep == "dp" else None,
     )
+    if sure <= 0.5:
+        return timer
+    return replace(timer, slower=slower(model, tp, node.gpu.name, timer.confidence, sure))
 
 
 def check_tp(model: Model, node: NodeType, tp: int, ep: Ep = "none") -> None:

@@ -1,30 +1,36 @@
 """How many requests a second a replica sustains within an objective, and what stops it.
 
-*Mixed* replicas batch prefill chunks with decodes. With B requests decoding, each iteration of T seconds
-finishes B / O of them (O output tokens each), so as many new prompts enter and each iteration carries
-c = B L / O prompt tokens:
+*Mixed* replicas batch prefill chunks with decodes, as engines do: a prompt that waits goes into the next step, as
+much of it as the token budget M has room for beside B decodes. With O output tokens a request, B / O prompts of L
+tokens enter in a step on average, so a share of all steps has a chunk of c tokens and the others have none:
 
-    T(B) = step(chunk c, decodes B, mean context L + O/2)       rate = B / (O T)      TPOT = T
-    TTFT = time to prefill L tokens in chunks beside the B decodes
+    c = min(max(L, B L / O), M - B)                 share = B L / (O c)
+    T(B) = share step(c, B) + (1 - share) step(0, B)         rate = B / (O T)         TPOT = T
+    TTFT = what is left of the step that runs + the steps of a prompt's own chunks beside the B decodes
 
-The rate grows with B until memory is full, TPOT or TTFT would break, or a step is all arithmetic. Queueing
-is not in here: at the rate returned the replica is busy all the time, and a planner keeps headroom.
+Where prompts want more than M - B tokens of every step (share > 1), they pace the rest: T = share step(c, B). The
+rate grows with B until memory is full, TPOT or TTFT would break, or a step is all arithmetic. Queueing is not in
+here: at the rate returned the replica is busy all the time, and a planner keeps headroom.
+
+*Prefill* replicas take as many whole prompts into a step as the budget has room for, and a longer one in chunks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from potluck.core.values.types import Role, Slo
+from potluck.perf.capacity import STEP_TOKENS
+from potluck.perf.host import Host
 from potluck.perf.phases import (
     CHUNK_TOKENS,
     chunked_iteration_s,
-    chunked_prefills_s,
     decode_step_s,
-    prefill_s,
+    prompts_in_step,
+    prompts_s,
 )
 from potluck.perf.step import Floats, StepTimer
 
@@ -44,7 +50,7 @@ class Operating:
     ttft_s: float
     tpot_s: float
     chunk_tokens: float
-    """Prompt tokens in each iteration; 0 for a decode replica."""
+    """Prompt tokens of a step that has any; 0 for a decode replica."""
     limit: Limit
     """What keeps the rate from growing."""
 
@@ -75,18 +81,90 @@ def best_operating(
         step_s = decode_step_s(timer, batches, context)
         ttft_s = step_s
     else:
-        chunk = np.minimum(batches * new_tokens / output_tokens, CHUNK_TOKENS)
-        behind = cached_tokens + np.maximum(new_tokens - chunk, 0.0) / 2
-        prompts = _prompts(chunk, new_tokens)
-        # A request that is mid-prefill is not decoding: with more chunk than budget, prefill paces the rest.
-        paced = batches * new_tokens / output_tokens / np.maximum(chunk, 1e-9)
-        step_s = chunked_iteration_s(timer, prompts, behind[:, None], batches, context)
-        step_s = step_s * np.maximum(paced, 1.0)
-        ttft_s = chunked_prefills_s(
-            timer, new_tokens, requests=batches, context=context, cached=cached_tokens
-        )
+        mixed = mixed_steps(timer, batches, new_tokens, output_tokens, cached_tokens)
+        chunk, step_s, ttft_s = mixed.chunk_tokens, mixed.step_s, mixed.wait_s + mixed.prompt_s
     rate = batches / (output_tokens * step_s)
     return _choose(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSteps:
+    """Steps of a mixed replica, for each of several numbers of decodes."""
+
+    decodes: Floats
+    chunk_tokens: Floats
+    """Prompt tokens of a step that has any."""
+    prompts: Floats
+    """Those that they belong to."""
+    share: Floats
+    """Of all steps, those with prompt tokens; above 1 prompts wait for room."""
+    with_s: Floats
+    without_s: Floats
+    turns: Floats
+    """Steps that a prompt takes."""
+    turn_s: Floats
+
+    @property
+    def step_s(self) -> Floats:
+        """The mean, with chunks and without."""
+        return np.asarray(self._even_s * np.maximum(self.share, 1.0), np.float64)
+
+    @property
+    def wait_s(self) -> Floats:
+        """What is left, on average, of the step that runs when a prompt comes."""
+        part = np.minimum(self.share, 1.0)
+        squares = part * self.with_s**2 + (1.0 - part) * self.without_s**2
+        return np.asarray(squares / (2.0 * self._even_s), np.float64)
+
+    @property
+    def prompt_s(self) -> Floats:
+        """A prompt's own steps."""
+        return np.asarray(self.turns * self.turn_s, np.float64)
+
+    @property
+    def _even_s(self) -> Floats:
+        part = np.minimum(self.share, 1.0)
+        return np.asarray(part * self.with_s + (1.0 - part) * self.without_s, np.float64)
+
+    def hosted(self, host: Host, layers: float | Floats) -> MixedSteps:
+        """The same with an engine's host, where the steps were timed without one."""
+        each_s = host.fixed_s + host.sequence_s * self.decodes
+        least_s = host.launch_s * np.asarray(layers, np.float64)
+        return replace(
+            self,
+            with_s=np.maximum(self.with_s + each_s + host.sequence_s * self.prompts, least_s),
+            without_s=self.without_s + each_s,
+            turn_s=np.maximum(self.turn_s + each_s + host.sequence_s, least_s),
+        )
+
+
+def mixed_steps(
+    timer: StepTimer,
+    batches: Floats,
+    new_tokens: int,
+    output_tokens: float,
+    cached_tokens: int = 0,
+    budget_tokens: int = CHUNK_TOKENS,
+) -> MixedSteps:
+    """Whole chunks under a token budget beside so many decodes."""
+    context = cached_tokens + new_tokens + output_tokens / 2
+    wanted = batches * new_tokens / output_tokens
+    room = np.maximum(budget_tokens - batches, 1.0)
+    chunk = np.minimum(np.maximum(wanted, float(new_tokens)), room)
+    behind = cached_tokens + np.maximum(new_tokens - chunk, 0.0) / 2
+    prompts = _prompts(chunk, new_tokens)
+    turns = np.ceil(new_tokens / room)
+    own = new_tokens / turns
+    return MixedSteps(
+        batches,
+        chunk,
+        np.asarray((prompts > 0).sum(axis=1), np.float64),
+        wanted / chunk,
+        chunked_iteration_s(timer, prompts, behind[:, None], batches, context),
+        decode_step_s(timer, batches, context),
+        turns,
+        chunked_iteration_s(timer, own, cached_tokens + (new_tokens - own) / 2, batches, context),
+    )
 
 
 def _prompts(chunk: Floats, new_tokens: int) -> Floats:
@@ -99,11 +177,16 @@ def _prompts(chunk: Floats, new_tokens: int) -> Floats:
 
 
 def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | None) -> Operating | None:
-    """Prompts one after another; batching them gains little once one fills the GPU."""
-    ttft_s = float(prefill_s(timer, new_tokens, cached_tokens)[0])
-    if slo is not None and ttft_s > slo.ttft_s:
+    most = prompts_in_step(new_tokens)
+    step_s = prompts_s(timer, np.arange(1.0, most + 1), new_tokens, cached_tokens)
+    within = step_s <= (np.inf if slo is None else slo.ttft_s)
+    if not within[0]:
         return None
-    return Operating(1.0 / ttft_s, 1, ttft_s, 0.0, float(new_tokens), "compute")
+    rates = np.where(within, np.arange(1, most + 1) / step_s, 0.0)
+    best = int(np.argmax(rates))
+    limit: Limit = "compute" if within.all() else "ttft"
+    chunk = float(min((best + 1) * new_tokens, STEP_TOKENS))
+    return Operating(float(rates[best]), best + 1, float(step_s[best]), 0.0, chunk, limit)
 
 
 def _candidates(largest: int) -> Floats:

@@ -29,6 +29,7 @@ from potluck.plan.allocate.result import Allocation
 from potluck.plan.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
 from potluck.plan.machines import machine_of
 from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.ranges import range_per_s
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 from potluck.plan.templates.combo import combo_capacity
 from potluck.plan.templates.pair import pair_capacity
@@ -361,6 +362,7 @@ def _prediction(
         sum(share.rate_per_s * tokens[share.bucket][0] for share in finished),
         sum(share.rate_per_s * tokens[share.bucket][1] for share in finished),
         own,
+        *range_per_s(each, mine, used, found.problem.by_name, served / found.problem.headroom),
     )
 
 

@@ -73,6 +73,7 @@ def pipeline_libraries(
     calibration: Calibration | None = None,
     rule: Rule | None = None,
     folder: Path | None = None,
+    sure: float = 0.5,
 ) -> tuple[PipelineLibrary, PipelineLibrary]:
     """(prefill, decode) templates of a model, from disk where they are there.
 
@@ -80,16 +81,17 @@ def pipeline_libraries(
     when left out.
     """
     place = default_folder() if folder is None else folder
+    lengths = (input_tokens, output_tokens)
     both = cached_stage_rates(
         model,
         nodes,
         slo,
-        input_tokens,
-        output_tokens,
+        *lengths,
         max_nodes,
         calibration=calibration,
         rule=rule,
         folder=place,
+        sure=sure,
     )
     stays = list(running)
     prefill, decode = (
@@ -109,9 +111,10 @@ def cached_stage_rates(
     calibration: Calibration | None = None,
     rule: Rule | None = None,
     folder: Path | None,
+    sure: float = 0.5,
 ) -> tuple[StageRates, StageRates]:
     """`stage_rates`, from disk where they are there."""
-    given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages, rule))
+    given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages, rule, sure))
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
     code = sources("potluck.perf") + b"".join(map(_own, RATES))
     key = _hash(b"stage rates", dumps(given).encode(), fitted, code)
@@ -119,21 +122,15 @@ def cached_stage_rates(
     stored = load(folder, key)
     if stored is not None and _are_rates(stored, shape):
         tps = tuple(largest_tp(model, node) for node in nodes)
-        sure = tuple(ORDER[int(i)] for i in stored["confidences"])
-        shared = (model, tuple(nodes), tps, sure)
+        trusted = tuple(ORDER[int(i)] for i in stored["confidences"])
+        shared = (model, tuple(nodes), tps, trusted)
         return (
             StageRates(*shared, "prefill", slo.ttft_s, input_tokens, output_tokens, stored["prefill"]),
             StageRates(*shared, "decode", slo.tpot_s, input_tokens, output_tokens, stored["decode"]),
         )
+    lengths = (input_tokens, output_tokens)
     made = stage_rates(
-        model,
-        nodes,
-        slo,
-        input_tokens,
-        output_tokens,
-        max_stages=max_stages,
-        calibration=calibration,
-        rule=rule,
+        model, nodes, slo, *lengths, max_stages=max_stages, calibration=calibration, rule=rule, sure=sure
     )
     order = np.array([ORDER.index(each) for each in made[0].confidences], np.int64)
     save(folder, key, {"prefill": made[0].units, "decode": made[1].units, "confidences": order})

@@ -139,4 +139,4 @@ def timer_of(problem: Problem, ask: Ask, layout: Layout) -> StepTimer:
         return layout_timer(ask, layout, problem.by_name)
     ring = [*pairwise(names), (names[-1], names[0])]
     hops = tuple(hop(problem, first, second) for first, second in ring)
-    return pipeline(ask.model, layout, problem.by_name, hops=hops)
+    return pipeline(ask.model, layout, problem.by_name, hops=hops, sure=ask.sure)

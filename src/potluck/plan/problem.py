@@ -106,6 +106,8 @@ class Ask:
     """Classes of its requests, where there are several; `slo` is the strictest of all."""
     origins: tuple[Origin, ...] = ()
     """Where its users are; `slo` does not know of it (`strategies.near`)."""
+    sure: float = 0.5
+    """With what probability steps take no longer than is planned with; 0.5: as long as they are expected to."""
 
     @property
     def rate_per_s(self) -> float:

@@ -1,15 +1,16 @@
 """What a replica offers a model, bucket by bucket, within the objective.
 
-A replica that prefills takes prompts one after another; at utilisation h they queue, and with service times
-that hardly vary the mean wait is that of an M/D/1 queue, so
+A replica that prefills takes up to K prompts into a step, as many as its token budget has room for (a longer one in
+chunks), so it does K / T(K) a second. At utilisation h there are b in a step, as few as keep up, and they queue: with
+service times that hardly vary that is an M/D/1 queue, and where several share a step, half of the one that runs, so
 
-    TTFT = S (1 + h / (2 (1 - h))) + hand-over          S: seconds to prefill one prompt
+    TTFT = T(b) + S h / (2 (1 - h)) + [K > 1] T(b) / 2 + hand-over          S = T(K) / K
 
-must stay within the objective. In a pipeline S is the time between two prompts, and the first token waits for
-all stages, after the round of chunks that is under way. A decoding replica runs the largest batch whose step is
-within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is taken before the first token. A
-mixed one does both and must keep both (`perf.throughput`); in a pipeline of S stages S batches take
-turns, so a request's step is a cycle of them.
+must stay within the objective; K is the largest that does. In a pipeline T is the time between two steps, and the
+first token waits for all stages, after the round of chunks that is under way. A decoding replica runs the largest
+batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is taken
+before the first token. A mixed one does both and must keep both (`perf.throughput`); in a pipeline of S stages S
+batches take turns, so a request's step is a cycle of them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.phases import CHUNK_TOKENS, prefill_s
+from potluck.perf.capacity import STEP_TOKENS
+from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
 from potluck.perf.pipeline import PipelineTimer, layout_requests, pipeline
 from potluck.perf.profile import ProfileTimer, profile_for
 from potluck.perf.roofline import roofline
-from potluck.perf.step import Floats, StepTimer, steps
+from potluck.perf.step import Floats, Steps, StepTimer, steps
 from potluck.perf.throughput import MAX_BATCH, best_operating
 from potluck.plan.problem import Ask, Demand
 
@@ -76,8 +78,10 @@ def layout_timer(ask: Ask, layout: Layout, nodes: Mapping[str, NodeType]) -> Ste
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
         node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
         profile = profile_for(ask.profiles, ask.model, node, tp) if ep == "none" else None
-        return roofline(ask.model, node, tp, ep=ep) if profile is None else ProfileTimer(profile)
-    return pipeline(ask.model, layout, nodes)
+        return (
+            roofline(ask.model, node, tp, ep=ep, sure=ask.sure) if profile is None else ProfileTimer(profile)
+        )
+    return pipeline(ask.model, layout, nodes, sure=ask.sure)
 
 
 def replica_capacity(
@@ -120,19 +124,7 @@ def _bucket(
 ) -> BucketCapacity:
     nothing = BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0)
     if role == "prefill":
-        latency_s = float(prefill_s(timer, demand.new_tokens, demand.cached_tokens)[0])
-        longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
-        service_s, round_s = latency_s, 0.0
-        if isinstance(timer, PipelineTimer):
-            prompt = steps(demand.new_tokens, demand.cached_tokens)
-            service_s = min(latency_s, float(timer.interval_s(prompt)[0]))
-            chunk = steps(min(demand.new_tokens, CHUNK_TOKENS), demand.cached_tokens)
-            round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0
-        ttft_s = latency_s + service_s * (wait_factor(headroom) - 1.0) + round_s
-        room_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE)
-        if demand.promised and max(ttft_s, longest_s) > room_s:
-            return nothing
-        return BucketCapacity(demand.bucket, copies / service_s, 0.0, 0.0, ttft_s, 0.0)
+        return _prefill(ask, demand, timer, headroom, copies) or nothing
     tokens = demand.longest_tokens + demand.output_tokens
     batch = layout_requests(ask.model, layout, nodes, tokens)
     if role == "decode":
@@ -152,6 +144,39 @@ def _bucket(
     if role == "decode":
         return BucketCapacity(demand.bucket, 0.0, rate, 0.0, 0.0, found.tpot_s)
     return BucketCapacity(demand.bucket, 0.0, 0.0, rate, found.ttft_s, found.tpot_s)
+
+
+def _prefill(
+    ask: Ask, demand: Demand, timer: StepTimer, headroom: float, copies: int
+) -> BucketCapacity | None:
+    """Steps of as many prompts as the budget has room for and the objective allows."""
+    new, cached = demand.new_tokens, demand.cached_tokens
+    counts = np.arange(1, prompts_in_step(new) + 1)
+    latency_s, round_s = prompts_s(timer, counts, new, cached), 0.0
+    longest_s = chunked_prefill_s(timer, demand.longest_tokens, STEP_TOKENS)
+    apart_s = latency_s
+    if isinstance(timer, PipelineTimer):
+        latency_s = timer.step_s(_prompts(counts, new, cached))
+        longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
+        apart_s = np.minimum(latency_s, timer.interval_s(_prompts(counts, new, cached)))
+        chunk = steps(min(new, CHUNK_TOKENS), cached)
+        round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0
+    rates = counts / apart_s
+    limit_s = ask.slo.ttft_s * (1.0 - HANDOVER_SHARE) if demand.promised else np.inf
+    for most in counts[::-1]:
+        rate = float(rates[:most].max())
+        b = int(np.argmax(rates >= headroom * rate))
+        ttft_s = float(latency_s[b]) + (wait_factor(headroom) - 1.0) / rate + round_s
+        ttft_s += float(apart_s[b]) / 2 if most > 1 else 0.0
+        if max(ttft_s, longest_s) <= limit_s:
+            return BucketCapacity(demand.bucket, copies * rate, 0.0, 0.0, ttft_s, 0.0)
+    return None
+
+
+def _prompts(counts: NDArray[np.int64], new: int, cached: int) -> Steps:
+    """Steps of so many whole prompts."""
+    there = np.arange(len(counts))[None, :] < counts[:, None]
+    return steps(there * float(new), there * float(cached))
 
 
 def _pipeline_decode(timer: PipelineTimer, demand: Demand, room: int, tpot_s: float) -> tuple[float, float]:

@@ -43,10 +43,10 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Slo
 from potluck.perf.calibration import Calibration
-from potluck.perf.capacity import STEP_TOKENS, USABLE_SHARE, stage_memory
+from potluck.perf.capacity import USABLE_SHARE, stage_memory
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.network import handover_s
-from potluck.perf.phases import CHUNK_TOKENS, prefill_s
+from potluck.perf.phases import CHUNK_TOKENS, prefill_s, prompts_in_step
 from potluck.perf.roofline import RooflineTimer, check_tp, roofline
 from potluck.perf.step import Floats, Steps, steps
 from potluck.perf.throughput import MAX_BATCH
@@ -135,6 +135,7 @@ def stage_rates(
     max_stages: int = 6,
     calibration: Calibration | None = None,
     rule: Rule | None = None,
+    sure: float = 0.5,
 ) -> tuple[StageRates, StageRates]:
     """(prefill under `slo.ttft_s`, decode under `slo.tpot_s`) for requests of these mean lengths.
 
@@ -146,14 +147,14 @@ def stage_rates(
     shares = {
         tp: _share(model, nodes[tps.index(tp)], tp, cached + input_tokens, output_tokens) for tp in set(tps)
     }
-    prompts = _prompt_steps(input_tokens) if rule is None else steps(input_tokens, cached)
+    prompts = _prompt_steps(input_tokens, cached)
     decodes = _decode_steps(cached + input_tokens, output_tokens)
     shape = (max_stages, len(nodes), model.layer_count)
     prefill, decode = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     by_stages = np.arange(1.0, max_stages + 1)
     confidences: list[Confidence] = []
     for g, (node, tp) in enumerate(zip(nodes, tps, strict=True)):
-        timer, share = roofline(model, node, tp, calibration=calibration), shares[tp]
+        timer, share = roofline(model, node, tp, calibration=calibration, sure=sure), shares[tp]
         confidences.append(timer.confidence)
         most = _most_requests(node, share, share.kv_prefill, shape, tied=model.tied_embeddings)
         within_s, answering = slo.ttft_s / by_stages, 1.0
@@ -191,10 +192,11 @@ def largest_tp(model: Model, node: NodeType) -> int:
     return 1
 
 
-def _prompt_steps(input_tokens: int) -> Steps:
-    """Steps of 1, 2, ... prompts, up to the tokens that activations are kept for (but always one prompt)."""
-    most = max(STEP_TOKENS // input_tokens, 1)
-    return steps(np.tril(np.ones((most, most))) * input_tokens)
+def _prompt_steps(input_tokens: int, cached_tokens: int = 0) -> Steps:
+    """Steps of 1, 2, ... whole prompts, as many as a replica takes at once."""
+    most = prompts_in_step(input_tokens)
+    there = np.tril(np.ones((most, most)))
+    return steps(there * input_tokens, there * cached_tokens)
 
 
 def _decode_steps(input_tokens: int, output_tokens: int) -> Steps:
@@ -247,7 +249,7 @@ def _node_rates(timer: RooflineTimer, batch: Steps, tokens: int, most: Integers,
             batch.decode_context[:widest],
         )
         whole_s = timer.step_s(rows)
-        layers_s = replace(timer, head_s=None, host_s=0.0).step_s(rows)
+        layers_s = replace(timer, head_s=None, host=timer.host.launching).step_s(rows)
         wire_s = handover_s(copies * rows.tokens * model.hidden * 2.0, node, node)
         units = float(UNITS_PER_TOKEN * tokens * copies)
         each_s = layers_s / model.layer_count

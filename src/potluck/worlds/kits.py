@@ -17,6 +17,7 @@ from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.budget import paced_budget
 from potluck.perf.capacity import kv_tokens, require_fit, stage_memory
+from potluck.perf.host import DEFAULT_HOST, Host
 from potluck.perf.memory import (
     kv_bytes_per_token,
     state_bytes,
@@ -28,13 +29,13 @@ from potluck.perf.phases import decode_knees, decode_step_s
 from potluck.perf.pipeline import PipelineTimer, Rounds, pipeline, stage_layers
 from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
 from potluck.perf.profile import Profile, ProfileTimer, profile_for
-from potluck.perf.roofline import HOST_S, roofline
+from potluck.perf.roofline import roofline
 from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
 from potluck.perf.throughput import best_operating
 from potluck.perf.together import Lengths, together
 from potluck.worlds.paths import group_facts, hops_of
-from potluck.worlds.scene import DEFAULT_ENGINE, Engine, Scene
+from potluck.worlds.scene import DEFAULT_ENGINE, PROMPT_ENGINE, Engine, Scene
 
 CHUNK_STEP = 8
 """Planned chunks are rounded up to this. Coarser steps make every turn of a pipeline longer than planned: with 64
@@ -151,7 +152,7 @@ class Kits:
             made = self._made.get((template.model, replica.layout, engine))
             if made is None:
                 hops, profiles = hops_of(scene, replica.layout), scene.profiles.get(template.model, ())
-                timer = timer_of(model, replica.layout, scene.nodes, engine.host_s, hops, profiles)
+                timer = timer_of(model, replica.layout, scene.nodes, engine.host, hops, profiles)
                 room = total_blocks(model, replica.layout, scene.nodes, sum(mean))
                 made = self._made[template.model, replica.layout, engine] = (timer, room)
             timer, blocks = made
@@ -207,12 +208,14 @@ class Kits:
         chunk = planned_chunk(template, index, mean)
         if chunk:
             return replace(DEFAULT_ENGINE, token_budget=min(DEFAULT_ENGINE.token_budget, chunk))
+        if replica.role == "prefill" and template.kind != "pair":
+            return PROMPT_ENGINE
         if not scene.paced or slo is None or replica.role != "mixed":
             return DEFAULT_ENGINE
         model, (prompt, answer) = scene.model(template.model), (max(1, round(each)) for each in mean)
         room = total_blocks(model, replica.layout, scene.nodes, sum(mean)) * BLOCK_TOKENS // (prompt + answer)
         profiles = scene.profiles.get(template.model, ())
-        timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host_s, profiles=profiles)
+        timer = timer_of(model, replica.layout, scene.nodes, DEFAULT_ENGINE.host, profiles=profiles)
         if isinstance(timer, PipelineTimer) and len(timer.stages) > 1:
             turns = together(timer, Lengths(prompt, 0, answer, prompt), room, slo)
             return (
@@ -241,7 +244,7 @@ def timer_of(
     model: Model,
     layout: Layout,
     nodes: Mapping[str, NodeType],
-    host_s: float = HOST_S,
+    host: Host = DEFAULT_HOST,
     hops: tuple[Hop, ...] = (),
     profiles: Sequence[Profile] = (),
 ) -> StepTimer:
@@ -250,8 +253,8 @@ def timer_of(
     if len(layout.stages) == 1 and len(stage.nodes) == 1:
         node, tp, ep = nodes[stage.nodes[0].node], stage.nodes[0].tp, stage.nodes[0].ep
         profile = profile_for(profiles, model, node, tp) if ep == "none" else None
-        return roofline(model, node, tp, host_s=host_s, ep=ep) if profile is None else ProfileTimer(profile)
-    return pipeline(model, layout, nodes, host_s=host_s, hops=hops)
+        return roofline(model, node, tp, host=host, ep=ep) if profile is None else ProfileTimer(profile)
+    return pipeline(model, layout, nodes, host=host, hops=hops)
 
 
 def total_blocks(model: Model, layout: Layout, nodes: Mapping[str, NodeType], tokens: float) -> int:

@@ -24,7 +24,7 @@ from math import exp
 from potluck.core.brain.policy import Balance
 from potluck.core.routing.offers import PHASES, Offers, Phase, offers
 from potluck.core.values.plan import Plan, Template
-from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, decode_step_s
+from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, decode_step_s, prompts_in_step, prompts_s
 from potluck.perf.pipeline import PipelineTimer
 from potluck.perf.step import StepTimer, steps
 from potluck.worlds.kits import Kits
@@ -253,8 +253,10 @@ def _replica(
     busy: Span | None = None
     if template.flows or template.kind not in ("combo", "pair"):
         timer = kits.kits[template.name, place[2]].timer
+        budget = kits.kits[template.name, place[2]].engine.token_budget
         spans = [
-            busy_span(template.model, timer, work.prompts, work.answers, lengths, side) for side in (0, 1)
+            busy_span(template.model, timer, work.prompts, work.answers, lengths, side, budget)
+            for side in (0, 1)
         ]
         busy = Span(min(each.low for each in spans), max(each.high for each in spans))
     rate = Span(min(said, spread), max(said, spread))
@@ -268,13 +270,14 @@ def busy_span(
     answers: Mapping[int, list[float]],
     lengths: Mapping[tuple[str, int], Lengths],
     side: int,
+    budget: int = CHUNK_TOKENS,
 ) -> Span:
-    """How busy prompts and answers at these rates keep a replica."""
+    """How busy prompts and answers at these rates keep a replica whose steps hold so many tokens."""
     least = most = alone = 0.0
     for bucket, rates in prompts.items():
         each = lengths.get((model, bucket))
         if each is not None:
-            fast_s, slow_s = prompt_s(timer, each)
+            fast_s, slow_s = prompt_s(timer, each, budget, shared=not answers)
             least += rates[side] * fast_s
             most += rates[side] * slow_s
     for bucket, rates in answers.items():
@@ -287,16 +290,18 @@ def busy_span(
     return Span(1.0 - (1.0 - least) * exp(-alone), min(1.0, most + alone))
 
 
-def prompt_s(timer: StepTimer, each: Lengths) -> tuple[float, float]:
-    """Seconds of a replica that a prompt takes: as one of many, and alone (in a pipeline that is longer)."""
+def prompt_s(
+    timer: StepTimer, each: Lengths, budget: int = CHUNK_TOKENS, shared: bool = False
+) -> tuple[float, float]:
+    """Seconds of a replica that a prompt takes: as one of many, and alone; `shared`: several fill a step."""
     tokens = max(1, round(each.prompt_tokens))
     cached = max(0.0, each.context_tokens - each.prompt_tokens)
-    slow_s = chunked_prefill_s(timer, tokens)
+    slow_s, many = chunked_prefill_s(timer, tokens, budget), prompts_in_step(tokens, budget) if shared else 1
     if not isinstance(timer, PipelineTimer):
-        return slow_s, slow_s
+        return min(slow_s, float(prompts_s(timer, many, tokens, 0.0, budget)[0]) / many), slow_s
     fast_s = 0.0
-    for start in range(0, tokens, CHUNK_TOKENS):
-        chunk = steps(min(CHUNK_TOKENS, tokens - start), cached + start)
+    for start in range(0, tokens, budget):
+        chunk = steps(min(budget, tokens - start), cached + start)
         fast_s += float(timer.interval_s(chunk)[0])
     return min(fast_s, slow_s), slow_s
 

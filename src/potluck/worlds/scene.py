@@ -9,9 +9,10 @@ from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, NodeType, Region, Slo
+from potluck.perf.capacity import STEP_TOKENS
+from potluck.perf.host import DEFAULT_HOST, Host
 from potluck.perf.phases import CHUNK_TOKENS
 from potluck.perf.profile import Profile
-from potluck.perf.roofline import HOST_S
 from potluck.perf.startup import DEFAULT_COSTS, StartupCosts
 from potluck.perf.throughput import MAX_BATCH
 
@@ -24,13 +25,15 @@ class Engine:
     """New tokens of a step; a pipeline has as many in each of its lanes."""
     slots: int = MAX_BATCH
     """Sequences that have begun."""
-    host_s: float = HOST_S
+    host: Host = DEFAULT_HOST
     """Seconds of a step in which no GPU works."""
     pipelined: bool = True
     """Whether the stages of a pipeline work on different batches at once; else on one after another."""
 
 
 DEFAULT_ENGINE = Engine()
+PROMPT_ENGINE = Engine(STEP_TOKENS)
+"""That of a replica that does prompts alone: no answers wait for its steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,12 @@ def read_spec(path: Path | None) -> Spec:
 
 
 def load_problem(
-    spec: Spec, headroom: float, budget: float | None, what_if: tuple[str, ...], init_penalty: float
+    spec: Spec,
+    headroom: float,
+    budget: float | None,
+    what_if: tuple[str, ...],
+    init_penalty: float,
+    sure: float = 0.5,
 ) -> Problem:
     """The planning problem that a spec and the options pose."""
     from potluck.plan.explain import without_nodes
@@ -35,6 +41,8 @@ def load_problem(
 
     if not 0 < headroom <= 1:
         raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")
+    if not 0.5 <= sure < 1:
+        raise InputError("confidence", f"must be at least 0.5 and below 1, is {sure:g}")
     asks = tuple(
         ask(
             m.name,
@@ -51,6 +59,7 @@ def load_problem(
         )
         for m in spec.models
     )
+    asks = tuple(replace(each, sure=sure) for each in asks)
     limit = budget if budget is not None else spec.budget_usd_per_h
     problem = Problem(
         asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool

@@ -13,7 +13,8 @@ from potluck.cli.common.render import emit_json, percent, table
 if TYPE_CHECKING:
     from potluck.perf.study.accuracy import Score
 
-STEPS = 12
+RUNS = "aic_h100_sxm_serving_runs.parquet"
+STEPS = 18
 """Roughly how many stages a study has, for the progress bar."""
 
 
@@ -24,15 +25,23 @@ STEPS = 12
     help="Folder of measurements: study them afresh instead of showing the stored figures.",
 )
 @click.option("--calibrate", is_flag=True, help="With --data: fit anew and store calibration and figures.")
+@click.option(
+    "--score",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Table of serving runs that you measured (CSV, JSON, Parquet): how far predictions are from them.",
+)
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="Write the report (Markdown).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def accuracy(data: Path | None, calibrate: bool, write: Path | None, as_json: bool) -> None:
+def accuracy(
+    data: Path | None, calibrate: bool, score: Path | None, write: Path | None, as_json: bool
+) -> None:
     """How far predictions are off from measurements they have not seen.
 
     \b
     Examples:
       potluck accuracy                                     the stored figures
       potluck accuracy --write docs/accuracy.md            the report
+      potluck accuracy --score runs.csv                    your own runs; exit code 1 where bars do not hold
       potluck accuracy --data measured --calibrate         fit anew from measurements
     """
     from potluck.core.codec import encode
@@ -40,6 +49,12 @@ def accuracy(data: Path | None, calibrate: bool, write: Path | None, as_json: bo
 
     if calibrate and data is None:
         raise click.UsageError("--calibrate needs --data")
+    if score is not None:
+        if data is not None or write is not None:
+            raise click.UsageError("--score goes with --json alone")
+        from potluck.cli.measuring.run_tables import score as score_table
+
+        raise SystemExit(score_table(score, as_json))
     scores = stored_scores() if data is None else _study(data, calibrate)
     if write is not None:
         from potluck.cli.measuring.accuracy_report import report
@@ -53,6 +68,7 @@ def accuracy(data: Path | None, calibrate: bool, write: Path | None, as_json: bo
 
 def _study(folder: Path, save: bool) -> tuple[Score, ...]:
     from potluck.catalog import gpus, models, nodes
+    from potluck.cli.measuring.run_tables import study_table
     from potluck.perf.study.accuracy import StepCheck, expected_errors, study
     from potluck.perf.study.calibrate import calibrate
     from potluck.perf.study.scores import save_calibration, save_scores
@@ -65,6 +81,9 @@ def _study(folder: Path, save: bool) -> tuple[Score, ...]:
             said("fitting")
             save_calibration(calibrate(folder, sheet, expected_errors(scores)))
             save_scores(scores)
+        runs = folder / RUNS
+        if runs.is_file():
+            study_table(runs, scores, save, said)
     return scores
 
 

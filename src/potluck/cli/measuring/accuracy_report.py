@@ -51,18 +51,21 @@ KIND_TARGETS = {
 
 def report(scores: tuple[Score, ...]) -> str:
     """The whole page."""
-    parts = [HEAD, _summary(scores), _misses(scores)]
+    from potluck.cli.measuring.accuracy_runs import LEVELS, own_section, runs_section
+    from potluck.perf.study.scores import stored_runs
+
+    parts = [HEAD, LEVELS, runs_section(stored_runs()), _summary(scores), _misses(scores)]
     for question in ("calibrated", "GPU left out", "model left out"):
         rows = [s for s in scores if s.question == question]
         parts.append(f"## {question[0].upper()}{question[1:]}\n\n{_table(rows)}")
-    parts += [_published(), _confidence()]
+    parts += [_published(), _confidence(), own_section()]
     return "\n".join(parts)
 
 
 def _summary(scores: tuple[Score, ...]) -> str:
     plain = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")
     lines = [
-        "## In short\n",
+        "## Operators in short\n",
         "The median over all (GPU, harness) pairs of each pair's median error, and the worst pair.\n",
         "| work | calibrated | target | worst | GPU left out | target | worst |",
         "|---|---|---|---|---|---|---|",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli.common.render import bytes_, count, emit_json, percent, table, usd
+from potluck.cli.common.render import bytes_, count, emit_json, table, usd
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 from potluck.core.values.layout import Ep
@@ -19,6 +19,7 @@ from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
     from potluck.core.values.model import Model
+    from potluck.perf.bars import Bar
     from potluck.perf.estimate import Estimate
     from potluck.perf.profile import Profile
     from potluck.plan.problem import Problem
@@ -198,9 +199,10 @@ def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: st
     experts = "" if found.ep == "none" else f", experts spread over {found.tp}"
     gpus = f"{attention} parallelism {found.tp}{experts}, {found.replicas} replica(s)"
     title = f"{found.model} on {found.node} ({gpus}), {input_tokens} in / {output_tokens} out, {found.role}"
+    prefill_s, decode_s = found.prefill_s, found.decode_step_s
     rows: list[tuple[str, str, str]] = [
-        ("prefill of one prompt", seconds(found.prefill_s), f"{found.prefill_bound}-bound"),
-        ("decode step, alone", seconds(found.decode_step_s), f"{1 / found.decode_step_s:.0f} tokens/s"),
+        ("prefill of one prompt", seconds(prefill_s), _time(found.rate_bar, prefill_s, found.prefill_bound)),
+        ("decode step, alone", seconds(decode_s), _time(found.rate_bar, decode_s)),
         ("weights", bytes_(found.weight_bytes), "per replica"),
         ("KV memory", bytes_(found.kv_bytes), f"{count(found.max_batch)} such requests per replica"),
     ]
@@ -208,9 +210,15 @@ def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: st
         chunk = f"{at.chunk_tokens:.0f} prompt tokens per step" if found.role == "mixed" else ""
         rows += [
             ("batch per replica", count(at.batch), chunk),
-            ("TTFT, without queueing", seconds(at.ttft_s), ""),
-            ("TPOT", seconds(at.tpot_s), f"{found.decode_bound}-bound") if at.tpot_s else ("TPOT", "-", ""),
-            ("requests per second", f"{found.requests_per_s:.3g}", "whole node"),
+            ("TTFT, without queueing", seconds(at.ttft_s), _time(found.ttft_bar, at.ttft_s)),
+            ("TPOT", seconds(at.tpot_s), _time(found.tpot_bar, at.tpot_s, found.decode_bound))
+            if at.tpot_s
+            else ("TPOT", "-", ""),
+            (
+                "requests per second",
+                f"{found.requests_per_s:.3g}",
+                _rate(found.rate_bar, found.requests_per_s),
+            ),
             ("tokens per second", count(round(found.total_tokens_per_s)), "input and output"),
         ]
         if found.output_tokens_per_s:
@@ -219,7 +227,8 @@ def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: st
     if found.price_usd_per_h is not None:
         rows.append(("price per hour", usd(found.price_usd_per_h), price_from))
         if found.usd_per_million_tokens is not None:
-            rows.append(("cost per million tokens", usd(found.usd_per_million_tokens), "input and output"))
+            cost = found.usd_per_million_tokens
+            rows.append(("cost per million tokens", usd(cost), _cost(found.rate_bar, cost)))
         if found.usd_per_million_output_tokens is not None:
             rows.append(("cost per million output tokens", usd(found.usd_per_million_output_tokens), ""))
     else:
@@ -228,9 +237,30 @@ def _show(found: Estimate, input_tokens: int, output_tokens: int, price_from: st
     table(title, ("", "estimate", ""), rows)
 
 
+def _time(found: Bar | None, time_s: float, bound: str = "") -> str:
+    words = f"{bound}-bound" if bound else ""
+    if found is None:
+        return words
+    low_s, high_s = found.around(time_s)
+    return ", ".join(part for part in (f"{seconds(low_s)} to {seconds(high_s)}", words) if part)
+
+
+def _rate(found: Bar | None, rate: float) -> str:
+    if found is None:
+        return "whole node"
+    low, high = found.around_rate(rate)
+    return f"{low:.3g} to {high:.3g}, whole node"
+
+
+def _cost(found: Bar | None, price_usd: float) -> str:
+    if found is None:
+        return "input and output"
+    low, high = found.around(price_usd)
+    return f"{usd(low)} to {usd(high)}, input and output"
+
+
 def confidence_words(found: Estimate) -> str:
     """What the confidence means for this estimate."""
-    error = found.expected_error
-    if error is None:
+    if found.rate_bar is None:
         return f"{found.basis}; error unknown"
-    return f"{found.basis}; operators off by {percent(error.median)} (median), {percent(error.p90)} (9 in 10)"
+    return f"{found.basis}; 8 in 10 are within the ranges above, by {found.rate_bar.basis}"

@@ -47,6 +47,14 @@ def _options(command: Command) -> Command:
         click.option(
             "--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be."
         ),
+        click.option(
+            "--confidence",
+            "sure",
+            type=float,
+            default=0.5,
+            show_default=True,
+            help="Plan for steps as slow as they are with this probability at most: 0.9 for the slow end.",
+        ),
         click.option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
         click.option(
             "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
@@ -102,6 +110,7 @@ def plan(
     seed: int,
     time_limit_s: float,
     headroom: float,
+    sure: float,
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
     slo_scale: float,
@@ -114,20 +123,18 @@ def plan(
     \b
     Examples:
       potluck plan potluck.yaml --out plan.json
-      potluck plan potluck.yaml --rehearse --cv 3
+      potluck plan potluck.yaml --rehearse --cv 3 --confidence 0.9
       potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
-      potluck plan potluck.yaml --running plan.json --init-penalty 0.2
       potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
     from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.explain import explain
     from potluck.plan.strategies import Settings, Workshop
 
-    planner = _strategy(strategy)
+    planner, spec = _strategy(strategy), scaled(read_spec(spec_path), slo_scale)
     _require_endings(trace_path, html_path)
-    spec = scaled(read_spec(spec_path), slo_scale)
-    problem = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty)
-    problem = exact(measured(problem, profile_paths), exact_kv)
+    posed = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty, sure)
+    problem = exact(measured(posed, profile_paths), exact_kv)
     before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
     limit_s = _positive("time-limit", time_limit_s)
     pins, estimate = tuple(map(_pin, pinned)), estimate_of(spec, problem, rehearsing, seed)
@@ -189,6 +196,7 @@ def compare(
     seed: int,
     time_limit_s: float,
     headroom: float,
+    sure: float,
     budget_usd_per_h: float | None,
     what_if: tuple[str, ...],
     slo_scale: float,
@@ -202,7 +210,8 @@ def compare(
     from potluck.plan.verify import verify
 
     require_html(html_path)
-    problem = load_problem(scaled(read_spec(spec_path), slo_scale), headroom, budget_usd_per_h, what_if, 0.0)
+    spec = scaled(read_spec(spec_path), slo_scale)
+    problem = load_problem(spec, headroom, budget_usd_per_h, what_if, 0.0, sure)
     rows = []
     with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
         workshop = Workshop(problem, said=said)

@@ -159,6 +159,10 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
     table(title, ("model", "region", "copies", "template", "req/s", "USD/h", *tokens, "confidence"), rows)
 
 
+def _between(low: float, high: float) -> str:
+    return f"{low:.3g} to {high:.3g}" if high > 0 else "-"
+
+
 def _show_predictions(problem: Problem, outcome: Outcome) -> None:
     from potluck.plan.explain import tokens_per_usd, usd_per_million_tokens
 
@@ -168,6 +172,7 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             p.model,
             f"{p.demand_per_s:.3g}",
             f"{p.capacity_per_s:.3g}",
+            _between(p.slowest_per_s, p.fastest_per_s),
             short(p.prompt_tokens_per_s),
             short(p.answer_tokens_per_s),
             seconds(p.ttft_s),
@@ -184,6 +189,7 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             "model",
             "demand/s",
             "could do/s",
+            "8 in 10 do",
             "prompt tokens/s",
             "answer tokens/s",
             "TTFT",

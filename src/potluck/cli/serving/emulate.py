@@ -98,6 +98,7 @@ class Emulation:
 
     def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[Emulated, float]:
         from potluck.engine.pipeline.messages import Emulated
+        from potluck.perf.host import NO_HOST
         from potluck.perf.network import handover_s
         from potluck.perf.phases import decode_step_s
         from potluck.perf.roofline import roofline
@@ -110,7 +111,7 @@ class Emulation:
         like = Emulated(
             self.model, node, tp, layers.start, layers.stop, self.speed_up, hop_s=fixed, hop_s_per_token=each
         )
-        timer = roofline(self.model, node, tp, layers=layers, host_s=0.0)
+        timer = roofline(self.model, node, tp, layers=layers, host=NO_HOST)
         return like, 1.0 / float(decode_step_s(timer, 16, 1024)[0])
 
     def layout(self) -> Layout:

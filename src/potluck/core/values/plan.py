@@ -180,6 +180,10 @@ class Prediction:
     """... and of decode."""
     fraction: float | None = None
     """Share of this model's demand that is met, where models have priorities; None: the plan's."""
+    slowest_per_s: float = 0.0
+    """8 in 10 of like replicas do between this ..."""
+    fastest_per_s: float = 0.0
+    """... and this, where they are expected to do `capacity_per_s`; 0 where nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ from potluck.engine.pipeline.messages import (
     to_bytes,
 )
 from potluck.engine.pipeline.wire import Bytes, Connection, LinkError, connect
+from potluck.perf.host import NO_HOST
 from potluck.perf.roofline import roofline
 
 Received = tuple[Command, bytearray]
@@ -164,7 +165,9 @@ class Worker:
         if setup.emulate is not None:
             like = setup.emulate
             # What the host does between steps is the driver's, and real.
-            timer = roofline(like.model, like.node, like.tp, layers=range(like.first, like.last), host_s=0.0)
+            timer = roofline(
+                like.model, like.node, like.tp, layers=range(like.first, like.last), host=NO_HOST
+            )
             self._pacer = Pacer(timer, like.speed_up, host_s=0.0)
             self._inputs.hop_s = like.hop_s / like.speed_up
             self._inputs.hop_s_per_row = like.hop_s_per_token / like.speed_up

@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.values.model import Model
+from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
+from potluck.perf.host import NO_HOST
 from potluck.perf.operators import Chip
 from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats
@@ -131,6 +133,20 @@ def kinds_of(rows: Measurements) -> dict[Kind, NDArray[np.bool_]]:
     }
 
 
+def deviations(scores: Iterable[Score]) -> dict[Confidence, float]:
+    """The standard deviation of operators' errors by how a GPU's were had, as if they were normal.
+
+    A step sums many operators; what is wrong with a GPU is wrong with most of them, so nothing averages out.
+    """
+    found = expected_errors(scores)
+    measured, transferred = found["measured"].median / 0.6745, found["transferred"].median / 0.6745
+    return {
+        "measured": round(measured, 3),
+        "transferred": round(transferred, 3),
+        "assumed": round(2 * transferred, 3),
+    }
+
+
 def expected_errors(scores: Iterable[Score]) -> dict[str, ExpectedError]:
     """What the CLI says beside a prediction: the mean over GPUs and kinds of work."""
     result = {}
@@ -185,7 +201,7 @@ def _without_gpu(
 
 def _steps(question: Question, folder: Path, check: StepCheck, calibration: Calibration) -> list[Score]:
     measured = read_steps(folder)
-    timer = roofline(check.model, check.node, 1, calibration=calibration, host_s=0.0)
+    timer = roofline(check.model, check.node, 1, calibration=calibration, host=NO_HOST)
     error = np.abs(timer.step_s(measured.batch) / measured.seconds - 1.0)
     prefill = measured.batch.chunk_new.sum(axis=1) > 0
     found = []

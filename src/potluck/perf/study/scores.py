@@ -7,10 +7,16 @@ from importlib import resources
 from pathlib import Path
 
 from potluck.core.codec import dumps, loads
+from potluck.perf.bars import FORMAT as BARS_FORMAT
+from potluck.perf.bars import Bars, bundled_bars
 from potluck.perf.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
+from potluck.perf.host import FORMAT as HOSTS_FORMAT
+from potluck.perf.host import hosts
 from potluck.perf.study.accuracy import Score
+from potluck.perf.study.serving import RunStudy, numbers
 
 SCORES_FORMAT = "potluck.accuracy"
+RUNS_FORMAT = "potluck.runs"
 
 
 @lru_cache(maxsize=1)
@@ -32,6 +38,29 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> No
     text = dumps(calibration, format_name=FORMAT, version=CALIBRATION_VERSION, indent=None)
     _folder(folder).joinpath("calibration.json").write_text(text, encoding="utf-8")
     bundled.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def stored_runs() -> RunStudy:
+    """What was found with whole serving runs."""
+    text = resources.files("potluck.perf").joinpath("data/runs.json").read_text(encoding="utf-8")
+    return loads(RunStudy, text, format_name=RUNS_FORMAT, version=CALIBRATION_VERSION)
+
+
+def save_runs(study: RunStudy, bars: Bars, folder: Path | None = None) -> None:
+    """Write what was learnt from serving runs: hosts, errors and scores."""
+    dense = [each for each in study.engines if each.kind == "dense"]
+    newest = {each.engine: each.host for each in sorted(dense, key=lambda e: numbers(e.version))}
+    where = _folder(folder)
+    for name, value, form in (
+        ("hosts", newest, HOSTS_FORMAT),
+        ("bars", bars, BARS_FORMAT),
+        ("runs", study, RUNS_FORMAT),
+    ):
+        text = dumps(value, format_name=form, version=CALIBRATION_VERSION, indent=None)
+        where.joinpath(f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    for cached in (hosts, bundled_bars, stored_runs):
+        cached.cache_clear()
 
 
 def _folder(folder: Path | None) -> Path:

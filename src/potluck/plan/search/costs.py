@@ -28,10 +28,11 @@ from potluck.core.values.types import NodeType
 from potluck.perf.arithmetic import step_sums
 from potluck.perf.calibration import Calibration
 from potluck.perf.capacity import USABLE_SHARE, stage_memory
+from potluck.perf.host import DEFAULT_HOST
 from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.network import all_reduce_s
 from potluck.perf.phases import CHUNK_TOKENS
-from potluck.perf.roofline import HOST_S, check_tp, roofline
+from potluck.perf.roofline import check_tp, roofline
 from potluck.perf.step import Floats, Steps, steps
 from potluck.perf.throughput import MAX_BATCH
 from potluck.plan.search.pool import Pool, Workload
@@ -59,7 +60,7 @@ class Calibrated:
     def parts(self, model: Model, node: NodeType, tp: int, batch: Steps) -> tuple[Floats, Floats]:
         timer = roofline(model, node, tp, calibration=self.calibration)
         whole_s = timer.step_s(batch)
-        layers_s = replace(timer, head_s=None, host_s=0.0).step_s(batch)
+        layers_s = replace(timer, head_s=None, host=timer.host.launching).step_s(batch)
         return layers_s / model.layer_count, whole_s - layers_s
 
     def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence:
@@ -83,7 +84,9 @@ class Peak:
         bytes_per_s = node.gpu.bandwidth_gb_per_s * 1e9 * self.bandwidth_share
         layers_s = np.maximum(sums.flops / flops_per_s, sums.bytes / bytes_per_s)
         reduced = all_reduce_s(batch.tokens * model.hidden * 2.0, tp, node.interconnect, ())
-        head = np.where(batch.tokens > 0, head_bytes(model) / tp / bytes_per_s + HOST_S, 0.0)
+        head = np.where(
+            batch.tokens > 0, head_bytes(model) / tp / bytes_per_s + DEFAULT_HOST.step_s(batch), 0.0
+        )
         return layers_s / model.layer_count + 2.0 * reduced, head
 
     def confidence(self, model: Model, node: NodeType, tp: int) -> Confidence:

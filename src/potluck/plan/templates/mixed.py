@@ -89,7 +89,7 @@ def libraries(
             library
             for uneven in UNEVEN
             for library in pipeline_libraries(
-                *given, max_nodes=max_nodes, rule=replace(rule, uneven=uneven), folder=folder
+                *given, max_nodes=max_nodes, rule=replace(rule, uneven=uneven), folder=folder, sure=ask.sure
             )
         )
     except InputError:

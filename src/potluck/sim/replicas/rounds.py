@@ -20,6 +20,7 @@ import numpy as np
 
 from potluck.core.values.plan import Confidence
 from potluck.perf.pipeline import PipelineTimer
+from potluck.perf.roofline import RooflineTimer
 from potluck.perf.step import Floats, Steps, StepTimer, steps
 from potluck.sim.replicas.steps import CONTEXTS, ROWS, Chunks, Row, StepTable
 
@@ -42,6 +43,8 @@ def step_table(timer: StepTimer) -> Table:
     """The table for a timer. Make one and share it among replicas of the same kind."""
     if isinstance(timer, PipelineTimer) and sum(map(len, timer.stages)) > 1:
         return RoundTable(timer)
+    if isinstance(timer, RooflineTimer | PipelineTimer):
+        return StepTable(timer.unlaunched, timer.least_s)
     return StepTable(timer)
 
 
@@ -64,8 +67,9 @@ class RoundTable:
     def __init__(self, timer: PipelineTimer) -> None:
         self.timer = timer
         self.lanes = sum(map(len, timer.stages))
-        self._latency = StepTable(timer)
-        self._pace = StepTable(_Pace(timer))
+        plain = timer.unlaunched
+        self._latency = StepTable(plain, timer.least_s)
+        self._pace = StepTable(_Pace(plain), timer.least_interval_s)
         self.rows: dict[int, Row] = {}
 
     def row(self, decodes: int) -> Row:

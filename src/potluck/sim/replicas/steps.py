@@ -18,6 +18,7 @@ series: `Row.run_s` has its sum and `Row.steps_until` the inverse.
              as those of T tokens with a context of w, which would take q(T) w, q(T) = Q(T, T/2) / (T/2)
     R(n, x)  what n decodes with contexts x add: measured beside one chunk of REFERENCE tokens
 
+No step with a chunk is shorter than it takes to launch (`perf.host`): that does not add up, so it is kept apart.
 Exact for one chunk alone, and within a hundredth otherwise where the timer adds up, as kernels one after another
 do (tests/sim/test_steps.py).
 """
@@ -128,10 +129,23 @@ class Row:
 class StepTable:
     """Scalar step times of one timer. Share it among replicas of the same kind."""
 
-    __slots__ = ("_base", "_behind", "_beside", "_edges", "_pair", "_shared", "lanes", "rows", "timer")
+    __slots__ = (
+        "_base",
+        "_behind",
+        "_beside",
+        "_edges",
+        "_least_s",
+        "_pair",
+        "_shared",
+        "lanes",
+        "rows",
+        "timer",
+    )
 
-    def __init__(self, timer: StepTimer) -> None:
+    def __init__(self, timer: StepTimer, least_s: float = 0.0) -> None:
+        """`least_s` is what a step with a chunk takes at least; the timer does not know of it."""
         self.timer = timer
+        self._least_s = least_s
         self.lanes = 1
         """Batches that are under way at once."""
         self.rows: dict[int, Row] = {}
@@ -171,7 +185,8 @@ class StepTable:
             seconds += beside.start[cell] + beside.slope[cell] * context
         if tokens >= len(self._base):
             self._make_base(tokens)
-        return seconds + self._base[tokens] - self._pair[tokens] * (tokens * tokens - pairs)
+        seconds += self._base[tokens] - self._pair[tokens] * (tokens * tokens - pairs)
+        return seconds if seconds > self._least_s else self._least_s
 
     def _make_base(self, tokens: int) -> None:
         more = np.arange(len(self._base), tokens + TOKENS, dtype=np.float64)

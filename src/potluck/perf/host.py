@@ -1,0 +1,63 @@
+"""What an engine's host takes of a step while no GPU works: scheduling, sampling, detokenising, launching.
+
+    seconds = fixed + per sequence x sequences of the step
+
+and a step with a prompt's chunk, which is not recorded in a CUDA graph, lasts at least as long as it takes to launch
+its layers. All three are facts of an engine and its version: old ones took about 0.1 ms a sequence, today's overlap
+most of it with the GPU. Those of three engines were fitted to whole serving runs on H100 (`perf.study.serving`);
+where nothing else is said, vLLM's hold. `potluck profile` measures the real ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+
+import numpy as np
+
+from potluck.core.codec import loads
+from potluck.perf.step import Floats, Steps
+
+FORMAT = "potluck.hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """The host's part of a step."""
+
+    fixed_s: float
+    sequence_s: float = 0.0
+    launch_s: float = 0.0
+    """Of one layer of a step that holds a chunk of a prompt: the least that it takes."""
+
+    @property
+    def launching(self) -> Host:
+        """What of it grows with the layers of a stage: the rest is spent once a step."""
+        return Host(0.0, 0.0, self.launch_s)
+
+    def step_s(self, batch: Steps) -> Floats:
+        """What comes on top of the GPU's time."""
+        taken: Floats = self.fixed_s + self.sequence_s * batch.sequences
+        return taken
+
+    def whole_s(self, gpu_s: Floats, batch: Steps, layers: int) -> Floats:
+        """A step of so many layers, of which the GPU works so long; nothing where nobody has a token."""
+        total = gpu_s + self.step_s(batch)
+        if self.launch_s > 0:
+            chunked = batch.chunk_new.any(axis=1)
+            total = np.where(chunked, np.maximum(total, self.launch_s * layers), total)
+        return np.where(batch.tokens > 0, total, 0.0)
+
+
+NO_HOST = Host(0.0)
+
+
+@lru_cache(maxsize=1)
+def hosts() -> dict[str, Host]:
+    """Those that were fitted, by engine: its newest version among the runs."""
+    text = resources.files("potluck.perf").joinpath("data/hosts.json").read_text(encoding="utf-8")
+    return loads(dict[str, Host], text, format_name=FORMAT, version=1)
+
+
+DEFAULT_HOST = hosts()["vllm"]

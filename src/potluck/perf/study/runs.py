@@ -1,0 +1,207 @@
+"""Tables of measured serving runs, read forgivingly: CSV, JSON, JSON lines or Parquet, one row a run.
+
+A row says which model ran where and how, and what a client saw of it. COLUMNS has the names that each fact may have,
+whatever their case and punctuation; a time's unit is the end of its name. Rows without a time or a concurrency are
+left out and counted.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from potluck.core.errors import InputError
+from potluck.core.values.layout import Ep
+
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "model": ("model", "model_path", "model_name", "model_id"),
+    "gpu": ("gpu", "system", "gpu_type", "gpu_name", "accelerator", "hardware", "device"),
+    "tp": ("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "gpus", "num_gpus"),
+    "format": ("format", "gemm_quant_mode", "precision", "dtype", "quantization", "weights"),
+    "experts_format": ("experts_format", "moe_quant_mode"),
+    "ep": ("ep", "moe_ep_size", "ep_size", "expert_parallel", "expert_parallel_size"),
+    "dp": ("dp", "attention_dp_size", "dp_size", "data_parallel_size"),
+    "engine": ("engine", "backend", "framework"),
+    "version": ("version", "backend_version", "engine_version"),
+    "mode": ("mode", "serving_mode"),
+    "isl": ("isl", "input_tokens", "prompt_tokens", "input_len", "input_length", "mean_input_tokens"),
+    "osl": ("osl", "output_tokens", "answer_tokens", "output_len", "output_length", "mean_output_tokens"),
+    "concurrency": ("concurrency", "max_concurrency", "batch", "batch_size", "users"),
+    "ttft": ("ttft", "mean_ttft", "silicon_ttft", "ttft_mean", "ttft_avg", "time_to_first_token"),
+    "tpot": ("tpot", "mean_tpot", "silicon_tpot", "tpot_mean", "itl", "mean_itl", "inter_token_latency"),
+    "throughput": ("throughput", "requests_per_s", "request_throughput", "req_per_s", "rps"),
+    "tokens_per_s": ("output_tokens_per_s", "output_throughput", "tokens_per_s"),
+    "source": ("silicon_data_source", "source"),
+}
+NEEDED = ("model", "gpu", "isl", "osl")
+UNITS = {"_ms": 1e-3, "_us": 1e-6, "_s": 1.0, "": 1.0}
+CONCURRENCY = re.compile(r"concurrency=(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measured run; times in seconds."""
+
+    model: str
+    gpu: str
+    tp: int
+    format: str
+    """Empty where nothing is said: as the model is published."""
+    ep: Ep
+    engine: str
+    version: str
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    ttft_s: float | None
+    tpot_s: float | None
+    requests_per_s: float
+    """As a client would count them: concurrency / (TTFT + (osl - 1) TPOT) where nothing is said."""
+
+    @property
+    def configuration(self) -> tuple[str, ...]:
+        """What does not change from one concurrency to the next."""
+        shape = (self.tp, self.ep, self.input_tokens, self.output_tokens)
+        return (self.model, self.gpu, self.engine, self.version, self.format, *map(str, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A file's runs, and how many rows said too little or ran over several nodes."""
+
+    runs: tuple[Run, ...]
+    left_out: int
+
+
+def read_runs(path: Path) -> Table:
+    """All runs of a file, each once."""
+    rows = _rows(path)
+    names = {_plain(name): name for name in (rows[0] if rows else {})}
+    columns = {fact: _found(fact, names) for fact in COLUMNS}
+    for fact in NEEDED:
+        if not columns[fact]:
+            wanted = ", ".join(COLUMNS[fact])
+            raise InputError(f"{path.name}: {fact}", f"no such column; call it one of {wanted}")
+    if not (columns["tpot"] or columns["throughput"] or columns["tokens_per_s"]):
+        raise InputError(f"{path.name}: tpot", "nothing measured; ttft_ms and tpot_ms are the usual columns")
+    read = [_run(_Row(row, columns, f"{path.name}: row {i}")) for i, row in enumerate(rows, 2)]
+    found = [run for run in read if run is not None]
+    if not found:
+        raise InputError(path.name, "no row says model, gpu, lengths, concurrency and a measured time")
+    return Table(tuple(dict.fromkeys(found)), len(rows) - len(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    values: Mapping[str, object]
+    columns: Mapping[str, Sequence[tuple[str, float]]]
+    """The columns of each fact, and what a number there is to be multiplied by."""
+    where: str
+
+    def text(self, fact: str) -> str:
+        for name, _ in self.columns[fact]:
+            value = str(self.values.get(name)).strip()
+            if value.lower() not in ("", "none", "nan", "null", "n/a"):
+                return value
+        return ""
+
+    def number(self, fact: str) -> float | None:
+        said = self.text(fact)
+        if not said:
+            return None
+        name, scale = next(
+            each for each in self.columns[fact] if str(self.values.get(each[0])).strip() == said
+        )
+        try:
+            value = float(said.replace(",", "")) * scale
+        except ValueError:
+            raise InputError(f"{self.where}: {name}", f"must be a number, is {said!r}") from None
+        if value < 0:
+            raise InputError(f"{self.where}: {name}", f"must not be negative, is {said}")
+        return value
+
+
+def _run(row: _Row) -> Run | None:
+    said = CONCURRENCY.search(row.text("source"))
+    concurrency = float(said[1]) if said else row.number("concurrency")
+    tp, ep, dp = (row.number(fact) or 1.0 for fact in ("tp", "ep", "dp"))
+    isl, osl, model, gpu = row.number("isl"), row.number("osl"), row.text("model"), row.text("gpu")
+    if not (concurrency and isl and osl and model and gpu):
+        return None
+    if row.text("mode").lower() not in ("", "agg", "aggregated") or dp > 1:
+        return None
+    ttft_s, tpot_s, per_s = row.number("ttft"), row.number("tpot"), row.number("throughput")
+    tokens_per_s = row.number("tokens_per_s")
+    if per_s is None and tokens_per_s is not None:
+        per_s = tokens_per_s / osl
+    if per_s is None:
+        if ttft_s is None or tpot_s is None or not ttft_s + tpot_s > 0:
+            return None
+        per_s = concurrency / (ttft_s + (osl - 1) * tpot_s)
+    formats = dict.fromkeys(each for each in (row.text("format"), row.text("experts_format")) if each)
+    return Run(
+        model=model,
+        gpu=gpu,
+        tp=int(tp),
+        format="+".join(formats),
+        ep="tp" if ep > 1 else "none",
+        engine=row.text("engine").lower() or "vllm",
+        version=row.text("version"),
+        input_tokens=int(isl),
+        output_tokens=int(osl),
+        concurrency=int(concurrency),
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        requests_per_s=per_s,
+    )
+
+
+def _found(fact: str, names: Mapping[str, str]) -> list[tuple[str, float]]:
+    units = UNITS if fact in ("ttft", "tpot") else {"": 1.0}
+    spelled = ((_plain(name + unit), scale) for name in COLUMNS[fact] for unit, scale in units.items())
+    return [(names[name], scale) for name, scale in spelled if name in names]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _rows(path: Path) -> list[Mapping[str, object]]:
+    """A table's rows, whatever the file's format."""
+    try:
+        if path.suffix == ".parquet":
+            return _parquet(path)
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        text = raw.decode("utf-8-sig")
+        if ".json" in path.suffixes or ".jsonl" in path.suffixes:
+            return _json(text, path)
+        return list(csv.DictReader(text.splitlines()))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise InputError(path.name, f"cannot be read as CSV, JSON or Parquet ({error})") from error
+
+
+def _json(text: str, path: Path) -> list[Mapping[str, object]]:
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = [json.loads(line) for line in text.splitlines() if line.strip()]
+    if isinstance(read, dict):
+        read = next((read[key] for key in ("runs", "rows", "data") if key in read), [read])
+    rows = read
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(path.name, "must be a list of objects, one for each run")
+    every = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in every} for row in rows]
+
+
+def _parquet(path: Path) -> list[Mapping[str, object]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise InputError(path.name, "needs pyarrow: pip install 'potluck[measure]'") from error
+    return list(parquet.read_table(path).to_pylist())

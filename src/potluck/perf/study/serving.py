@@ -1,0 +1,294 @@
+"""Whole serving runs: the few figures of an engine and a client that are fitted to them, and what is off then.
+
+Six figures for each version of an engine and kind of model: its host (fixed, per sequence, launches of a layer:
+`perf.host`), and how its benchmark's client sends (`perf.serving`). All else is the roofline. *Left out*:
+configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names; each
+half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
+engine's newest that has more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.values.model import Model
+from potluck.core.values.types import NodeType
+from potluck.perf.bars import (
+    LEAST_CONFIGURATIONS,
+    LEAST_RUNS,
+    METRICS,
+    SHARES,
+    Bars,
+    Kind,
+    Metric,
+    RunErrors,
+    bar,
+    bits_of,
+    kind_of,
+)
+from potluck.perf.capacity import max_requests, stage_memory
+from potluck.perf.host import NO_HOST, Host
+from potluck.perf.roofline import RooflineTimer, roofline
+from potluck.perf.serving import Client, RunWork, Served, run_work, served, together
+from potluck.perf.step import Floats
+from potluck.perf.study.runs import Run
+
+Mask = NDArray[np.bool_]
+WEIGHTS = {"rate": 2.0, "tpot": 1.0, "ttft": 0.5}
+"""Of their errors in the fit: throughput is what is paid for, first tokens depend on the client most."""
+LEAST_FITTED = 24
+"""Runs of a version of an engine that figures of its own are fitted to."""
+START = (1e-3, 2e-5, 2e-4, 0.2, 1.0, 0.02)
+PULL = 0.2
+"""Of each figure to its usual value: not every one shows in every engine's runs."""
+FOLDS = 5
+"""Parts that the bars are tried on, each with those of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A run with what its names mean."""
+
+    run: Run
+    model: Model
+    node: NodeType
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.model)
+
+    @property
+    def bits(self) -> int:
+        return round(bits_of(self.model))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFit:
+    """What was fitted to the runs of one version of an engine."""
+
+    engine: str
+    version: str
+    kind: Kind
+    runs: int
+    host: Host
+    client: Client
+
+
+@dataclass(frozen=True, slots=True)
+class RunScore:
+    """Errors of runs that the fit had not seen."""
+
+    metric: Metric
+    kind: str
+    gpu: str
+    engine: str
+    bits: int
+    tp: int
+    runs: int
+    median: float
+    """Of the absolute percentage error."""
+    bias: float
+    """Median of predicted / measured - 1."""
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunStudy:
+    """All that was learnt from serving runs."""
+
+    engines: tuple[EngineFit, ...]
+    scores: tuple[RunScore, ...]
+    coverage: dict[str, float]
+    """Share of runs within a bar of 80 % that was made without them, by metric, and by metric and kind."""
+    left_out: int = 0
+    """Rows of the table that no run was made of."""
+
+
+def works(placed: Sequence[Placed]) -> RunWork:
+    """The GPU's part of every run."""
+    timers: dict[tuple[Model, str, int, str], RooflineTimer] = {}
+    found = []
+    for each in placed:
+        run, model, node = each.run, each.model, each.node
+        key = (model, node.name, run.tp, run.ep)
+        if key not in timers:
+            timers[key] = roofline(model, node, run.tp, host=NO_HOST, ep=run.ep)
+        # Engines take requests in as long as there is room for what is there, so half of an answer counts.
+        tokens = run.input_tokens + run.output_tokens / 2
+        room = max_requests(model, stage_memory(model, node, run.tp, ep=run.ep), run.tp, tokens, ep=run.ep)
+        lengths = (run.concurrency, run.input_tokens, run.output_tokens)
+        found.append(run_work(timers[key], model.layer_count, *lengths, room))
+    return together(found)
+
+
+def study_runs(
+    placed: Sequence[Placed], left_out: int = 0, said: Callable[[str], None] = lambda _: None
+) -> tuple[RunStudy, tuple[RunErrors, ...]]:
+    """Fit, score what was left out, and see what bars hold."""
+    work = works(placed)
+    versions = _versions(placed)
+    half = np.array([crc32(" ".join(each.run.configuration).encode()) % 2 for each in placed])
+    ratios = np.zeros((len(METRICS), len(placed)))
+    engines = []
+    for version in _fitted_versions(versions):
+        said(f"serving runs of {version}")
+        mine = versions == version
+        host, client = fit(work.where(mine), [p.run for p, m in zip(placed, mine, strict=True) if m])
+        _, engine, number = version.split(" ", 2)
+        kind = placed[int(np.flatnonzero(mine)[0])].kind
+        engines.append(EngineFit(engine, number, kind, int(mine.sum()), host, client))
+        like = np.array([_stand_in(v, versions) == version for v in versions])
+        for side in (0, 1):
+            seen, left = mine & (half == side), like & (half != side)
+            pair = fit(work.where(seen), [p.run for p, m in zip(placed, seen, strict=True) if m])
+            ratios[:, left] = log_ratios(served(work.where(left), *pair), placed, left)
+    errors = run_errors(placed, ratios)
+    return RunStudy(tuple(engines), run_scores(placed, ratios), coverage(placed, ratios), left_out), errors
+
+
+def fit(work: RunWork, runs: Sequence[Run]) -> tuple[Host, Client]:
+    """The host and client with which predictions are nearest to these runs."""
+    from scipy.optimize import least_squares
+
+    measured = {metric: _measured(runs, metric) for metric in METRICS}
+
+    def misses(logs: Floats) -> Floats:
+        values = np.exp(logs)
+        found = _times(served(work, Host(*values[:3]), Client(*values[3:])))
+        parts = [WEIGHTS[m] * np.nan_to_num(np.log(found[m] / measured[m])) for m in METRICS]
+        return np.concatenate([*parts, PULL * (logs - usual)])
+
+    best = None
+    for burst in (0.15, 0.9):
+        usual = np.log([*START[:3], burst, *START[4:]])
+        found = least_squares(misses, usual, loss="soft_l1", f_scale=0.1, diff_step=1e-3)
+        best = found if best is None or found.cost < best.cost else best
+    assert best is not None
+    values = [float(f"{value:.3g}") for value in np.exp(best.x)]
+    return Host(*values[:3]), Client(*values[3:])
+
+
+def log_ratios(found: Served, placed: Sequence[Placed], mask: Mask) -> Floats:
+    """log(measured time / predicted time) for every metric; NaN where nothing was measured."""
+    runs = [each.run for each, wanted in zip(placed, mask, strict=True) if wanted]
+    times = _times(found)
+    return np.stack([np.log(_measured(runs, metric) / times[metric]) for metric in METRICS])
+
+
+def run_scores(placed: Sequence[Placed], ratios: Floats) -> tuple[RunScore, ...]:
+    """By kind, engine, format and degree, and over all of them."""
+    groups: dict[tuple[str, str, str, int, int], list[int]] = {}
+    for i, each in enumerate(placed):
+        run, gpu = each.run, each.node.gpu.name
+        keys = [
+            (each.kind, gpu, run.engine, each.bits, run.tp),
+            (each.kind, gpu, "", 0, 0),
+            ("", gpu, "", 0, run.tp),
+        ]
+        for key in keys:
+            groups.setdefault(key, []).append(i)
+    found = []
+    for (kind, gpu, engine, bits, tp), rows in sorted(groups.items()):
+        for m, metric in enumerate(METRICS):
+            part = ratios[m, rows]
+            part = part[np.isfinite(part)]
+            if not len(part):
+                continue
+            off = np.exp(-part) - 1.0 if metric != "rate" else np.exp(part) - 1.0
+            median, p90 = np.quantile(np.abs(off), [0.5, 0.9])
+            figures = (round(float(v), 4) for v in (median, np.median(off), p90))
+            found.append(RunScore(metric, kind, gpu, engine, bits, tp, len(part), *figures))
+    return tuple(found)
+
+
+def run_errors(placed: Sequence[Placed], ratios: Floats, mask: Mask | None = None) -> tuple[RunErrors, ...]:
+    """Quantiles of every group that has runs and configurations enough."""
+    groups: dict[tuple[str, int, int], list[int]] = {}
+    for i, each in enumerate(placed):
+        if mask is None or mask[i]:
+            kind, bits, tp = each.kind, each.bits, each.run.tp
+            for key in ((kind, bits, tp), (kind, bits, 0), (kind, 0, tp), (kind, 0, 0), ("", 0, 0)):
+                groups.setdefault(key, []).append(i)
+    found = []
+    for key, rows in sorted(groups.items()):
+        configurations = {placed[i].run.configuration for i in rows}
+        enough = len(rows) >= LEAST_RUNS and len(configurations) >= LEAST_CONFIGURATIONS
+        for m, metric in enumerate(METRICS):
+            part = ratios[m, rows]
+            part = part[np.isfinite(part)]
+            if len(part) and (enough or key == ("", 0, 0)):
+                at = tuple(round(float(v), 4) for v in np.quantile(part, _widened(len(configurations))))
+                found.append(RunErrors(metric, *key, len(part), at))
+    return tuple(found)
+
+
+def _widened(configurations: int) -> Floats:
+    """SHARES as a new configuration sees them: of n that are alike and one more, it is as often the outermost."""
+    shares = np.asarray(SHARES)
+    wider = (shares - 0.5) * (configurations + 1) / configurations + 0.5
+    return np.clip(wider, 0.0, 1.0)
+
+
+def coverage(placed: Sequence[Placed], ratios: Floats) -> dict[str, float]:
+    """Of left-out runs, how many lie within the bar of 80 % that errors of other configurations make."""
+    fold = np.array([crc32(" ".join(reversed(each.run.configuration)).encode()) % FOLDS for each in placed])
+    inside: dict[str, list[bool]] = {}
+    for k in range(FOLDS):
+        made = Bars(placed[0].node.gpu.name, run_errors(placed, ratios, fold != k), {})
+        for i in np.flatnonzero(fold == k):
+            each = placed[int(i)]
+            for m, metric in enumerate(METRICS):
+                if np.isfinite(ratios[m, i]):
+                    within = bar(metric, each.model, each.run.tp, made.gpu, "measured", bars=made)
+                    hit = bool(np.log(within.low) <= ratios[m, i] <= np.log(within.high))
+                    for name in (metric, f"{metric}, {each.kind}"):
+                        inside.setdefault(name, []).append(hit)
+    return {name: round(float(np.mean(hits)), 3) for name, hits in sorted(inside.items())}
+
+
+def _times(found: Served) -> dict[Metric, Floats]:
+    return {"rate": 1.0 / found.requests_per_s, "ttft": found.ttft_s, "tpot": found.tpot_s}
+
+
+def _measured(runs: Sequence[Run], metric: Metric) -> Floats:
+    values = {
+        "rate": [1.0 / run.requests_per_s for run in runs],
+        "ttft": [run.ttft_s or np.nan for run in runs],
+        "tpot": [run.tpot_s or np.nan for run in runs],
+    }
+    return np.asarray(values[metric], np.float64)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """A version's numbers, in order; one that is not told comes first."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def _versions(placed: Sequence[Placed]) -> NDArray[np.str_]:
+    """Kind of model, engine and version of each run; where none is told, the newest of the engine's that are."""
+    newest: dict[str, str] = {}
+    for run in (each.run for each in placed):
+        newest[run.engine] = max(newest.get(run.engine, ""), run.version, key=numbers)
+    return np.array([f"{p.kind} {p.run.engine} {p.run.version or newest[p.run.engine]}" for p in placed])
+
+
+def _fitted_versions(versions: NDArray[np.str_]) -> list[str]:
+    return [str(v) for v in sorted(set(versions)) if (versions == v).sum() >= LEAST_FITTED]
+
+
+def _stand_in(version: str, versions: NDArray[np.str_]) -> str:
+    """Itself, or the newest version of its engine that has runs enough, or the newest of all."""
+    known = _fitted_versions(versions)
+    if version in known:
+        return version
+    kind, engine, _ = version.split(" ", 2)
+    for like in (f"{kind} {engine} ", f"dense {engine} ", ""):
+        if found := [each for each in known if each.startswith(like)]:
+            return max(found, key=numbers)
+    raise AssertionError(version)

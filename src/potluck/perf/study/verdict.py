@@ -1,0 +1,78 @@
+"""A table of somebody's own runs beside what is predicted for them, and how far plans can be trusted there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from potluck.perf.bars import METRICS, SHARE, Metric, bar
+from potluck.perf.roofline import roofline
+from potluck.perf.serving import served
+from potluck.perf.study.serving import (
+    EngineFit,
+    Placed,
+    RunScore,
+    log_ratios,
+    numbers,
+    run_scores,
+    works,
+)
+
+WORSE = 0.6
+"""With fewer than this share of runs within their bars of 80 %, the bars are not to be trusted."""
+ASTRAY = 0.15
+"""A bias beyond which it should be taken out of plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How predictions fare on a table of runs."""
+
+    runs: int
+    scores: tuple[RunScore, ...]
+    within: dict[str, float]
+    """By metric: the share of runs within their bars of 80 %."""
+    bias: dict[str, float]
+    """By metric: the median of predicted / measured - 1."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether rates are as uncertain as their bars say."""
+        return self.within["rate"] >= WORSE
+
+
+def verdict(placed: Sequence[Placed], engines: Sequence[EngineFit]) -> Verdict:
+    """Runs predicted with the host and client of their engine's newest version that is known."""
+    ratios = np.zeros((len(METRICS), len(placed)))
+    work = works(placed)
+    fits = [_fit(each, engines) for each in placed]
+    for fit in dict.fromkeys(fits):
+        mine = np.array([each == fit for each in fits])
+        ratios[:, mine] = log_ratios(served(work.where(mine), fit.host, fit.client), placed, mine)
+    within: dict[str, float] = {}
+    bias: dict[str, float] = {}
+    for m, metric in enumerate(METRICS):
+        seen = np.flatnonzero(np.isfinite(ratios[m]))
+        if len(seen):
+            hits = [_hit(metric, placed[int(i)], float(ratios[m, i])) for i in seen]
+            within[metric] = round(float(np.mean(hits)), 3)
+            off = np.exp(ratios[m, seen] if metric == "rate" else -ratios[m, seen]) - 1.0
+            bias[metric] = round(float(np.median(off)), 3)
+    return Verdict(len(placed), run_scores(placed, ratios), within, bias)
+
+
+def _hit(metric: Metric, each: Placed, ratio: float) -> bool:
+    timer = roofline(each.model, each.node, each.run.tp, ep=each.run.ep)
+    found = bar(metric, each.model, each.run.tp, each.node.gpu.name, timer.confidence, SHARE)
+    return log(found.low) <= ratio <= log(found.high)
+
+
+def _fit(placed: Placed, engines: Sequence[EngineFit]) -> EngineFit:
+    """Of the same engine and kind of model, the newest; else of the same kind; else of vLLM."""
+    for like in ((placed.run.engine, placed.kind), (placed.run.engine, "dense"), ("vllm", placed.kind)):
+        if found := [each for each in engines if (each.engine, each.kind) == like]:
+            return max(found, key=lambda each: numbers(each.version))
+    return engines[-1]

@@ -1,0 +1,81 @@
+"""`potluck accuracy --score`: one's own runs beside what is predicted for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.main import run
+from potluck.cli.measuring.run_tables import placed
+from potluck.perf.serving import served
+from potluck.perf.study.runs import read_runs
+from potluck.perf.study.scores import stored_runs
+from potluck.perf.study.serving import numbers, works
+
+HEAD = "model,gpu,tp,isl,osl,concurrency,ttft_ms,tpot_ms"
+
+
+def table(folder: Path, factor: float, gpu: str = "L40S") -> Path:
+    """Runs that take `factor` times as long as is predicted for them."""
+    rows = [
+        f"Llama-3.1-8B,{gpu},1,{isl},200,{users},100,10" for isl in (500, 2000) for users in (1, 4, 16, 32)
+    ]
+    path = folder / "runs.csv"
+    path.write_text("\n".join([HEAD, *rows]), encoding="utf-8")
+    runs = [placed(each) for each in read_runs(path).runs]
+    dense = [each for each in stored_runs().engines if (each.engine, each.kind) == ("vllm", "dense")]
+    fit = max(dense, key=lambda each: numbers(each.version))
+    found = served(works(runs), fit.host, fit.client)
+    lines = [
+        f"{each.run.model},{gpu},1,{each.run.input_tokens},200,{each.run.concurrency},"
+        f"{found.ttft_s[i] * 1e3 * factor},{found.tpot_s[i] * 1e3 * factor}"
+        for i, each in enumerate(runs)
+    ]
+    path.write_text("\n".join([HEAD, *lines]), encoding="utf-8")
+    return path
+
+
+def test_runs_as_predicted_are_within_their_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["accuracy", "--score", str(table(tmp_path, 1.0))]) == 0
+    out = capsys.readouterr().out
+    assert "throughput: 100% of runs are within their bars of 80 %" in out
+    assert "can be trusted as far as their bars say" in out
+
+
+def test_runs_far_from_what_is_predicted_are_told_with_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["accuracy", "--score", str(table(tmp_path, 2.0)), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["holds"] is False
+    assert said["found"]["bias"]["rate"] == pytest.approx(1.0, abs=0.01)
+    assert run(["accuracy", "--score", str(table(tmp_path, 2.0))]) == 1
+    assert "promise too much: plan with --confidence 0.9" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{HEAD}\nNo-Such-Model,L40S,1,500,200,4,100,10\n", "runs.csv: model: unknown 'No-Such-Model'"),
+        (f"{HEAD}\nLlama-3.1-8B,L40S,3,500,200,4,100,10\n", "runs.csv: tp: 3 does not divide"),
+        ("a,b\n1,2\n", "runs.csv: model: no such column"),
+    ],
+)
+def test_what_cannot_be_scored_is_said_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(text, encoding="utf-8")
+    assert run(["accuracy", "--score", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_score_goes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(HEAD, encoding="utf-8")
+    assert run(["accuracy", "--score", str(path), "--write", str(tmp_path / "page.md")]) == 2
+    assert "--score goes with --json alone" in capsys.readouterr().err
