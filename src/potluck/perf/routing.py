@@ -9,7 +9,6 @@ busiest rank decides: its load is above the mean by Blom's z, times the deviatio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -97,4 +96,6 @@ def _uneven(tokens: Floats, experts: Floats, active: Floats, ranks: Floats, skew
 
 
 def _blom(ranks: float) -> float:
+    from statistics import NormalDist  # slow to import, and of experts alone
+
     return float(NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) * (ranks / (ranks - 1)) ** 0.5)
