@@ -12,7 +12,7 @@ CHUNK_TOKENS = 2048
 """Token budget of a step with prompts beside answers when nothing else is said; prompts alone have STEP_TOKENS."""
 STRAIGHT = 0.05
 """Decode steps that are no farther from a line count as on it."""
-MOST_KNEES = 4
+MOST_KNEES = 6
 MOST_PROMPTS = 64
 """Whole prompts that are reckoned with in one step: more of them gain nothing that could be seen."""
 
@@ -31,7 +31,8 @@ def decode_step_s(timer: StepTimer, requests: ArrayLike, context: ArrayLike) -> 
 def decode_knees(timer: StepTimer, batch: int, context: float) -> tuple[tuple[int, float], ...]:
     """Batches below this one, and their steps, so that lines between them are off by no more than STRAIGHT: the worst
     are added until that is so, or there are MOST_KNEES."""
-    sizes = np.unique([1, *(2**power for power in range(1, 12) if 2**power < batch), 3 * batch // 4, batch])
+    powers = [2**power for power in range(1, 12) if 2**power < batch]
+    sizes = np.unique([1, *powers, *(each + 1 for each in powers), 3 * batch // 4, batch])
     if batch < 4:
         return ()
     times = decode_step_s(timer, sizes, context)
