@@ -15,8 +15,8 @@ from potluck.core.values.types import Slo
 from potluck.plan.codecs import solved
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, replica_capacity, useful
+from potluck.plan.shelf import pipelines
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.mixed import pipelines
 
 FLEET = {"east": {"1xL4": (0.8, 8), "1xL40S": (1.86, 4)}}
 NODES = ("1xL4", "1xL40S")
@@ -87,7 +87,9 @@ def test_no_plan_is_lost(ttft_s: float, prompt: int, rate_per_s: float, tmp_path
     problem = a_problem(ask, offers=FLEET)
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
     single = [each for each in homogeneous(problem, ask) if each.replicas[0].role != "mixed"]
-    made = [t for t in pipelines(problem, ask, prices, folder=tmp_path) if t.replicas[0].role == "prefill"]
+    made = [
+        t for t in pipelines(problem, ask, prices, few=20, folder=tmp_path) if t.replicas[0].role == "prefill"
+    ]
     few = [t for t in made if sum(n.count for n in t.nodes) <= MOST_NODES]
     _, ours = solved(problem, {ask.name: [*single, *few]}, time_limit_s=20)
     _, best = solved(problem, {ask.name: [*single, *all_pipelines(problem, ask)]}, time_limit_s=20)
@@ -108,5 +110,7 @@ def test_nodes_too_slow_alone_serve_as_pipelines() -> None:
     prices = {offer.node: offer.price_usd_per_h for offer in problem.regions[0].offers}
     single = [each for each in homogeneous(problem, ask) if each.replicas[0].role != "mixed"]
     assert not any(t.nodes[0].node == "1xL4" and t.replicas[0].role == "prefill" for t in single)
-    _, answer = solved(problem, {ask.name: [*single, *pipelines(problem, ask, prices)]}, time_limit_s=20)
+    _, answer = solved(
+        problem, {ask.name: [*single, *pipelines(problem, ask, prices, few=20)]}, time_limit_s=20
+    )
     assert answer.found

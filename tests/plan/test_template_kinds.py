@@ -16,11 +16,11 @@ from potluck.core.values.types import Slo
 from potluck.perf.phases import prefill_s
 from potluck.perf.together import PACED
 from potluck.plan.rates import layout_timer, replica_capacity, wait_factor
+from potluck.plan.shelf import pipelines
 from potluck.plan.stage_rates import UNITS_PER_TOKEN, stage_rates
 from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.mixed import pipelines
 from potluck.plan.templates.pair import pairs
 from potluck.plan.verify import retimed
 
@@ -135,7 +135,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
     problem = a_problem(big, offers={"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}})
     prices = {"1xL40S": 1.86, "1xA10G": 1.0}
     assert not homogeneous(problem, big)
-    found = pipelines(problem, big, prices)
+    found = pipelines(problem, big, prices, few=20)
     assert {t.replicas[0].role for t in found} == {"prefill", "decode"}
     for template in found:
         layout = template.replicas[0].layout

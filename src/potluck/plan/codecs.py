@@ -34,9 +34,10 @@ def solved(
     running: Plan | None = None,
     pins: Sequence[Deployment] = (),
     exactly: bool = False,
+    starts: Sequence[Plan] = (),
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = time.process_time,
 ) -> tuple[Columns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
 
@@ -74,7 +75,13 @@ def _solved(
 ) -> tuple[Columns, Allocation]:
     smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
     found = columns(problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest)
-    answer = solve(found.program, time_limit_s=time_limit_s, gap_target=gap_target, clock=clock)
+    answer = solve(
+        found.program,
+        starts=[counts for plan in starts if (counts := found.counts_of(plan)) is not None],
+        time_limit_s=time_limit_s,
+        gap_target=gap_target,
+        clock=clock,
+    )
     if len(problem.codecs) < 2 or not answer.counts:
         return found, answer
     return _put_back(found, answer, Deadline(SETTLE_S, clock))

@@ -57,6 +57,21 @@ class Columns:
                     return Key(group, index, regions.index(region))
         return None
 
+    def counts_of(self, plan: Plan) -> dict[Key, int] | None:
+        """A plan's copies as columns; None where one of its templates is not among them."""
+        places = {
+            template.name: (group, index)
+            for group, members in enumerate(self.templates)
+            for index, template in enumerate(members)
+        }
+        regions = self.program.fleet.regions
+        counts: dict[Key, int] = {}
+        for each in plan.deployments:
+            if each.template not in places or each.region not in regions:
+                return None
+            counts[Key(*places[each.template], regions.index(each.region))] = each.count
+        return counts
+
 
 EXACT: Codec = "fp16"
 CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec], tuple[BucketCapacity, ...]]] = {

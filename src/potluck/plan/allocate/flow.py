@@ -53,9 +53,9 @@ class FlowState:
 
 
 def solve_flow(
-    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], warm_counts: dict[Key, int]
+    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
 ) -> FlowState:
-    """The cheapest plan, or the proof that there is none."""
+    """The cheapest plan, or the proof that there is none; `starts` are plans that may be known already."""
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target)
     keys = sorted({*pricer.first_keys(), *warm})
@@ -68,12 +68,13 @@ def solve_flow(
         state.relaxed, state.infeasible = start, start.converged
         return state
     state.relaxed = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
+    if state.relaxed is not None:
+        state.lower = state.relaxed.bound
+    for counts in starts:
+        offer_counts(state, counts)
     if state.relaxed is None:
         state.relaxed = start
         return state
-    state.lower = state.relaxed.bound
-    if warm_counts:
-        _offer_counts(state, warm_counts)
     close(state)
     return state
 
@@ -180,11 +181,14 @@ def settle(
     return (answer.objective if at_cost else -float(final[THETA])), final
 
 
-def _offer_counts(state: FlowState, counts: dict[Key, int]) -> None:
-    """An earlier plan, where it still is one."""
-    rows = FlowRows(state.pricer.program, sorted({*counts, *_always(state)}))
+def offer_counts(state: FlowState, counts: dict[Key, int]) -> None:
+    """An earlier plan, where it still is one and better than what is known."""
+    program = state.pricer.program
+    fixed = {each.key for each in program.running} | {pin.key for pin in program.pins}
+    rows = FlowRows(program, sorted({*counts, *fixed}))
     x = start_vector(rows, counts)
     if (x > np.array(rows.entries.upper) + 0.5).any():
         return
-    if settled := settle(rows, x, state.at_cost, state.deadline):
+    settled = settle(rows, x, state.at_cost, state.deadline)
+    if settled is not None and settled[0] < state.upper:
         state.upper, state.counts = settled[0], rows.counts(settled[1])

@@ -7,10 +7,12 @@ plan for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.flow import FlowState, close
+from potluck.plan.allocate.flow import FlowState, close, offer_counts
 from potluck.plan.allocate.flow_price import UNCAPPED, Pricer, Relaxation, relax_flow
 from potluck.plan.allocate.flow_rows import bins_of
 from potluck.plan.allocate.outages import guarded
@@ -21,29 +23,41 @@ GBIT = 1e9
 
 
 def largest_fraction(
-    program: FlowProgram, deadline: Deadline, gap_target: float = 0.0
+    program: FlowProgram, deadline: Deadline, gap_target: float = 0.0, starts: Sequence[dict[Key, int]] = ()
 ) -> tuple[Shortfall, dict[Key, int]]:
-    """The shortfall, and the counts of a plan that meets that fraction."""
+    """The shortfall, and the counts of a plan that meets that fraction: no less than any of `starts` does."""
     if over := overpinned(program):
         return Shortfall(0.0, 0.0, (), overpinned=over), {}
     missing = unserved(program, Pricer(program))
-    state = guarded(program, deadline, lambda each, limit, _: _most(each, limit, gap_target), at_cost=False)
+    state = guarded(
+        program,
+        deadline,
+        lambda each, limit, best: _most(each, limit, gap_target, [best, *starts]),
+        at_cost=False,
+    )
     if state.relaxed is None:
         names = tuple(limit.name for limit in program.limits) if state.infeasible else ()
-        return Shortfall(0.0, 1.0, (), missing, unkept=names), {}
+        least = min(max(0.0, -state.upper), 1.0) if state.counts is not None else 0.0
+        return Shortfall(least, 1.0, (), missing, unkept=names), state.counts or {}
     fraction = 0.0 if state.counts is None else min(max(0.0, -state.upper), 1.0)
     most = min(max(-state.lower, fraction), 1.0)
     binding = _binding(state.pricer.program, state.relaxed)
     return Shortfall(fraction, most, binding, missing), state.counts or {}
 
 
-def _most(program: FlowProgram, deadline: Deadline, gap_target: float) -> FlowState:
+def _most(
+    program: FlowProgram, deadline: Deadline, gap_target: float, starts: Sequence[dict[Key, int]]
+) -> FlowState:
     """The largest theta; without a relaxation when not even nothing at all keeps the limits, or time ran out."""
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target, at_cost=False)
-    state.relaxed = relax_flow(pricer, deadline, at_cost=False, keys=pricer.first_keys(), theta_cap=UNCAPPED)
+    keys = sorted({*pricer.first_keys(), *(key for each in starts for key in each)})
+    state.relaxed = relax_flow(pricer, deadline, at_cost=False, keys=keys, theta_cap=UNCAPPED)
+    for counts in starts:
+        if counts:
+            offer_counts(state, counts)
     if state.relaxed is None:
-        state.infeasible = not deadline.over
+        state.infeasible = state.counts is None and not deadline.over
         return state
     state.lower = state.relaxed.bound
     close(state)

@@ -345,12 +345,11 @@ def _mended(
 
 
 def solve_guarded(
-    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], warm_counts: dict[Key, int]
+    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
 ) -> FlowState:
     """The cheapest plan that survives its losses, or the proof that there is none."""
 
     def attempt(each: FlowProgram, limit: Deadline, best: dict[Key, int]) -> FlowState:
-        start = best or warm_counts
-        return solve_flow(each, limit, gap_target, sorted({*warm, *start}), start)
+        return solve_flow(each, limit, gap_target, sorted({*warm, *best}), [best] if best else starts)
 
     return guarded(program, deadline, attempt, at_cost=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
 
 import numpy as np
 
@@ -31,8 +32,12 @@ from potluck.plan.allocate.program import (
 from potluck.plan.allocate.result import Allocation, FlowRate, Prices, Share, Shortfall, Status
 from potluck.plan.allocate.survivors import Chosen
 
+MOST_SHARE = 0.6
+"""Of the time that is left, for the largest fraction that can be met; the rest is for its cheapest plan."""
 OPTIMAL = 1e-6
 """A relative gap below this counts as none."""
+IDLE = 1e-4
+"""Of a copy's time: less than this is not worth a copy."""
 
 
 def solve(
@@ -41,9 +46,13 @@ def solve(
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
     warm: Allocation | None = None,
-    clock: Clock = time.monotonic,
+    starts: Sequence[Mapping[Key, int]] = (),
+    clock: Clock = time.process_time,
 ) -> Allocation:
     """The best plan found within the limit, with a proven lower bound; stops early at `gap_target`.
+
+    `starts` are counts that the answer must not be worse than: it serves no less than any of them does, and for as
+    much it costs no more.
 
     `warm` is the answer to an earlier program with the same templates, regions and node types: its prices
     start the column generation and its counts, where they still suffice, are the first plan. When demand
@@ -58,7 +67,7 @@ def solve(
     warm = warm if warm is not None and _fits(program, warm) else None
     if isinstance(program, CoverProgram):
         return _cover(program, deadline, gap_target, warm, start_cpu_s)
-    return _flow(program, deadline, gap_target, warm, start_cpu_s)
+    return _flow(program, deadline, gap_target, warm, starts, start_cpu_s)
 
 
 def _cover(
@@ -92,19 +101,27 @@ def _cover(
 
 
 def _flow(
-    program: FlowProgram, deadline: Deadline, gap_target: float, warm: Allocation | None, start_cpu_s: float
+    program: FlowProgram,
+    deadline: Deadline,
+    gap_target: float,
+    warm: Allocation | None,
+    starts: Sequence[Mapping[Key, int]],
+    start_cpu_s: float,
 ) -> Allocation:
     known = dict(warm.counts) if warm is not None else {}
-    reuse = known if warm is not None and warm.found else {}
-    state = solve_guarded(program, deadline, gap_target, list(known), reuse)
+    reuse = [known] if warm is not None and warm.found else []
+    keys = sorted({*known, *(key for each in starts for key in each)})
+    state = solve_guarded(program, deadline, gap_target, keys, [*reuse, *map(dict, starts)])
     counts, shortfall = state.counts or {}, None
-    if state.counts is None and (state.infeasible or not deadline.over):
-        shortfall, counts = largest_fraction(program, deadline, gap_target)
+    if state.counts is None and (state.infeasible or starts or not deadline.over):
+        part = deadline.part(MOST_SHARE)
+        shortfall, counts = largest_fraction(program, part, gap_target, list(map(dict, starts)))
         if shortfall.fraction >= 1 - OPTIMAL:
             shortfall = None
         else:
             counts = _cheapest_for(program, shortfall.fraction, counts, deadline, gap_target)
     found = state.counts is not None or (shortfall is None and bool(counts))
+    counts = without_idle(program, counts, shortfall.fraction if shortfall else 1.0, deadline)
     shares, flows, egress = _routed(program, counts, found, deadline)
     return _answer(
         program,
@@ -127,16 +144,43 @@ def _cheapest_for(
 
     That is CORAL's answer to scarcity: demand is scaled down alike for all, then planned for as ever.
     """
-    if not (fraction > 0 and counts) or deadline.over:
+    if not fraction > 0:
+        return {pin.key: pin.copies for pin in program.pins if pin.copies}  # nothing is worth renting
+    if not counts or deadline.over:
         return counts
     # By as much as the solver itself may err there may seem to be no plan; with ten times that there is one. The
     # counts at hand are where it begins, so that what it finds costs no more, egress included.
     for spare in (OPTIMAL, 10 * OPTIMAL):
         less = program.scaled(fraction * (1 - spare))
-        state = solve_guarded(less, deadline, gap_target, list(counts), counts)
+        state = solve_guarded(less, deadline, gap_target, list(counts), [counts])
         if state.counts is not None:
             return state.counts
     return counts
+
+
+def without_idle(
+    program: FlowProgram, counts: dict[Key, int], fraction: float, deadline: Deadline
+) -> dict[Key, int]:
+    """Counts without copies that nothing is asked of: they are left when time runs out, or where rent is free."""
+    if not counts or not fraction > 0 or program.guarded or program.limits:
+        return counts  # a copy that is idle may be there for others' loss, or because a limit says so
+    rows = FlowRows(program, sorted({*counts, *(pin.key for pin in program.pins)}))
+    settled = settle(rows, start_vector(rows, counts), True, deadline, fraction * (1 - OPTIMAL))
+    if settled is None:
+        return counts
+    busy: dict[Key, float] = {}
+    for share in rows.read(settled[1])[1]:
+        busy[share.key] = busy.get(share.key, 0.0) + share.copies
+    least = {pin.key: pin.copies for pin in program.pins}
+    fewer = {
+        key: max(min(n, ceil(busy.get(key, 0.0) / program.headroom - IDLE)), least.get(key, 0))
+        for key, n in counts.items()
+    }
+    kept = {key: n for key, n in fewer.items() if n}
+    if kept == counts:
+        return counts
+    again = settle(rows, start_vector(rows, kept), True, deadline, fraction * (1 - OPTIMAL))
+    return counts if again is None else kept
 
 
 def _answer(

@@ -9,7 +9,20 @@ from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauc
 from potluck.plan.strategies.near import near_users
 from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
 
-_ALL: dict[str, Callable[[Workshop, Settings], Outcome]] = {
+Strategy = Callable[[Workshop, Settings], Outcome]
+
+
+def _in_time(strategy: Strategy) -> Strategy:
+    """The strategy with one time limit for its templates and its program together."""
+
+    def planned(workshop: Workshop, settings: Settings) -> Outcome:
+        begun = settings.begun
+        return strategy(workshop.within(begun), begun)
+
+    return planned
+
+
+_ALL: dict[str, Strategy] = {
     "auto": auto,
     "homo": homo,
     "melange": melange,
@@ -22,7 +35,7 @@ _ALL: dict[str, Callable[[Workshop, Settings], Outcome]] = {
     "coral": coral,
     "thunderserve": thunderserve,
 }
-STRATEGIES = {name: near_users(strategy) for name, strategy in _ALL.items()}
+STRATEGIES = {name: near_users(_in_time(strategy)) for name, strategy in _ALL.items()}
 """Name to strategy; `auto` puts every kind of column into one program."""
 
 __all__ = ["STRATEGIES", "Outcome", "Settings", "Workshop"]

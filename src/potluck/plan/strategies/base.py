@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.codecs import solved
@@ -14,15 +16,22 @@ from potluck.plan.even import evened
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.attain import Estimate
 from potluck.plan.search.tabu import Found
+from potluck.plan.shelf import Shelf, shelf_of
 from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos
 from potluck.plan.templates.gpu_combo import SHORTLIST, Ranked, gpu_combos, ranked
 from potluck.plan.templates.homogeneous import homogeneous
-from potluck.plan.templates.mixed import Timed, pipelines
+from potluck.plan.templates.mixed import Timed
 from potluck.plan.templates.pair import pairs
 from potluck.plan.terms import runs_in
 from potluck.plan.verify import retimed
+
+LEAST_SHARE = 0.05
+FIRST_FEW = 3
+"""Pipelines per bucket and phase that are timed before any price is known."""
+MAKING_SHARE = 0.5
+"""Of the time limit, when making templates ends; what is not made by then is left out, single nodes apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +42,30 @@ class Settings:
     gap_target: float = 1e-4
     running: Plan | None = None
     pins: tuple[Deployment, ...] = ()
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = time.process_time
+    """What the limit is kept by: CPU time, so that a busy machine changes no plan."""
+    start_s: float | None = None
+    """When planning began, templates included; None: it begins now."""
+    starts: tuple[Plan, ...] = ()
+    """Plans to begin from: what is found serves no less than any of them, and for as much costs no more."""
     seed: int = 0
     """Of the search on a pool; the program needs none."""
     estimate: Estimate | None = None
     """Tries a pair of replicas of a pool, in place of the closed form; None: the closed form."""
+
+    @property
+    def begun(self) -> Settings:
+        return replace(self, start_s=self.clock()) if self.start_s is None else self
+
+    @property
+    def left_s(self) -> float:
+        """Of the limit, at least the little that it takes to write down an answer."""
+        spent_s = 0.0 if self.start_s is None else self.clock() - self.start_s
+        return max(self.time_limit_s - spent_s, LEAST_SHARE * self.time_limit_s)
+
+    def within(self, share: float) -> Settings:
+        """A part of what is left, for a question of its own."""
+        return replace(self, time_limit_s=share * self.left_s, start_s=None).begun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +94,18 @@ class Workshop:
     """Pipelines whose rates are known for these lengths, whatever they cost."""
     near: dict[float, Workshop] = field(default_factory=dict)
     """How far requests may travel to a workshop for that (`strategies.near`)."""
+    shelves: dict[str, Shelf] = field(default_factory=dict)
+    """Model to all its pipelines, also those that nobody has asked for."""
+    enough: Callable[[], bool] = lambda: False
+    """Asked before a kind of templates is made: whether there is no time for it."""
+    left_out: set[tuple[str, str]] = field(default_factory=set)
+    """(kind, model) for which there was no time."""
+
+    def within(self, settings: Settings) -> Workshop:
+        """The same workshop, which makes nothing more once its share of the time is gone."""
+        start_s, share_s = settings.start_s, MAKING_SHARE * settings.time_limit_s
+        assert start_s is not None
+        return replace(self, enough=lambda: settings.clock() - start_s > share_s)
 
     @property
     def prices(self) -> dict[str, float]:
@@ -111,9 +151,16 @@ class Workshop:
         return self._once("pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask)))
 
     def pipelines(self, ask: Ask) -> list[Template]:
-        return self._once(
-            "pipeline", ask, lambda: pipelines(self.problem, ask, self.prices, timed=self.timed)
-        )
+        """Those timed so far: at first the cheapest of each bucket, then what the program asks for (`grow`)."""
+
+        def make() -> list[Template]:
+            shelf = shelf_of(self.problem, ask, timed=self.timed)
+            prices = np.array([self.prices[node.name] for node in self.problem.offered])
+            shelf.take(shelf.cheapest(prices, FIRST_FEW))
+            self.shelves[ask.name] = shelf
+            return shelf.templates
+
+        return self._once("pipeline", ask, make)
 
     def aggregated(self, ask: Ask) -> list[Template]:
         """Pipelines that do both phases."""
@@ -132,9 +179,11 @@ class Workshop:
         share = 0.5 if first else 0.1
 
         def make() -> list[Template]:
-            made, self.searched = search_groups(
-                self.problem, ask, settings.time_limit_s * share, settings.seed, settings.estimate
+            made, found = search_groups(
+                self.problem, ask, settings.left_s * share, settings.seed, settings.estimate
             )
+            self.searched.clear()
+            self.searched.update(found)
             known = {template.name for template in made}
             return made + [t for t in self.running if t.model == ask.name and t.name not in known]
 
@@ -142,7 +191,11 @@ class Workshop:
 
     def _once(self, kind: str, ask: Ask, make: Callable[[], list[Template]]) -> list[Template]:
         key = (kind, ask.name)
+        if key not in self.made and kind != "homogeneous" and self.enough():
+            self.left_out.add(key)
+            return []
         if key not in self.made:
+            self.left_out.discard(key)
             self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
             self.made[key] = make()
         # They may have been made for a problem that had more node types than this one.
@@ -166,7 +219,8 @@ def allocated(
         with_running(workshop.problem, templates, settings.running),
         running=settings.running,
         pins=settings.pins,
-        time_limit_s=settings.time_limit_s,
+        starts=settings.starts,
+        time_limit_s=settings.left_s,
         gap_target=settings.gap_target,
         clock=settings.clock,
     )

@@ -33,7 +33,7 @@ Weight = Callable[[float, float], float]
 Efficiency = Callable[[Ask, Template], float]
 ByModel = Mapping[str, Sequence[Template]]
 BOUND_SHARE = 0.25
-"""Of the time limit, for the bound that says how far a choice is from the cheapest."""
+"""Of the time that is left, for the bound that says how far a choice is from the cheapest."""
 
 
 def cauchy_co(workshop: Workshop, settings: Settings) -> Outcome:
@@ -91,7 +91,7 @@ def _settled(
     kept = {model: _only(group, chosen) for model, group in templates.items()}
     outcome = allocated(workshop, pinned, name, kept)
     plan = _with_counts(outcome.plan, chosen, kept, workshop.problem)
-    short = replace(settings, time_limit_s=settings.time_limit_s * BOUND_SHARE, running=None, pins=())
+    short = replace(settings.within(BOUND_SHARE), running=None, pins=())
     bound = allocated(workshop, short, name, templates).allocation.lower_bound_usd_per_h
     gap = max(0.0, plan.cost_usd_per_h - bound) / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
     return replace(outcome, plan=replace(plan, gap=gap))
@@ -154,7 +154,7 @@ def _choose(
             column=place.astype(np.int64),
             value=value.astype(np.float64),
         ),
-        time_limit_s=settings.time_limit_s,
+        time_limit_s=settings.left_s,
         gap_rel=1e-6,
     )
     if answer.x is None:

@@ -22,13 +22,17 @@ def efficient(workshop: Workshop, ask: Ask) -> list[Template]:
 
 
 def distinct(workshop: Workshop, ask: Ask) -> list[Template]:
-    """All kinds but groups, one template per name: an aggregated combo is a mixed replica."""
+    """All kinds but groups."""
+    return [*whole_nodes(workshop, ask), *workshop.pipelines(ask)]
+
+
+def whole_nodes(workshop: Workshop, ask: Ask) -> list[Template]:
+    """The same without pipelines, one template per name: an aggregated combo is a mixed replica."""
     made = [
         *workshop.homogeneous(ask),
         *workshop.combos(ask),
         *workshop.gpu_combos(ask),
         *workshop.pairs(ask),
-        *workshop.pipelines(ask),
         *workshop.aggregated(ask),
     ]
     return list({template.name: template for template in made}.values())

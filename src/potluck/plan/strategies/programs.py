@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -19,76 +19,120 @@ from potluck.core.values.plan import Template
 from potluck.plan.even import evened
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
-from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_mc
-from potluck.plan.strategies.kinds import distinct, templates_of
+from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
+from potluck.plan.strategies.grow import grow
+from potluck.plan.strategies.kinds import templates_of, whole_nodes
 from potluck.plan.strategies.pools import require_pool, worth_searching
 from potluck.plan.terms import require_rows, unsupported
 
 
 def auto(workshop: Workshop, settings: Settings) -> Outcome:
-    """Everything at once.
+    """Everything at once, and never worse than any one strategy.
 
-    The single strategies are tried too, which costs little beside the whole: when time runs out before the
-    program over all columns has found something better, the best of them stands, with the whole's proof.
+    The program over all columns is solved first. Where that leaves no doubt, no strategy can do better: their columns
+    are among these. Else each of them is tried, the best of their plans is where the program begins again, and
+    what it ends with serves no less and costs no more.
     Groups of machines are columns where the pool is written down. A small fleet without one is searched as well,
     but what that finds stands apart: it is taken only when it is better than the plan without it.
     """
-    problem, start_s = workshop.problem, settings.clock()
+    problem = workshop.problem
     pooled = worth_searching(problem)
     inside = pooled and problem.pool is not None
-    templates = {
-        ask.name: [*distinct(workshop, ask), *(workshop.groups(ask, settings) if inside else ())]
-        for ask in problem.asks
-    }
-    left_s = settings.time_limit_s
-    if inside:
-        left_s = max(settings.time_limit_s - (settings.clock() - start_s), settings.time_limit_s / 4)
-    whole = allocated(workshop, replace(settings, time_limit_s=left_s), "auto", templates)
-    if settings.pins or settings.running:
-        return whole  # pins and what runs bind only here
-    if unsupported(problem):
-        return whole  # the others pick their copies by rules that do not know of it
-    rivals: list[Callable[[Workshop, Settings], Outcome]] = [thunderserve] if pooled and not inside else []
+    made_in_turn(workshop)
+    groups = {ask.name: workshop.groups(ask, settings) if inside else [] for ask in problem.asks}
+    others = {ask.name: [*whole_nodes(workshop, ask), *groups[ask.name]] for ask in problem.asks}
+    grow(workshop, settings, others)
+    templates = _with_pipelines(workshop, others)
+    if settings.pins or settings.running or unsupported(problem):
+        # Pins and what runs bind only here; the others pick their copies by rules that do not know what is asked.
+        return allocated(workshop, settings, "auto", templates)
+    whole = allocated(workshop, settings.within(FIRST_SHARE), "auto", templates)
     if (
-        whole.allocation.gap > settings.gap_target
-    ):  # else a proof leaves nothing to gain from the same columns
-        rivals += [
-            homo,
-            melange,
-            cronus,
-            prfaas,
-            coral,
-            cauchy_mc,
-            cauchy_ce,
-            *([thunderserve] if inside else []),
-        ]
-    short = replace(settings, time_limit_s=settings.time_limit_s / 8)
-    tried = [strategy(workshop, short) for strategy in rivals]
-    best = max([whole, *tried], key=lambda each: (round(each.plan.fraction, 9), -each.plan.total_usd_per_h))
-    if best is whole or not _better(best, whole):
-        return whole
-    cost, bound = best.plan.total_usd_per_h, whole.allocation.lower_bound_usd_per_h
-    gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
-    return replace(best, plan=replace(best.plan, strategy="auto", gap=gap))
+        whole.allocation.found
+        and grow(workshop, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
+    ):
+        templates = _with_pipelines(workshop, others)
+        begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
+        whole = allocated(workshop, begun, "auto", templates)
+    tried = [thunderserve(workshop, settings.within(RIVALS_SHARE))] if pooled and not inside else []
+    if not _settled(whole):
+        rivals = (*RIVALS, thunderserve) if inside else RIVALS
+        tried += [each(workshop, settings.within(RIVALS_SHARE / len(rivals))) for each in rivals]
+        known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
+        again = allocated(workshop, replace(settings, starts=(*settings.starts, *known)), "auto", templates)
+        whole = _proven(again, whole)
+    best = max([whole, *tried], key=_rank)
+    return whole if best is whole or not _better(best, whole) else _proven(best, whole)
+
+
+def _with_pipelines(
+    workshop: Workshop, others: Mapping[str, Sequence[Template]]
+) -> dict[str, list[Template]]:
+    return {ask.name: [*others[ask.name], *workshop.pipelines(ask)] for ask in workshop.problem.asks}
+
+
+LATER_ROUNDS = 3
+"""Of pipelines that might undercut the first plan, for copies are whole."""
+FIRST_SHARE = 0.35
+RIVALS_SHARE = 0.4
+"""Of the time that is left: for the first try, then for all single strategies together."""
+
+
+def made_in_turn(workshop: Workshop) -> None:
+    """Make every kind for all models before the next, the most useful first: time may not suffice for all."""
+    makers = (workshop.homogeneous, workshop.combos, workshop.pipelines, workshop.pairs, workshop.gpu_combos)
+    for make in makers:
+        for ask in workshop.problem.asks:
+            make(ask)
+
+
+def _settled(outcome: Outcome) -> bool:
+    """Whether no plan of the same columns can be better, beyond rounding."""
+    found, short = outcome.allocation, outcome.allocation.shortfall
+    if short is not None:
+        return False  # the most may be proven, but not that it costs the least
+    return found.found and found.gap <= PROVEN
+
+
+PROVEN = 1e-6
+
+
+def _rank(outcome: Outcome) -> tuple[float, float]:
+    return (round(outcome.plan.fraction, 6), -outcome.plan.total_usd_per_h)
 
 
 def _better(one: Outcome, other: Outcome) -> bool:
     """By more than rounding."""
     more = one.plan.fraction - other.plan.fraction
-    return more > 1e-9 or one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
+    return more > 1e-6 or one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
+
+
+def _proven(best: Outcome, other: Outcome) -> Outcome:
+    """A plan with the better of two proofs over the same columns, or of its own and one over more columns."""
+    cost = best.plan.total_usd_per_h
+    bound = other.allocation.lower_bound_usd_per_h
+    if best.plan.strategy == "auto":
+        bound = max(bound, best.allocation.lower_bound_usd_per_h)
+    gap = max(0.0, cost - bound) / cost if cost > 0 else 0.0
+    allocation = best.allocation
+    if allocation.found:
+        allocation = replace(allocation, gap=gap, lower_bound_usd_per_h=min(bound, cost))
+    return replace(best, plan=replace(best.plan, strategy="auto", gap=gap), allocation=allocation)
 
 
 def thunderserve(workshop: Workshop, settings: Settings) -> Outcome:
     """Groups of the machines there are, by search; which of them are needed is the program's choice."""
     require_rows(workshop.problem, "thunderserve")
-    ask, start_s = require_pool(workshop.problem), settings.clock()
+    ask = require_pool(workshop.problem)
     templates = {ask.name: workshop.groups(ask, settings)}
-    left_s = max(settings.time_limit_s - (settings.clock() - start_s), settings.time_limit_s / 4)
-    return allocated(workshop, replace(settings, time_limit_s=left_s), "thunderserve", templates)
+    return allocated(workshop, settings, "thunderserve", templates)
 
 
 def coral(workshop: Workshop, settings: Settings) -> Outcome:
     """Pipelines and single nodes, prefill and decode apart."""
+    for ask in workshop.problem.asks:
+        workshop.pipelines(ask)
+    grow(workshop, settings, {ask.name: workshop.phased(ask) for ask in workshop.problem.asks})
     return _over_kinds(workshop, settings, "coral")
 
 
@@ -180,3 +224,6 @@ def _nodes_needed(ask: Ask, group: Sequence[Template]) -> float:
         elif demand.rate_per_s > 0:
             return float("inf")
     return total
+
+
+RIVALS = (homo, melange, cronus, prfaas, coral, cauchy_mc, cauchy_ce, cauchy_co, cauchy_mce)

@@ -1,21 +1,16 @@
-"""Pipelines as columns: of all placements in the exact libraries, those worth a price.
+"""Pipelines as columns: the libraries of a model by the plan's own rule, and placements of them as templates.
 
 Every bucket of lengths has libraries of its own (`pipeline`), exact for its mean lengths by the rule that templates
 are timed by: what one drops is no better than its parts, for that bucket. The first gives every stage the same time;
 others give each of several stages more, for pipelines of unlike nodes, and whether the whole is in time is seen when
-it is timed. The most cost-efficient placements of each are timed again stage by stage for all buckets and become
-templates; of several placements of the same nodes those that another outdoes everywhere are dropped. Single nodes are
-left to `homogeneous`.
+it is timed. `plan.shelf` says which of all these are. Single nodes are left to `homogeneous`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
-
-import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
@@ -25,49 +20,14 @@ from potluck.plan.library import pipeline_libraries
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import HANDOVER_SHARE, fits, layout_timer, replica_capacity, useful, wait_factor
 from potluck.plan.stage_rates import Rule
-from potluck.plan.templates.homogeneous import best_of
 from potluck.plan.templates.pipeline import PipelineLibrary
 
-COLUMNS = 120
-"""Pipelines kept per model and phase; at least LEAST of each library."""
-LEAST = 8
 MAX_NODES = 6
 """Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""
 UNEVEN = (1.0, 1.25, 1.5, 2.0)
 """How much longer than the mean a stage of several may take: a library for each."""
 Timed = MutableMapping[tuple[str, Role, Layout], Template | None]
 """Model, role and layout to the template; None where it can do nothing. Prices have no part in it."""
-
-
-def pipelines(
-    problem: Problem,
-    ask: Ask,
-    prices: Mapping[str, float],
-    *,
-    columns: int = COLUMNS,
-    max_nodes: int = MAX_NODES,
-    folder: Path | None = None,
-    timed: Timed | None = None,
-) -> list[Template]:
-    """The most cost-efficient pipelines of several nodes, for prefill and for decode.
-
-    Libraries are kept in `folder` (the user's cache when left out), so that planning again loads them; `timed` is
-    looked up and added to, so that other prices need not time the same pipelines again.
-    """
-    timed = {} if timed is None else timed
-    asked = [demand for demand in ask.demands if demand.rate_per_s > 0] or list(ask.demands[:1])
-    each = max(ceil(columns / len(asked) / len(UNEVEN)), min(LEAST, columns))
-    found: dict[tuple[Role, Layout], Template] = {}
-    for demand in asked:
-        for library in libraries(problem, ask, demand, max_nodes, folder):
-            for index in _worthwhile(library, prices, each):
-                key = (ask.name, library.rates.phase, library.placement(index))
-                if key not in timed:
-                    timed[key] = _template(problem, ask, *key[1:])
-                template = timed[key]
-                if template is not None:
-                    found[key[1:]] = template
-    return list(_told_apart(found.values()))
 
 
 def libraries(
@@ -96,29 +56,8 @@ def libraries(
         return ()
 
 
-def _told_apart(templates: Iterable[Template]) -> Iterator[Template]:
-    """The best placements of the same nodes; where there are several, all but the first are named by their layers."""
-    alike: dict[str, list[Template]] = {}
-    for template in templates:
-        alike.setdefault(template.name, []).append(template)
-    for group in alike.values():
-        first, *others = best_of(group)
-        yield first
-        for other in others:
-            layers = "+".join(str(stage.layers) for stage in other.replicas[0].layout.stages)
-            yield replace(other, name=f"{other.name}, {layers} layers")
-
-
-def _worthwhile(library: PipelineLibrary, prices: Mapping[str, float], columns: int) -> list[int]:
-    """Indices of several-node templates, most tokens per dollar first."""
-    cost = library.counts @ np.array([prices[node.name] for node in library.rates.nodes])
-    several = library.counts.sum(axis=1) > 1
-    efficiency = np.where(several, library.tokens_per_s / np.maximum(cost, 1e-9), 0.0)
-    order = np.argsort(-efficiency, kind="stable")[:columns]
-    return [int(i) for i in order if efficiency[i] > 0]
-
-
-def _template(problem: Problem, ask: Ask, phase: Role, layout: Layout) -> Template | None:
+def timed_template(problem: Problem, ask: Ask, phase: Role, layout: Layout) -> Template | None:
+    """A placement timed stage by stage for every bucket; None where it can do nothing."""
     if not fits(ask, layout, problem.by_name):
         return None
     timer = layout_timer(ask, layout, problem.by_name)

@@ -1,0 +1,186 @@
+"""All pipelines that a model's libraries hold, and which of them are worth timing at given prices.
+
+A library says of every placement what it does in one bucket of lengths and one phase. That is enough to price it:
+what its nodes cost, less what its time would earn at the duals of the program so far. Only those that might earn more
+than they cost are timed stage by stage, and become templates.
+
+    reduced_e = sum_c U_ec (k p_rc + mu_rc) - h q P_e pi_br      q: how much better pipelines prove than libraries say
+
+Libraries are on the safe side (`plan.stage_rates`), so q is the largest ratio seen among those that were timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from potluck.core.values.layout import Layout
+from potluck.core.values.plan import Template
+from potluck.core.values.types import Role
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.stage_rates import Integers
+from potluck.plan.templates.mixed import MAX_NODES, Timed, libraries, timed_template
+from potluck.plan.templates.pipeline import PipelineLibrary
+
+Floats = NDArray[np.float64]
+PHASES: tuple[Role, ...] = ("prefill", "decode")
+FIRST_RATIO, MOST_RATIO = 1.05, 1.6
+"""q before anything was timed, and at most: a library that is off by more is wrong, not careful."""
+
+
+@dataclass(slots=True, eq=False)
+class Shelf:
+    """The placements of one model as arrays, one row for each bucket, phase and library that has it."""
+
+    problem: Problem
+    ask: Ask
+    uses: Integers
+    """[rows, offered node types]"""
+    phase: Integers
+    bucket: Integers
+    per_s: Floats
+    """Requests a second of that bucket, as the library has it."""
+    library: Integers
+    index: Integers
+    libraries: list[PipelineLibrary]
+    open: NDArray[np.bool_]
+    """Rows that were not timed yet."""
+    timed: Timed
+    """What is known of placements, this model's and others'; added to."""
+    mine: dict[tuple[str, Role, Layout], Template] = field(default_factory=dict)
+    """Of these, what was taken from here."""
+    ratio: list[float] = field(default_factory=lambda: [FIRST_RATIO, FIRST_RATIO])
+
+    @property
+    def templates(self) -> list[Template]:
+        return list(self.mine.values())
+
+    def take(self, rows: Integers) -> int:
+        """Time these rows; how many templates came of it."""
+        before = len(self.mine)
+        for row in rows.tolist():
+            self.open[row] = False
+            role, phase = PHASES[self.phase[row]], int(self.phase[row])
+            key = (self.ask.name, role, self.libraries[self.library[row]].placement(int(self.index[row])))
+            if key not in self.timed:
+                self.timed[key] = timed_template(self.problem, self.ask, role, key[2])
+            made = self.timed[key]
+            if made is None:
+                continue
+            if key not in self.mine:
+                self.mine[key] = self._told_apart(made)
+            capacity = made.capacity[self.bucket[row]]
+            real = capacity.prefill_per_s if role == "prefill" else capacity.decode_per_s
+            seen = real / max(float(self.per_s[row]), 1e-9)
+            self.ratio[phase] = min(max(self.ratio[phase], seen), MOST_RATIO)
+        return len(self.mine) - before
+
+    def _told_apart(self, template: Template) -> Template:
+        """Of several placements of the same nodes, all but the first are named by their layers."""
+        if all(each.name != template.name for each in self.mine.values()):
+            return template
+        layers = "+".join(str(stage.layers) for stage in template.replicas[0].layout.stages)
+        return replace(template, name=f"{template.name}, {layers} layers")
+
+    def cheapest(self, prices: Floats, few: int) -> Integers:
+        """Per bucket and phase the `few` rows that do most for their price (of each node type, by offered order)."""
+        cost = np.maximum(self.uses @ prices, 1e-9)
+        asked = np.array([demand.rate_per_s for demand in self.ask.demands])[self.bucket]
+        useful = np.minimum(self.per_s, np.maximum(asked, 1e-9) / self.problem.headroom)
+        ranks = [np.where(self.open, -value / cost, 0.0) for value in (self.per_s, useful)]
+        return np.unique(np.concatenate([self._best(rank, rank, few, 0.0) for rank in ranks]))
+
+    def worth(self, node_prices: Floats, duals: Floats, few: int, ceiling: float) -> Integers:
+        """Per bucket and phase a `few` open rows of a reduced cost below `ceiling`.
+
+        `node_prices` is [regions, offered types], `duals` [2, buckets, regions]. Copies are whole, so those come
+        first that lose least when a copy earns no more than all that is asked of its phase.
+        """
+        ratio = np.array(self.ratio)[self.phase]
+        busy = self.problem.headroom * ratio * self.per_s
+        asked = np.array([demand.rate_per_s for demand in self.ask.demands])
+        least, rank = np.full(len(self.per_s), np.inf), np.full(len(self.per_s), np.inf)
+        for r, there in enumerate(self._there()):
+            cost = self.uses @ node_prices[r]
+            earned = busy * duals[self.phase, self.bucket, r]
+            most = (duals[:, :, r] @ asked)[self.phase]
+            least = np.minimum(least, np.where(there, cost - earned, np.inf))
+            rank = np.minimum(rank, np.where(there, cost - np.minimum(earned, most), np.inf))
+        return self._best(np.where(self.open, least, np.inf), rank, few, ceiling)
+
+    def _there(self) -> list[NDArray[np.bool_]]:
+        """Per region, whether it has the nodes of a row."""
+        names = [node.name for node in self.problem.offered]
+        found: list[NDArray[np.bool_]] = []
+        for region in self.problem.regions:
+            offers = {offer.node: offer.available for offer in region.offers}
+            available = np.array([offers.get(name, 0) for name in names])
+            found.append(np.asarray((self.uses <= available).all(axis=1), bool))
+        return found
+
+    def _best(self, value: Floats, rank: Floats, few: int, ceiling: float) -> Integers:
+        chosen: list[Integers] = []
+        for phase in range(len(PHASES)):
+            for bucket in range(len(self.ask.demands)):
+                rows = np.flatnonzero((self.phase == phase) & (self.bucket == bucket) & (value < ceiling))
+                order = np.argsort(rank[rows], kind="stable")[:few]
+                chosen.append(rows[order])
+        return np.concatenate([np.zeros(0, np.int64), *chosen])
+
+
+def pipelines(
+    problem: Problem, ask: Ask, prices: Mapping[str, float], *, few: int, folder: Path | None = None
+) -> list[Template]:
+    """Per bucket, phase and library the `few` pipelines that do most for their price."""
+    shelf = shelf_of(problem, ask, folder=folder)
+    shelf.take(shelf.cheapest(np.array([prices[node.name] for node in problem.offered]), few))
+    return shelf.templates
+
+
+def shelf_of(
+    problem: Problem,
+    ask: Ask,
+    max_nodes: int = MAX_NODES,
+    folder: Path | None = None,
+    timed: Timed | None = None,
+) -> Shelf:
+    """Every pipeline of several nodes for every bucket that something is asked of."""
+    found: list[PipelineLibrary] = []
+    parts: list[tuple[NDArray[np.integer], ...]] = []
+    rates: list[Floats] = []
+    for demand, library in _all(problem, ask, max_nodes, folder):
+        several = np.flatnonzero(library.counts.sum(axis=1) > 1)
+        prefill = library.rates.phase == "prefill"
+        tokens = demand_tokens(library)
+        rows = np.ones(len(several), np.int64)
+        parts.append(
+            (rows * (0 if prefill else 1), rows * demand, rows * len(found), several, library.counts[several])
+        )
+        rates.append(library.tokens_per_s[several] / tokens)
+        found.append(library)
+    kinds = len(problem.offered)
+    empty = (*(np.zeros(0, np.int64) for _ in range(4)), np.zeros((0, kinds), np.int64))
+    columns = [np.concatenate(each) for each in zip(empty, *parts, strict=True)]
+    per_s = np.concatenate([np.zeros(0), *rates])
+    phase, bucket, library_of, index, uses = columns
+    open_ = np.ones(len(per_s), bool)
+    known: Timed = {} if timed is None else timed
+    return Shelf(problem, ask, uses, phase, bucket, per_s, library_of, index, found, open_, known)
+
+
+def demand_tokens(library: PipelineLibrary) -> int:
+    """Tokens of one request in a library's unit."""
+    rates = library.rates
+    return rates.input_tokens if rates.phase == "prefill" else rates.output_tokens
+
+
+def _all(
+    problem: Problem, ask: Ask, max_nodes: int, folder: Path | None
+) -> Iterator[tuple[int, PipelineLibrary]]:
+    for demand in [each for each in ask.demands if each.rate_per_s > 0] or ask.demands[:1]:
+        for library in libraries(problem, ask, demand, max_nodes, folder):
+            yield demand.bucket, library
