@@ -144,9 +144,9 @@ def _cheapest_for(
 
     That is CORAL's answer to scarcity: demand is scaled down alike for all, then planned for as ever.
     """
-    if not fraction > 0:
+    if not fraction > 0 and not program.limits:
         return {pin.key: pin.copies for pin in program.pins if pin.copies}  # nothing is worth renting
-    if not counts or deadline.over:
+    if not (fraction > 0 and counts) or deadline.over:
         return counts
     # By as much as the solver itself may err there may seem to be no plan; with ten times that there is one. The
     # counts at hand are where it begins, so that what it finds costs no more, egress included.
