@@ -16,11 +16,13 @@ from potluck.core.values.types import Offer, Region
 from potluck.perf.phases import decode_step_s, prefill_s
 from potluck.perf.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import fits, layout_timer
+from potluck.plan.rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.term_prices import TermPrice, term_prices
 
 Planner = Callable[[Workshop, Settings], Outcome]
+ASKING_SHARE = 0.5
+"""Of the time limit, for all questions about what else there was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,11 @@ class Explanation:
 
 
 def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> Explanation:
-    """Reasons for every model and every node type that is rented or scarce."""
+    """Reasons for every model and every node type that is rented or scarce, within the time limit for all together."""
     problem = workshop.problem
+    questions = len(problem.asks) + sum(1 for count in outcome.plan.nodes.values() if count)
+    each_s = settings.time_limit_s * ASKING_SHARE / max(questions, 1)
+    settings = replace(settings, time_limit_s=each_s, start_s=None, starts=())
     return Explanation(
         tuple(_model(workshop, outcome, planner, settings, ask.name) for ask in problem.asks),
         tuple(_nodes(workshop, outcome, planner, settings)),
@@ -251,6 +256,10 @@ def why_not(problem: Problem, model: str) -> str:
     wanted = f"TTFT {ask.slo.ttft_s * 1e3:.4g} ms, TPOT {ask.slo.tpot_s * 1e3:.4g} ms"
     if ask.slo.e2e_s is not None:
         wanted += f", E2E {ask.slo.e2e_s * 1e3:.4g} ms"
-    best = f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts and {tpot_s * 1e3:.4g} ms a token"
+    wait, kept = wait_factor(problem.headroom), f"{HANDOVER_SHARE:.0%} of TTFT kept for handing KV over"
+    waiting = f"{ttft_s * wait * 1e3:.4g} ms with others before it, as busy as planned, {kept}"
+    best = (
+        f"{ttft_s * 1e3:.4g} ms to prefill its shortest prompts ({waiting}) and {tpot_s * 1e3:.4g} ms a token"
+    )
     reach = f"is out of reach; the fastest node alone takes {best}; allow more, or offer faster nodes"
     return f"{model}: its objective ({wanted}) {reach}"

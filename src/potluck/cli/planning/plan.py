@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from potluck.cli.common.files import named, require_writable
 from potluck.cli.common.objectives import scale_option, scaled
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json
+from potluck.cli.common.render import emit_json, usd
 from potluck.cli.planning.estimate import measured, profile_option
 from potluck.cli.planning.plan_draw import compared_html, draw_plan, require_html
 from potluck.cli.planning.plan_show import Compared, show_compared, show_plan, show_reasons
@@ -130,19 +131,24 @@ def plan(
     from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.explain import explain
     from potluck.plan.strategies import Settings, Workshop
+    from potluck.plan.unservable import planned_rest
 
     planner, spec = _strategy(strategy), scaled(read_spec(spec_path), slo_scale)
     _require_endings(trace_path, html_path)
+    for option, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
+        require_writable(option, path)
     posed = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty, sure)
     problem = exact(measured(posed, profile_paths), exact_kv)
-    before = None if running is None else plan_from_json(running.read_text(encoding="utf-8"))
+    before = None if running is None else named(running, plan_from_json)
     limit_s = _positive("time-limit", time_limit_s)
     pins, estimate = tuple(map(_pin, pinned)), estimate_of(spec, problem, rehearsing, seed)
     settings = Settings(limit_s, running=before, pins=pins, seed=seed, estimate=estimate)
     with progress(4 * len(problem.asks) + 2) as said:
         workshop = Workshop(problem, said=said)
-        outcome = planner(workshop, settings)
-        require_service(problem, outcome, limit_s)
+        workshop, outcome, notes = planned_rest(planner, workshop, settings)
+        problem = workshop.problem
+        notes += _money(planner, workshop, outcome, settings)
+        require_service(problem, outcome, limit_s, notes)
         tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
         if tried is not None:
             workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
@@ -159,8 +165,11 @@ def plan(
         reasons = explain(workshop, outcome, planner, settings) if explained else None
         draw_plan(html_path, workshop.problem, outcome.plan, reasons)
     if as_json:
-        emit_json(_as_json(workshop.problem, outcome, reasons, spec.policy.standby) | rehearsal_json(tried))
+        body = _as_json(workshop.problem, outcome, reasons, spec.policy.standby)
+        emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
         return
+    for note in notes:
+        click.echo(f"note: {note}.")
     show_rehearsal(tried)
     _show_plan(spec, problem, outcome)
     show_search(searched)
@@ -172,6 +181,26 @@ def _require_endings(trace_path: Path | None, html_path: Path | None) -> None:
     if trace_path is not None:
         require_kind(trace_path)
     require_html(html_path)
+
+
+def _money(
+    planner: Callable[[Workshop, Settings], Outcome],
+    workshop: Workshop,
+    outcome: Outcome,
+    settings: Settings,
+) -> tuple[str, ...]:
+    """Which budget would do, where the one there is does not."""
+    from potluck.plan.unservable import budget_that_would_do
+
+    if outcome.allocation.shortfall is None or workshop.problem.budget_usd_per_h is None:
+        return ()
+    enough = budget_that_would_do(planner, workshop, settings)
+    limit = usd(workshop.problem.budget_usd_per_h)
+    return (
+        ()
+        if enough is None
+        else (f"{usd(enough)}/h would do for all of the demand; the budget is {limit}/h",)
+    )
 
 
 def exact(problem: Problem, exact_kv: bool) -> Problem:
@@ -215,13 +244,16 @@ def compare(
     rows = []
     with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
         workshop = Workshop(problem, said=said)
-        outcomes, left_out = {}, []
-        for name, strategy in STRATEGIES.items():
+        outcomes: dict[str, tuple[Outcome, float]] = {}
+        left_out = []
+        # `auto` begins from what the others found, so that it is never the worse.
+        for name in (*(each for each in STRATEGIES if each != "auto"), "auto"):
             start = time.process_time()
             said(name)
             limit_s = _positive("time-limit", time_limit_s)
             try:
-                outcome = strategy(workshop, Settings(time_limit_s=limit_s, seed=seed))
+                known = tuple(found.plan for found, _ in outcomes.values()) if name == "auto" else ()
+                outcome = STRATEGIES[name](workshop, Settings(limit_s, seed=seed, starts=known))
             except InputError as error:
                 # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
                 if error.field != "strategy":
@@ -229,7 +261,8 @@ def compare(
                 left_out.append(error.problem)
                 continue
             outcomes[name] = (outcome, time.process_time() - start)
-    for name, (outcome, cpu_s) in outcomes.items():
+    for name in (each for each in STRATEGIES if each in outcomes):
+        outcome, cpu_s = outcomes[name]
         found = outcome.plan
         tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
         rows.append(
@@ -258,7 +291,7 @@ def compare(
         click.echo(f"left out: {problem_text}", err=as_json)
 
 
-def require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
+def require_service(problem: Problem, outcome: Outcome, limit_s: float, notes: tuple[str, ...] = ()) -> None:
     """A plan that serves nothing is no plan: say why instead."""
     from potluck.plan.explain import why_not
 
@@ -271,7 +304,7 @@ def require_service(problem: Problem, outcome: Outcome, limit_s: float) -> None:
     models = [ask.name for ask in problem.asks if any(name.startswith(f"{ask.name}/") for name in unserved)]
     if models:
         raise CapacityError("; ".join(why_not(problem, model) for model in models))
-    raise CapacityError(f"no plan serves any of the demand: {shortfall}")
+    raise CapacityError("; ".join([f"no plan serves any of the demand: {shortfall}", *notes]))
 
 
 def require_sound(problem: Problem, plan: Plan) -> None:

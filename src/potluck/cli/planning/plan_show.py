@@ -144,9 +144,9 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
             )
         )
     columns = _columns(found)
-    proof = f"proven cheapest of {columns}"
+    proof = f"on averages proven cheapest of {columns}"
     if found.gap >= 1e-6:
-        proof = f"at most {percent(found.gap)} above the cheapest of {columns}"
+        proof = f"of {columns} none is more than {percent(found.gap)} cheaper"
     if found.strategy == "thunderserve" and found.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if found.fraction < 1:
@@ -188,7 +188,7 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
         (
             "model",
             "demand/s",
-            "could do/s",
+            "if always busy/s",
             "8 in 10 do",
             "prompt tokens/s",
             "answer tokens/s",

@@ -84,7 +84,7 @@ class Shortfall:
         names = (
             ", ".join(binding.name for binding in self.binding[:4]) or "whole copies, not any one resource"
         )
-        return f"at most {self.fraction:.1%} of the demand can be met; what binds: {names}"
+        return f"at most {max(self.fraction, 0.0) + 0.0:.1%} of the demand can be met; what binds: {names}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
