@@ -64,7 +64,7 @@ class Explanation:
 
 
 def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> Explanation:
-    """Reasons for every model and every node type that is rented or scarce, within the time limit for all together."""
+    """Reasons for every model and every node type that is rented or scarce; all in half of the time limit."""
     problem = workshop.problem
     questions = len(problem.asks) + sum(1 for count in outcome.plan.nodes.values() if count)
     each_s = settings.time_limit_s * ASKING_SHARE / max(questions, 1)

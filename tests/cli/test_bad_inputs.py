@@ -1,0 +1,167 @@
+"""Bad inputs, many: each is one line or a few that name the field, exit 2, and nothing is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.main import run
+
+SPEC = """\
+models:
+  - model: Llama-3.1-8B
+    name: chat
+    slo: {ttft_ms: 800, tpot_ms: 40, attainment: 0.9}
+    traffic: {rate_per_s: 2, input: 500, output: 100}
+fleet:
+  regions:
+    - name: home
+      nodes:
+        - {node: 1xL40S, available: 4, price_usd_per_h: 1.5}
+    - name: away
+      nodes:
+        - {node: 1xL4, available: 4, price_usd_per_h: 0.8}
+links:
+  - {from: home, to: away, gbps: 10, rtt_ms: 18}
+budget_usd_per_h: 250
+"""
+NUMBERS = {
+    "ttft_ms": "800",
+    "tpot_ms": "40",
+    "attainment": "0.9",
+    "rate_per_s": "2",
+    "input": "500",
+    "output": "100",
+    "available": "4",
+    "price_usd_per_h": "1.5",
+    "gbps": "10",
+    "rtt_ms": "18",
+    "budget_usd_per_h": "250",
+}
+WRONG = ("-1", "many", "[1, 2]", ".nan", ".inf", "{a: 1}", '""', "1e999")
+LENGTHS = ("input", "output")
+"""What may be a distribution or a file's column, too."""
+SPECS = [
+    SPEC.replace(f"{field}: {value}", f"{field}: {wrong}", 1)
+    for field, value in NUMBERS.items()
+    for wrong in WRONG
+] + [
+    SPEC.replace(*change, 1)
+    for change in (
+        ("ttft_ms: 800", "ttft_ms: 0"),
+        ("tpot_ms: 40", "tpot_ms: 0"),
+        ("attainment: 0.9", "attainment: 1.5"),
+        ("attainment: 0.9", "attainment: 0"),
+        ("input: 500", "input: 0"),
+        ("output: 100", "output: 0"),
+        ("available: 4", "available: 1.5"),
+        ("gbps: 10", "gbps: 0"),
+        ("Llama-3.1-8B", "Llama-3.1-8Q"),
+        ("model: Llama-3.1-8B", "mode: Llama-3.1-8B"),
+        ("1xL40S", "1xL40Z"),
+        ("1xL40S", "0xL40S"),
+        ("1xL40S", "-1xL40S"),
+        ("to: away", "to: nowhere"),
+        ("to: away", "to: home"),
+        ("name: away", "name: home"),
+        ("slo:", "sol:"),
+        ("traffic:", "trafic:"),
+        ("fleet:", "fleets:"),
+        ("models:", "model:"),
+        ("links:", "link:"),
+        ("  - model", "    model"),
+        ("slo: {ttft_ms: 800, tpot_ms: 40, attainment: 0.9}", "slo: fast"),
+        ("slo: {ttft_ms: 800, tpot_ms: 40, attainment: 0.9}", "slo: {ttft_ms: 800"),
+        ("{rate_per_s: 2, input: 500, output: 100}", "{trace: none.csv}"),
+        ("{rate_per_s: 2, input: 500, output: 100}", "{}"),
+        ("{rate_per_s: 2, input: 500, output: 100}", "none"),
+        ("available: 4", "available: 0"),
+    )
+]
+RAW = [
+    "",
+    "models",
+    "[]",
+    "models: []\nfleet: {regions: []}",
+    "\t- x",
+    "a: b: c",
+    "models: &a [*a]",
+    "{" * 300,
+    "\x00",
+]
+COMMANDS = [
+    ["plan", "SPEC", "--strategy", "best"],
+    ["plan", "SPEC", "--time-limit", "0"],
+    ["plan", "SPEC", "--time-limit", "-3"],
+    ["plan", "SPEC", "--time-limit", "nan"],
+    ["plan", "SPEC", "--time-limit", "soon"],
+    ["plan", "SPEC", "--headroom", "0"],
+    ["plan", "SPEC", "--headroom", "1.2"],
+    ["plan", "SPEC", "--headroom", "x"],
+    ["plan", "SPEC", "--what-if", "home:1xL40S"],
+    ["plan", "SPEC", "--what-if", "nowhere:1xL40S=1"],
+    ["plan", "SPEC", "--what-if", "home:1xH100=1"],
+    ["plan", "SPEC", "--what-if", "home:1xL40S=-1"],
+    ["plan", "SPEC", "--pin", "x"],
+    ["plan", "SPEC", "--pin", "x@y=z"],
+    ["plan", "SPEC", "--running", "none.json"],
+    ["plan", "SPEC", "--running", "SPEC"],
+    ["plan", "SPEC", "--out", "none/plan.json"],
+    ["plan", "SPEC", "--out", "."],
+    ["plan", "SPEC", "--trace", "search.txt"],
+    ["plan", "SPEC", "--trace", "none/search.html"],
+    ["plan", "SPEC", "--profile", "none.json"],
+    ["plan", "SPEC", "--runs", "1"],
+    ["plan", "SPEC", "--requests", "3"],
+    ["plan", "SPEC", "--seed", "-1"],
+    ["plan", "SPEC", "--slo-scale", "0"],
+    ["plan", "SPEC", "--slo-scale", "-1"],
+    ["plan", "SPEC", "--nonsense"],
+    ["plan", "SPEC", "SPEC"],
+    ["plan", "none.yaml"],
+    ["plan", "."],
+    ["plam", "SPEC"],
+    ["compare", "none.yaml"],
+    ["compare", "SPEC", "--time-limit", "-1"],
+    ["check", "none.yaml"],
+    ["check", "."],
+    ["estimate", "--model", "none", "--node", "1xL4", "--input", "10", "--output", "10"],
+    ["estimate", "--model", "Llama-3.1-8B", "--node", "1xNone", "--input", "10", "--output", "10"],
+    ["estimate", "--model", "Llama-3.1-8B", "--node", "1xL4", "--input", "0", "--output", "10"],
+    ["estimate", "--model", "Llama-3.1-8B", "--node", "1xL4", "--input", "x", "--output", "10"],
+    ["replan", "none.json", "SPEC"],
+    ["replan", "SPEC", "SPEC"],
+    ["simulate", "none.json", "SPEC"],
+]
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    code = run(arguments)
+    said = capsys.readouterr()
+    assert code == 2, (arguments, said.err, said.out[:200])
+    lines = said.err.strip().splitlines()
+    assert lines
+    assert all(line.startswith("potluck: error: ") for line in lines), said.err
+    assert "Traceback" not in said.err
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("text", [*SPECS, *RAW], ids=range(len(SPECS) + len(RAW)))
+def test_a_bad_spec_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert text != SPEC
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.yaml").write_text(text, encoding="utf-8")
+    refused(["plan", "spec.yaml"], capsys, tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_a_bad_command_is_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.yaml").write_text(SPEC, encoding="utf-8")
+    refused([each.replace("SPEC", "spec.yaml") for each in command], capsys, tmp_path)

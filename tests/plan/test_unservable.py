@@ -1,0 +1,56 @@
+"""What nothing can serve is said and left out; the rest is planned, and money that would do is named."""
+
+from __future__ import annotations
+
+import pytest
+from plan_problems import a_problem, an_ask
+
+from potluck.core.values.types import Slo
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.unservable import budget_that_would_do, planned_rest, within_context
+from potluck.plan.verify import verify
+
+PLAN = STRATEGIES["melange"]
+QUICK = Settings(time_limit_s=10.0)
+
+
+def test_one_model_out_of_reach_does_not_refuse_the_others() -> None:
+    problem = a_problem(an_ask(rate_per_s=2.0), an_ask("strict", slo=Slo(0.001, 0.0001)))
+    assert PLAN(Workshop(problem), QUICK).plan.fraction == 0
+    shop, outcome, notes = planned_rest(PLAN, Workshop(problem), QUICK)
+    assert outcome.plan.fraction == 1
+    assert verify(shop.problem, outcome.plan) == ()
+    assert {t.model for t in outcome.plan.templates} == {"chat"}
+    assert len(notes) == 1
+    assert notes[0].startswith("strict: its objective")
+
+
+def test_requests_beyond_the_context_are_left_out_and_told() -> None:
+    ask = an_ask(rate_per_s=2.0, lengths=((300, 200, 0.9), (400_000, 200, 0.1)))
+    problem, notes = within_context(a_problem(ask))
+    assert [demand.rate_per_s for demand in problem.asks[0].demands] == pytest.approx([1.8, 0.0])
+    assert "10 % of its requests are longer than its context" in notes[0]
+    assert within_context(problem) == (problem, ())
+    _, outcome, said = planned_rest(PLAN, Workshop(a_problem(ask)), QUICK)
+    assert outcome.plan.fraction == 1
+    assert said == notes
+
+
+def test_the_budget_that_would_do_is_what_a_plan_without_one_costs() -> None:
+    rich = a_problem(an_ask(rate_per_s=20.0))
+    cost = PLAN(Workshop(rich), QUICK).plan.cost_usd_per_h
+    poor = a_problem(an_ask(rate_per_s=20.0), budget_usd_per_h=cost / 2)
+    assert PLAN(Workshop(poor), QUICK).plan.fraction < 1
+    assert budget_that_would_do(PLAN, Workshop(poor), QUICK) == pytest.approx(cost)
+    assert budget_that_would_do(PLAN, Workshop(rich), QUICK) is None
+
+
+def test_nothing_is_rented_for_nothing() -> None:
+    """Where not even one copy of each can be had, no copy is rented; where some is served, every copy has work."""
+    two = (an_ask(rate_per_s=2.0), an_ask("second", rate_per_s=2.0))
+    none = PLAN(Workshop(a_problem(*two, budget_usd_per_h=1.5)), QUICK).plan
+    assert none.fraction == 0
+    assert none.deployments == ()
+    some = PLAN(Workshop(a_problem(an_ask(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
+    busy = {(share.template, share.region) for share in some.shares if share.rate_per_s > 0}
+    assert {(each.template, each.region) for each in some.deployments} == busy
