@@ -1,0 +1,165 @@
+"""Whether `auto` keeps its word: random specs, ample to scarce, one to twenty models, each in so much CPU time.
+
+    python benchmarks/signed.py [--quick] [--json] [--specs 60] [--limit 10]
+
+Every strategy plans every spec within the limit, templates included. For each spec: whether `auto` serves as much as
+any of them and for as much costs no more, how far it is from its bound, and how much CPU time it took.
+Targets: never worse than any strategy; time within the limit + 10 %; median gap 0.5 %, worst 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+from potluck.catalog import models, nodes
+from potluck.core.values.types import LengthBin, Link, Offer, Region, Slo, Traffic
+from potluck.plan.problem import Ask, Problem, ask
+from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.verify import verify
+
+NODES = (
+    "1xL4",
+    "4xL4",
+    "1xL40S",
+    "4xL40S",
+    "1xA10G",
+    "2xRTX4090",
+    "1xA100-80",
+    "8xA100-80",
+    "1xH100",
+    "8xH100",
+)
+MODELS = ("Llama-3.1-8B", "Qwen2-7B", "Phi-4", "Qwen3-32B", "Llama-3-70B")
+PRICES = {"L4": 0.8, "L40S": 1.9, "A10G": 1.0, "RTX4090": 0.6, "A100-80": 3.5, "H100": 7.0}
+SAME = 1e-6
+LEFT_OUT = ("thunderserve",)
+"""For a pool of one model; not compared here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One spec."""
+
+    seed: int
+    models: int
+    served: float
+    cost_usd_per_h: float
+    gap: float
+    """Of the cost, or of what is served where not all is."""
+    cpu_s: float
+    worse_than: tuple[str, ...]
+    sound: bool
+
+
+def problem_of(seed: int) -> Problem:
+    """A spec by its number: models, traffic, fleet and links at random; supply from plenty to far too little."""
+    draw = random.Random(seed)
+    count = draw.choice((1, 1, 2, 2, 3, 4, 6, 10, 20))
+    asks = tuple(_ask(draw, place) for place in range(count))
+    plenty = draw.choice((0.3, 0.7, 1.0, 2.0, 6.0)) * count
+    regions = []
+    for name in ("east", "west")[: draw.randint(1, 2)]:
+        kinds = draw.sample(NODES, draw.randint(2, 6))
+        offers = [
+            Offer(nodes.canonical(kind), _price(draw, kind), _available(draw, plenty)) for kind in kinds
+        ]
+        regions.append(Region(name, tuple(offers)))
+    used = {offer.node for region in regions for offer in region.offers}
+    links = (Link("east", "west", 10.0, 0.02),) if len(regions) == 2 and draw.random() < 0.5 else ()
+    types = tuple(nodes.node_type(kind) for kind in NODES if nodes.canonical(kind) in used)
+    return Problem(asks, tuple(regions), types, links)
+
+
+def _ask(draw: random.Random, place: int) -> Ask:
+    name = f"model-{place}"
+    mean_in, mean_out = draw.choice((300, 1000, 3000)), draw.choice((100, 300))
+    lengths = (LengthBin(mean_in / 2, mean_out, 0.6), LengthBin(2 * mean_in, mean_out, 0.4))
+    slo = Slo(draw.choice((0.8, 2.0, 5.0)), draw.choice((0.05, 0.1)))
+    return ask(name, models.model(draw.choice(MODELS)), slo, Traffic(name, draw.uniform(0.3, 10.0), lengths))
+
+
+def _price(draw: random.Random, kind: str) -> float:
+    count, gpu = kind.split("x", 1)
+    return round(int(count) * PRICES[gpu] * draw.uniform(0.7, 1.4), 3)
+
+
+def _available(draw: random.Random, plenty: float) -> int:
+    return max(1, round(plenty * draw.uniform(0.5, 3.0)))
+
+
+def run(seed: int, limit_s: float) -> Row:
+    problem = problem_of(seed)
+    start_s = time.process_time()
+    best = STRATEGIES["auto"](Workshop(problem), Settings(limit_s))
+    cpu_s = time.process_time() - start_s
+    shop = Workshop(problem)
+    others = [name for name in STRATEGIES if name != "auto" and name not in LEFT_OUT]
+    worse = [name for name in others if _beaten(best, STRATEGIES[name](shop, Settings(limit_s)))]
+    plan = best.plan
+    sound = not verify(problem, plan)
+    return Row(
+        seed, len(problem.asks), plan.fraction, plan.cost_usd_per_h, _gap(best), cpu_s, tuple(worse), sound
+    )
+
+
+def _beaten(best: Outcome, other: Outcome) -> bool:
+    if other.plan.fraction > best.plan.fraction + SAME:
+        return True
+    alike = other.plan.fraction > best.plan.fraction - SAME and other.plan.fraction > 0
+    return alike and other.plan.cost_usd_per_h < best.plan.cost_usd_per_h * (1 - SAME)
+
+
+def _gap(outcome: Outcome) -> float:
+    short = outcome.allocation.shortfall
+    if short is not None:
+        return (short.fraction_bound - short.fraction) / max(short.fraction_bound, 1e-9)
+    return outcome.plan.gap
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--specs", type=int, default=60)
+    parser.add_argument("--limit", type=float, default=10.0, help="CPU seconds for each plan")
+    parser.add_argument("--quick", action="store_true", help="six specs")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for seed in range(6 if options.quick else options.specs):
+        rows.append(run(seed, options.limit))
+        if not options.json:
+            row = rows[-1]
+            worse = ", ".join(row.worse_than) or "none"
+            print(
+                f"{row.seed:3d}  {row.models:2d} models  served {row.served:6.1%}  ${row.cost_usd_per_h:9.2f}/h  "
+                f"gap {row.gap:6.2%}  {row.cpu_s:6.2f} s  worse than: {worse}{'' if row.sound else '  NOT SOUND'}",
+                flush=True,
+            )
+    gaps = [row.gap for row in rows]
+    summary = {
+        "specs": len(rows),
+        "worse": sum(bool(row.worse_than) for row in rows),
+        "unsound": sum(not row.sound for row in rows),
+        "late": sum(row.cpu_s > 1.1 * options.limit for row in rows),
+        "slowest_s": max(row.cpu_s for row in rows),
+        "median_gap": statistics.median(gaps),
+        "worst_gap": max(gaps),
+    }
+    if options.json:
+        print(json.dumps({"summary": summary, "rows": [asdict(row) for row in rows]}, indent=1))
+        return
+    print(
+        f"{summary['worse']} of {summary['specs']} worse than some strategy (target 0), {summary['late']} beyond "
+        f"the limit + 10 % (0), slowest {summary['slowest_s']:.1f} s, gap: median {summary['median_gap']:.2%} "
+        f"(0.5 %), worst {summary['worst_gap']:.2%} (3 %)"
+    )
+
+
+if __name__ == "__main__":
+    main()
