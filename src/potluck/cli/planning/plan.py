@@ -134,33 +134,27 @@ def plan(
     from potluck.plan.unservable import planned_rest
 
     planner, spec = _strategy(strategy), scaled(read_spec(spec_path), slo_scale)
-    _require_endings(trace_path, html_path)
-    for option, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
-        require_writable(option, path)
+    _require_places(out, trace_path, html_path)
     posed = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty, sure)
     problem = exact(measured(posed, profile_paths), exact_kv)
     before = None if running is None else named(running, plan_from_json)
-    limit_s = _positive("time-limit", time_limit_s)
-    pins, estimate = tuple(map(_pin, pinned)), estimate_of(spec, problem, rehearsing, seed)
+    limit_s, pins = _positive("time-limit", time_limit_s), tuple(map(_pin, pinned))
+    estimate = estimate_of(spec, problem, rehearsing, seed)
     settings = Settings(limit_s, running=before, pins=pins, seed=seed, estimate=estimate)
-    with progress(4 * len(problem.asks) + 2) as said:
-        workshop = Workshop(problem, said=said)
-        workshop, outcome, notes = planned_rest(planner, workshop, settings)
-        problem = workshop.problem
-        notes += _money(planner, workshop, outcome, settings)
+    with progress(4 * len(problem.asks) + 1) as said:
+        workshop, outcome, notes = planned_rest(planner, Workshop(problem, said=said), settings)
+        problem, notes = workshop.problem, notes + _money(planner, workshop, outcome, settings)
         require_service(problem, outcome, limit_s, notes)
         tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
         if tried is not None:
             workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
-        said("checking")
         require_sound(workshop.problem, outcome.plan)
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
         outcome = _offering(workshop, outcome, spec)
         if out is not None:
             out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
-        searched = dict(workshop.searched)
-        write_trace(trace_path, searched)
+        write_trace(trace_path, searched := dict(workshop.searched))
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
         draw_plan(html_path, workshop.problem, outcome.plan, reasons)
@@ -168,16 +162,17 @@ def plan(
         body = _as_json(workshop.problem, outcome, reasons, spec.policy.standby)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
         return
-    for note in notes:
-        click.echo(f"note: {note}.")
+    click.echo("".join(f"note: {note}.\n" for note in notes), nl=False)
     show_rehearsal(tried)
     _show_plan(spec, problem, outcome)
     show_search(searched)
     show_reasons(reasons)
 
 
-def _require_endings(trace_path: Path | None, html_path: Path | None) -> None:
-    """Of files that are drawn, before anything long is done."""
+def _require_places(out: Path | None, trace_path: Path | None, html_path: Path | None) -> None:
+    """Files can be written, and those that are drawn have a known ending: said before anything long is done."""
+    for option, path in (("--out", out), ("--trace", trace_path), ("--html", html_path)):
+        require_writable(option, path)
     if trace_path is not None:
         require_kind(trace_path)
     require_html(html_path)
