@@ -97,7 +97,7 @@ def show_groups(plan: Plan) -> None:
 
 
 COLUMNS = {
-    "auto": "all kinds of templates",
+    "auto": "the templates of all kinds that were timed",
     "homo": "the node types it picked",
     "melange": "aggregated replicas",
     "cauchy": "combos of whole nodes",
@@ -106,7 +106,7 @@ COLUMNS = {
     "cauchy-ce": "the combos that equation 15 shortlists",
     "cronus": "pairs and aggregated replicas",
     "prfaas": "single nodes that do one phase",
-    "coral": "pipelines and single nodes that do one phase",
+    "coral": "the pipelines and single nodes for one phase that were timed",
 }
 """What a strategy chooses from: of these its proof is, and of no others."""
 
