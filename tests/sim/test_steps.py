@@ -81,7 +81,7 @@ def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     assert error[chunks == 0].max() < 0.003
     assert error[(chunks == 1) & (decodes == 0)].max() < 0.004  # latent attention bends between contexts
     assert error[chunks == 1].mean() < 0.0025
-    assert error[chunks == 1].max() < 0.016
+    assert error[chunks == 1].max() < 0.018
     # Several chunks share the GPU in ways that pairs of figures cannot tell.
     assert error[chunks > 1].mean() < 0.01
     assert error[chunks > 1].max() < 0.15

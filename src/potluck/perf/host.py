@@ -43,11 +43,14 @@ class Host:
 
     def whole_s(self, gpu_s: Floats, batch: Steps, layers: int) -> Floats:
         """A step of so many layers, of which the GPU works so long; nothing where nobody has a token."""
-        total = gpu_s + self.step_s(batch)
+        sequences = batch.sequences
+        total = gpu_s + self.fixed_s + self.sequence_s * sequences
         if self.launch_s > 0:
-            chunked = batch.chunk_new.any(axis=1)
-            total = np.where(chunked, np.maximum(total, self.launch_s * layers), total)
-        return np.where(batch.tokens > 0, total, 0.0)
+            np.maximum(total, (sequences > batch.decodes) * (self.launch_s * layers), out=total)
+        idle = sequences == 0
+        if idle.any():
+            total[idle] = 0.0
+        return total
 
 
 NO_HOST = Host(0.0)

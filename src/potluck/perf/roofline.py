@@ -142,7 +142,8 @@ class RooflineTimer:
             time = time + _look_up(cached, self.latent_up_s)
         for work, count in self.works:
             time = time + count * self._attention_s(work.attention, batch)
-        return self.slower * self.host.whole_s(time, batch, self.layers)
+        whole_s = self.host.whole_s(time, batch, self.layers)
+        return whole_s if self.slower == 1.0 else self.slower * whole_s
 
     def _attention_s(self, work: SoftmaxWork | LinearWork, batch: Steps) -> Floats:
         if isinstance(work, LinearWork):
