@@ -36,6 +36,12 @@ class SmallMaker:
     host: str = "127.0.0.1"
     style: str = "pretended"
 
+    def workers(self, make: Make) -> int:
+        return 1
+
+    def chips_for(self, make: Make) -> tuple[str, ...]:
+        return ()
+
     def command(self, make: Make, port: int, kv_port: int) -> list[str]:
         return [sys.executable, "-S", "-E", "-c", ENGINE, str(port)]
 

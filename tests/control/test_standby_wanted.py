@@ -74,6 +74,7 @@ class Gateway:
                 plan_mark="",
                 market=None,
                 kits=SimpleNamespace(kits={}),
+                kills=set(),
             )  # type: ignore[arg-type]
         )
 

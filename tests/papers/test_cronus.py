@@ -20,6 +20,7 @@ from potluck.papers import cronus
 from potluck.papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
 from potluck.papers.cronus_dispatch import COMPUTING, QueueLimited
 from potluck.papers.cronus_rows import CLAIMS, Measured, largest_reduction, measure, order_inversions, rows
+from potluck.perf.host import Host
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 MADE_UP = cronus.synthetic_requests(seed=3)
@@ -87,7 +88,9 @@ def test_every_row_has_a_figure_and_stands_beside_the_published_one(first: Measu
 def test_a_slower_host_is_a_slower_engine_and_a_pipeline_gains_by_overlap() -> None:
     few = MADE_UP.first(60)
     for approach in (PP, HIGH_LOW, CRONUS):
-        fast, slow = (cronus.throughput_per_s(SETTINGS[2], approach, few, host) for host in (0.001, 0.05))
+        fast, slow = (
+            cronus.throughput_per_s(SETTINGS[2], approach, few, Host(host)) for host in (0.001, 0.05)
+        )
         assert slow < fast
     serial, both = (cronus.throughput_per_s(SETTINGS[2], each, MADE_UP) for each in (SERIAL_PP, PP))
     assert serial < both

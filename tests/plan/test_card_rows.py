@@ -48,6 +48,8 @@ def test_what_a_copy_with_thin_cards_earns_is_the_best_it_can(seed: int) -> None
         np.zeros(program.fleet.available.shape),
         np.zeros(len(program.links)),
         0.0,
+        np.zeros(program.fleet.available.shape),
+        np.zeros(len(program.limits)),
     )
     for m, model in enumerate(program.models):
         first, earned = int(pricer.first_bin[m]), pricer.earnings(m, duals)

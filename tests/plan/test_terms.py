@@ -24,7 +24,7 @@ OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}, "west": {"1xL40S": 
 
 
 def asked(terms: Terms, **more: object) -> Problem:
-    problem = a_problem(replace(an_ask(rate_per_s=6.0), terms=terms), offers=OFFERS)
+    problem = a_problem(replace(an_ask(rate_per_s=5.0), terms=terms), offers=OFFERS)
     return replace(problem, **more)  # type: ignore[arg-type]
 
 

@@ -40,7 +40,8 @@ def test_a_replica_that_is_ten_times_as_slow_for_a_while_is_felt_less(balance: B
     hedged = simulate(FOUR, requests, Policy(balance=balance, hedge=3.0), faults=SLOW)
     assert without.counts["second attempts"] == 0
     assert 0 < hedged.counts["second attempts"] < 60
-    assert ttft_s(hedged, 0.99) < 0.7 * ttft_s(without, 0.99)
+    # Who learns how fast replicas are sends the slow one little, so that fewer are late.
+    assert ttft_s(hedged, 0.99) < (0.85 if balance == "learned" else 0.7) * ttft_s(without, 0.99)
     assert ttft_s(hedged, 1.0) < 0.7 * ttft_s(without, 1.0)
     assert ttft_s(hedged, 0.5) < 1.1 * ttft_s(without, 0.5)
 
