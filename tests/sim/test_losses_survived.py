@@ -19,7 +19,7 @@ from potluck.sim.run import simulate
 from potluck.sim.world.faults import Fault, Faults
 from potluck.worlds.scene import Scene
 
-RATE_PER_S = 8.0
+RATE_PER_S = 11.0
 TRAFFIC = Traffic("chat", RATE_PER_S, (LengthBin(300, 60, 0.6), LengthBin(1200, 80, 0.4)))
 PROMISED = 0.9
 AT_S = 20.0
