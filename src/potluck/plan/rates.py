@@ -158,7 +158,9 @@ def _prefill(
     if isinstance(timer, PipelineTimer):
         latency_s = timer.step_s(_prompts(counts, new, cached))
         longest_s = float(prefill_s(timer, demand.longest_tokens)[0])
-        apart_s = np.minimum(latency_s, timer.interval_s(_prompts(counts, new, cached)))
+        # As many steps are under way as there are nodes: where one is much slower than the rest, they wait for it.
+        least_s = latency_s / sum(map(len, timer.stages))
+        apart_s = np.clip(timer.interval_s(_prompts(counts, new, cached)), least_s, latency_s)
         chunk = steps(min(new, CHUNK_TOKENS), cached)
         round_s = float(timer.step_s(chunk)[0]) / 2 if len(timer.stages) > 1 else 0.0
     rates = counts / apart_s
