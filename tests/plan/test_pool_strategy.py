@@ -141,7 +141,8 @@ def test_kv_within_a_machine_does_not_touch_the_links() -> None:
         replicas = [Replica("prefill", Layout(tuple(stages))), Replica("decode", Layout(tuple(stages)))]
         return group_capacity(problem, problem.asks[0], replicas, "fp16")[0].closed_per_s
 
-    assert rate(5.0) == pytest.approx(rate(100.0), rel=0.1)  # only activations cross
+    # Only activations cross; while they do, each machine waits for the other's part of what is under way.
+    assert rate(5.0) == pytest.approx(rate(100.0), rel=0.2)
     assert rate(5.0) > 0
 
 
