@@ -73,16 +73,15 @@ def test_preempted_requests_give_and_take_all_the_same(pair: Pair, threads: Thre
     first, second = pair
     drawn = random.Random(5)
     work = []
-    for seed in range(24):
+    for seed in range(32):
         tokens = prompt(("p", seed), drawn.choice((200, 260, 600)))
         ends = (first, second) if seed % 2 else (second, first)
         work.append((tokens, drawn.randrange(100, len(tokens)), ends))
     before = [each.metric("vllm:num_preemptions_total") for each in pair]
-    with ThreadPoolExecutor(24) as others:
+    with ThreadPoolExecutor(32) as others:
         found = list(others.map(lambda w: handed(threads, *w[2], w[0], w[1], output=100)[0], work))
-    assert all(
-        each.metric("vllm:num_preemptions_total") > count for each, count in zip(pair, before, strict=True)
-    )
+    # How many, and on which of the two, hangs on who comes when.
+    assert sum(each.metric("vllm:num_preemptions_total") for each in pair) > sum(before)
     with ThreadPoolExecutor(4) as others:
         expected = list(others.map(lambda w: alone(first, w[0], 100), work))
     assert found == expected
