@@ -17,6 +17,7 @@ from potluck.core.values.plan import Deployment, Replica, TemplateFlow, plan_fro
 from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
+from potluck.plan.cards import wire_bits
 from potluck.plan.columns import columns, plan_of
 from potluck.plan.machines import machine_of, named, region_pool
 from potluck.plan.problem import Ask, Problem
@@ -141,7 +142,10 @@ def test_kv_within_a_machine_does_not_touch_the_links() -> None:
         replicas = [Replica("prefill", Layout(tuple(stages))), Replica("decode", Layout(tuple(stages)))]
         return group_capacity(problem, problem.asks[0], replicas, "fp16")[0].closed_per_s
 
-    # Only activations cross; while they do, each machine waits for the other's part of what is under way.
+    # KV of so many requests would need many times the link. Activations do cross it, and while they do, each machine
+    # waits for the other's part of what is under way.
+    needed_gbps = rate(5.0) * float(wire_bits(two_machines(5.0).asks[0], "fp16")[0]) / 1e9
+    assert needed_gbps > 3 * 5.0
     assert rate(5.0) == pytest.approx(rate(100.0), rel=0.2)
     assert rate(5.0) > 0
 

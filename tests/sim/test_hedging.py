@@ -40,9 +40,10 @@ def test_a_replica_that_is_ten_times_as_slow_for_a_while_is_felt_less(balance: B
     hedged = simulate(FOUR, requests, Policy(balance=balance, hedge=3.0), faults=SLOW)
     assert without.counts["second attempts"] == 0
     assert 0 < hedged.counts["second attempts"] < 60
-    # Who learns how fast replicas are sends the slow one little, so that fewer are late.
-    assert ttft_s(hedged, 0.99) < (0.85 if balance == "learned" else 0.7) * ttft_s(without, 0.99)
-    assert ttft_s(hedged, 1.0) < 0.7 * ttft_s(without, 1.0)
+    # Who learns how fast replicas are sends the slow one little: hardly one in a hundred is late; the last is.
+    late = (1.0,) if balance == "learned" else (0.99, 1.0)
+    assert all(ttft_s(hedged, share) < 0.7 * ttft_s(without, share) for share in late)
+    assert ttft_s(hedged, 0.99) < ttft_s(without, 0.99)
     assert ttft_s(hedged, 0.5) < 1.1 * ttft_s(without, 0.5)
 
 

@@ -79,9 +79,11 @@ def test_a_table_is_near_its_timer(case: tuple[str, str, int] | None) -> None:
     chunks = np.array([len(each[0]) for each in made])
     decodes = np.array([each[1] for each in made])
     assert error[chunks == 0].max() < 0.003
-    assert error[(chunks == 1) & (decodes == 0)].max() < 0.004  # latent attention bends between contexts
+    # Latent attention bends between the contexts that are asked for, and beside few decodes.
+    latent = case is not None and case[0] == "DeepSeek-V3"
+    assert error[(chunks == 1) & (decodes == 0)].max() < (0.004 if latent else 0.003)
     assert error[chunks == 1].mean() < 0.0025
-    assert error[chunks == 1].max() < 0.018
+    assert error[chunks == 1].max() < (0.018 if latent else 0.016)
     # Several chunks share the GPU in ways that pairs of figures cannot tell.
     assert error[chunks > 1].mean() < 0.01
     assert error[chunks > 1].max() < 0.15
