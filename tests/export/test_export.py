@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from potluck.cli.main import cli
 from potluck.cli.serving.engine import engine
+from potluck.cli.serving.serve import serve
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Replica, plan_to_json
@@ -90,6 +91,21 @@ def test_commands_are_ones_that_the_engines_take(style: Any, deployed: Any) -> N
     assert len(commands) == 8
 
 
+def test_the_gateway_has_the_tokenizers(tmp_path: Path) -> None:
+    for name in ("plan.json", "potluck.yaml", "engines.yaml", "keys.jsonl"):
+        (tmp_path / name).write_text("")
+    words = wording().gateway(f"{tmp_path}/", str(tmp_path / "keys.jsonl"))
+    asked = serve.make_context("serve", words[2:]).params
+    assert asked["files"] == tuple(f"{name}={folder}" for name, folder in FOLDERS.items())
+    for files in (
+        shell.files(fleet((COMBO, "us-east-1", 1)), wording(), {}),
+        compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck", []),
+        kubernetes.files(fleet((COMBO, "us-east-1", 1)), wording(), CLUSTER, {"plan.json": "{}"}),
+        skypilot.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "true"),
+    ):
+        assert any("--files=chat=/models/chat" in text for text in files.values())
+
+
 def test_a_pipeline_over_machines_names_all_its_workers() -> None:
     files = shell.files(
         fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {"documents-0-us-east-1-0-box1": "10.0.0.7"}
@@ -97,14 +113,11 @@ def test_a_pipeline_over_machines_names_all_its_workers() -> None:
     (stages,) = [words[words.index("--stages") + 1] for words in words_of(files) if "--stages" in words]
     a, c = (f"documents-0-us-east-1-0-box{number}:7100" for number in (0, 2))
     assert stages == f"20@{a},12@10.0.0.7:7100+{c}"
-    for kind in (shell.files, compose.files):
-        with pytest.raises(InputError, match="run with --engine embedded"):
-            kind(
-                fleet((PIPELINE, "us-east-1", 1)),
-                wording(),
-                {},
-                *(["image"] if kind is compose.files else []),
-            )  # type: ignore[operator]
+    refused = pytest.raises(InputError, match="run with --engine embedded")
+    with refused:
+        shell.files(fleet((PIPELINE, "us-east-1", 1)), wording(), {})
+    with refused:
+        compose.files(fleet((PIPELINE, "us-east-1", 1)), wording(), {}, "potluck", [])
 
 
 def test_the_gateway_reads_the_roster(tmp_path: Path) -> None:
@@ -182,7 +195,7 @@ def test_skypilot_reads_as_it_did(name: str) -> None:
 
 
 def test_compose_gives_each_engine_its_gpus() -> None:
-    found = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck:1")
+    found = compose.files(fleet((COMBO, "us-east-1", 1)), wording(), {}, "potluck:1", ["traces/a.csv"])
     data = yaml.safe_load(found["compose-chat-0-us-east-1-0-box0.yaml"])
     assert data["services"].keys() == {"chat-0-us-east-1-0-0", "chat-0-us-east-1-0-1", "gateway"}
     gpus = [
@@ -191,7 +204,11 @@ def test_compose_gives_each_engine_its_gpus() -> None:
         if name != "gateway"
     ]
     assert gpus == [["0", "1"], ["2", "3"]]
-    assert data["secrets"] == {name: {"file": f"./{name}"} for name in compose.SECRETS}
+    assert data["secrets"] == {"engine.key": {"file": "./engine.key"}}  # no pipeline, no secret of one
+    assert "./traces/a.csv:/srv/traces/a.csv:ro" in data["services"]["gateway"]["volumes"]
+    piped = compose.files(fleet((PIPELINE, "us-east-1", 1)), wording("embedded"), {}, "potluck:1", [])
+    data = yaml.safe_load(piped["compose-documents-0-us-east-1-0-box1.yaml"])
+    assert data["secrets"] == {"pipeline.secret": {"file": "./pipeline.secret"}}
     assert all(
         f"{folder}:{folder}:ro" in each["volumes"]
         for folder in FOLDERS.values()

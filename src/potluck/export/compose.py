@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -13,8 +13,10 @@ from potluck.export.words import HostOf, Wording, roster
 SECRETS = ("engine.key", "pipeline.secret")
 
 
-def files(fleet: Roomed, wording: Wording, addresses: Mapping[str, str], image: str) -> dict[str, str]:
-    """File name to text."""
+def files(
+    fleet: Roomed, wording: Wording, addresses: Mapping[str, str], image: str, served: Iterable[str]
+) -> dict[str, str]:
+    """File name to text; `served` are the files that the gateway reads."""
 
     def host_of(box: Box) -> str:
         return addresses.get(box.name, box.name)
@@ -23,7 +25,7 @@ def files(fleet: Roomed, wording: Wording, addresses: Mapping[str, str], image: 
     for number, box in enumerate(fleet.boxes):
         services = _services(fleet, box, wording, host_of, image)
         if not number:
-            services["gateway"] = _gateway(image)
+            services["gateway"] = _gateway(image, wording, served)
         found[f"compose-{box.name}.yaml"] = _text(box, services)
     found["engines.yaml"] = roster(
         fleet, lambda seat: f"http://{host_of(seat.box)}:{seat.port}", wording.key_file
@@ -50,7 +52,7 @@ def _services(
         if seat.alone:
             if seat.box == box:
                 command = wording.engine(seat, host_of(box), host_of)
-                found[seat.name] = _service(image, command, wording, seat.port, host_of(box))
+                found[seat.name] = _service(image, command, wording, SECRETS[:1], seat.port, host_of(box))
                 gpus = tuple(gpu for each in seat.footings for gpu in each.gpus)
                 found[seat.name] |= _gpus(gpus)
             continue
@@ -61,15 +63,25 @@ def _services(
                     "-c",
                     f"exec {' '.join(wording.worker(seat, host_of(box)))} < {wording.secret_file}",
                 ]
-                found[f"{seat.name}-worker{number}"] = _service(image, command, wording) | _gpus(each.gpus)
+                found[f"{seat.name}-worker{number}"] = _service(image, command, wording, SECRETS[1:]) | _gpus(
+                    each.gpus
+                )
         if seat.box == box:
             command = wording.engine(seat, host_of(box), host_of)
-            found[seat.name] = _service(image, command, wording, seat.port, host_of(box))
+            found[seat.name] = _service(image, command, wording, SECRETS, seat.port, host_of(box))
     return found
 
 
+def _models(wording: Wording) -> list[str]:
+    return [f"{folder}:{folder}:ro" for folder in sorted(set(wording.folders.values()))]
+
+
+def _secrets(*names: str) -> list[dict[str, str]]:
+    return [{"source": name, "target": f"/etc/potluck/{name}"} for name in names]
+
+
 def _service(
-    image: str, command: list[str], wording: Wording, port: int = 0, host: str = ""
+    image: str, command: list[str], wording: Wording, secrets: tuple[str, ...], port: int = 0, host: str = ""
 ) -> dict[str, Any]:
     service: dict[str, Any] = {
         "image": image,
@@ -78,8 +90,8 @@ def _service(
         "ipc": "host",
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
-        "volumes": [f"{folder}:{folder}:ro" for folder in sorted(set(wording.folders.values()))],
-        "secrets": [{"source": name, "target": f"/etc/potluck/{name}"} for name in SECRETS],
+        "volumes": _models(wording),
+        "secrets": _secrets(*secrets),
     }
     if port:
         ask = f"import urllib.request as r; r.urlopen('http://{host}:{port}/health', timeout=5)"
@@ -97,17 +109,14 @@ def _gpus(gpus: tuple[int, ...]) -> dict[str, Any]:
     return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
 
 
-def _gateway(image: str) -> dict[str, Any]:
-    files = ("plan.json", "potluck.yaml", "engines.yaml", "keys.jsonl")
+def _gateway(image: str, wording: Wording, served: Iterable[str]) -> dict[str, Any]:
+    files = (*served, "engines.yaml", "keys.jsonl")
     return {
         "image": image,
-        "command": [
-            *("potluck", "serve", "/srv/plan.json", "/srv/potluck.yaml", "--engines", "/srv/engines.yaml"),
-            *("--host", "0.0.0.0", "--keys", "/srv/keys.jsonl"),
-        ],
+        "command": wording.gateway("/srv/", "/srv/keys.jsonl"),
         "network_mode": "host",
         "restart": "unless-stopped",
         "stop_grace_period": "120s",
-        "volumes": [f"./{name}:/srv/{name}:ro" for name in files],
-        "secrets": [{"source": "engine.key", "target": "/etc/potluck/engine.key"}],
+        "volumes": [f"./{name}:/srv/{name}:ro" for name in files] + _models(wording),
+        "secrets": _secrets("engine.key"),
     }

@@ -16,7 +16,7 @@ import yaml
 
 from potluck.core.errors import InputError
 from potluck.export.seats import Box, Roomed, Seat
-from potluck.export.words import Wording, roster, stage_port
+from potluck.export.words import EVERYWHERE, Wording, roster, stage_port
 
 Manifest = dict[str, Any]
 SECRET, CONFIG = "potluck", "potluck-plan"
@@ -63,7 +63,7 @@ def files(fleet: Roomed, wording: Wording, cluster: Cluster, served: Mapping[str
         ),
         "10-plan.yaml": _text([config]),
         "20-engines.yaml": _text(engines),
-        "30-gateway.yaml": _text(_gateway(cluster, given)),
+        "30-gateway.yaml": _text(_gateway(wording, cluster, given)),
         "40-network.yaml": _text(_network(cluster)),
     }
 
@@ -160,7 +160,7 @@ def _group_of_pods(
             "env": [POD_IP],
             "ports": [{"name": "stage", "containerPort": stage_port(first)}],
             "resources": {"limits": {"nvidia.com/gpu": gpus}},
-            "volumeMounts": _mounts(wording),
+            "volumeMounts": _mounts(),
             "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
         }
 
@@ -200,11 +200,7 @@ def _engine(command: list[str], seat: Seat, gpus: int, cluster: Cluster) -> Mani
             {"name": "kv", "containerPort": seat.kv_port},
         ],
         **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
-        "volumeMounts": [
-            {"name": "models", "mountPath": "/models", "readOnly": True},
-            {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
+        "volumeMounts": [*_mounts(), {"name": "shm", "mountPath": "/dev/shm"}],
         # Weights may take long to load; whoever never answers is started again after half an hour.
         "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
         "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
@@ -214,7 +210,7 @@ def _engine(command: list[str], seat: Seat, gpus: int, cluster: Cluster) -> Mani
     }
 
 
-def _mounts(wording: Wording) -> list[Manifest]:
+def _mounts() -> list[Manifest]:
     return [
         {"name": "models", "mountPath": "/models", "readOnly": True},
         {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
@@ -244,13 +240,10 @@ def _pod(
     return {"metadata": {"labels": labels}, "spec": spec}
 
 
-def _gateway(cluster: Cluster, given: Mapping[str, str]) -> list[Manifest]:
+def _gateway(wording: Wording, cluster: Cluster, given: Mapping[str, str]) -> list[Manifest]:
     labels = {"app": "potluck", "potluck/part": "gateway"}
-    command = [
-        *("potluck", "serve", "/srv/plan.json", "/srv/potluck.yaml", "--engines", "/srv/engines.yaml"),
-        *("--host", "0.0.0.0", "--port", "8000", "--keys", "/etc/potluck/keys.jsonl"),
-        *("--admin-host", "0.0.0.0", "--admin-port", "8001", "--admin-key-file", "/etc/potluck/admin.key"),
-    ]
+    admin = ("--admin-host", EVERYWHERE, "--admin-port", "8001", "--admin-key-file", "/etc/potluck/admin.key")
+    command = [*wording.gateway("/srv/", "/etc/potluck/keys.jsonl"), *admin]
     items = [{"key": _key(path), "path": path} for path in given]
     health = {"httpGet": {"path": "/health", "port": "clients"}}
     container = {
@@ -259,11 +252,7 @@ def _gateway(cluster: Cluster, given: Mapping[str, str]) -> list[Manifest]:
         "command": command,
         "ports": [{"name": "clients", "containerPort": 8000}, {"name": "operators", "containerPort": 8001}],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
-        "volumeMounts": [
-            {"name": "plan", "mountPath": "/srv", "readOnly": True},
-            {"name": "models", "mountPath": "/models", "readOnly": True},
-            {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
-        ],
+        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *_mounts()],
         "startupProbe": health | {"periodSeconds": 2, "failureThreshold": 60},
         "readinessProbe": health | {"periodSeconds": 5},
         "livenessProbe": health | {"periodSeconds": 10, "failureThreshold": 6},

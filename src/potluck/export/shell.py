@@ -53,7 +53,7 @@ def _gateway(wording: Wording) -> str:
     needs = (
         f"the engines' key in {wording.key_file}, and keys.jsonl of `potluck keys new NAME --file keys.jsonl`"
     )
-    command = "potluck serve plan.json potluck.yaml --engines engines.yaml --host 0.0.0.0 --keys keys.jsonl"
+    command = _line(wording.gateway("", "keys.jsonl"))
     return f'{HEAD.format(what=what, needs=needs)}exec {command} "$@"\n'
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from potluck.core.errors import InputError
 from potluck.export.seats import Box, Roomed
-from potluck.export.words import Wording, roster, visible
+from potluck.export.words import EVERYWHERE, Wording, roster, visible
 
 GPU_NAMES = {
     "A100-40": "A100",
@@ -26,8 +26,6 @@ GPU_NAMES = {
     "V100-32": "V100-32GB",
 }
 """A GPU of the catalog to the name that SkyPilot has for it, where they differ."""
-EVERYWHERE = "0.0.0.0"
-"""What an engine listens on: the gateway tells others under which address it reaches it."""
 
 
 def files(fleet: Roomed, wording: Wording, infra: Mapping[str, str], setup: str) -> dict[str, str]:
@@ -41,7 +39,7 @@ def files(fleet: Roomed, wording: Wording, infra: Mapping[str, str], setup: str)
     found = {f"{box.name}.yaml": _task(fleet, box, wording, infra, setup) for box in fleet.boxes}
     listed = roster(fleet, lambda seat: f"http://{_variable(seat.box)}:{seat.port}", "./engine.key")
     found["engines.yaml.in"] = listed
-    found["launch.sh"] = _launch(fleet)
+    found["launch.sh"] = _launch(fleet, wording)
     return found
 
 
@@ -75,10 +73,12 @@ def _task(fleet: Roomed, box: Box, wording: Wording, infra: Mapping[str, str], s
     return head + yaml.dump(task, Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def _launch(fleet: Roomed) -> str:
+def _launch(fleet: Roomed, wording: Wording) -> str:
     names = " ".join(box.name for box in fleet.boxes)
+    serve = " ".join(wording.gateway("", "keys.jsonl"))
     return f"""#!/usr/bin/env bash
-# Rents what the plan says, then serves it from here. Ends nothing: `sky down {names}` does.
+# Rents what the plan says, then serves it from here, with the models' tokenizers and keys.jsonl that lie here.
+# Ends nothing: `sky down {names}` does.
 set -euo pipefail
 : "${{POTLUCK_API_KEY:?the key that engines and gateway share}}"
 for box in {names}; do sky launch --yes --detach-run --cluster "$box" --secret POTLUCK_API_KEY "$box.yaml" & done
@@ -86,7 +86,7 @@ wait
 cp engines.yaml.in engines.yaml
 for box in {names}; do sed -i "s/@$box@/$(sky status --ip "$box")/" engines.yaml; done
 umask 077; printf %s "$POTLUCK_API_KEY" > engine.key
-exec potluck serve plan.json potluck.yaml --engines engines.yaml "$@"
+exec {serve} "$@"
 """
 
 

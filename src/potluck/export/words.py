@@ -14,6 +14,8 @@ from potluck.core.errors import InputError
 from potluck.export.seats import STAGE_PORT, Box, Roomed, Seat
 
 Style = Literal["vllm", "embedded"]
+EVERYWHERE = "0.0.0.0"
+"""What clients reach a gateway by, and the gateway an engine whose address nobody knows beforehand."""
 KEY_FILE = "/etc/potluck/engine.key"
 HostOf = Callable[[Box], str]
 """Under which name or address a box is reached."""
@@ -61,6 +63,13 @@ class Wording:
             return [*words, *stages_of(make)]
         stages_of(make)  # refuses what the engine cannot do
         return [*words, "--stages", self.elsewhere(seat, host_of), "--secret-file", self.secret_file]
+
+    def gateway(self, folder: str, keys: str) -> list[str]:
+        """Of the gateway, whose files lie in `folder`; it reads the models' tokenizers."""
+        files = [f"--files={name}={path}" for name, path in self.folders.items()]
+        listed = [f"{folder}{name}" for name in ("plan.json", "potluck.yaml", "engines.yaml")]
+        words = ["potluck", "serve", listed[0], listed[1], "--engines", listed[2], *files]
+        return [*words, "--host", EVERYWHERE, "--keys", keys]
 
     def elsewhere(self, seat: Seat, host_of: HostOf) -> str:
         """`--stages` of a pipeline whose workers run on their own: all of them, the engine's machine's too."""

@@ -103,7 +103,7 @@ def export(
     if kind == "commands":
         files = shell.files(fleet, wording, where)
     elif kind == "compose":
-        files = compose.files(fleet, wording, where, image)
+        files = compose.files(fleet, wording, where, image, served)
     elif kind == "skypilot":
         files = skypilot.files(fleet, wording, _pairs("--infra", infra, regions), setup)
     else:
