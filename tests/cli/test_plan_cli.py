@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.main import run
+from potluck.cli.planning.plan import _hurried
 from potluck.core.values.plan import plan_from_json
+from potluck.plan.strategies import Workshop
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPEC = """\
@@ -201,3 +204,10 @@ def test_kv_stays_as_it_is_when_asked(capsys: pytest.CaptureFixture[str]) -> Non
     assert "KV of chat crosses the network in int8" in capsys.readouterr().out
     assert run([*asked, "--exact-kv"]) == 0
     assert "crosses the network" not in capsys.readouterr().out
+
+
+def test_kinds_that_there_was_no_time_for_are_named() -> None:
+    workshop = Workshop(load_problem(read_spec(None), 0.8, None, (), 0.0), enough=lambda: True)
+    assert _hurried(workshop) == ()
+    assert workshop.pairs(workshop.problem.asks[0]) == []
+    assert "no time for templates of these kinds: pair" in _hurried(workshop)[0]

@@ -143,7 +143,10 @@ def plan(
     settings = Settings(limit_s, running=before, pins=pins, seed=seed, estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as said:
         workshop, outcome, notes = planned_rest(planner, Workshop(problem, said=said), settings)
-        problem, notes = workshop.problem, notes + _money(planner, workshop, outcome, settings)
+        problem, notes = (
+            workshop.problem,
+            notes + _money(planner, workshop, outcome, settings) + _hurried(workshop),
+        )
         require_service(problem, outcome, limit_s, notes)
         tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
         if tried is not None:
@@ -176,6 +179,14 @@ def _require_places(out: Path | None, trace_path: Path | None, html_path: Path |
     if trace_path is not None:
         require_kind(trace_path)
     require_html(html_path)
+
+
+def _hurried(workshop: Workshop) -> tuple[str, ...]:
+    """Which kinds of templates there was no time to make: a plan that is proven cheapest is so without them."""
+    kinds = sorted({kind.split(" of ")[0] for kind, _ in workshop.left_out})
+    if not kinds:
+        return ()
+    return (f"there was no time for templates of these kinds: {', '.join(kinds)}; --time-limit gives more",)
 
 
 def _money(
