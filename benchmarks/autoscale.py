@@ -3,7 +3,7 @@
 Rates are those of ServeGen's m-large, ten minutes apart, on its first day: real traffic, its clients' rates added
 up (../shared/data, servegen_client_rates.parquet), scaled down to a mean of RATE_PER_S so that a day takes
 minutes. Within ten minutes arrivals are Poisson; lengths are those of Azure's conversation trace, the same all day.
-Fleets start warm; copies started later take what `perf.startup` says, and are paid for from when they are asked for.
+Fleets start warm; copies started later take what `perf.moves.startup` says, and are paid for once asked for.
 
     static average, static peak    one plan for the day's mean rate, or for its highest ten minutes
     replan                         CORAL's periodic re-allocation: a new plan every six minutes when a rate moved

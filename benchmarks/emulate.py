@@ -33,10 +33,10 @@ from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.model.config import Config
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.pipeline.under_way import PipelineStep
-from potluck.perf.host import NO_HOST
-from potluck.perf.phases import decode_step_s
-from potluck.perf.roofline import roofline
+from potluck.perf.serving.phases import decode_step_s
 from potluck.perf.step import StepTimer
+from potluck.perf.timers.host import NO_HOST
+from potluck.perf.timers.roofline import roofline
 
 LAYER = Layer(FullAttention(2, 1, 16, 16), DenseFfn(64))
 SMALL = Config(Model("tiny", 32, 256, (LAYER,) * 2, 8192))

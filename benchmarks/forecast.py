@@ -10,7 +10,7 @@ history that the forecaster learns from; the second is served, in simulation, se
 
 The oracle's plans are served too: all the ten minutes that have the same plan, one after another, on that plan. What
 the others pay over it is taken apart, and what they miss (forecast_parts.py). Engines take steps that fit the
-objective (perf/budget.py); `POTLUCK_PACED=0` gives all of them 2048 tokens a step.
+objective (perf/serving/budget.py); `POTLUCK_PACED=0` gives all of them 2048 tokens a step.
 
 A reversal is a start and a drain of one template within 30 minutes. `--quick` serves the first hour of the week with
 `replan` and `ahead`.

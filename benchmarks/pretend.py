@@ -32,7 +32,7 @@ from potluck.engine.pretend.engine import LAYER
 from potluck.engine.pretend.executor import PretendExecutor
 from potluck.engine.pretend.lasting import Lasting
 from potluck.engine.pretend.words import Words
-from potluck.perf.roofline import roofline
+from potluck.perf.timers.roofline import roofline
 
 GPU, MODEL = "A100", "llama-3.1-8b"
 ROWS = 64

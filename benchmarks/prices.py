@@ -9,7 +9,7 @@
 Two models at a steady rate on 1xL4, 1xA10G and 1xL40S. The market (`prices_market.py`) is AWS's spot prices in two
 regions, an hour for each day of the record, with the counts of spot machines that could be had, five minutes apart,
 from a record of other GPUs; and the same nodes on demand. Without the data a seeded market is made up. Machines go
-with two minutes of notice; fleets start warm; copies started later take what `perf.startup` says and are paid
+with two minutes of notice; fleets start warm; copies started later take what `perf.moves.startup` says and are paid
 meanwhile.
 """
 

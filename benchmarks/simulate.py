@@ -26,8 +26,8 @@ from parts import simulate_fleets as fleets
 from parts.common import COMPILED, ROOT, compiled_copy, cpu_s, run
 from potluck.core.replica.batch import FINISHED, Limits
 from potluck.core.values.plan import Confidence
-from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.replicas import steps
 from potluck.sim.replicas.replica import Replica, replica_limits
 from potluck.sim.replicas.rounds import step_table

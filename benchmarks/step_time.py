@@ -15,8 +15,8 @@ import numpy as np
 
 from parts.common import child_cpu_s, cpu_s, run
 from potluck.catalog import models, nodes
-from potluck.perf.roofline import RooflineTimer, roofline
 from potluck.perf.step import Steps, steps
+from potluck.perf.timers.roofline import RooflineTimer, roofline
 
 SEED = 20
 STEPS = 1_000_000

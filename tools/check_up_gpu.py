@@ -23,7 +23,7 @@ from pathlib import Path
 
 from potluck.core.codec import encode
 from potluck.engine.shipped import shipped_model
-from potluck.perf.profile import profile_from_json
+from potluck.perf.timers.profile import profile_from_json
 
 READY_S, BENCH_S, END_S = 420.0, 120.0, 90.0
 

@@ -20,8 +20,8 @@ from potluck.core.values.plan import (
     TemplateKind,
 )
 from potluck.core.values.types import Offer, Region, Role, Slo
-from potluck.perf.roofline import roofline
-from potluck.perf.throughput import best_operating
+from potluck.perf.serving.throughput import best_operating
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.load.workload import Workload, synthetic, with_prefixes
 from potluck.worlds.scene import Scene
 

@@ -29,8 +29,8 @@ from potluck.core.values.plan import (
     Template,
 )
 from potluck.core.values.types import Link, Offer, Region, Role, Slo
-from potluck.perf.roofline import roofline
-from potluck.perf.throughput import best_operating
+from potluck.perf.serving.throughput import best_operating
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, merge, synthetic, workload
 from potluck.sim.results.metrics import judge, summarise

@@ -15,7 +15,7 @@ from potluck.catalog.hf_families import FAMILIES
 from potluck.catalog.hf_fields import Fields
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, MoeFfn
-from potluck.perf import memory
+from potluck.perf.sizes import memory
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

@@ -9,7 +9,7 @@ import pytest
 
 from potluck.cli.main import run
 from potluck.cli.measuring.run_tables import placed
-from potluck.perf.serving import served
+from potluck.perf.serving.closed_loop import served
 from potluck.perf.study.runs import read_runs
 from potluck.perf.study.scores import stored_runs
 from potluck.perf.study.serving import numbers, works

@@ -42,7 +42,7 @@ from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Plan
 from potluck.engine.pipeline.launch import devices_of, parse_stages
 from potluck.engine.shipped import shipped_model
-from potluck.perf.memory import weight_bytes
+from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.again import start_share
 from potluck.spec.load import load_spec
 

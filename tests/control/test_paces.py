@@ -15,7 +15,7 @@ from potluck.control.paces import ENOUGH, FORGET_S, LOOK_S, Paces
 from potluck.control.store.store import Store
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Replica, Template, plan_from_json
-from potluck.perf.profile import profile_from_json
+from potluck.perf.timers.profile import profile_from_json
 
 
 def template(name: str, layout: Layout) -> Template:

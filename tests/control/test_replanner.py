@@ -15,8 +15,8 @@ from potluck.core.values.layout import single
 from potluck.core.values.pace import Pace, spoken
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.perf.profile import ProfileTimer
 from potluck.perf.step import steps
+from potluck.perf.timers.profile import ProfileTimer
 from potluck.plan.again import drifted
 from potluck.plan.observed import observed, profile_of
 from potluck.plan.problem import Problem, ask

@@ -24,7 +24,7 @@ from potluck.engine.pretend.prefixes import PretendPrefixes
 from potluck.engine.pretend.words import Words
 from potluck.engine.serve import Settings
 from potluck.engine.shipped import shipped_model
-from potluck.perf.roofline import roofline
+from potluck.perf.timers.roofline import roofline
 
 LLAMA = models.model("llama-3.1-8b")
 HYBRID = models.model("Kimi-Linear-48B-A3B")

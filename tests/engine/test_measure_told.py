@@ -11,7 +11,7 @@ from potluck.core.errors import FormatError
 from potluck.engine.measure import told
 from potluck.engine.measure.local import Bounds, Grid
 from potluck.engine.measure.told import ToldBench, steps_told
-from potluck.perf.profile import ProfilePoint
+from potluck.perf.timers.profile import ProfilePoint
 
 BUDGET = 64
 BOUNDS = Bounds(1024, 8, BUDGET, 8192)

@@ -27,10 +27,10 @@ from potluck.engine.model.checkpoint import Seeded
 from potluck.engine.pipeline.launch import launch, parse_stages
 from potluck.engine.serve import Settings, service_of
 from potluck.kv.codec.parcels import packed
-from potluck.perf.memory import kv_bytes
-from potluck.perf.roofline import roofline
+from potluck.perf.moves.transfer import AlphaBeta
+from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import Floats, Steps, steps
-from potluck.perf.transfer import AlphaBeta
+from potluck.perf.timers.roofline import roofline
 
 LLAMA = models.model("Llama-3.1-8B")
 A10 = nodes.node_type("A10")

@@ -21,7 +21,7 @@ from potluck.engine.pretend.freight import PretendFreight
 from potluck.engine.pretend.history import NOTHING
 from potluck.engine.pretend.parcels import MORE, parcel_of
 from potluck.kv.parcels import Parcel
-from potluck.perf.transfer import AlphaBeta
+from potluck.perf.moves.transfer import AlphaBeta
 
 
 def piece(first: int, stop: int, layer: int = 0, part: str = "kv") -> Parcel:

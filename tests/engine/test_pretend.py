@@ -27,8 +27,8 @@ from potluck.engine.pretend.parcels import Times, parcel_of
 from potluck.engine.pretend.words import Words
 from potluck.kv.codec.layout import Codec
 from potluck.kv.parcels import Manifest, Parcel, token_hash
-from potluck.perf.memory import kv_bytes
-from potluck.perf.transfer import AlphaBeta
+from potluck.perf.moves.transfer import AlphaBeta
+from potluck.perf.sizes.memory import kv_bytes
 
 SIZE = Size(8, 400, 4096)
 SAMPLED = Sampling(temperature=0.8, seed=11)

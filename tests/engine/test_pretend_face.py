@@ -22,7 +22,7 @@ from potluck.engine.face.service import FaceLimits
 from potluck.engine.pretend.moved import lent
 from potluck.engine.shipped import shipped_model
 from potluck.kv.handles import new_handle
-from potluck.perf.memory import kv_bytes
+from potluck.perf.sizes.memory import kv_bytes
 
 TOKENS = [token % 4000 for token in range(7, 7 + 13 * 90, 13)]
 GREEDY = {"max_tokens": 10}

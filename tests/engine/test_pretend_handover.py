@@ -14,8 +14,8 @@ from potluck.engine.pretend.freight import PretendFreight
 from potluck.engine.pretend.moved import lent
 from potluck.engine.pretend.parcels import Times, times_of
 from potluck.kv.parcels import Parcel
-from potluck.perf.memory import kv_bytes
-from potluck.perf.transfer import AlphaBeta, overlapped_transfer_s
+from potluck.perf.moves.transfer import AlphaBeta, overlapped_transfer_s
+from potluck.perf.sizes.memory import kv_bytes
 
 SIZE = Size(8, 200, 4096, 512)
 

@@ -22,9 +22,9 @@ from potluck.engine.face.app import build
 from potluck.engine.measure.http import HttpBench
 from potluck.engine.measure.local import Bounds, Grid, LocalBench, grid
 from potluck.engine.serve import Settings, service_of
-from potluck.perf.profile import ProfilePoint, ProfileTimer, profile_from_json
-from potluck.perf.roofline import roofline
 from potluck.perf.step import steps
+from potluck.perf.timers.profile import ProfilePoint, ProfileTimer, profile_from_json
+from potluck.perf.timers.roofline import roofline
 
 GRID = Grid((16, 64), (0, 64), (1, 4), (64, 128), ((16, 4),))
 

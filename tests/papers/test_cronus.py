@@ -20,7 +20,7 @@ from potluck.papers import cronus
 from potluck.papers.cronus import CRONUS, DP, HIGH_LOW, LOW_HIGH, PP, SERIAL_PP, SETTINGS
 from potluck.papers.cronus_dispatch import COMPUTING, QueueLimited
 from potluck.papers.cronus_rows import CLAIMS, Measured, largest_reduction, measure, order_inversions, rows
-from potluck.perf.host import Host
+from potluck.perf.timers.host import Host
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 MADE_UP = cronus.synthetic_requests(seed=3)

@@ -10,7 +10,7 @@ import pytest
 
 from potluck.catalog import gpus
 from potluck.cli.measuring.accuracy_report import report
-from potluck.perf.calibration import bundled, chip_of, curves_for
+from potluck.perf.operators.calibration import bundled, chip_of, curves_for
 from potluck.perf.study.accuracy import OPERATORS, expected_errors, kinds_of
 from potluck.perf.study.calibrate import fit_operator, fit_residuals, keys_of
 from potluck.perf.study.measured import Measurements, read_all
@@ -51,7 +51,7 @@ def test_the_bundled_curves_still_fit_the_measurements() -> None:
     rows = read_all(DATA)["gemm"]
     part = rows.where((rows.gpu == "A100-80") & (rows.harness == "aiconfigurator"))
     curves = curves_for(gpus.gpu("A100-80"), bundled())
-    from potluck.perf.operators import gemm_s
+    from potluck.perf.operators.kernels import gemm_s
 
     m, n, k = (part.columns[axis] for axis in "mnk")
     assert curves.gemm_residual is not None
@@ -79,7 +79,7 @@ def test_known_figures_are_found_again() -> None:
         "n": 128.0 * rng.integers(8, 200, size),
         "k": 128.0 * rng.integers(8, 120, size),
     }
-    from potluck.perf.operators import GemmCurve, gemm_s
+    from potluck.perf.operators.kernels import GemmCurve, gemm_s
 
     chips = {"L4": chip_of(gpus.gpu("L4"))}
     truth = GemmCurve(0.62, 0.81, 2.5e-6, (0.93, 0.95, 0.97, 1.0), 90.0, 2.4)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
-from potluck.perf.bars import METRICS, SHARES, Bars, Metric, RunErrors, bar, bundled_bars, slower
+from potluck.perf.fits.bars import METRICS, SHARES, Bars, Metric, RunErrors, bar, bundled_bars, slower
 from potluck.perf.study.runs import Run
 from potluck.perf.study.scores import stored_runs
 from potluck.perf.study.serving import Placed, coverage, run_errors

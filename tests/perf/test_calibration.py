@@ -13,7 +13,7 @@ from potluck.catalog import gpus
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import FormatError
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import (
+from potluck.perf.operators.calibration import (
     CALIBRATION_VERSION,
     FORMAT,
     Calibration,

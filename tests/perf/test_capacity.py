@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.errors import CapacityError
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model
-from potluck.perf.capacity import StageMemory, max_requests, require_fit, stage_memory
-from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes, weight_bytes
+from potluck.perf.sizes.capacity import StageMemory, max_requests, require_fit, stage_memory
+from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes, weight_bytes
 
 LLAMA, BIG = models.model("Llama-3.1-8B"), models.model("Llama-3-70B")
 H100, FOUR = nodes.node_type("H100-SXM"), nodes.node_type("4xH100-SXM")

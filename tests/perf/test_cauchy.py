@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.core.values.model import DenseFfn, FullAttention, Layer, LinearAttention, Model, MoeFfn
 from potluck.core.values.types import Gpu
-from potluck.perf.cauchy import (
+from potluck.perf.step import steps
+from potluck.perf.timers.cauchy import (
     CauchyModel,
     CauchyTimer,
     Side,
@@ -19,7 +20,6 @@ from potluck.perf.cauchy import (
     gb_per_usd,
     tflop_per_usd,
 )
-from potluck.perf.step import steps
 
 
 def llama(name, layers, hidden, heads, intermediate, **changes):

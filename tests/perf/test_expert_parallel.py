@@ -10,13 +10,13 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.layout import StageNode, single
-from potluck.perf.capacity import max_requests, stage_memory
-from potluck.perf.layers import Gemm
-from potluck.perf.memory import active_parameters, parameters, weight_bytes, weight_bytes_per_gpu
-from potluck.perf.phases import prefill_s
-from potluck.perf.roofline import RooflineTimer, check_tp, roofline
-from potluck.perf.routing import busiest_share
+from potluck.perf.operators.layers import Gemm
+from potluck.perf.operators.routing import busiest_share
+from potluck.perf.serving.phases import prefill_s
+from potluck.perf.sizes.capacity import max_requests, stage_memory
+from potluck.perf.sizes.memory import active_parameters, parameters, weight_bytes, weight_bytes_per_gpu
 from potluck.perf.step import steps
+from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
 OSS, DEEPSEEK, LLAMA = (models.model(each) for each in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B"))
 H100, H200 = nodes.node_type("8xH100"), nodes.node_type("8xH200")

@@ -13,13 +13,13 @@ from potluck.catalog import gpus, models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.model import in_format
 from potluck.core.values.precision import CHOSEN, FORMAT_BITS, format_named, format_of_bits
-from potluck.perf.calibration import bundled, curves_for
-from potluck.perf.formats import units_for
-from potluck.perf.products import expert_time_s, product_s
-from potluck.perf.roofline import roofline
-from potluck.perf.routing import EVEN, TALL, UNEVEN, spread
+from potluck.perf.operators.calibration import bundled, curves_for
+from potluck.perf.operators.formats import units_for
+from potluck.perf.operators.products import expert_time_s, product_s
+from potluck.perf.operators.routing import EVEN, TALL, UNEVEN, spread
 from potluck.perf.step import Steps
 from potluck.perf.study.scores import stored_scores
+from potluck.perf.timers.roofline import roofline
 
 H100, L40S, A100, V100, B200 = (gpus.gpu(n) for n in ("H100-SXM", "L40S", "A100-80", "V100-16", "B200"))
 

@@ -19,11 +19,11 @@ from potluck.core.values.model import (
     Model,
     MoeFfn,
 )
-from potluck.perf.arithmetic import StepSums, step_sums
-from potluck.perf.cauchy import CauchyModel
-from potluck.perf.layers import Gemm, LinearWork, SoftmaxWork, head_gemm, layer_work, layer_works
-from potluck.perf.memory import active_parameters, embedding_bytes, kv_bytes, state_bytes, weight_bytes
+from potluck.perf.operators.layers import Gemm, LinearWork, SoftmaxWork, head_gemm, layer_work, layer_works
+from potluck.perf.sizes.arithmetic import StepSums, step_sums
+from potluck.perf.sizes.memory import active_parameters, embedding_bytes, kv_bytes, state_bytes, weight_bytes
 from potluck.perf.step import steps
+from potluck.perf.timers.cauchy import CauchyModel
 
 LLAMA = models.model("Llama-3.1-8B")
 DENSE = ["Llama-3.1-8B", "Llama-3-70B", "Llama-2-7B", "Qwen3-32B", "Phi-4"]

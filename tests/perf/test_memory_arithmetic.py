@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.catalog import models
 from potluck.core.errors import InputError
 from potluck.core.values.model import FullAttention, LinearAttention
-from potluck.perf import memory
+from potluck.perf.sizes import memory
 
 MIB = 2**20
 

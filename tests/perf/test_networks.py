@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from potluck.catalog import nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import Interconnect
-from potluck.perf.calibration import bundled
-from potluck.perf.network import OWN_MOST_BYTES, all_reduce_s, all_to_all_s
+from potluck.perf.operators.calibration import bundled
+from potluck.perf.operators.network import OWN_MOST_BYTES, all_reduce_s, all_to_all_s
 from potluck.perf.study.scores import stored_scores
 
 SWITCH = Interconnect("nvswitch", 450.0, 7e-6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.perf.operators import (
+from potluck.perf.operators.kernels import (
     L2_SPEEDUP,
     Chip,
     DecodeCurve,

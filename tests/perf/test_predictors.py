@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.cauchy import CauchyModel, CauchyTimer
-from potluck.perf.predictors import (
+from potluck.perf.fits.predictors import (
     ChunkedIterationPredictor,
     PartialPrefillPredictor,
     chunked_prefill_s,
     prompt_curve,
 )
-from potluck.perf.roofline import roofline
 from potluck.perf.step import steps
+from potluck.perf.timers.cauchy import CauchyModel, CauchyTimer
+from potluck.perf.timers.roofline import roofline
 
 LLAMA3_8B = CauchyModel(l=32, h=4096, n=32, s=128, k=8, i=14336, v=128256, d=2.0)
 A30 = CauchyTimer(LLAMA3_8B, Gpu("A30", 165, 24, 933))

@@ -12,9 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.core.errors import FormatError, InputError
-from potluck.perf.fit import absolute_errors
-from potluck.perf.profile import Profile, ProfilePoint, ProfileTimer, profile_from_json, profile_to_json
+from potluck.perf.fits.fit import absolute_errors
 from potluck.perf.step import StepTimer, steps
+from potluck.perf.timers.profile import (
+    Profile,
+    ProfilePoint,
+    ProfileTimer,
+    profile_from_json,
+    profile_to_json,
+)
 
 DATA = Path(os.environ.get("POTLUCK_DATA", Path(__file__).resolve().parents[2].parent / "shared" / "data"))
 

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError
-from potluck.perf.arithmetic import step_sums
-from potluck.perf.calibration import bundled, curves_for
-from potluck.perf.host import DEFAULT_HOST, NO_HOST
-from potluck.perf.network import all_reduce_s, handover_s
-from potluck.perf.operators import stream_s
-from potluck.perf.phases import (
+from potluck.perf.operators.calibration import bundled, curves_for
+from potluck.perf.operators.kernels import stream_s
+from potluck.perf.operators.network import all_reduce_s, handover_s
+from potluck.perf.serving.phases import (
     chunked_iteration_s,
     chunked_prefill_s,
     chunked_prefills_s,
     decode_step_s,
     prefill_s,
 )
-from potluck.perf.roofline import BLOCK_ROWS, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
+from potluck.perf.sizes.arithmetic import step_sums
 from potluck.perf.step import Steps, steps
+from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST
+from potluck.perf.timers.roofline import BLOCK_ROWS, TOKEN_GRID, RooflineTimer, gemm_time_s, roofline
 
 CASES = [
     ("Llama-3.1-8B", "H100-SXM", 1),

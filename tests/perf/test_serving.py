@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
 from potluck.core.values.plan import Confidence
-from potluck.perf.host import DEFAULT_HOST, NO_HOST, Host, hosts
-from potluck.perf.roofline import roofline
-from potluck.perf.serving import Client, RunWork, run_work, served, together
+from potluck.perf.serving.closed_loop import Client, RunWork, run_work, served, together
 from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST, Host, hosts
+from potluck.perf.timers.roofline import roofline
 
 QUIET = Client(burst=0.0, ahead=0.0, request_s=0.0)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Role, Slo
-from potluck.perf.capacity import STEP_TOKENS
-from potluck.perf.phases import CHUNK_TOKENS
+from potluck.perf.serving.phases import CHUNK_TOKENS
+from potluck.perf.serving.throughput import MAX_BATCH, Operating, best_operating, mixed_steps
+from potluck.perf.sizes.capacity import STEP_TOKENS
 from potluck.perf.step import Floats, Steps
-from potluck.perf.throughput import MAX_BATCH, Operating, best_operating, mixed_steps
 
 
 @dataclass(frozen=True)

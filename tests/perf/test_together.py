@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.types import Slo
-from potluck.perf.pipeline import PipelineTimer, pipeline
+from potluck.perf.serving.together import PACED, Lengths, together
 from potluck.perf.step import steps
-from potluck.perf.together import PACED, Lengths, together
+from potluck.perf.timers.pipeline import PipelineTimer, pipeline
 
 MODEL = models.model("LLaMA-30B")
 NODES = {nodes.canonical(name): nodes.node_type(name) for name in ("2xRTX4090", "4xA10")}

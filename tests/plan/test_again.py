@@ -10,7 +10,7 @@ from plan_problems import a_problem, an_ask
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Offer, Region
-from potluck.perf.startup import DEFAULT_COSTS
+from potluck.perf.moves.startup import DEFAULT_COSTS
 from potluck.plan.again import Workshops, problem_now, start_share
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 

@@ -8,7 +8,7 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.perf.cauchy import CauchyModel, Side, ce
+from potluck.perf.timers.cauchy import CauchyModel, Side, ce
 from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.base import with_running

@@ -10,7 +10,7 @@ import pytest
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import Slo
-from potluck.perf.calibration import bundled
+from potluck.perf.operators.calibration import bundled
 from potluck.plan import library
 from potluck.plan.library import cached_library, cached_stage_rates, library_key, pipeline_libraries
 from potluck.plan.stage_rates import StageRates, stage_rates

@@ -114,7 +114,7 @@ def test_the_checker_refuses_what_machines_cannot_hold() -> None:
 
 def reference(problem: Problem, wanted: Ask, replicas: list[Replica], codec: Codec) -> float:
     """The closed rate of two replicas, prefill and decode, by hand: rates, the link, the objective."""
-    from potluck.perf.transfer import alpha_beta, codec_ratio
+    from potluck.perf.moves.transfer import alpha_beta, codec_ratio
 
     demand, h = wanted.demands[0], problem.headroom
     first, second = (replica_capacity(wanted, r.layout, problem.by_name, r.role, h)[0] for r in replicas)

@@ -13,8 +13,8 @@ from potluck.core.admission.room import MARGIN
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
-from potluck.perf.phases import prefill_s
-from potluck.perf.together import PACED
+from potluck.perf.serving.phases import prefill_s
+from potluck.perf.serving.together import PACED
 from potluck.plan.rates import layout_timer, replica_capacity, wait_factor
 from potluck.plan.shelf import pipelines
 from potluck.plan.stage_rates import UNITS_PER_TOKEN, stage_rates

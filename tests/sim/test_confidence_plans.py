@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from potluck.catalog import models, nodes
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.perf.bars import slower
+from potluck.perf.fits.bars import slower
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.verify import verify

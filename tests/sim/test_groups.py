@@ -23,7 +23,7 @@ from potluck.core.values.plan import (
     TemplateFlow,
 )
 from potluck.core.values.types import Offer, Region, Slo
-from potluck.perf.transfer import alpha_beta
+from potluck.perf.moves.transfer import alpha_beta
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge
 from potluck.sim.results.planned import compared, disagreements

@@ -15,10 +15,10 @@ from potluck.core.errors import InputError
 from potluck.core.replica.batch import FINISHED, FIRST, PREEMPTED, Limits
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
-from potluck.perf.phases import decode_step_s, prefill_s
-from potluck.perf.pipeline import pipeline
-from potluck.perf.roofline import roofline
+from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.step import Floats, Steps
+from potluck.perf.timers.pipeline import pipeline
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.replicas.gaps import EDGES_S
 from potluck.sim.replicas.replica import Replica, replica_limits
 from potluck.sim.replicas.rounds import Table, step_table

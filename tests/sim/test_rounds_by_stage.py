@@ -10,8 +10,8 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.routing.weighted import Turns
 from potluck.core.values.layout import Layout, Stage, StageNode
-from potluck.perf.pipeline import PipelineTimer, pipeline
 from potluck.perf.step import steps
+from potluck.perf.timers.pipeline import PipelineTimer, pipeline
 from potluck.sim.replicas.rounds import RoundTable
 
 MODEL, CONTEXT, ROUNDS = models.model("Llama-3.1-8B"), 1200, 200

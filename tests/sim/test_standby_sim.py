@@ -11,7 +11,7 @@ from test_scale_out import LENGTHS, PROBLEM, SLO
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Offer, Region
-from potluck.perf.startup import StartupCosts
+from potluck.perf.moves.startup import StartupCosts
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.sim.load.workload import workload
 from potluck.sim.results.planned import compared

@@ -15,9 +15,9 @@ from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Confidence
 from potluck.engine.compute.work import Work
 from potluck.engine.pretend.lasting import lasting
-from potluck.perf.pipeline import PipelineTimer, pipeline
-from potluck.perf.roofline import roofline
 from potluck.perf.step import Floats, Steps, StepTimer, steps
+from potluck.perf.timers.pipeline import PipelineTimer, pipeline
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.replicas.rounds import RoundTable, step_table
 from potluck.sim.replicas.steps import CONTEXTS, Row, StepTable
 

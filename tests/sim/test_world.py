@@ -42,11 +42,11 @@ from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import aggregated, handed_over
 from potluck.core.values.types import Codec
-from potluck.perf.memory import kv_bytes
-from potluck.perf.phases import decode_step_s, prefill_s
-from potluck.perf.roofline import roofline
-from potluck.perf.startup import startup_s
-from potluck.perf.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
+from potluck.perf.moves.startup import startup_s
+from potluck.perf.moves.transfer import link_alpha_beta, overlapped_transfer_s, wire_bytes
+from potluck.perf.serving.phases import decode_step_s, prefill_s
+from potluck.perf.sizes.memory import kv_bytes
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.load.workload import Blocks, Workload
 from potluck.sim.results.records import ANSWERED, HANDED_OVER, OPEN, SPLIT, SimResult
 from potluck.sim.run import build, reads_reports, result_of, simulate

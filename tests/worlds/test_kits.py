@@ -29,13 +29,13 @@ from potluck.core.routing.opportunistic import step_seconds
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.core.values.types import Slo
-from potluck.perf.memory import kv_bytes, weight_bytes
-from potluck.perf.phases import decode_knees, decode_step_s, prefill_s
-from potluck.perf.pipeline import PipelineTimer, layout_requests
-from potluck.perf.roofline import roofline
-from potluck.perf.startup import from_place, startup_s
+from potluck.perf.moves.startup import from_place, startup_s
+from potluck.perf.moves.transfer import codec_ratio
+from potluck.perf.serving.phases import decode_knees, decode_step_s, prefill_s
+from potluck.perf.sizes.memory import kv_bytes, weight_bytes
 from potluck.perf.step import steps
-from potluck.perf.transfer import codec_ratio
+from potluck.perf.timers.pipeline import PipelineTimer, layout_requests
+from potluck.perf.timers.roofline import roofline
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import build, simulate
 from potluck.worlds.kits import Kits, kv_of, places, total_blocks

@@ -17,8 +17,8 @@ from potluck.core.scale.prfaas import Site, rate_per_s
 from potluck.core.scale.roles import Flippable
 from potluck.core.scale.window import LengthCount
 from potluck.core.values.types import Codec, Request, Slo
-from potluck.perf.memory import kv_bytes, state_bytes
-from potluck.perf.transfer import crossing_bytes, wire_bytes
+from potluck.perf.moves.transfer import crossing_bytes, wire_bytes
+from potluck.perf.sizes.memory import kv_bytes, state_bytes
 from potluck.plan.cards import wire_bits
 from potluck.plan.problem import CODECS, Ask, Demand
 from potluck.plan.search.pool import Workload

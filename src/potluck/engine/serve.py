@@ -35,7 +35,7 @@ from potluck.engine.model.config import Config, read_config
 from potluck.kv.codec import convert
 from potluck.kv.store.disk import DiskTier
 from potluck.kv.wire import check
-from potluck.perf.memory import kv_bytes_per_token
+from potluck.perf.sizes.memory import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from potluck.engine.model.checkpoint import Source

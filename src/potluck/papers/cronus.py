@@ -35,7 +35,7 @@ from potluck.core.values.plan import Template
 from potluck.core.values.types import NodeType
 from potluck.papers import fleets
 from potluck.papers.cronus_dispatch import QueueLimited
-from potluck.perf.host import Host
+from potluck.perf.timers.host import Host
 from potluck.sim.load.lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise

@@ -16,7 +16,7 @@ import numpy as np
 from potluck.catalog import workloads
 from potluck.core.brain.policy import Policy
 from potluck.papers import cronus, fleets
-from potluck.perf.host import DEFAULT_HOST
+from potluck.perf.timers.host import DEFAULT_HOST
 from potluck.sim.load.lengths import draw
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise

@@ -22,7 +22,7 @@ from potluck.papers.cronus import (
     throughput_per_s,
 )
 from potluck.papers.rows import Reproduction, Row, Said, inversions, quiet
-from potluck.perf.host import DEFAULT_HOST
+from potluck.perf.timers.host import DEFAULT_HOST
 
 EASY, BUSY = "easy", "busy"
 """Two rates for latencies: one that all five approaches sustain, one that all but Disagg. H-L do."""

@@ -13,14 +13,14 @@ from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.arithmetic import step_sums
-from potluck.perf.bars import METRICS, Bar, bar
-from potluck.perf.capacity import max_requests, require_fit, stage_memory
-from potluck.perf.phases import decode_step_s, prefill_s
-from potluck.perf.profile import Profile, ProfileTimer, profile_for
-from potluck.perf.roofline import RooflineTimer, check_tp, roofline
+from potluck.perf.fits.bars import METRICS, Bar, bar
+from potluck.perf.serving.phases import decode_step_s, prefill_s
+from potluck.perf.serving.throughput import Limit, Operating, best_operating
+from potluck.perf.sizes.arithmetic import step_sums
+from potluck.perf.sizes.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.step import Steps, StepTimer, steps
-from potluck.perf.throughput import Limit, Operating, best_operating
+from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
+from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
 Bound = Literal["compute", "bandwidth"]
 

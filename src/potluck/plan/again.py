@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from potluck.core.brain.actions import SeenLengths
 from potluck.core.errors import CapacityError
 from potluck.core.values.types import LengthBin, Region, Traffic
-from potluck.perf.memory import weight_bytes
-from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.moves.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies.base import Workshop
 from potluck.plan.templates.mixed import Timed

@@ -30,8 +30,8 @@ import numpy as np
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Replica, Share, Template
 from potluck.core.values.types import Codec, Link, NodeType
+from potluck.perf.moves.transfer import alpha_beta, crossing_bytes, link_alpha_beta
 from potluck.perf.step import Floats
-from potluck.perf.transfer import alpha_beta, crossing_bytes, link_alpha_beta
 from potluck.plan.problem import Ask, Demand
 from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, wait_factor
 

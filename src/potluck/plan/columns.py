@@ -21,8 +21,8 @@ from potluck.core.values.plan import (
     Template,
 )
 from potluck.core.values.types import Codec, Link
-from potluck.perf.pipeline import ORDER
-from potluck.perf.transfer import link_alpha_beta
+from potluck.perf.moves.transfer import link_alpha_beta
+from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.allocate.program import Bucket as DemandRow
 from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin, price_of
 from potluck.plan.allocate.result import Allocation

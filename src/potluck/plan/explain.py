@@ -13,8 +13,8 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import Offer, Region
-from potluck.perf.phases import decode_step_s, prefill_s
-from potluck.perf.roofline import check_tp
+from potluck.perf.serving.phases import decode_step_s, prefill_s
+from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
 from potluck.plan.strategies.base import Outcome, Settings, Workshop

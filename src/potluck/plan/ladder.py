@@ -18,8 +18,8 @@ from typing import Literal
 from potluck.core.values.plan import BucketCapacity, Deployment, NodeCount, Plan, Replica, Template
 from potluck.core.values.terms import NO_TERMS
 from potluck.core.values.types import Offer, Region, Role
-from potluck.perf.memory import weight_bytes
-from potluck.perf.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.moves.startup import DEFAULT_COSTS, StartupCosts, startup_s
+from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.codecs import solved
 from potluck.plan.columns import plan_of
 from potluck.plan.problem import Ask, Problem

@@ -29,8 +29,8 @@ from potluck import __version__
 from potluck.core.codec import encode
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Slo
-from potluck.perf.calibration import Calibration
-from potluck.perf.pipeline import ORDER
+from potluck.perf.operators.calibration import Calibration
+from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.multisets import multisets
 from potluck.plan.stage_rates import Rule, StageRates, largest_tp, stage_rates
 from potluck.plan.templates.pipeline import (
@@ -205,10 +205,11 @@ def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
 @lru_cache(maxsize=8)
 def sources(package: str) -> bytes:
     """A hash of a package's own files, data included: a change of code gives results of another name."""
-    digest = hashlib.sha256()
-    for entry in sorted(_files(resources.files(package)), key=lambda each: each.name):
-        digest.update(entry.name.encode() + b"\0" + hashlib.sha256(entry.read_bytes()).digest())
-    return digest.digest()
+    files = _files(resources.files(package))
+    each = sorted(
+        entry.name.encode() + b"\0" + hashlib.sha256(entry.read_bytes()).digest() for entry in files
+    )
+    return hashlib.sha256(b"".join(each)).digest()
 
 
 def _files(folder: Any) -> Iterable[Any]:

@@ -13,10 +13,10 @@ from itertools import pairwise
 from potluck.core.values.layout import Layout
 from potluck.core.values.pool import RTT_S, Pool, PoolNode
 from potluck.core.values.types import NodeType
-from potluck.perf.network import HANDOVER_SHARE, Hop, hop_between, hop_inside
-from potluck.perf.pipeline import pipeline
+from potluck.perf.moves.transfer import AlphaBeta, alpha_beta
+from potluck.perf.operators.network import HANDOVER_SHARE, Hop, hop_between, hop_inside
 from potluck.perf.step import StepTimer
-from potluck.perf.transfer import AlphaBeta, alpha_beta
+from potluck.perf.timers.pipeline import pipeline
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import layout_timer
 

@@ -15,8 +15,8 @@ from itertools import product
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.layout import single
 from potluck.core.values.pace import Pace
-from potluck.perf.profile import Profile, ProfilePoint
 from potluck.perf.step import StepTimer, steps
+from potluck.perf.timers.profile import Profile, ProfilePoint
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import layout_timer
 

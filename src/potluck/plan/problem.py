@@ -27,10 +27,10 @@ from potluck.core.values.types import (
     Slo,
     Traffic,
 )
-from potluck.perf.arithmetic import step_sums
-from potluck.perf.memory import kv_bytes
-from potluck.perf.profile import Profile
+from potluck.perf.sizes.arithmetic import step_sums
+from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import Floats, steps
+from potluck.perf.timers.profile import Profile
 
 WORK_RATIO = 2.0
 HEADROOM = 0.8

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from potluck.core.values.plan import Share, Template
 from potluck.core.values.types import NodeType
-from potluck.perf.bars import bar, slower
-from potluck.perf.profile import profile_for
-from potluck.perf.roofline import roofline
+from potluck.perf.fits.bars import bar, slower
+from potluck.perf.timers.profile import profile_for
+from potluck.perf.timers.roofline import roofline
 from potluck.plan.problem import Ask
 
 

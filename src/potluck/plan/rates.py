@@ -9,8 +9,8 @@ service times that hardly vary that is an M/D/1 queue, and where several share a
 must stay within the objective; K is the largest that does. In a pipeline T is the time between two steps, and the
 first token waits for all stages, after the round of chunks that is under way. A decoding replica runs the largest
 batch whose step is within TPOT and whose KV fits; as KV comes while its prompt is computed, its room is taken
-before the first token. A mixed one does both and must keep both (`perf.throughput`); in a pipeline of S stages S
-batches take turns, so a request's step is a cycle of them.
+before the first token. A mixed one does both and must keep both (`perf.serving.throughput`); in a pipeline of S
+stages S batches take turns, so a request's step is a cycle of them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity
 from potluck.core.values.types import NodeType, Role, Slo
-from potluck.perf.capacity import STEP_TOKENS
-from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
-from potluck.perf.pipeline import PipelineTimer, layout_requests, pipeline
-from potluck.perf.profile import ProfileTimer, profile_for
-from potluck.perf.roofline import roofline
+from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_prefill_s, prefill_s, prompts_in_step, prompts_s
+from potluck.perf.serving.throughput import MAX_BATCH, best_operating
+from potluck.perf.sizes.capacity import STEP_TOKENS
 from potluck.perf.step import Floats, Steps, StepTimer, steps
-from potluck.perf.throughput import MAX_BATCH, best_operating
+from potluck.perf.timers.pipeline import PipelineTimer, layout_requests, pipeline
+from potluck.perf.timers.profile import ProfileTimer, profile_for
+from potluck.perf.timers.roofline import roofline
 from potluck.plan.problem import Ask, Demand
 
 UNPROMISED_TTFT_S = 600.0

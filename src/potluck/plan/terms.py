@@ -17,8 +17,8 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Charge, Plan, Template
 from potluck.core.values.terms import Terms
 from potluck.core.values.types import Offer
-from potluck.perf.memory import weight_bytes
-from potluck.perf.startup import startup_s
+from potluck.perf.moves.startup import startup_s
+from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.allocate.limits import Floats, Helper, Limit, Outage
 from potluck.plan.allocate.program import Fleet, FlowProgram, ModelColumns
 from potluck.plan.problem import Ask, Problem

@@ -15,25 +15,25 @@ from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import Codec, NodeType, Slo
-from potluck.perf.budget import paced_budget
-from potluck.perf.capacity import kv_tokens, require_fit, stage_memory
-from potluck.perf.host import DEFAULT_HOST, Host
-from potluck.perf.memory import (
+from potluck.perf.fits.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
+from potluck.perf.moves.startup import startup_s
+from potluck.perf.operators.network import Hop
+from potluck.perf.serving.budget import paced_budget
+from potluck.perf.serving.phases import decode_knees, decode_step_s
+from potluck.perf.serving.throughput import best_operating
+from potluck.perf.serving.together import Lengths, together
+from potluck.perf.sizes.capacity import kv_tokens, require_fit, stage_memory
+from potluck.perf.sizes.memory import (
     kv_bytes_per_token,
     state_bytes,
     weight_bytes,
     window_bytes_per_token,
 )
-from potluck.perf.network import Hop
-from potluck.perf.phases import decode_knees, decode_step_s
-from potluck.perf.pipeline import PipelineTimer, Rounds, pipeline, stage_layers
-from potluck.perf.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
-from potluck.perf.profile import Profile, ProfileTimer, profile_for
-from potluck.perf.roofline import roofline
-from potluck.perf.startup import startup_s
 from potluck.perf.step import StepTimer
-from potluck.perf.throughput import best_operating
-from potluck.perf.together import Lengths, together
+from potluck.perf.timers.host import DEFAULT_HOST, Host
+from potluck.perf.timers.pipeline import PipelineTimer, Rounds, pipeline, stage_layers
+from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
+from potluck.perf.timers.roofline import roofline
 from potluck.worlds.paths import group_facts, hops_of
 from potluck.worlds.scene import DEFAULT_ENGINE, PROMPT_ENGINE, Engine, Scene
 

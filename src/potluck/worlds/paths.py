@@ -10,9 +10,9 @@ from potluck.core.brain.facts import GroupFacts
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.plan import Template
 from potluck.core.values.pool import RTT_S
-from potluck.perf.network import HANDOVER_SHARE, Hop
-from potluck.perf.pipeline import layout_hops
-from potluck.perf.transfer import AlphaBeta, alpha_beta
+from potluck.perf.moves.transfer import AlphaBeta, alpha_beta
+from potluck.perf.operators.network import HANDOVER_SHARE, Hop
+from potluck.perf.timers.pipeline import layout_hops
 from potluck.worlds.scene import Scene
 
 

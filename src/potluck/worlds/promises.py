@@ -24,9 +24,15 @@ from math import exp
 from potluck.core.brain.policy import Balance
 from potluck.core.routing.offers import PHASES, Offers, Phase, offers
 from potluck.core.values.plan import Plan, Template
-from potluck.perf.phases import CHUNK_TOKENS, chunked_prefill_s, decode_step_s, prompts_in_step, prompts_s
-from potluck.perf.pipeline import PipelineTimer
+from potluck.perf.serving.phases import (
+    CHUNK_TOKENS,
+    chunked_prefill_s,
+    decode_step_s,
+    prompts_in_step,
+    prompts_s,
+)
 from potluck.perf.step import StepTimer, steps
+from potluck.perf.timers.pipeline import PipelineTimer
 from potluck.worlds.kits import Kits
 
 Place = tuple[str, str, int]

@@ -9,12 +9,12 @@ from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, NodeType, Region, Slo
-from potluck.perf.capacity import STEP_TOKENS
-from potluck.perf.host import DEFAULT_HOST, Host
-from potluck.perf.phases import CHUNK_TOKENS
-from potluck.perf.profile import Profile
-from potluck.perf.startup import DEFAULT_COSTS, StartupCosts
-from potluck.perf.throughput import MAX_BATCH
+from potluck.perf.moves.startup import DEFAULT_COSTS, StartupCosts
+from potluck.perf.serving.phases import CHUNK_TOKENS
+from potluck.perf.serving.throughput import MAX_BATCH
+from potluck.perf.sizes.capacity import STEP_TOKENS
+from potluck.perf.timers.host import DEFAULT_HOST, Host
+from potluck.perf.timers.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class Scene:
     engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
     """(template, index of the replica in it) to its engine, where it is not the default one."""
     paced: bool = True
-    """Whether other engines that compute prompts beside answers take steps that fit the objective (`perf.budget`):
-    the planner reckons with prompts that are spread evenly over steps."""
+    """Whether other engines that compute prompts beside answers take steps that fit the objective
+    (`perf.serving.budget`): the planner reckons with prompts that are spread evenly over steps."""
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Rates before the run, for forecasts (`core.brain.facts`)."""
     profiles: Mapping[str, tuple[Profile, ...]] = field(default_factory=dict)

@@ -150,9 +150,9 @@ def _table(rows: Iterable[Score]) -> str:
 def _published() -> str:
     """Published prefill times of whole models, which nothing here was fitted to."""
     from potluck.catalog import models, nodes
-    from potluck.perf.memory import kv_bytes
-    from potluck.perf.phases import prefill_s
-    from potluck.perf.roofline import roofline
+    from potluck.perf.serving.phases import prefill_s
+    from potluck.perf.sizes.memory import kv_bytes
+    from potluck.perf.timers.roofline import roofline
 
     lines = [
         "## Models that nothing was fitted to\n",
@@ -182,7 +182,7 @@ def _published() -> str:
 def _confidence() -> str:
     """What stands behind every GPU of the catalog."""
     from potluck.catalog import gpus
-    from potluck.perf.calibration import bundled, curves_for
+    from potluck.perf.operators.calibration import bundled, curves_for
 
     lines = [
         "## What stands behind each GPU\n",

@@ -19,7 +19,7 @@ from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
-    from potluck.perf.profile import Profile, ProfilePoint
+    from potluck.perf.timers.profile import Profile, ProfilePoint
 
 MOST_TOKENS = 4096
 """The longest context that is measured unless more is asked for."""
@@ -96,7 +96,7 @@ def profile(
       potluck profile --live --out observed.json
       potluck profile --local --model ~/models/Llama-3.2-1B --device cuda --gpu L40S
     """
-    from potluck.perf.profile import profile_to_json
+    from potluck.perf.timers.profile import profile_to_json
 
     if local + live + (url is not None) != 1:
         raise InputError("profile", "give an engine's URL, --local or --live, one of them")
@@ -201,7 +201,7 @@ def _profile(
     engine: str = "potluck",
 ) -> Profile:
     from potluck import __version__
-    from potluck.perf.profile import Profile
+    from potluck.perf.timers.profile import Profile
 
     emulated = {"emulated": options.emulate} if options.emulate else {}
     today = datetime.now(UTC).date().isoformat()
@@ -227,7 +227,7 @@ def _words(point: ProfilePoint) -> str:
 
 
 def _show(found: Profile, out: Path, as_json: bool) -> None:
-    from potluck.perf.profile import ProfileTimer
+    from potluck.perf.timers.profile import ProfileTimer
 
     timer = ProfileTimer(found)
     if as_json:

@@ -15,12 +15,12 @@ from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.core.values.pace import Pace
-    from potluck.perf.profile import Profile
+    from potluck.perf.timers.profile import Profile
 
 
 def write_live(state: Path | None, out: Path, as_json: bool) -> None:
     """A file for each kind of node that enough was seen of: `out`, or several beside it."""
-    from potluck.perf.profile import profile_to_json
+    from potluck.perf.timers.profile import profile_to_json
 
     found = _observed(state)
     files = []

@@ -29,8 +29,8 @@ METRIC_WORDS = {"rate": "throughput", "ttft": "TTFT", "tpot": "TPOT"}
 def placed(run: Run) -> Placed:
     """A run with its model and node; an unknown name is an error."""
     from potluck.catalog import gpus, models, nodes
-    from potluck.perf.roofline import check_tp
     from potluck.perf.study.serving import Placed
+    from potluck.perf.timers.roofline import check_tp
 
     named = SUFFIX.search(run.model)
     model = models.model(SUFFIX.sub("", run.model))
@@ -47,7 +47,7 @@ def placed(run: Run) -> Placed:
 
 def study_table(path: Path, scores: tuple[Score, ...], save: bool, said: Callable[[str], None]) -> None:
     """Fit hosts and clients to a table of runs, score what was left out, and keep it."""
-    from potluck.perf.bars import Bars
+    from potluck.perf.fits.bars import Bars
     from potluck.perf.study.accuracy import deviations
     from potluck.perf.study.runs import read_runs
     from potluck.perf.study.scores import save_runs

@@ -81,7 +81,7 @@ def nodes_command(name: str | None, gpu: str | None, as_json: bool) -> None:
 def models_command(name: str | None, as_json: bool) -> None:
     """List all models, or show every figure of the model NAME with source, date and doubt."""
     from potluck.catalog import models
-    from potluck.perf import memory
+    from potluck.perf.sizes import memory
 
     if name is not None:
         _show(models.facts(name), as_json, _totals(name))
@@ -185,7 +185,7 @@ def _money(value: float | None) -> str:
 def _totals(name: str) -> dict[str, float]:
     """What follows from a model's architecture."""
     from potluck.catalog import models
-    from potluck.perf import memory
+    from potluck.perf.sizes import memory
 
     model = models.model(name)
     return {

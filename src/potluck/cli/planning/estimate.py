@@ -19,9 +19,9 @@ from potluck.core.values.types import NodeType, Role, Slo
 
 if TYPE_CHECKING:
     from potluck.core.values.model import Model
-    from potluck.perf.bars import Bar
     from potluck.perf.estimate import Estimate
-    from potluck.perf.profile import Profile
+    from potluck.perf.fits.bars import Bar
+    from potluck.perf.timers.profile import Profile
     from potluck.plan.problem import Problem
 
 
@@ -115,7 +115,7 @@ def read_profiles(
     paths: Sequence[Path], models: Sequence[Model], nodes: Sequence[NodeType]
 ) -> tuple[Profile, ...]:
     """The profiles in some files; one that is of no model or GPU in question is an error, not ignored."""
-    from potluck.perf.profile import profile_for, profile_from_json
+    from potluck.perf.timers.profile import profile_for, profile_from_json
 
     found = []
     for path in paths:
@@ -175,7 +175,7 @@ def _price(node: str, given_usd_per_h: float | None, region: str | None) -> tupl
 def _formats(model: Model, node: NodeType) -> dict[str, Any]:
     """In which format the weights are taken to be, and what that means on this GPU."""
     from potluck.core.values.model import MoeFfn
-    from potluck.perf.formats import units_for
+    from potluck.perf.operators.formats import units_for
 
     kinds = [model.weights_are]
     if any(isinstance(layer.ffn, MoeFfn) for layer in model.layers) and model.experts_are not in kinds:

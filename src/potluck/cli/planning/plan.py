@@ -143,10 +143,7 @@ def plan(
     settings = Settings(limit_s, running=before, pins=pins, seed=seed, estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as said:
         workshop, outcome, notes = planned_rest(planner, Workshop(problem, said=said), settings)
-        problem, notes = (
-            workshop.problem,
-            notes + _money(planner, workshop, outcome, settings) + _hurried(workshop),
-        )
+        problem, notes = workshop.problem, notes + _remarks(planner, workshop, outcome, settings)
         require_service(problem, outcome, limit_s, notes)
         tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
         if tried is not None:
@@ -179,6 +176,12 @@ def _require_places(out: Path | None, trace_path: Path | None, html_path: Path |
     if trace_path is not None:
         require_kind(trace_path)
     require_html(html_path)
+
+
+def _remarks(
+    planner: Callable[[Workshop, Settings], Outcome], workshop: Workshop, outcome: Outcome, settings: Settings
+) -> tuple[str, ...]:
+    return _money(planner, workshop, outcome, settings) + _hurried(workshop)
 
 
 def _hurried(workshop: Workshop) -> tuple[str, ...]:

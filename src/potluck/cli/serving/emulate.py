@@ -44,7 +44,7 @@ class Emulation:
     def paced(self, executor: Executor) -> Paced:
         """An executor in this process that takes the node's time."""
         from potluck.engine.compute.paced import KvPace, Paced, card_of
-        from potluck.perf.roofline import roofline
+        from potluck.perf.timers.roofline import roofline
 
         node = self._only
         timer = roofline(self.model, node, self._tp(node))
@@ -98,10 +98,10 @@ class Emulation:
 
     def _like(self, node: NodeType, layers: range, before: Sequence[NodeType]) -> tuple[Emulated, float]:
         from potluck.engine.pipeline.messages import Emulated
-        from potluck.perf.host import NO_HOST
-        from potluck.perf.network import handover_s
-        from potluck.perf.phases import decode_step_s
-        from potluck.perf.roofline import roofline
+        from potluck.perf.operators.network import handover_s
+        from potluck.perf.serving.phases import decode_step_s
+        from potluck.perf.timers.host import NO_HOST
+        from potluck.perf.timers.roofline import roofline
 
         token_bytes = self.model.hidden * 2.0
         hops = [handover_s([0.0, token_bytes], source, node) for source in before]
@@ -142,7 +142,7 @@ class Emulation:
 def emulation(text: str, speed_up: float = 1.0) -> Emulation:
     """What `--emulate` says; an unknown GPU or model is answered with the nearest one."""
     from potluck.catalog import models, nodes
-    from potluck.perf.roofline import check_tp
+    from potluck.perf.timers.roofline import check_tp
 
     parts = text.split(":")
     if len(parts) not in (2, 3) or not all(part.strip() for part in parts):
@@ -173,7 +173,7 @@ def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> P
             like.model, like.layout(), kinds, speed_up=speed_up, mean_output_tokens=mean_output_tokens
         )
     from potluck.catalog import models, nodes
-    from potluck.perf.pipeline import layout_hops
+    from potluck.perf.timers.pipeline import layout_hops
 
     try:
         said = decode(Likeness, json.loads(text), "--emulate")

@@ -71,8 +71,8 @@ def pretending(common: Common, options: dict[str, Any]) -> list[Service]:
     """Those that pretend, in one process."""
     from potluck.api.tokens import Text
     from potluck.engine.pretend.engine import pretend
-    from potluck.perf.phases import CHUNK_TOKENS
-    from potluck.perf.throughput import MAX_BATCH
+    from potluck.perf.serving.phases import CHUNK_TOKENS
+    from potluck.perf.serving.throughput import MAX_BATCH
 
     if options["emulate"] is None:
         raise InputError("--pretend", "needs --emulate, such as A100:llama-3.1-8b: what to pretend to be")

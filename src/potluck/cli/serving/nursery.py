@@ -27,7 +27,7 @@ MODULES = (
     "potluck.engine.compute.paced",
     "potluck.engine.face.carriage",
     "potluck.engine.face.service",
-    "potluck.perf.roofline",
+    "potluck.perf.timers.roofline",
 )
 """What an engine imports when it starts, beside what is used here."""
 

@@ -21,7 +21,7 @@ from potluck.core.values.plan import Plan, plan_from_json
 
 if TYPE_CHECKING:
     from potluck.control.schedule import Schedule
-    from potluck.perf.startup import StartupCosts
+    from potluck.perf.moves.startup import StartupCosts
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Workshop
     from potluck.sim.load.workload import Workload
@@ -126,7 +126,7 @@ def offered(inputs: Inputs, rules: Policy, workshop: Workshop | None = None) -> 
 
 def startups_of(spec: Spec) -> dict[str, StartupCosts]:
     """What a start costs of models whose weights lie somewhere that the spec names."""
-    from potluck.perf.startup import from_place
+    from potluck.perf.moves.startup import from_place
 
     return {
         m.name: from_place(m.weights.place, m.weights.gb_per_s) for m in spec.models if m.weights is not None

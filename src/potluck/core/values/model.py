@@ -2,7 +2,7 @@
 
 The four attention kinds cover every model in the catalog. They differ in what a request leaves in
 memory: full and latent attention keep something for every token, a window keeps the last `window`
-tokens, linear attention keeps a state of fixed size. `perf.arithmetic` does the sums.
+tokens, linear attention keeps a state of fixed size. `perf.sizes.arithmetic` does the sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Formats in which weights are stored and multiplied.
 
 A model says in which format its weights and its experts are; which units of a GPU multiply them, and whether inputs
-are made small first, is `perf.formats`'s to say.
+are made small first, is `perf.operators.formats`'s to say.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The small model computes real tokens, in less time than the large one would take
 that time is slept. `speed_up` divides all predicted times. A step that really takes longer than predicted cannot be
 made shorter: it is counted as late, and an engine with many late steps no longer tells what the GPU would do.
 
-Predicted times include the moment between two steps in which the host schedules (`perf.host`). So a step
+Predicted times include the moment between two steps in which the host schedules (`perf.timers.host`). So a step
 that follows another at once is paced from the end of that one, up to that much; and what a step lasted too long (its
 sleep did, or the machine was busy) is taken off the next one, so that errors do not add up.
 """
@@ -26,11 +26,11 @@ from potluck.engine.compute.work import Size, Work
 from potluck.engine.model.config import Config
 from potluck.engine.numbers.exactness import Exactness
 from potluck.kv.parcels import Manifest, Parcel
-from potluck.perf.capacity import kv_tokens, require_fit, stage_memory
-from potluck.perf.host import DEFAULT_HOST
-from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
+from potluck.perf.moves.transfer import AlphaBeta, alpha_beta
+from potluck.perf.sizes.capacity import kv_tokens, require_fit, stage_memory
+from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 from potluck.perf.step import Steps, StepTimer, steps
-from potluck.perf.transfer import AlphaBeta, alpha_beta
+from potluck.perf.timers.host import DEFAULT_HOST
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]

@@ -20,7 +20,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.measure.local import Bounds, Grid
-from potluck.perf.profile import ProfilePoint
+from potluck.perf.timers.profile import ProfilePoint
 
 REQUEST_S = 600.0
 STEADY_TOKENS = 24

@@ -17,7 +17,7 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.sampling import Sampling
 from potluck.engine.compute.executor import Draw, Executor
 from potluck.engine.compute.runner import Work
-from potluck.perf.profile import MIN_POINTS, ProfilePoint
+from potluck.perf.timers.profile import MIN_POINTS, ProfilePoint
 
 WARM_UP = 2
 """Runs of a shape that do not count: buffers grow, kernels are chosen."""

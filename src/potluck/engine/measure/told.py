@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from potluck.core.errors import FormatError, InputError
 from potluck.engine.measure.http import STEADY_TOKENS, HttpBench
 from potluck.engine.measure.local import Bounds, Grid
-from potluck.perf.profile import ProfilePoint
+from potluck.perf.timers.profile import ProfilePoint
 
 SETTLE_S = 0.3
 """After which all of an engine's steps have been told."""

@@ -58,8 +58,8 @@ from potluck.engine.pipeline.messages import (
     to_bytes,
 )
 from potluck.engine.pipeline.wire import Bytes, Connection, LinkError, connect
-from potluck.perf.host import NO_HOST
-from potluck.perf.roofline import roofline
+from potluck.perf.timers.host import NO_HOST
+from potluck.perf.timers.roofline import roofline
 
 Received = tuple[Command, bytearray]
 

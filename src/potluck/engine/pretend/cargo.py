@@ -14,7 +14,7 @@ from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.block_layout import pool_layout
 from potluck.core.values.model import Attention, FullAttention, LatentAttention, LinearAttention, Model
 from potluck.kv.codec.layout import COLUMN_GROUP, Codec, Part, sizes
-from potluck.perf.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
+from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 
 MOST_LAYERS = 4
 """Of a pretended model: parcels go out while a step is under way, a quarter of its KV at a time. When each of the

@@ -28,11 +28,11 @@ from potluck.engine.pretend.lasting import lasting
 from potluck.engine.pretend.prefixes import PretendPrefixes
 from potluck.engine.pretend.words import Words
 from potluck.engine.serve import Settings
-from potluck.perf.network import Hop
-from potluck.perf.pipeline import pipeline, stage_layers
-from potluck.perf.roofline import roofline
+from potluck.perf.moves.transfer import AlphaBeta, alpha_beta
+from potluck.perf.operators.network import Hop
 from potluck.perf.step import StepTimer
-from potluck.perf.transfer import AlphaBeta, alpha_beta
+from potluck.perf.timers.pipeline import pipeline, stage_layers
+from potluck.perf.timers.roofline import roofline
 
 MOST_WORDS = 4096
 LAYER = Layer(FullAttention(1, 1, 1, 1), DenseFfn(1))

@@ -2,7 +2,7 @@
 
 Both ends have a card, and the slower one says how long it takes: parcels leave the sender's one behind the other, and
 are there when the receiver's, which takes them one behind the other as well, has them. A parcel stands for several
-layers, computed one after the other, each of which leaves as soon as it is computed (`perf.transfer`):
+layers, computed one after the other, each of which leaves as soon as it is computed (`perf.moves.transfer`):
 
     F_m = max(F_m-1, C_m) + t        so, with C_1 .. C_k evenly apart,  F_k = max(F_0 + k t, C_1 + k t, C_k + t)
 
@@ -26,7 +26,7 @@ from potluck.engine.pretend.parcels import CONTENT, MORE, RAW_BYTES, Times, sinc
 from potluck.kv.codec.layout import Codec, sizes
 from potluck.kv.link.report import LinkReport
 from potluck.kv.parcels import Parcel
-from potluck.perf.transfer import AlphaBeta
+from potluck.perf.moves.transfer import AlphaBeta
 
 
 @dataclass(slots=True)

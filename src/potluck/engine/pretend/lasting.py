@@ -18,8 +18,8 @@ import numpy as np
 
 from potluck.engine.compute.paced import steps_of
 from potluck.engine.compute.work import Work
-from potluck.perf.pipeline import PipelineTimer
 from potluck.perf.step import Floats, StepTimer, steps
+from potluck.perf.timers.pipeline import PipelineTimer
 
 LONGEST = 1 << 20
 """Tokens of context of one decode."""

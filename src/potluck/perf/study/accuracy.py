@@ -23,10 +23,8 @@ from numpy.typing import NDArray
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
-from potluck.perf.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
-from potluck.perf.host import NO_HOST
-from potluck.perf.operators import Chip
-from potluck.perf.roofline import roofline
+from potluck.perf.operators.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
+from potluck.perf.operators.kernels import Chip
 from potluck.perf.step import Floats
 from potluck.perf.study.calibrate import (
     OperatorFit,
@@ -42,6 +40,8 @@ from potluck.perf.study.measured import Measurements, Operator, read_all
 from potluck.perf.study.measured_formats import read_formats
 from potluck.perf.study.measured_steps import read_steps
 from potluck.perf.study.networks import LINKS, Collectives, fit_networks, predict, read_collectives
+from potluck.perf.timers.host import NO_HOST
+from potluck.perf.timers.roofline import roofline
 
 Question = Literal["calibrated", "GPU left out", "model left out"]
 Kind = Literal[

@@ -17,8 +17,8 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import Calibration, ExpectedError, Power, Scales, Shapes, chip_of
-from potluck.perf.operators import (
+from potluck.perf.operators.calibration import Calibration, ExpectedError, Power, Scales, Shapes, chip_of
+from potluck.perf.operators.kernels import (
     Chip,
     DecodeCurve,
     GemmCurve,
@@ -29,7 +29,7 @@ from potluck.perf.operators import (
     prefill_attention_s,
     stream_s,
 )
-from potluck.perf.residual import Residual, fit_residual
+from potluck.perf.operators.residual import Residual, fit_residual
 from potluck.perf.step import Floats
 from potluck.perf.study.format_fits import with_extras
 from potluck.perf.study.measured import Measurements, Operator, read_all
@@ -115,7 +115,7 @@ def formula(rows: Measurements, chip: Chip, shapes: Floats, scale: Floats) -> Fl
 
 
 def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
-    """The three features of an operator's residual surface; `perf.roofline` uses the same."""
+    """The three features of an operator's residual surface; `perf.timers.roofline` uses the same."""
     column = rows.columns
     if rows.operator == "gemm":
         return column["m"], column["n"] * column["k"], column["n"] / column["k"]

@@ -1,7 +1,7 @@
 """Fits formats, experts and latent attention: a few figures for each GPU and operator, and what is left over.
 
 Each (GPU, operator) is fitted alone, on top of that GPU's 16-bit figures: the formulas' shapes are shared already.
-How they carry over to a GPU without them is `perf.calibration`'s to say, as for everything else.
+How they carry over to a GPU without them is `perf.operators.calibration`'s to say, as for everything else.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import numpy as np
 
 from potluck.core.values.model import DenseFfn, LatentAttention, Layer, Model
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import Calibration, Curves, Extra, curves_for
-from potluck.perf.layers import latent_gemms, latent_work
-from potluck.perf.products import expert_time_s, gemm_time_s, latent_decode_s, latent_prefill_s, product_s
-from potluck.perf.residual import fit_residual
+from potluck.perf.operators.calibration import Calibration, Curves, Extra, curves_for
+from potluck.perf.operators.layers import latent_gemms, latent_work
+from potluck.perf.operators.products import (
+    expert_time_s,
+    gemm_time_s,
+    latent_decode_s,
+    latent_prefill_s,
+    product_s,
+)
+from potluck.perf.operators.residual import fit_residual
 from potluck.perf.step import Floats
 from potluck.perf.study.measured import Measurements
 
@@ -115,7 +121,7 @@ def predict(rows: Measurements, gpu: Gpu, curves: Curves, extra: Extra | None = 
 
 
 def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
-    """The three features of an operator's residual surface; `perf.roofline` uses the same."""
+    """The three features of an operator's residual surface; `perf.timers.roofline` uses the same."""
     c = rows.columns
     if rows.operator.startswith("gemm"):
         return c["m"], c["n"] * c["k"], c["n"] / c["k"]

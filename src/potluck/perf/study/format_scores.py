@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import Calibration, curves_for
+from potluck.perf.operators.calibration import Calibration, curves_for
 from potluck.perf.step import Floats
 from potluck.perf.study.format_fits import predict, with_extras
 from potluck.perf.study.measured import Measurements

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from potluck.core.values.types import Interconnect
-from potluck.perf.calibration import Network, Way
-from potluck.perf.network import all_reduce_s, all_to_all_s
+from potluck.perf.operators.calibration import Network, Way
+from potluck.perf.operators.network import all_reduce_s, all_to_all_s
 from potluck.perf.step import Floats
 from potluck.perf.study.measured import AIC_GPUS, Strings, read_table
 

@@ -7,13 +7,13 @@ from importlib import resources
 from pathlib import Path
 
 from potluck.core.codec import dumps, loads
-from potluck.perf.bars import FORMAT as BARS_FORMAT
-from potluck.perf.bars import Bars, bundled_bars
-from potluck.perf.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
-from potluck.perf.host import FORMAT as HOSTS_FORMAT
-from potluck.perf.host import hosts
+from potluck.perf.fits.bars import FORMAT as BARS_FORMAT
+from potluck.perf.fits.bars import Bars, bundled_bars
+from potluck.perf.operators.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
 from potluck.perf.study.accuracy import Score
 from potluck.perf.study.serving import RunStudy, numbers
+from potluck.perf.timers.host import FORMAT as HOSTS_FORMAT
+from potluck.perf.timers.host import hosts
 
 SCORES_FORMAT = "potluck.accuracy"
 RUNS_FORMAT = "potluck.runs"

@@ -1,11 +1,10 @@
 """Whole serving runs: the few figures of an engine and a client that are fitted to them, and what is off then.
 
 Six figures for each version of an engine and kind of model: its host (fixed, per sequence, launches of a layer:
-`perf.host`), and how its benchmark's client sends (`perf.serving`). All else is the roofline. *Left out*:
-configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names; each
-half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
-engine's newest that has more.
-"""
+`perf.timers.host`), and how its benchmark's client sends (`perf.serving.closed_loop`). The rest is roofline. Left
+out: configurations (model, format, degree, engine, lengths) are dealt into two halves, by a hash of their names;
+each half is predicted with what the other one was fitted to. Versions with fewer than LEAST_FITTED runs take the
+engine's newest that has more."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType
-from potluck.perf.bars import (
+from potluck.perf.fits.bars import (
     LEAST_CONFIGURATIONS,
     LEAST_RUNS,
     METRICS,
@@ -32,12 +31,12 @@ from potluck.perf.bars import (
     bits_of,
     kind_of,
 )
-from potluck.perf.capacity import max_requests, stage_memory
-from potluck.perf.host import NO_HOST, Host
-from potluck.perf.roofline import RooflineTimer, roofline
-from potluck.perf.serving import Client, RunWork, Served, run_work, served, together
+from potluck.perf.serving.closed_loop import Client, RunWork, Served, run_work, served, together
+from potluck.perf.sizes.capacity import max_requests, stage_memory
 from potluck.perf.step import Floats
 from potluck.perf.study.runs import Run
+from potluck.perf.timers.host import NO_HOST, Host
+from potluck.perf.timers.roofline import RooflineTimer, roofline
 
 Mask = NDArray[np.bool_]
 WEIGHTS = {"rate": 2.0, "tpot": 1.0, "ttft": 0.5}

@@ -10,8 +10,8 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import FAMILIES, Calibration, Power, Scales, curves_for
-from potluck.perf.operators import gemm_s
+from potluck.perf.operators.calibration import FAMILIES, Calibration, Power, Scales, curves_for
+from potluck.perf.operators.kernels import gemm_s
 from potluck.perf.step import Floats
 
 HELIX_GPUS = {"l4": "L4", "t4": "T4", "v100": "V100-16", "a100": "A100-40"}

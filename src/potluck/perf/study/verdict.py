@@ -8,9 +8,8 @@ from math import log
 
 import numpy as np
 
-from potluck.perf.bars import METRICS, SHARE, Metric, bar
-from potluck.perf.roofline import roofline
-from potluck.perf.serving import served
+from potluck.perf.fits.bars import METRICS, SHARE, Metric, bar
+from potluck.perf.serving.closed_loop import served
 from potluck.perf.study.serving import (
     EngineFit,
     Placed,
@@ -20,6 +19,7 @@ from potluck.perf.study.serving import (
     run_scores,
     works,
 )
+from potluck.perf.timers.roofline import roofline
 
 WORSE = 0.6
 """With fewer than this share of runs within their bars of 80 %, the bars are not to be trusted."""

@@ -25,16 +25,16 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType
-from potluck.perf.arithmetic import step_sums
-from potluck.perf.calibration import Calibration
-from potluck.perf.capacity import USABLE_SHARE, stage_memory
-from potluck.perf.host import DEFAULT_HOST
-from potluck.perf.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
-from potluck.perf.network import all_reduce_s
-from potluck.perf.phases import CHUNK_TOKENS
-from potluck.perf.roofline import check_tp, roofline
+from potluck.perf.operators.calibration import Calibration
+from potluck.perf.operators.network import all_reduce_s
+from potluck.perf.serving.phases import CHUNK_TOKENS
+from potluck.perf.serving.throughput import MAX_BATCH
+from potluck.perf.sizes.arithmetic import step_sums
+from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
+from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.step import Floats, Steps, steps
-from potluck.perf.throughput import MAX_BATCH
+from potluck.perf.timers.host import DEFAULT_HOST
+from potluck.perf.timers.roofline import check_tp, roofline
 from potluck.plan.search.pool import Pool, Workload
 
 DENSE_BATCHES = 16

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 
-from potluck.perf.capacity import USABLE_SHARE
-from potluck.perf.memory import weight_bytes
+from potluck.perf.sizes.capacity import USABLE_SHARE
+from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.search.deduce import Takes
 from potluck.plan.search.evaluate import Evaluator, Group, State
 from potluck.plan.search.pool import Pool

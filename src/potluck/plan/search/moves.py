@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from random import Random
 
-from potluck.perf.memory import weight_bytes
+from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.search.deduce import MAX_STAGES, Takes
 from potluck.plan.search.evaluate import Group, State
 from potluck.plan.search.groups import joined, make_state, usable_bytes

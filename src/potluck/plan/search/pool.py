@@ -14,10 +14,10 @@ from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
-from potluck.perf.memory import kv_bytes
-from potluck.perf.network import HANDOVER_FIXED_S, HANDOVER_SHARE
+from potluck.perf.moves.transfer import alpha_beta, crossing_bytes
+from potluck.perf.operators.network import HANDOVER_FIXED_S, HANDOVER_SHARE
+from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import Floats
-from potluck.perf.transfer import alpha_beta, crossing_bytes
 from potluck.plan.problem import HEADROOM, Ask
 
 __all__ = ["Pool", "PoolNode", "Wires", "Workload", "uniform_pool", "wires_of", "workload_of"]

@@ -1,7 +1,7 @@
 """Pipelines that do both phases (CORAL 5.1), beside those that do one.
 
-Placements are those of the pipelines that prefill or decode, each a column more: `perf/together.py` says how many
-answers its batches make and how long the chunks of prompts are that go with them, and the engine's token budget
+Placements are those of the pipelines that prefill or decode, each a column more: `perf/serving/together.py` says how
+many answers its batches make and how long the chunks of prompts are that go with them, and the engine's token budget
 follows from the same (`worlds/kits.py`).
 """
 
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, Replica, Template
-from potluck.perf.pipeline import PipelineTimer, layout_requests
-from potluck.perf.together import Lengths, together
+from potluck.perf.serving.together import Lengths, together
+from potluck.perf.timers.pipeline import PipelineTimer, layout_requests
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, useful
 

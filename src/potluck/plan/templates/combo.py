@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import Codec, Role
-from potluck.perf.pipeline import ORDER
 from potluck.perf.step import Floats
+from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.cards import Cards, busy_limit, cards_of, sojourn_s, wire_bits
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import UNPROMISED_TTFT_S, replica_capacity, useful, wait_factor

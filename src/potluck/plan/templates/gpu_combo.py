@@ -1,9 +1,9 @@
 """CAUCHY's combos as the paper counts them: in GPUs, <2 x H800, 4 x H20>, for pairs of types ranked by equation 15.
 
-*Ranking* (3.3.1). A pair's cost efficiency is equation 15 of `perf.cauchy` with the demand's mean lengths, the price
-of one GPU of a node, and the batch that the decoding GPUs run at. Of the two directions of a pair the better one is
-kept, and the SHORTLIST best pairs whose sides keep the objective are candidates. A model that the closed form does
-not cover is ranked by what its combos are seen to serve per dollar.
+*Ranking* (3.3.1). A pair's cost efficiency is equation 15 of `perf.timers.cauchy` with the demand's mean lengths,
+the price of one GPU of a node, and the batch that the decoding GPUs run at. Of the two directions of a pair the
+better one is kept, and the SHORTLIST best pairs whose sides keep the objective are candidates. A model that the
+closed form does not cover is ranked by what its combos are seen to serve per dollar.
 
 *Counts.* One or two units of GPUs prefill for one to six that decode (1:1 to 2:6), a unit being as many GPUs as the
 model needs on that node. GPUs of one phase are one tensor-parallel instance, as far as a node and the model allow.
@@ -21,9 +21,9 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, single
 from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.core.values.types import NodeType, Role
-from potluck.perf.cauchy import CauchyModel, Side, ce
-from potluck.perf.pipeline import ORDER
-from potluck.perf.roofline import check_tp
+from potluck.perf.timers.cauchy import CauchyModel, Side, ce
+from potluck.perf.timers.pipeline import ORDER
+from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, useful
 from potluck.plan.templates.combo import combo_capacity, efficiency_tokens_per_usd

@@ -26,8 +26,8 @@ import numpy as np
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template, TemplateFlow
 from potluck.core.values.types import Codec
-from potluck.perf.pipeline import ORDER
-from potluck.perf.transfer import crossing_bytes
+from potluck.perf.moves.transfer import crossing_bytes
+from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.allocate.highs import Milp, solve_milp
 from potluck.plan.machines import kv_path, timer_of
 from potluck.plan.problem import Ask, Demand, Problem

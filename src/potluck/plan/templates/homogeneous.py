@@ -14,7 +14,7 @@ from potluck.core.values.layout import Ep, single
 from potluck.core.values.model import Model, MoeFfn
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import NodeType, Role
-from potluck.perf.roofline import check_tp
+from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.rates import fits, layout_timer, replica_capacity, useful
 

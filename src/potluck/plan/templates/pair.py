@@ -1,7 +1,7 @@
 """CRONUS's pairs: a low-end node prefills the first part of a prompt, a high-end one the rest and decodes.
 
 For a prompt of L tokens the low-end GPU takes L_p of them, at a rate of λ = 1 / T_low(L_p). The high-end GPU
-batches the other L - L_p tokens of each prompt with its decodes (`perf.throughput` with L_p tokens cached) at
+batches the other L - L_p tokens of each prompt with its decodes (`perf.serving.throughput` with L_p tokens cached) at
 a rate of μ(L_p); a prompt that it takes whole costs it 1 / μ(0). So the pair serves
 
     μ(L_p)                              when λ ≥ μ(L_p): the low-end GPU keeps up
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import Codec, NodeType
-from potluck.perf.memory import kv_bytes
-from potluck.perf.phases import prefill_s
-from potluck.perf.pipeline import ORDER, layout_requests
+from potluck.perf.moves.transfer import crossing_bytes
+from potluck.perf.serving.phases import prefill_s
+from potluck.perf.serving.throughput import best_operating
+from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import StepTimer
-from potluck.perf.throughput import best_operating
-from potluck.perf.transfer import crossing_bytes
+from potluck.perf.timers.pipeline import ORDER, layout_requests
 from potluck.plan.cards import Cards, cards_of, sides, sojourn_s
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, replica_capacity, useful, wait_factor

@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
-from potluck.perf.memory import weight_bytes
-from potluck.perf.pipeline import ORDER
+from potluck.perf.sizes.memory import weight_bytes
+from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.multisets import Multisets, multisets
 from potluck.plan.stage_rates import UNITS_PER_TOKEN, StageRates
 from potluck.plan.templates.pipeline_partitions import partitions

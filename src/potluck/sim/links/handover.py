@@ -10,10 +10,10 @@ all the last byte arrives at
     max(f + c / L, e + (B / L) / r) + alpha
 
 f is when the pipe would have carried B bytes (its share counted from the beginning of the computation), e when the
-computation ended, r the share at that time. For one transfer alone this is `perf.transfer.overlapped_transfer_s`
-exactly. With others it is an approximation: a transfer may use its share a little before its bytes are made, never
-more in all than the pipe carries. A segment is taken to begin when it is at the head of those waiting at its
-replica. Without overlap the whole leaves at e, and arrives at f + alpha.
+computation ended, r the share at that time. For one transfer alone this is
+`perf.moves.transfer.overlapped_transfer_s` exactly. With others it is an approximation: a transfer may use its share
+a little before its bytes are made, never more in all than the pipe carries. A segment is taken to begin when it is
+at the head of those waiting at its replica. Without overlap the whole leaves at e, and arrives at f + alpha.
 
 Where the host's memory is full, replicas that hand over to each other can each hold KV that waits for the other's
 room. Whoever has waited for STUCK_S at a replica that does nothing gives its KV up: it fails for want of memory, and

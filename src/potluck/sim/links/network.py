@@ -17,7 +17,7 @@ from typing import Final
 from potluck.core.brain.events import FailureKind
 from potluck.core.routing.grants import GRANTED
 from potluck.core.values.types import Link
-from potluck.perf.transfer import alpha_beta, link_alpha_beta
+from potluck.perf.moves.transfer import alpha_beta, link_alpha_beta
 from potluck.sim.links.link import Pipe
 from potluck.sim.world.state import Journey, Machine, Site
 from potluck.worlds.scene import Scene

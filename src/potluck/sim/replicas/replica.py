@@ -13,8 +13,8 @@ from math import inf
 from potluck.core.brain.events import Status
 from potluck.core.errors import InputError
 from potluck.core.replica.batch import PREEMPTED, RESUMED, Batcher, Happening, Limits, Step
-from potluck.perf.phases import CHUNK_TOKENS
-from potluck.perf.throughput import MAX_BATCH
+from potluck.perf.serving.phases import CHUNK_TOKENS
+from potluck.perf.serving.throughput import MAX_BATCH
 from potluck.sim.replicas.gaps import Gaps
 from potluck.sim.replicas.rounds import Table
 from potluck.sim.replicas.steps import Row

@@ -19,9 +19,9 @@ from typing import Protocol
 import numpy as np
 
 from potluck.core.values.plan import Confidence
-from potluck.perf.pipeline import PipelineTimer
-from potluck.perf.roofline import RooflineTimer
 from potluck.perf.step import Floats, Steps, StepTimer, steps
+from potluck.perf.timers.pipeline import PipelineTimer
+from potluck.perf.timers.roofline import RooflineTimer
 from potluck.sim.replicas.steps import CONTEXTS, ROWS, Chunks, Row, StepTable
 
 

@@ -18,7 +18,7 @@ series: `Row.run_s` has its sum and `Row.steps_until` the inverse.
              as those of T tokens with a context of w, which would take q(T) w, q(T) = Q(T, T/2) / (T/2)
     R(n, x)  what n decodes with contexts x add: measured beside one chunk of REFERENCE tokens
 
-No step with a chunk is shorter than it takes to launch (`perf.host`): that does not add up, so it is kept apart.
+No step with a chunk is shorter than it takes to launch (`perf.timers.host`): that does not add up and is kept apart.
 Exact for one chunk alone, and within a hundredth otherwise where the timer adds up, as kernels one after another
 do (tests/sim/test_steps.py).
 """

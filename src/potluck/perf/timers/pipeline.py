@@ -19,12 +19,12 @@ from potluck.core.values.model import Model
 from potluck.core.values.plan import Confidence
 from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import NodeType
-from potluck.perf.calibration import Calibration
-from potluck.perf.capacity import max_requests, require_fit, stage_memory
-from potluck.perf.host import DEFAULT_HOST, NO_HOST, Host
-from potluck.perf.network import Hop, handover_s, hop_between, hop_inside
-from potluck.perf.roofline import RooflineTimer, roofline
+from potluck.perf.operators.calibration import Calibration
+from potluck.perf.operators.network import Hop, handover_s, hop_between, hop_inside
+from potluck.perf.sizes.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.step import Floats, Steps, steps
+from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST, Host
+from potluck.perf.timers.roofline import RooflineTimer, roofline
 
 ORDER: tuple[Confidence, ...] = ("measured", "transferred", "assumed")
 

@@ -1,6 +1,7 @@
 """Seconds of a layer's parts on one GPU, in the formats it is stored in: products, experts, latent attention.
 
-Formulas are `perf.operators`'s, figures `perf.calibration`'s; here both meet with the units that a format runs on.
+Formulas are those of `kernels.py`, figures those of `calibration.py`; here both meet with the units that a format
+runs on.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from numpy.typing import ArrayLike
 
 from potluck.core.values.precision import FORMAT_BITS, Format
 from potluck.core.values.types import Gpu
-from potluck.perf.calibration import Curves, Extra
-from potluck.perf.formats import Units, units_for
-from potluck.perf.layers import Gemm, LayerWork, SoftmaxWork
-from potluck.perf.operators import (
+from potluck.perf.operators.calibration import Curves, Extra
+from potluck.perf.operators.formats import Units, units_for
+from potluck.perf.operators.kernels import (
     DecodeCurve,
     ExpertCurve,
     GemmCurve,
@@ -25,7 +25,8 @@ from potluck.perf.operators import (
     prefill_attention_s,
     quantise_s,
 )
-from potluck.perf.routing import UNEVEN, spread
+from potluck.perf.operators.layers import Gemm, LayerWork, SoftmaxWork
+from potluck.perf.operators.routing import UNEVEN, spread
 from potluck.perf.step import Floats
 
 SMALL_TILES = ((64, 64), (64, 128), (128, 64), (128, 128))

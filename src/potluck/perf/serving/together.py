@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.core.values.types import Slo
-from potluck.perf.phases import CHUNK_TOKENS
-from potluck.perf.pipeline import PipelineTimer, Rounds
+from potluck.perf.serving.phases import CHUNK_TOKENS
+from potluck.perf.serving.throughput import MAX_BATCH
 from potluck.perf.step import Floats, steps
-from potluck.perf.throughput import MAX_BATCH
+from potluck.perf.timers.pipeline import PipelineTimer, Rounds
 
 PACED = 0.7
 BUSY = 0.8

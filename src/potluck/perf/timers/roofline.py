@@ -1,4 +1,4 @@
-"""Step times from the roofline: a model's layers on one node, each operator timed by `perf.operators`.
+"""Step times from the roofline: a model's layers on one node, each operator timed by `perf.operators.kernels`.
 
 Everything that depends on nothing but the number of new tokens (projections, experts, element-wise work,
 all-reduce) is added up once for a grid of token counts and then looked up; only attention, which depends on
@@ -21,15 +21,15 @@ from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
-from potluck.perf.bars import slower
-from potluck.perf.calibration import Calibration, Curves, bundled, curves_for
-from potluck.perf.formats import units_for
-from potluck.perf.host import DEFAULT_HOST, Host
-from potluck.perf.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
-from potluck.perf.network import all_reduce_s, all_to_all_s, network_for
-from potluck.perf.operators import decode_attention_s, prefill_attention_s, stream_s
-from potluck.perf.products import experts_time_s, gemm_time_s, latent_decode_s, latent_prefill_s
+from potluck.perf.fits.bars import slower
+from potluck.perf.operators.calibration import Calibration, Curves, bundled, curves_for
+from potluck.perf.operators.formats import units_for
+from potluck.perf.operators.kernels import decode_attention_s, prefill_attention_s, stream_s
+from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
+from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
+from potluck.perf.operators.products import experts_time_s, gemm_time_s, latent_decode_s, latent_prefill_s
 from potluck.perf.step import Floats, Steps
+from potluck.perf.timers.host import DEFAULT_HOST, Host
 
 TOKEN_GRID = np.unique(
     np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
@@ -58,7 +58,7 @@ class RooflineTimer:
     host: Host
     ep: Ep = "none"
     slower: float = 1.0
-    """What all times are multiplied by: 1 is what is expected, more is for the slow end (`perf.bars`)."""
+    """What all times are multiplied by: 1 is what is expected, more is for the slow end (`perf.fits.bars`)."""
     routed_s: Floats | None = None
     """Seconds at TOKEN_GRID of what counts the tokens of all GPUs together, where each has its own."""
 

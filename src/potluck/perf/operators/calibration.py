@@ -24,8 +24,8 @@ import numpy as np
 from potluck.core.codec import loads
 from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu
-from potluck.perf.operators import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
-from potluck.perf.residual import Residual
+from potluck.perf.operators.kernels import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
+from potluck.perf.operators.residual import Residual
 
 CALIBRATION_VERSION = 1
 FORMAT = "potluck.calibration"
@@ -107,7 +107,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Collectives between the GPUs of a node over one measured link; `perf.network` has the formulas."""
+    """Collectives between the GPUs of a node over one measured link; `perf.operators.network` has the formulas."""
 
     kind: str
     """nvswitch, pcie (with peer access), or host (PCIe without: through the host's memory)."""

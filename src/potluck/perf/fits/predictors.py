@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.errors import InputError
-from potluck.perf.fit import LinearFit, Weights, linear_fit
+from potluck.perf.fits.fit import LinearFit, Weights, linear_fit
 from potluck.perf.step import Floats, StepTimer, steps
 
 LENGTHS = tuple(range(128, 8193, 128))

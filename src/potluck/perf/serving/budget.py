@@ -10,9 +10,9 @@ planned to make at once: the short steps around it make up for one such step, an
 from __future__ import annotations
 
 from potluck.core.values.types import Slo
-from potluck.perf.phases import CHUNK_TOKENS, chunked_iteration_s
+from potluck.perf.serving.phases import CHUNK_TOKENS, chunked_iteration_s
+from potluck.perf.serving.throughput import best_operating
 from potluck.perf.step import StepTimer
-from potluck.perf.throughput import best_operating
 
 LONGEST = 2.0
 LEAST_TOKENS = 128

@@ -23,16 +23,16 @@ from typing import Literal
 import numpy as np
 
 from potluck.core.values.types import Role, Slo
-from potluck.perf.capacity import STEP_TOKENS
-from potluck.perf.host import Host
-from potluck.perf.phases import (
+from potluck.perf.serving.phases import (
     CHUNK_TOKENS,
     chunked_iteration_s,
     decode_step_s,
     prompts_in_step,
     prompts_s,
 )
+from potluck.perf.sizes.capacity import STEP_TOKENS
 from potluck.perf.step import Floats, StepTimer
+from potluck.perf.timers.host import Host
 
 Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
 MAX_COLUMNS = 64

@@ -3,7 +3,8 @@
 Tensor parallelism divides heads, inner widths and experts' widths over `tp` ranks; KV heads are copied when
 there are fewer than ranks, and MLA's down-projections and its latent stand on every rank. With expert parallelism
 (`core.values.layout.Ep`) an expert is whole on one rank, which works on the rows that chose it; the rank that chance
-gives most decides. The same lists give times (`perf.roofline`) and plain sums of FLOPs and bytes (`perf.arithmetic`).
+gives most decides. The same lists give times (`perf.timers.roofline`) and plain sums of FLOPs and bytes
+(`perf.sizes.arithmetic`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from potluck.core.values.model import (
     MoeFfn,
 )
 from potluck.core.values.precision import Format
-from potluck.perf.memory import Layers
-from potluck.perf.routing import busiest_share
+from potluck.perf.operators.routing import busiest_share
+from potluck.perf.sizes.memory import Layers
 from potluck.perf.step import Floats
 
 LINEAR_CHUNK = 64
@@ -51,7 +52,7 @@ class Gemm:
         """(rows per matrix, matrices used): tokens choose experts evenly and independently.
 
         Of several ranks it is the one with the most rows, and more matrices in proportion. For sums of FLOPs and
-        bytes; times take routers as uneven as they are (`perf.routing`).
+        bytes; times take routers as uneven as they are (`perf.operators.routing`).
         """
         if not self.experts:
             return tokens, np.ones_like(tokens)

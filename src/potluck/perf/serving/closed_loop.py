@@ -1,7 +1,7 @@
 """What a benchmark sees of a replica that always has C requests under way, all of one length.
 
 A client sends the next request when one ends. Of C requests B are in the engine, the others wait for its memory.
-With steps of T seconds on average (`perf.throughput`) and O tokens an answer, the first of them with the prompt,
+With steps of T seconds on average (`throughput.py`) and O tokens an answer, the first of them with the prompt,
 
     throughput X = C / (request + C T (O - 1) / B)             request: tokenising, HTTP
     TTFT = request + what is left of the running step + own steps (1 + ahead) + burst x all others' / 2 + (C - B) / X
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from potluck.perf.capacity import STEP_TOKENS
-from potluck.perf.host import Host
-from potluck.perf.phases import prompts_in_step, prompts_s
+from potluck.perf.serving.phases import prompts_in_step, prompts_s
+from potluck.perf.serving.throughput import MAX_BATCH, MixedSteps, mixed_steps
+from potluck.perf.sizes.capacity import STEP_TOKENS
 from potluck.perf.step import Floats, StepTimer
-from potluck.perf.throughput import MAX_BATCH, MixedSteps, mixed_steps
+from potluck.perf.timers.host import Host
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from potluck.perf.routing import Spread
+from potluck.perf.operators.routing import Spread
 from potluck.perf.step import Floats
 
 GEMM_TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from potluck.core.values.types import Interconnect, NodeType
-from potluck.perf.calibration import Network, Way
+from potluck.perf.operators.calibration import Network, Way
 from potluck.perf.step import Floats
 
 HANDOVER_FIXED_S = 3e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.perf.capacity import STEP_TOKENS
+from potluck.perf.sizes.capacity import STEP_TOKENS
 from potluck.perf.step import Floats, StepTimer, steps
 
 CHUNK_TOKENS = 2048

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from potluck.core.values.model import Model
-from potluck.perf.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
-from potluck.perf.memory import Layers
-from potluck.perf.operators import mean_keys
+from potluck.perf.operators.kernels import mean_keys
+from potluck.perf.operators.layers import Gemm, LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
+from potluck.perf.sizes.memory import Layers
 from potluck.perf.step import Floats, Steps
 
 

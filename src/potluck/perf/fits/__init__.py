@@ -1,0 +1,1 @@
+"""Least squares, CRONUS's predictors, and how far a figure may be off."""

@@ -1,0 +1,1 @@
+"""What one layer asks of one GPU, and how long each part takes: kernels, formats, experts, collectives."""
