@@ -33,8 +33,8 @@ from potluck.plan.allocate.program import Count, CoverDemand, CoverProgram, Flee
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import solve
 from potluck.plan.allocate.survivors import Columns, Restricted
-from potluck.plan.stage_rates import stage_rates
 from potluck.plan.templates.pipeline import pipeline_library
+from potluck.plan.timing.stage_rates import stage_rates
 
 AZURE_CONVERSATION, AZURE_CODE, BURST_GPT = (1155, 211), (2048, 28), (768, 195)
 CORE = {

@@ -21,13 +21,13 @@ from parts.common import ROOT, run
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.brain.policy import Policy
-from potluck.plan.machines import region_pool
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.result import CODEC, to_templates
 from potluck.plan.search.tabu import Limits, search
 from potluck.plan.search.tabu import Settings as Searching
 from potluck.plan.strategies import Settings, Workshop
 from potluck.plan.strategies.base import allocated
+from potluck.plan.timing.machines import region_pool
 from potluck.sim.load import arrivals
 from potluck.sim.load.workload import Workload, workload
 from potluck.sim.results.metrics import judge

@@ -31,8 +31,8 @@ from potluck.core.brain.policy import Policy
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Region, Slo, Traffic
-from potluck.plan.again import INTERVAL_S, Workshops, problem_now
 from potluck.plan.problem import Problem, ask
+from potluck.plan.running.again import INTERVAL_S, Workshops, problem_now
 from potluck.plan.strategies import STRATEGIES, Settings
 from potluck.sim.load import arrivals
 from potluck.sim.load.lengths import draw

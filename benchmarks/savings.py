@@ -14,9 +14,9 @@ import time
 from parts.common import run
 from potluck.catalog import models, nodes, prices
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
 
 LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
 CORE = {

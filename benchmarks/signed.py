@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Link, Offer, Region, Slo, Traffic
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
-from potluck.plan.verify import verify
 
 NODES = (
     "1xL4",

@@ -11,7 +11,14 @@ import sys
 
 from parts.common import run
 from potluck.catalog import models
-from potluck.plan.threshold import Curve, Site, local_from_remote, operating, optimum, truncated_lognormal
+from potluck.plan.strategies.threshold import (
+    Curve,
+    Site,
+    local_from_remote,
+    operating,
+    optimum,
+    truncated_lognormal,
+)
 
 PUBLISHED = {
     "threshold_tokens": 19_400,

@@ -13,7 +13,7 @@ from potluck.cli.planning.plan_draw import compared_html, plan_html
 from potluck.cli.planning.plan_show import Compared
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Deployment, NodeCount, Plan, Prediction, Replica, Template
-from potluck.plan.explain import Explanation, ModelReason, NodeValue
+from potluck.plan.reasons.explain import Explanation, ModelReason, NodeValue
 
 SPEC = """\
 models:

@@ -43,7 +43,7 @@ from potluck.core.values.plan import Plan
 from potluck.engine.pipeline.launch import devices_of, parse_stages
 from potluck.engine.shipped import shipped_model
 from potluck.perf.sizes.memory import weight_bytes
-from potluck.plan.again import start_share
+from potluck.plan.running.again import start_share
 from potluck.spec.load import load_spec
 
 MIXED = "0, GPU-a, NVIDIA L4, 23034\n1, GPU-b, NVIDIA A10, 23028\n2, GPU-c, NVIDIA A10, 23028\n"

@@ -17,11 +17,11 @@ from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.perf.step import steps
 from potluck.perf.timers.profile import ProfileTimer
-from potluck.plan.again import drifted
-from potluck.plan.observed import observed, profile_of
 from potluck.plan.problem import Problem, ask
-from potluck.plan.rates import layout_timer
+from potluck.plan.running.again import drifted
+from potluck.plan.running.observed import observed, profile_of
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.timing.rates import layout_timer
 
 L4, A10 = nodes.node_type("1xL4"), nodes.node_type("1xA10")
 TRAFFIC = Traffic("m", 6.0, (LengthBin(1200.0, 40.0, 1.0),))

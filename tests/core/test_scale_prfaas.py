@@ -29,7 +29,7 @@ from potluck.core.scale.roles import Flippable, decode_per_s, prefill_per_s
 from potluck.core.scale.window import LengthCount, ModelObserved, Window
 from potluck.core.values.plan import Bucket, Flow, Plan
 from potluck.core.values.types import Request, Role
-from potluck.plan import threshold as planner
+from potluck.plan.strategies import threshold as planner
 
 POLICY = Policy(scaling="prfaas")
 FAST = ReplicaFacts(5e-5, 0.2, 0.02, 64, 10**5, 10**6)

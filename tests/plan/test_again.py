@@ -11,7 +11,7 @@ from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Offer, Region
 from potluck.perf.moves.startup import DEFAULT_COSTS
-from potluck.plan.again import Workshops, problem_now, start_share
+from potluck.plan.running.again import Workshops, problem_now, start_share
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
 PROBLEM = a_problem(an_ask(), an_ask("more", rate_per_s=2.0), offers={"east": {"1xL40S": (1.86, 8)}})

@@ -14,9 +14,9 @@ from potluck.core.scale.cover import cheapest_cover
 from potluck.core.scale.repertoire import options, startable, weight
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.candidates import MOST, with_candidates
-from potluck.plan.explain import copy_tokens_per_usd, tokens_json
 from potluck.plan.problem import Problem, ask
+from potluck.plan.reasons.explain import copy_tokens_per_usd, tokens_json
+from potluck.plan.running.candidates import MOST, with_candidates
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.kinds import KINDS, templates_of
 

@@ -9,11 +9,11 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.perf.timers.cauchy import CauchyModel, Side, ce
+from potluck.plan.check.verify import retimed, verify
 from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.base import with_running
 from potluck.plan.templates.gpu_combo import _batch, gpu_combos
-from potluck.plan.verify import retimed, verify
 
 USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}
 """Of one GPU: the paper's Table 1."""

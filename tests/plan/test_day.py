@@ -13,10 +13,10 @@ from plan_problems import a_problem, an_ask
 
 from potluck.core.errors import InputError
 from potluck.core.values.terms import Terms
-from potluck.plan.day import at_rates, change_usd, cheapest_round, schedule
-from potluck.plan.frontier import dominated, frontier, with_value
+from potluck.plan.check.verify import verify
+from potluck.plan.series.day import at_rates, change_usd, cheapest_round, schedule
+from potluck.plan.series.frontier import dominated, frontier, with_value
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
 
 melange = STRATEGIES["melange"]
 SETTINGS = Settings(time_limit_s=20.0)

@@ -11,10 +11,10 @@ from potluck.core.routing.offers import offers as make_offers
 from potluck.core.routing.threshold import planned
 from potluck.core.values.plan import Deployment, Plan, Share
 from potluck.core.values.types import Link, Slo
-from potluck.plan.even import evened
+from potluck.plan.assemble.even import evened
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
 
 SETTINGS = Settings(time_limit_s=5.0)
 ONE_BUCKET = ((800, 150, 1.0),)

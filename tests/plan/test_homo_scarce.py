@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from plan_problems import a_problem, an_ask
 
+from potluck.plan.check.verify import verify
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
 
 BRIEF = Settings(time_limit_s=10)
 

@@ -15,12 +15,12 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Plan
 from potluck.core.values.pool import Pool
 from potluck.core.values.types import Slo
-from potluck.plan.explain import without_nodes
-from potluck.plan.ladder import Answer, best_answer, ladder
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem
-from potluck.plan.regroup import left_of, settled
+from potluck.plan.reasons.explain import without_nodes
+from potluck.plan.running.ladder import Answer, best_answer, ladder
+from potluck.plan.running.regroup import left_of, settled
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
 
 QUICK = Settings(time_limit_s=2.0)
 MACHINES = (("a", "A40", 4), ("b", "A5000", 4), ("c", "RTX3090Ti", 4), ("d", "A5000", 4), ("e", "A40", 2))

@@ -11,10 +11,10 @@ import pytest
 from potluck.catalog import models, nodes
 from potluck.core.values.types import Slo
 from potluck.perf.operators.calibration import bundled
-from potluck.plan import library
-from potluck.plan.library import cached_library, cached_stage_rates, library_key, pipeline_libraries
-from potluck.plan.stage_rates import StageRates, stage_rates
+from potluck.plan.templates import library
+from potluck.plan.templates.library import cached_library, cached_stage_rates, library_key, pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary, pipeline_library
+from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
 MODEL = models.model("Qwen3-32B")
 NODES = tuple(nodes.node_type(name) for name in ("2xL40S", "1xA100-80", "4xA10G"))

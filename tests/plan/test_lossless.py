@@ -12,11 +12,11 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.core.values.types import Slo
-from potluck.plan.codecs import solved
+from potluck.plan.assemble.codecs import solved
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import fits, replica_capacity, useful
-from potluck.plan.shelf import pipelines
 from potluck.plan.templates.homogeneous import homogeneous
+from potluck.plan.templates.shelf import pipelines
+from potluck.plan.timing.rates import fits, replica_capacity, useful
 
 FLEET = {"east": {"1xL4": (0.8, 8), "1xL40S": (1.86, 4)}}
 NODES = ("1xL4", "1xL40S")

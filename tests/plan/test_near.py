@@ -12,10 +12,10 @@ from potluck.catalog import models
 from potluck.core.errors import CapacityError
 from potluck.core.values.terms import Terms
 from potluck.core.values.types import LengthBin, Slo, Traffic
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Ask, Problem, ask
+from potluck.plan.reasons.term_prices import term_prices
 from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
-from potluck.plan.term_prices import term_prices
-from potluck.plan.verify import verify
 
 SETTINGS = Settings(time_limit_s=20.0)
 melange = STRATEGIES["melange"]

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from potluck.catalog import models, nodes
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo
-from potluck.plan.multisets import multisets
-from potluck.plan.stage_rates import StageRates, stage_rates
+from potluck.plan.templates.multisets import multisets
 from potluck.plan.templates.pipeline import memory_limit, pipeline_library, solve
 from potluck.plan.templates.pipeline_partitions import partitions, pattern_of
 from potluck.plan.templates.pipeline_placement import best_placement, divide
 from potluck.plan.templates.pipeline_reference import brute_force, integer_program
+from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
 Ints = NDArray[np.int64]
 ENDLESS = 1 << 60

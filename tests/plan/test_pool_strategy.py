@@ -17,14 +17,14 @@ from potluck.core.values.plan import Deployment, Replica, TemplateFlow, plan_fro
 from potluck.core.values.pool import Pool, PoolNode, uniform_pool
 from potluck.core.values.types import Codec, Slo
 from potluck.plan.allocate.solve import solve
-from potluck.plan.cards import wire_bits
-from potluck.plan.columns import columns, plan_of
-from potluck.plan.machines import machine_of, named, region_pool
+from potluck.plan.assemble.columns import columns, plan_of
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import replica_capacity
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.templates.group import components, group_capacity, group_template, route
-from potluck.plan.verify import verify
+from potluck.plan.timing.cards import wire_bits
+from potluck.plan.timing.machines import machine_of, named, region_pool
+from potluck.plan.timing.rates import replica_capacity
 
 KINDS = ("A5000", "RTX3090Ti", "A40", "L4")
 QUICK = Settings(time_limit_s=4.0, gap_target=0.0)

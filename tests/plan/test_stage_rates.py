@@ -17,7 +17,7 @@ from potluck.perf.serving.throughput import MAX_BATCH
 from potluck.perf.sizes.capacity import max_requests, stage_memory
 from potluck.perf.step import steps
 from potluck.perf.timers.roofline import roofline
-from potluck.plan.stage_rates import StageRates, largest_tp, stage_rates
+from potluck.plan.timing.stage_rates import StageRates, largest_tp, stage_rates
 
 NAMES = ("1xL4", "2xA10G", "1xL40S", "4xA100-80", "8xH100-SXM")
 NODES = tuple(nodes.node_type(name) for name in NAMES)

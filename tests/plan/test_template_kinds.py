@@ -15,14 +15,14 @@ from potluck.core.values.plan import Template
 from potluck.core.values.types import Slo
 from potluck.perf.serving.phases import prefill_s
 from potluck.perf.serving.together import PACED
-from potluck.plan.rates import layout_timer, replica_capacity, wait_factor
-from potluck.plan.shelf import pipelines
-from potluck.plan.stage_rates import UNITS_PER_TOKEN, stage_rates
+from potluck.plan.check.verify import retimed
 from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, served_per_s
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
-from potluck.plan.verify import retimed
+from potluck.plan.templates.shelf import pipelines
+from potluck.plan.timing.rates import layout_timer, replica_capacity, wait_factor
+from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates
 
 ASK = an_ask()
 PROBLEM = a_problem(ASK)

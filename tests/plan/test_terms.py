@@ -11,13 +11,13 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.terms import Terms
 from potluck.core.values.types import Link, Offer, Slo
-from potluck.plan.cards import wire_bits
-from potluck.plan.explain import without_nodes
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem
+from potluck.plan.reasons.explain import without_nodes
+from potluck.plan.reasons.term_prices import spot_risks, term_prices
 from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
 from potluck.plan.strategies.base import allocated
-from potluck.plan.term_prices import spot_risks, term_prices
-from potluck.plan.verify import verify
+from potluck.plan.timing.cards import wire_bits
 
 SETTINGS = Settings(time_limit_s=20.0)
 OFFERS = {"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 8)}, "west": {"1xL40S": (2.2, 8)}}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from potluck.core.errors import InputError
 from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, LinkRow, ModelColumns
 from potluck.plan.allocate.solve import solve
-from potluck.plan.threshold import (
+from potluck.plan.strategies.threshold import (
     Curve,
     Lengths,
     Site,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import Settings, Workshop
 from potluck.plan.strategies.base import allocated
-from potluck.plan.verify import verify
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
 from potluck.sim.results.planned import compared, disagreements

@@ -9,9 +9,9 @@ import pytest
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
 from potluck.core.values.plan import Plan
-from potluck.plan.even import evened
+from potluck.plan.assemble.even import evened
+from potluck.plan.check.verify import verify
 from potluck.plan.strategies import Workshop
-from potluck.plan.verify import verify
 from potluck.rehearse import loop
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of
 from potluck.rehearse.factors import assembled, restored, scaled

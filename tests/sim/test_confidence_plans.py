@@ -13,9 +13,9 @@ from potluck.catalog import models, nodes
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.perf.fits.bars import slower
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
 from potluck.sim.load.workload import workload
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate

@@ -11,8 +11,8 @@ from potluck.catalog import models, nodes
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.candidates import with_candidates
 from potluck.plan.problem import Problem, ask
+from potluck.plan.running.candidates import with_candidates
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.sim.load.workload import workload
 from potluck.sim.results.records import SimResult

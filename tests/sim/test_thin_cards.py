@@ -12,11 +12,11 @@ from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.cards import wire_bits
-from potluck.plan.columns import codecs_of
+from potluck.plan.assemble.columns import codecs_of
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-from potluck.plan.verify import verify
+from potluck.plan.timing.cards import wire_bits
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate

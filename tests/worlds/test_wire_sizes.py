@@ -19,10 +19,10 @@ from potluck.core.scale.window import LengthCount
 from potluck.core.values.types import Codec, Request, Slo
 from potluck.perf.moves.transfer import crossing_bytes, wire_bytes
 from potluck.perf.sizes.memory import kv_bytes, state_bytes
-from potluck.plan.cards import wire_bits
 from potluck.plan.problem import CODECS, Ask, Demand
 from potluck.plan.search.pool import Workload
 from potluck.plan.templates.pair import _wire_bits
+from potluck.plan.timing.cards import wire_bits
 from potluck.worlds.kits import _model_facts, kv_of
 
 SOME = [models.model(name) for name in models.names()]

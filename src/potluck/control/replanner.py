@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 
 from potluck.control.values import Asked, Reply
 from potluck.core.values.plan import Plan
-from potluck.plan.again import INTERVAL_S, Startups, problem_now
-from potluck.plan.candidates import with_candidates
-from potluck.plan.ladder import Answer, at_once, best_answer, survivors
-from potluck.plan.observed import observed
 from potluck.plan.problem import Problem
+from potluck.plan.running.again import INTERVAL_S, Startups, problem_now
+from potluck.plan.running.candidates import with_candidates
+from potluck.plan.running.ladder import Answer, at_once, best_answer, survivors
+from potluck.plan.running.observed import observed
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
 FIRST_S = 1.0

@@ -58,7 +58,7 @@ class Demand:
     promised: bool = True
     """False for the longest prompts beyond the attained share: TTFT need not hold for them."""
     firm: bool = False
-    """Must be met whole, also where of the rest only a fraction can be (`plan.priorities`)."""
+    """Must be met whole, also where of the rest only a fraction can be (`plan.assemble.priorities`)."""
 
     @property
     def new_tokens(self) -> int:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
-from potluck.plan.even import evened
+from potluck.plan.assemble.even import evened
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
-from potluck.plan.verify import verify
 from potluck.rehearse.bracket import SAME_COST, Bracket, refuted, told
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of
 from potluck.rehearse.factors import assembled, cost_by_model, reached, restored, scaled

@@ -2,8 +2,8 @@
 
 The pair is a plan of one group; requests come by chance at the given rate, nobody is refused, all objectives count.
 The same requests, in their order, are asked of every pair: what differs between two is the pairs. The search may
-think more of a pair than `plan.rates` does, by which it is sent its requests in the end; then it is tried at what it
-will be sent, and the rest counts as missed.
+think more of a pair than `timing.rates` does, by which it is sent its requests in the end; then it is tried at what
+it will be sent, and the rest counts as missed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Bucket, Deployment, Plan, Replica, Share, Template
 from potluck.core.values.types import Traffic
-from potluck.plan.machines import machine_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.result import CODEC
 from potluck.plan.templates.group import group_template
+from potluck.plan.timing.machines import machine_of
 from potluck.sim.load.workload import of_traffic
 from potluck.sim.results.metrics import summarise
 from potluck.sim.run import simulate

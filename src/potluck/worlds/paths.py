@@ -1,7 +1,7 @@
 """Ways between machines that a plan names: for activations inside a pipeline, and for KV between replicas.
 
 A pool says what its links carry; where it does not, or where machines have names but no pool, the smaller of two
-network cards counts, as the planner has it (`plan/machines.py`).
+network cards counts, as the planner has it (`plan/timing/machines.py`).
 """
 
 from __future__ import annotations

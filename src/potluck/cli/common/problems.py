@@ -36,8 +36,8 @@ def load_problem(
     sure: float = 0.5,
 ) -> Problem:
     """The planning problem that a spec and the options pose."""
-    from potluck.plan.explain import without_nodes
     from potluck.plan.problem import Problem, ask
+    from potluck.plan.reasons.explain import without_nodes
 
     if not 0 < headroom <= 1:
         raise InputError("headroom", f"must be above 0 and at most 1, is {headroom:g}")

@@ -52,7 +52,7 @@ def _observed(state: Path | None) -> list[tuple[Pace, Profile]]:
     from potluck.cli.common.problems import load_problem, read_spec
     from potluck.cli.planning.estimate import measured
     from potluck.control.paces import ENOUGH, LOOK_S, paces_of
-    from potluck.plan.observed import profile_of
+    from potluck.plan.running.observed import profile_of
 
     with opened(state, running=False) as service:
         known = service.store.get("spec files") or {}

@@ -52,7 +52,7 @@ def changed_spec(spec: Spec, changes: Changes) -> Spec:
 
 def changed_problem(problem: Problem, running: Plan, changes: Changes) -> Problem:
     """The problem after everything else that happened."""
-    from potluck.plan.machines import named
+    from potluck.plan.timing.machines import named
 
     if any(template.machines for template in running.templates):
         problem = named(problem)

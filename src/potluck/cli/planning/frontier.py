@@ -17,8 +17,8 @@ from potluck.cli.common.render import emit_json, listing, percent, usd
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from potluck.plan.frontier import Point
     from potluck.plan.problem import Problem
+    from potluck.plan.series.frontier import Point
 
 WIDTH, HEIGHT = 80, 14
 LEFT = 10
@@ -80,7 +80,7 @@ def frontier(
       potluck frontier potluck.yaml --against availability --survive region --html frontier.html
       potluck frontier potluck.yaml --against spot --values 0,0.25,0.5,1
     """
-    from potluck.plan.frontier import VALUES, frontier, with_value
+    from potluck.plan.series.frontier import VALUES, frontier, with_value
     from potluck.plan.strategies import STRATEGIES, Settings
 
     if strategy not in STRATEGIES:
@@ -183,7 +183,7 @@ def _cells(point: Point) -> tuple[str, str, str, str, str]:
 
 
 def _table(points: Sequence[Point], against: str) -> None:
-    from potluck.plan.frontier import dominated
+    from potluck.plan.series.frontier import dominated
 
     worse = dominated(points, less_is_more=against != "availability")
     rows = [

@@ -30,8 +30,8 @@ from potluck.core.errors import CapacityError, InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Deployment, Plan
-    from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
+    from potluck.plan.reasons.explain import Explanation
     from potluck.plan.strategies import Outcome, Settings, Workshop
     from potluck.spec.values import Spec
 
@@ -129,9 +129,9 @@ def plan(
       potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
     from potluck.core.values.plan import plan_from_json, plan_to_json
-    from potluck.plan.explain import explain
+    from potluck.plan.reasons.explain import explain
+    from potluck.plan.reasons.unservable import planned_rest
     from potluck.plan.strategies import Settings, Workshop
-    from potluck.plan.unservable import planned_rest
 
     planner, spec = _strategy(strategy), scaled(read_spec(spec_path), slo_scale)
     _require_places(out, trace_path, html_path)
@@ -199,7 +199,7 @@ def _money(
     settings: Settings,
 ) -> tuple[str, ...]:
     """Which budget would do, where the one there is does not."""
-    from potluck.plan.unservable import budget_that_would_do
+    from potluck.plan.reasons.unservable import budget_that_would_do
 
     if outcome.allocation.shortfall is None or workshop.problem.budget_usd_per_h is None:
         return ()
@@ -219,7 +219,7 @@ def exact(problem: Problem, exact_kv: bool) -> Problem:
 
 def _offering(workshop: Workshop, outcome: Outcome, spec: Spec) -> Outcome:
     """With what scaling may start beside the plan's copies, where the spec's policy does."""
-    from potluck.plan.candidates import with_candidates
+    from potluck.plan.running.candidates import with_candidates
 
     if spec.policy.scaling != "cauchy":
         return outcome
@@ -244,8 +244,8 @@ def compare(
     """All strategies on one spec, in one table. Without SPEC, the bundled example."""
     import time
 
+    from potluck.plan.check.verify import verify
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-    from potluck.plan.verify import verify
 
     require_html(html_path)
     spec = scaled(read_spec(spec_path), slo_scale)
@@ -302,7 +302,7 @@ def compare(
 
 def require_service(problem: Problem, outcome: Outcome, limit_s: float, notes: tuple[str, ...] = ()) -> None:
     """A plan that serves nothing is no plan: say why instead."""
-    from potluck.plan.explain import why_not
+    from potluck.plan.reasons.explain import why_not
 
     if outcome.allocation.status == "unknown":
         raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
@@ -317,7 +317,7 @@ def require_service(problem: Problem, outcome: Outcome, limit_s: float, notes: t
 
 
 def require_sound(problem: Problem, plan: Plan) -> None:
-    from potluck.plan.verify import verify
+    from potluck.plan.check.verify import verify
 
     if violations := verify(problem, plan):
         raise CapacityError(f"the plan failed its own check: {violations[0]}")
@@ -359,7 +359,7 @@ def _as_json(
 ) -> dict[str, object]:
     from potluck.core.codec import encode
     from potluck.core.scale.standby import standby_counts, standby_usd_per_h
-    from potluck.plan.explain import tokens_json
+    from potluck.plan.reasons.explain import tokens_json
 
     body: dict[str, object] = {"plan": encode(outcome.plan)}
     body["tokens_per_usd"] = tokens_json(problem, outcome.plan)

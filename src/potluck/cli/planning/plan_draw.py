@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from potluck.cli.planning.plan_show import Compared
     from potluck.core.values.layout import Layout
     from potluck.core.values.plan import Plan, Template
-    from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
+    from potluck.plan.reasons.explain import Explanation
 
 LEAST_PART = 0.01
 """Of a bar that is not empty; thinner ones cannot be seen."""
@@ -150,7 +150,7 @@ def _stages(layout: Layout) -> str:
 
 
 def _expected(problem: Problem, plan: Plan) -> str:
-    from potluck.plan.explain import usd_per_million_tokens
+    from potluck.plan.reasons.explain import usd_per_million_tokens
 
     slos = {ask.name: ask.slo for ask in problem.asks}
     rows = []

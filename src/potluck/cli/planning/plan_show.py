@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from potluck.core.values.plan import Plan
-    from potluck.plan.explain import Explanation
     from potluck.plan.problem import Problem
+    from potluck.plan.reasons.explain import Explanation
     from potluck.plan.strategies import Outcome
 
 
@@ -74,7 +74,7 @@ def show_plan(problem: Problem, outcome: Outcome, standby: int = 0) -> None:
 
 def _show_codecs(plan: Plan) -> None:
     """Whose KV loses bits on its way, as that saves nodes."""
-    from potluck.plan.columns import codecs_of
+    from potluck.plan.assemble.columns import codecs_of
 
     for model, codec in codecs_of(plan).items():
         if codec != "fp16":
@@ -118,7 +118,7 @@ def _columns(plan: Plan) -> str:
 
 
 def _show_deployments(problem: Problem, outcome: Outcome) -> None:
-    from potluck.plan.explain import copy_tokens_per_usd
+    from potluck.plan.reasons.explain import copy_tokens_per_usd
 
     found = outcome.plan
     prices = {(r.name, o.node): o.price_usd_per_h for r in problem.regions for o in r.offers}
@@ -164,7 +164,7 @@ def _between(low: float, high: float) -> str:
 
 
 def _show_predictions(problem: Problem, outcome: Outcome) -> None:
-    from potluck.plan.explain import tokens_per_usd, usd_per_million_tokens
+    from potluck.plan.reasons.explain import tokens_per_usd, usd_per_million_tokens
 
     found = outcome.plan
     rows = [

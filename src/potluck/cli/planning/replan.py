@@ -22,8 +22,8 @@ from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
-    from potluck.plan.ladder import Answer
     from potluck.plan.problem import Problem
+    from potluck.plan.running.ladder import Answer
 
 
 @click.command()
@@ -136,9 +136,9 @@ def _answered(
     problem: Problem, running: Plan, time_limit_s: float, seed: int
 ) -> tuple[tuple[Answer, ...], Answer]:
     """All answers, each checked, and the best of them."""
-    from potluck.plan.ladder import best_answer, ladder
+    from potluck.plan.check.verify import verify
+    from potluck.plan.running.ladder import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES, Settings
-    from potluck.plan.verify import verify
 
     with progress(3) as said:
         said("rerouting, flipping, reallocating")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from potluck.control.view import Service
     from potluck.core.values.pace import Pace
     from potluck.core.values.plan import Plan
-    from potluck.plan.ladder import Answer
     from potluck.plan.problem import Problem
+    from potluck.plan.running.ladder import Answer
 
 LEAST_PER_S = 1e-3
 """A model that was asked for less keeps the rate that its spec has: a pause is no reason to plan for nothing."""
@@ -61,7 +61,7 @@ def live_of(service: Service) -> Live:
 
 def with_paces(problem: Problem, running: Live) -> Problem:
     """As fast as its replicas really are."""
-    from potluck.plan.observed import observed
+    from potluck.plan.running.observed import observed
 
     return observed(problem, running.paces, datetime.now(UTC).date().isoformat())
 

@@ -13,7 +13,7 @@ from potluck.cli.common.render import emit_json, listing, percent, usd
 from potluck.core.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
-    from potluck.plan.day import Day, Step
+    from potluck.plan.series.day import Day, Step
     from potluck.spec.values import ModelSpec, Spec
 
 PARTS = 24
@@ -47,7 +47,7 @@ def schedule(
     `potluck plan` tries one in simulation.
     """
     from potluck.core.values.plan import plan_to_json
-    from potluck.plan import day
+    from potluck.plan.series import day
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
     if strategy not in STRATEGIES:

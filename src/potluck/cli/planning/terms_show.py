@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
     from potluck.core.values.types import Slo
     from potluck.plan.problem import Problem
-    from potluck.plan.term_prices import TermPrice
+    from potluck.plan.reasons.term_prices import TermPrice
 
 WIDTH = 80
 
@@ -55,7 +55,7 @@ def _times(slo: Slo) -> str:
 
 def show_risk(problem: Problem, plan: Plan) -> None:
     """How often spot nodes go, and what is left without them."""
-    from potluck.plan.term_prices import spot_risks
+    from potluck.plan.reasons.term_prices import spot_risks
 
     for each in spot_risks(problem, plan):
         often = f"one is taken away every {1 / each.preemptions_per_h:.3g} h"

@@ -239,7 +239,7 @@ def _prepared(
 def _start_s(ready: Ready) -> float:
     """In which an engine must be ready: more where much is read from a slow place."""
     from potluck.control.step import START_S
-    from potluck.plan.again import longest_start_s
+    from potluck.plan.running.again import longest_start_s
 
     inputs = ready.prepared.inputs
     if ready.maker.style not in ("gpu", "vllm"):

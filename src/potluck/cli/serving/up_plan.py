@@ -96,7 +96,7 @@ def planned_for_all(spec: Spec, wishes: Wishes, said: Said) -> tuple[float, Call
     """The most that a fleet can do a second of what the spec's one model is asked for, and what plans for a spec like
     it, with another rate, so that the whole fleet is used."""
     from potluck.cli.planning.plan import require_service
-    from potluck.plan.even import evened
+    from potluck.plan.assemble.even import evened
     from potluck.plan.strategies import STRATEGIES, Settings
     from potluck.rehearse.factors import restored, scaled
 

@@ -103,7 +103,7 @@ def planned(
     candidates: bool = False,
 ) -> Plan:
     """The plan of `auto`, or of the strategy that made the one that runs; with what scaling may start."""
-    from potluck.plan.candidates import with_candidates
+    from potluck.plan.running.candidates import with_candidates
     from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
     strategy = STRATEGIES.get("auto" if running is None else running.strategy, STRATEGIES["auto"])
@@ -118,7 +118,7 @@ def offered(inputs: Inputs, rules: Policy, workshop: Workshop | None = None) -> 
     """With what scaling may start beside the plan's own copies, where the policy's rule would start something."""
     if rules.scaling != "cauchy" or inputs.plan.candidates:
         return inputs
-    from potluck.plan.candidates import with_candidates
+    from potluck.plan.running.candidates import with_candidates
     from potluck.plan.strategies import Workshop
 
     return replace(inputs, plan=with_candidates(workshop or Workshop(inputs.problem), inputs.plan))
@@ -260,7 +260,7 @@ def planner_of(inputs: Inputs, policy: Policy, time_limit_s: float) -> Planner |
     It plans by the strategy that made the plan in force and pays for what it starts: CORAL's K is the longest
     start-up over the time between two plans.
     """
-    from potluck.plan.again import Workshops, problem_now
+    from potluck.plan.running.again import Workshops, problem_now
 
     if policy.scaling == "none":
         return None

@@ -214,7 +214,7 @@ class Plan:
     """Beside the rent: starting the copies that did not run, spread over the time to the next plan (CORAL's K times
     their price). The objective is the sum of both."""
     candidates: tuple[Template, ...] = ()
-    """Templates of the same strategy that nothing is deployed of, which scaling may start (`plan.candidates`)."""
+    """Templates of the same strategy that nothing is deployed of, which scaling may start (`plan/running`)."""
     charges: tuple[Charge, ...] = ()
     """Beside the rent: egress, what preemptions cost, weights in storage, head nodes."""
 

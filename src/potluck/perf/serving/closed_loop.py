@@ -9,7 +9,7 @@ With steps of T seconds on average (`throughput.py`) and O tokens an answer, the
 
 `ahead` and `burst` say how the client's requests meet: a share of them (those that a run begins with; all of them
 where an engine puts prompts first) finds all others' prompts at once; the others find as many as came back together.
-A service whose requests come by chance has neither, but queues: that is for the planner (`plan.rates`).
+A service whose requests come by chance has neither, but queues: that is for the planner (`plan.timing.rates`).
 """
 
 from __future__ import annotations

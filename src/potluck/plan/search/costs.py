@@ -9,7 +9,7 @@ for these a million times, so they are tables: one row per (GPU type and links, 
               beside it the first-token tables: a whole prompt in such chunks among B decodes
 
 Every stage is charged the output head and the larger of embedding and head, since which one is first or last
-is decided later (the same safe side as `plan.stage_rates`); so a stage's cost does not depend on its place.
+is decided later (the same safe side as `plan.timing.stage_rates`); so a stage's cost does not depend on its place.
 """
 
 from __future__ import annotations

@@ -34,7 +34,6 @@ import numpy as np
 
 from potluck.core.admission.room import MARGIN
 from potluck.core.values.types import Role
-from potluck.plan.rates import HANDOVER_SHARE
 from potluck.plan.search.costs import Costs, Timing, costs_of
 from potluck.plan.search.deduce_kernel import (
     BATCH,
@@ -54,6 +53,7 @@ from potluck.plan.search.deduce_kernel import (
 )
 from potluck.plan.search.listing_kernel import Cuts, Desk, Listing, best_path, list_candidates
 from potluck.plan.search.pool import Pool, Wires, Workload, wires_of
+from potluck.plan.timing.rates import HANDOVER_SHARE
 
 MAX_STAGES = 8
 FIRST_ROWS = 64

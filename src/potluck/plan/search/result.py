@@ -1,7 +1,7 @@
 """What the search found, in the planner's words: templates of the kind `group` on named machines.
 
 Groups that share a machine or hand KV to one another become one template of whole machines (`templates.group`).
-They are timed again by `plan.rates`, bucket by bucket, so a template promises what `plan.verify` finds; what the
+They are timed again by `timing.rates`, bucket by bucket, so a template promises what `check.verify` finds; what the
 search itself expects, for mean lengths, is in `Found`.
 """
 

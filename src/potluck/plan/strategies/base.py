@@ -10,13 +10,14 @@ import numpy as np
 
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.result import Allocation
-from potluck.plan.codecs import solved
-from potluck.plan.columns import Columns, plan_of
-from potluck.plan.even import evened
+from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.columns import Columns, plan_of
+from potluck.plan.assemble.even import evened
+from potluck.plan.assemble.terms import runs_in
+from potluck.plan.check.verify import retimed
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.attain import Estimate
 from potluck.plan.search.tabu import Found
-from potluck.plan.shelf import Shelf, shelf_of
 from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos
@@ -24,8 +25,7 @@ from potluck.plan.templates.gpu_combo import SHORTLIST, Ranked, gpu_combos, rank
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import Timed
 from potluck.plan.templates.pair import pairs
-from potluck.plan.terms import runs_in
-from potluck.plan.verify import retimed
+from potluck.plan.templates.shelf import Shelf, shelf_of
 
 LEAST_SHARE = 0.05
 FIRST_FEW = 3

@@ -22,12 +22,12 @@ import numpy as np
 
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.plan.allocate.highs import Milp, solve_milp
-from potluck.plan.columns import egress_usd_per_h
+from potluck.plan.assemble.columns import egress_usd_per_h
+from potluck.plan.assemble.terms import charges_of, rent_usd_per_h, require_rows, runs_in
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.kinds import efficient
 from potluck.plan.templates.combo import efficiency_tokens_per_usd, served_per_s
-from potluck.plan.terms import charges_of, rent_usd_per_h, require_rows, runs_in
 
 Weight = Callable[[float, float], float]
 Efficiency = Callable[[Ask, Template], float]

@@ -1,8 +1,8 @@
 """Pipelines by price: those that the program's own duals ask for, until no other would lower what it costs.
 
-The program over the templates so far is relaxed; its duals price every pipeline of the libraries (`plan.shelf`), and
-those that might earn more than they cost are timed and join. When none is left, the relaxation's bound holds for all
-pipelines, timed or not. Copies are whole, so a pipeline that loses a little in the relaxation may still be in the
+The program over the templates so far is relaxed; its duals price every pipeline of the libraries (`templates.shelf`),
+and those that might earn more than they cost are timed and join. When none is left, the relaxation's bound holds for
+all pipelines, timed or not. Copies are whole, so a pipeline that loses a little in the relaxation may still be in the
 best plan: once a plan is known, those that lose less than what lies between it and the relaxation join too.
 """
 
@@ -17,7 +17,7 @@ from potluck.core.values.plan import Template
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow_price import Duals, Pricer, relax_flow
 from potluck.plan.allocate.program import Floats, FlowProgram, Key
-from potluck.plan.columns import columns
+from potluck.plan.assemble.columns import columns
 from potluck.plan.problem import Problem
 from potluck.plan.strategies.base import Settings, Workshop
 

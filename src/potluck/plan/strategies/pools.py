@@ -11,7 +11,6 @@ import hashlib
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.plan import Template
-from potluck.plan.machines import gpus_of, region_pool
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.attain import Estimate, tried
 from potluck.plan.search.deduce import deducer
@@ -19,6 +18,7 @@ from potluck.plan.search.evaluate import Evaluator
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.result import CODEC, to_templates
 from potluck.plan.search.tabu import Found, Limits, Settings, search_with
+from potluck.plan.timing.machines import gpus_of, region_pool
 
 MAX_GPUS = 256
 """Beyond, a search takes too long to be of use."""

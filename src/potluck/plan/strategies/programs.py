@@ -16,14 +16,14 @@ from dataclasses import replace
 from math import ceil
 
 from potluck.core.values.plan import Template
-from potluck.plan.even import evened
+from potluck.plan.assemble.even import evened
+from potluck.plan.assemble.terms import require_rows, unsupported
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
 from potluck.plan.strategies.grow import grow
 from potluck.plan.strategies.kinds import templates_of, whole_nodes
 from potluck.plan.strategies.pools import require_pool, worth_searching
-from potluck.plan.terms import require_rows, unsupported
 
 
 def auto(workshop: Workshop, settings: Settings) -> Outcome:

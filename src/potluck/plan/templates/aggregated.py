@@ -15,7 +15,7 @@ from potluck.core.values.plan import BucketCapacity, Replica, Template
 from potluck.perf.serving.together import Lengths, together
 from potluck.perf.timers.pipeline import PipelineTimer, layout_requests
 from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, useful
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, useful
 
 
 def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template]) -> Iterator[Template]:

@@ -4,7 +4,7 @@ A combo is a closed group: it serves what the slowest of its two sides and their
 
     C_b = min(n_p P_b, n_d Q_b, u G_p / (h kv_b), u G_d / (h kv_b))
 
-G are the bits a second of each side's cards, u how busy they may be so that KV is there in time (`plan.cards`;
+G are the bits a second of each side's cards, u how busy they may be so that KV is there in time (`plan.timing.cards`;
 CAUCHY's equations 17 and 18), h the share of time that the program plans with. Of the two directions of a pair of
 types the one with the higher cost efficiency (tokens per dollar) is kept, as the paper does; aggregated replicas
 (one type, both phases) are combos too.
@@ -19,9 +19,9 @@ from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Templat
 from potluck.core.values.types import Codec, Role
 from potluck.perf.step import Floats
 from potluck.perf.timers.pipeline import ORDER
-from potluck.plan.cards import Cards, busy_limit, cards_of, sojourn_s, wire_bits
 from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.rates import UNPROMISED_TTFT_S, replica_capacity, useful, wait_factor
+from potluck.plan.timing.cards import Cards, busy_limit, cards_of, sojourn_s, wire_bits
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, replica_capacity, useful, wait_factor
 
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 3), (2, 5), (2, 6))
 """(prefill nodes, decode nodes), from 1:1 to 2:6."""

@@ -25,8 +25,8 @@ from potluck.perf.timers.cauchy import CauchyModel, Side, ce
 from potluck.perf.timers.pipeline import ORDER
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import fits, layout_timer, useful
 from potluck.plan.templates.combo import combo_capacity, efficiency_tokens_per_usd
+from potluck.plan.timing.rates import fits, layout_timer, useful
 
 SHORTLIST = 4
 """Pairs of types that are passed on, as in the paper's example."""

@@ -1,7 +1,7 @@
 """Groups of machines that serve together (THUNDERSERVE): replicas on named machines, as one closed template.
 
 Replicas belong together when they share a machine or hand KV to one another. What they serve in a bucket is a
-transportation problem over the rates that `plan.rates` gives each of them:
+transportation problem over the rates that `plan.timing.rates` gives each of them:
 
     maximise   sum_ij D_ij f_ij + sum_k D_k g_k    i prefills, j decodes, k does both
     prefill_i  sum_j f_ij <= h P_i                 h: the share of time a replica is planned to be busy
@@ -29,9 +29,9 @@ from potluck.core.values.types import Codec
 from potluck.perf.moves.transfer import crossing_bytes
 from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.allocate.highs import Milp, solve_milp
-from potluck.plan.machines import kv_path, timer_of
 from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.rates import UNPROMISED_TTFT_S, replica_capacity, useful
+from potluck.plan.timing.machines import kv_path, timer_of
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, replica_capacity, useful
 
 LP_LIMIT_S = 10.0
 HANDOVER_WEIGHT = 1e-5

@@ -16,7 +16,7 @@ from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Templat
 from potluck.core.values.types import NodeType, Role
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import fits, layout_timer, replica_capacity, useful
+from potluck.plan.timing.rates import fits, layout_timer, replica_capacity, useful
 
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"}

@@ -3,7 +3,7 @@
 Every bucket of lengths has libraries of its own (`pipeline`), exact for its mean lengths by the rule that templates
 are timed by: what one drops is no better than its parts, for that bucket. The first gives every stage the same time;
 others give each of several stages more, for pipelines of unlike nodes, and whether the whole is in time is seen when
-it is timed. `plan.shelf` says which of all these are. Single nodes are left to `homogeneous`.
+it is timed. `plan.templates.shelf` says which of all these are. Single nodes are left to `homogeneous`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import NodeCount, Replica, Template
 from potluck.core.values.types import Role
-from potluck.plan.library import pipeline_libraries
 from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.rates import HANDOVER_SHARE, fits, layout_timer, replica_capacity, useful, wait_factor
-from potluck.plan.stage_rates import Rule
+from potluck.plan.templates.library import pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary
+from potluck.plan.timing.rates import (
+    HANDOVER_SHARE,
+    fits,
+    layout_timer,
+    replica_capacity,
+    useful,
+    wait_factor,
+)
+from potluck.plan.timing.stage_rates import Rule
 
 MAX_NODES = 6
 """Nodes of a pipeline in a plan, as in the paper; larger ones seldom pay."""

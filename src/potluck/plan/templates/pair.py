@@ -9,7 +9,7 @@ a rate of μ(L_p); a prompt that it takes whole costs it 1 / μ(0). So the pair 
 
 and the best L_p of a grid is where the two nearly meet. TTFT is both parts one after the other. The KV of L_p
 tokens crosses the narrower of the two network cards, so λ is at most what that carries, and the first part takes as
-long as its prefill or its KV, whichever is longer (`plan.cards`).
+long as its prefill or its KV, whichever is longer (`plan.timing.cards`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from potluck.perf.serving.throughput import best_operating
 from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import StepTimer
 from potluck.perf.timers.pipeline import ORDER, layout_requests
-from potluck.plan.cards import Cards, cards_of, sides, sojourn_s
 from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.rates import UNPROMISED_TTFT_S, layout_timer, replica_capacity, useful, wait_factor
+from potluck.plan.timing.cards import Cards, cards_of, sides, sojourn_s
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, replica_capacity, useful, wait_factor
 
 GRID = tuple(i / 16 for i in range(1, 17))
 """Shares of a prompt that the low-end GPU may take."""

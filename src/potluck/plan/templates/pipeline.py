@@ -1,6 +1,6 @@
 """Pipelines of unlike nodes (CORAL 4.2): the best placement of every small multiset of nodes, exactly.
 
-For a multiset M of at most N nodes, with T̂ the table of `plan.stage_rates`,
+For a multiset M of at most N nodes, with T̂ the table of `plan.timing.stage_rates`,
 
     T*(M) = max  min_s Σ_{g in A_s} T̂_{j_s}(g)      T̂ being that for S stages
             over S, partitions of M into non-empty A_1, ..., A_S, and j_s ≥ 1 with Σ_s j_s = L
@@ -40,10 +40,10 @@ from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.perf.sizes.memory import weight_bytes
 from potluck.perf.timers.pipeline import ORDER
-from potluck.plan.multisets import Multisets, multisets
-from potluck.plan.stage_rates import UNITS_PER_TOKEN, StageRates
+from potluck.plan.templates.multisets import Multisets, multisets
 from potluck.plan.templates.pipeline_partitions import partitions
 from potluck.plan.templates.pipeline_placement import best_placement
+from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, StageRates
 
 MAX_NODES = 6
 MEMORY_RATIO = 12.0
@@ -68,7 +68,7 @@ class PipelineLibrary:
     max_nodes: int
     memory_ratio: float
     ids: Ints
-    """(n,) which multiset each template is, ascending; see `plan.multisets`."""
+    """(n,) which multiset each template is, ascending; see `plan.templates.multisets`."""
     units: Ints
     """(n,) throughput in hundredths of a token a second."""
     stages: Bytes

@@ -171,7 +171,7 @@ def solve_all(
 
 @compiled
 def _part_ids(t: Tables, c: Scratch, size: int) -> None:
-    """Ids of all parts of a multiset; see `plan.multisets`."""
+    """Ids of all parts of a multiset; see `plan.templates.multisets`."""
     c.ids[0] = 0
     for high in range(size):
         bit = 1 << high

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from potluck.plan.explain import Planner, why_not
 from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.reasons.explain import Planner, why_not
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 
 TRIES = 3

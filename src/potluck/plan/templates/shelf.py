@@ -6,7 +6,7 @@ than they cost are timed stage by stage, and become templates.
 
     reduced_e = sum_c U_ec (k p_rc + mu_rc) - h q P_e pi_br      q: how much better pipelines prove than libraries say
 
-Libraries are on the safe side (`plan.stage_rates`), so q is the largest ratio seen among those that were timed.
+Libraries are on the safe side (`timing.stage_rates`), so q is the largest ratio seen among those that were timed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Template
 from potluck.core.values.types import Role
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.stage_rates import Integers
 from potluck.plan.templates.mixed import MAX_NODES, Timed, libraries, timed_template
 from potluck.plan.templates.pipeline import PipelineLibrary
+from potluck.plan.timing.stage_rates import Integers
 
 Floats = NDArray[np.float64]
 PHASES: tuple[Role, ...] = ("prefill", "decode")

@@ -31,8 +31,7 @@ from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Slo
 from potluck.perf.operators.calibration import Calibration
 from potluck.perf.timers.pipeline import ORDER
-from potluck.plan.multisets import multisets
-from potluck.plan.stage_rates import Rule, StageRates, largest_tp, stage_rates
+from potluck.plan.templates.multisets import multisets
 from potluck.plan.templates.pipeline import (
     MAX_NODES,
     MEMORY_RATIO,
@@ -41,10 +40,14 @@ from potluck.plan.templates.pipeline import (
     pipeline_library,
     with_running,
 )
+from potluck.plan.timing.stage_rates import Rule, StageRates, largest_tp, stage_rates
 
 FORMAT = 1
-RATES = ("stage_rates.py", "stage_rates_kernel.py", "rates.py")
-SEARCH = ("multisets.py", *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")))
+RATES = ("timing/stage_rates.py", "timing/stage_rates_kernel.py", "timing/rates.py")
+SEARCH = (
+    "templates/multisets.py",
+    *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")),
+)
 """What is stored follows from this code, besides `perf`."""
 Arrays = dict[str, NDArray[Any]]
 

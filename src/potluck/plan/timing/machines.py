@@ -18,7 +18,7 @@ from potluck.perf.operators.network import HANDOVER_SHARE, Hop, hop_between, hop
 from potluck.perf.step import StepTimer
 from potluck.perf.timers.pipeline import pipeline
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import layout_timer
+from potluck.plan.timing.rates import layout_timer
 
 
 @dataclass(frozen=True, slots=True)

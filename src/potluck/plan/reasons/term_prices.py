@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from potluck.core.values.plan import Plan
+from potluck.plan.assemble.terms import domains, offers_of
+from potluck.plan.check.verify_terms import served_share, without
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
-from potluck.plan.terms import domains, offers_of
-from potluck.plan.verify_terms import served_share, without
 
 Planner = Callable[[Workshop, Settings], Outcome]
 

@@ -26,14 +26,14 @@ from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.allocate.program import Bucket as DemandRow
 from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin, price_of
 from potluck.plan.allocate.result import Allocation
-from potluck.plan.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
-from potluck.plan.machines import machine_of
+from potluck.plan.assemble.terms import charges_of, with_terms
 from potluck.plan.problem import Ask, Demand, Problem
-from potluck.plan.ranges import range_per_s
-from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 from potluck.plan.templates.combo import combo_capacity
 from potluck.plan.templates.pair import pair_capacity
-from potluck.plan.terms import charges_of, with_terms
+from potluck.plan.timing.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
+from potluck.plan.timing.machines import machine_of
+from potluck.plan.timing.ranges import range_per_s
+from potluck.plan.timing.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 
 
 @dataclass(frozen=True, slots=True)

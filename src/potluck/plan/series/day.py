@@ -19,9 +19,9 @@ from potluck.core.errors import InputError
 from potluck.core.values.plan import Plan
 from potluck.perf.moves.startup import DEFAULT_COSTS, startup_s
 from potluck.perf.sizes.memory import weight_bytes
+from potluck.plan.assemble.terms import offers_of
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
-from potluck.plan.terms import offers_of
 
 Planner = Callable[[Workshop, Settings], Outcome]
 Peaks = tuple[float, ...]

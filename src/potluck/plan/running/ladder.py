@@ -20,11 +20,11 @@ from potluck.core.values.terms import NO_TERMS
 from potluck.core.values.types import Offer, Region, Role
 from potluck.perf.moves.startup import DEFAULT_COSTS, StartupCosts, startup_s
 from potluck.perf.sizes.memory import weight_bytes
-from potluck.plan.codecs import solved
-from potluck.plan.columns import plan_of
+from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.columns import plan_of
+from potluck.plan.check.verify import retimed
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import layout_timer, replica_capacity
-from potluck.plan.regroup import (
+from potluck.plan.running.regroup import (
     Left,
     changed_roles,
     flipped,
@@ -36,7 +36,7 @@ from potluck.plan.regroup import (
 )
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.templates.group import machine_counts
-from potluck.plan.verify import retimed
+from potluck.plan.timing.rates import layout_timer, replica_capacity
 
 Step = Literal["reroute", "flip", "reallocate"]
 ROUNDING = 1e-9

@@ -16,10 +16,10 @@ from math import inf
 from potluck.core.scale.rates import rates_of
 from potluck.core.scale.repertoire import weight
 from potluck.core.values.plan import Plan, Template
+from potluck.plan.assemble.terms import runs_in
 from potluck.plan.problem import Ask
 from potluck.plan.strategies.base import Workshop
 from potluck.plan.strategies.kinds import templates_of
-from potluck.plan.terms import runs_in
 
 MOST = 24
 """Templates of a model: all pairs of six node types, and some more."""

@@ -18,8 +18,8 @@ from potluck.plan.allocate.outages import survives
 from potluck.plan.allocate.program import Count, Key
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import reroute, solve
-from potluck.plan.columns import EXACT, Columns, columns, hands_over
-from potluck.plan.priorities import by_priority, levels
+from potluck.plan.assemble.columns import EXACT, Columns, columns, hands_over
+from potluck.plan.assemble.priorities import by_priority, levels
 from potluck.plan.problem import Problem
 
 SAME = 1e-6
@@ -41,7 +41,7 @@ def solved(
 ) -> tuple[Columns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
 
-    Where not all demand fits, models of a higher priority come first (`plan.priorities`).
+    Where not all demand fits, models of a higher priority come first (`plan.assemble.priorities`).
     """
 
     def once(asked: Problem) -> tuple[Columns, Allocation]:

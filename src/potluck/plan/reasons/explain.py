@@ -16,9 +16,9 @@ from potluck.core.values.types import Offer, Region
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
+from potluck.plan.reasons.term_prices import TermPrice, term_prices
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
-from potluck.plan.term_prices import TermPrice, term_prices
+from potluck.plan.timing.rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
 
 Planner = Callable[[Workshop, Settings], Outcome]
 ASKING_SHARE = 0.5

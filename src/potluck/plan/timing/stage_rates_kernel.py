@@ -1,4 +1,4 @@
-"""The compiled inner loop of `plan.stage_rates`; letters as there."""
+"""The compiled inner loop of `plan.timing.stage_rates`; letters as there."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from potluck.core.values.pace import Pace
 from potluck.perf.step import StepTimer, steps
 from potluck.perf.timers.profile import Profile, ProfilePoint
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import layout_timer
+from potluck.plan.timing.rates import layout_timer
 
 ENGINE = "observed"
 CHUNKS = (16, 64, 256, 512, 1024, 2048, 4096, 8192)

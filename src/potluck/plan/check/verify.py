@@ -11,15 +11,15 @@ from math import isclose
 
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
-from potluck.plan.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
-from potluck.plan.columns import CROSSING, EXACT, codecs_of, crossing_room_s, crossing_s, hands_over
-from potluck.plan.machines import machine_of, timer_of
+from potluck.plan.assemble.columns import CROSSING, EXACT, codecs_of, crossing_room_s, crossing_s, hands_over
+from potluck.plan.assemble.terms import EGRESS, rent_usd_per_h
+from potluck.plan.check.verify_terms import broken_terms
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.rates import fits, replica_capacity
 from potluck.plan.templates.aggregated import aggregated_capacity
 from potluck.plan.templates.group import group_capacity
-from potluck.plan.terms import EGRESS, rent_usd_per_h
-from potluck.plan.verify_terms import broken_terms
+from potluck.plan.timing.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
+from potluck.plan.timing.machines import machine_of, timer_of
+from potluck.plan.timing.rates import fits, replica_capacity
 
 ROLES: tuple[Role, Role, Role] = ("prefill", "decode", "mixed")
 SLACK = 1e-6

@@ -33,7 +33,7 @@ from potluck.core.values.types import Codec, Link, NodeType
 from potluck.perf.moves.transfer import alpha_beta, crossing_bytes, link_alpha_beta
 from potluck.perf.step import Floats
 from potluck.plan.problem import Ask, Demand
-from potluck.plan.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, wait_factor
+from potluck.plan.timing.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S, wait_factor
 
 MOST_BUSY = 0.99
 LEAST_BUSY = 0.1

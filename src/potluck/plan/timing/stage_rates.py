@@ -50,7 +50,7 @@ from potluck.perf.sizes.capacity import USABLE_SHARE, stage_memory
 from potluck.perf.sizes.memory import embedding_bytes, head_bytes, kv_bytes_per_gpu, weight_bytes_per_gpu
 from potluck.perf.step import Floats, Steps, steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
-from potluck.plan.rates import UNPROMISED_TTFT_S, filled_room
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, filled_room
 
 UNITS_PER_TOKEN = 100
 """Rates are whole numbers of 1/100 token a second."""
@@ -61,7 +61,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a plan asks of a bucket's prompts beyond the objective (`plan.rates` times templates by the same)."""
+    """What a plan asks of a bucket's prompts beyond the objective (`timing.rates` times templates by the same)."""
 
     wait: float
     """w: time in the system over time of service, while as busy as planned."""
@@ -236,7 +236,7 @@ def _node_rates(timer: RooflineTimer, batch: Steps, tokens: int, most: Integers,
 
     `stage_s` (S_max) is what one of S stages may take.
     """
-    from potluck.plan.stage_rates_kernel import best_rates  # numba is slow to load
+    from potluck.plan.timing.stage_rates_kernel import best_rates  # numba is slow to load
 
     model, node, copies = timer.model, timer.node, timer.node.gpus // timer.tp
     widest = min(len(batch), int(most.max()))

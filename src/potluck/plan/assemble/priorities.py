@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from potluck.plan.allocate.result import Allocation, Shortfall
-from potluck.plan.columns import Columns
+from potluck.plan.assemble.columns import Columns
 from potluck.plan.problem import Ask, Problem
 
 SPARE = 1e-6

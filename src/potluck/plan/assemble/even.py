@@ -23,9 +23,9 @@ from potluck.core.values.plan import Flow, Plan, Prediction, Share
 from potluck.core.values.terms import NO_TERMS
 from potluck.plan.allocate.program import Bucket
 from potluck.plan.allocate.solve import solve
-from potluck.plan.columns import Columns, codecs_of, columns, plan_of
+from potluck.plan.assemble.columns import Columns, codecs_of, columns, plan_of
+from potluck.plan.check.verify import verify
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.verify import verify
 
 BY_LENGTH = "prfaas"
 """The strategy whose plans cross by length."""

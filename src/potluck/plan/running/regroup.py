@@ -14,7 +14,6 @@ from dataclasses import replace
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan, Replica, Template
 from potluck.core.values.types import Codec
-from potluck.plan.machines import named, region_pool
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.reschedule import reschedule, survivors
@@ -22,6 +21,7 @@ from potluck.plan.search.result import found_of, replicas_of, templates_of
 from potluck.plan.search.tabu import Limits, Settings
 from potluck.plan.strategies.pools import MAX_HEADROOM
 from potluck.plan.templates.group import group_template
+from potluck.plan.timing.machines import named, region_pool
 
 Left = dict[tuple[str, str, Codec], list[Replica]]
 """(region, model, codec) to the replicas of its groups that still have their machines."""

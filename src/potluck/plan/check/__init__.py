@@ -1,0 +1,1 @@
+"""A finished plan, rechecked without the solver that made it."""

@@ -1,0 +1,1 @@
+"""Why a plan is as it is: what binds, what a term costs, what nothing on offer can serve."""

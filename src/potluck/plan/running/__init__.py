@@ -1,0 +1,1 @@
+"""Planning while a fleet runs: what scaling may start, what was observed, answers to trouble."""
