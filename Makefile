@@ -15,7 +15,7 @@ BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/
 BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-sky lint format docs bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm test-sky lint format docs site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -50,6 +50,9 @@ format: $(VENV)/.dev ## let ruff put the code in order
 docs: $(VENV)/.dev ## regenerate docs/accuracy.md from the measured data
 	$(BIN)/potluck accuracy --write docs/accuracy.md
 
+site: $(VENV)/.site ## the docs as a book, in site/; a link that leads nowhere fails it
+	PYTHONPATH=src:tools $(BIN)/python -m book
+
 compiled: build/compiled/.made ## compile the hot code into build/compiled, beside the source (needs a C compiler)
 
 wheel: $(VENV)/.dev ## a wheel with the hot code compiled, in dist/ (needs a C compiler)
@@ -64,15 +67,15 @@ bench: $(VENV)/.dev ## run every benchmark in its quick form
 lock: ## write constraints.txt anew from the newest versions that fit pyproject.toml
 	@set -eu; dir=$$(mktemp -d); trap 'rm -rf "$$dir"' EXIT; \
 	$(PYTHON) -m venv "$$dir/venv"; pip="$$dir/venv/bin/python -m pip --disable-pip-version-check"; \
-	$$pip install --quiet --no-input -e ".[dev]"; \
+	$$pip install --quiet --no-input -e ".[dev,site]"; \
 	$$pip freeze --exclude-editable --exclude pip --exclude setuptools --exclude wheel > "$$dir/freeze"; \
-	{ echo "# Exact versions that 'make up' and 'make test' install. Written by 'make lock'."; \
+	{ echo "# Exact versions that 'make up', 'make test' and 'make site' install. Written by 'make lock'."; \
 	  sed -e 's/^\(torch==[^+]*\)+.*/\1/' -e '/^nvidia-/d' -e '/^cuda-/d' -e '/^triton==/d' "$$dir/freeze"; \
 	} > "$$dir/constraints"; \
 	cp "$$dir/constraints" constraints.txt; echo "constraints.txt: $$(grep -c == constraints.txt) pins"
 
 clean: ## remove .venv, caches and build leftovers
-	rm -rf $(VENV) $(VLLM) $(SKY) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SKY) build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -96,6 +99,10 @@ $(VENV)/.serve: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e ".[dev]"
+	@touch $(VENV)/.base $@
+
+$(VENV)/.site: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e ".[gateway,site]"
 	@touch $(VENV)/.base $@
 
 # The three that go are of no use here, and hold libraries that not every machine has.

@@ -1,0 +1,131 @@
+"""The book: every link leads somewhere, every page is in a room, references and glossary are as the code is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from book import commands, spec_fields, terms
+from book.assemble import COVER, ROOT, assemble, broken_links, rooms, unlinked, written
+from book.text import anchors, outside_code, phrases, slug
+
+from potluck.cli.main import COMMANDS
+
+PLACES = re.compile(r"(?:[\w-]+/)+[\w.-]+\.(?:py|md|yaml|csv|jsonl|svg|png|html)\Z")
+"""Code that names a file; others have no folder before them."""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp("book")
+    assemble(into)
+    return into
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+def test_every_link_in_the_repository_leads_somewhere() -> None:
+    assert list(broken_links(ROOT, written())) == []
+
+
+def test_every_link_in_the_book_leads_to_a_page_of_it(pages: Path) -> None:
+    found = [path.relative_to(pages).as_posix() for path in pages.rglob("*.md")]
+    missed = [each for each in broken_links(pages, found) if "#spec-" not in each]
+    assert missed == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("# One\n\n[x](b.md) [y](#one) [z](#two)\n\n```\n[code](c.md)\n```\n")
+    found = list(broken_links(tmp_path, ["a.md"]))
+    assert [each.split(": ")[1] for each in found] == ["b.md", "#two"]
+
+
+def test_every_page_is_in_one_room() -> None:
+    assert unlinked(read(COVER)) == set()
+    seen = Counter(page for _, inside in rooms(read(COVER)) for page in inside)
+    assert [page for page, often in seen.items() if often > 1] == []
+
+
+def named_places() -> Iterator[tuple[str, str]]:
+    for page in written():
+        if page == "CHANGELOG.md" or page.startswith("docs/decisions/"):
+            continue  # they tell of a time
+        for line, phrase in phrases(read(page)):
+            if PLACES.match(phrase):
+                yield f"{page}:{line}", phrase
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """From the root, or from the package that the page is about."""
+    missed = []
+    for where, name in named_places():
+        homes = (ROOT, ROOT / "src/potluck", *(ROOT / "src/potluck").iterdir())
+        if not any((home / name).exists() for home in homes):
+            missed.append(f"{where}: {name}")
+    assert missed == []
+
+
+def test_the_glossary_has_each_word_once_and_alone() -> None:
+    found = terms.entries(read("docs/glossary.md"))
+    words = Counter(word.lower() for entry in found for word in entry.words)
+    assert [word for word, often in words.items() if often > 1] == []
+    assert all(entry.meaning for entry in found)
+    assert set(terms.linked_words().values()) <= {word for entry in found for word in entry.words}
+    assert "| word | meaning |" not in read("ARCHITECTURE.md"), "words go to docs/glossary.md"
+
+
+def test_words_are_linked_once_where_they_are_read() -> None:
+    text = "# KV\n\n`KV` and [KV](x.md) and KV-like, KV then KV\n\n    KV\n\n"
+    text += "| KVs | replicas |\n|---|---|\n| a replica | |"
+    got = terms.linked(text, {"KV": "KV", "replica": "replica", "replicas": "replica"})
+    assert got.count("{term}") == 2
+    assert "and KV-like, {term}`KV <KV>` then KV" in got
+    assert "| KVs | {term}`replicas <replica>` |" in got
+
+
+def test_spec_fields_are_those_of_the_schema() -> None:
+    assert set(spec_fields.words()) == spec_fields.all_sections()
+    for kind in spec_fields.sections():
+        told = spec_fields.words()[kind.__name__]["fields"]
+        assert set(told) == set(spec_fields.field_names(kind)), kind.__name__
+        assert all(row.says and row.kind for row in spec_fields.rows(kind))
+
+
+@pytest.mark.parametrize("kind", spec_fields.sections(), ids=lambda kind: kind.__name__)
+def test_every_example_of_a_field_is_accepted(kind: type) -> None:
+    told = spec_fields.words()[kind.__name__]["fields"]
+    names = spec_fields.field_names(kind)  # type: ignore[arg-type]
+    needed = {
+        field: told[field]["example"][field]
+        for field, name in names.items()
+        if kind.model_fields[name].is_required()  # type: ignore[attr-defined]
+    }
+    for field, entry in told.items():
+        assert field in entry["example"]
+        kind.model_validate(needed | entry["example"])  # type: ignore[attr-defined]
+
+
+def test_every_command_and_option_is_in_the_reference() -> None:
+    found = commands.pages()
+    assert {f"commands/{name}.md" for name in COMMANDS} < set(found)
+    for words, command, _ in commands.tree():
+        page = found[f"commands/{words[0]}.md"]
+        assert f"# potluck {' '.join(words)}\n" in page
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                assert f"`{option.opts[0]}" in page, (words, option.opts)
+
+
+def test_anchors_are_those_that_github_makes() -> None:
+    assert (
+        slug("From here to there (`core/scale/reconcile.py`)".replace("`", ""))
+        == "from-here-to-there-corescalereconcilepy"
+    )
+    assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n") == {"a-b", "a-b-1"}
+    assert outside_code("x\n\n    code\n\nx\n```\nx\n```", str.upper) == "X\n\n    code\n\nX\n```\nx\n```"

@@ -1,0 +1,133 @@
+"""The command reference, from the commands themselves: a page for each, with its options, defaults and examples."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+import click
+
+from potluck.cli.main import COMMANDS, cli
+
+ROOMS = {"planning": "Planning", "trying": "Trying", "serving": "Serving", "measuring": "Measuring"}
+"""Folders of `cli/`, as the reference groups the commands."""
+
+
+def tree() -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
+    """Every command and subcommand with the words it is called by."""
+    top = click.Context(cli, info_name="potluck")
+    for name in COMMANDS:
+        command = cli.get_command(top, name)
+        assert command is not None
+        yield from _below((name,), command, top)
+
+
+def _below(
+    words: tuple[str, ...], command: click.Command, parent: click.Context
+) -> Iterator[tuple[tuple[str, ...], click.Command, click.Context]]:
+    context = click.Context(command, info_name=words[-1], parent=parent)
+    yield words, command, context
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from _below((*words, name), inner, context)
+
+
+def pages() -> dict[str, str]:
+    """Pages of the book, by their places."""
+    texts: dict[str, list[str]] = {}
+    for words, command, context in tree():
+        level = "#" * len(words)
+        texts.setdefault(words[0], []).append(
+            f"{level} potluck {' '.join(words)}\n\n{_told(command, context)}"
+        )
+    found = {f"commands/{name}.md": "\n".join(parts) for name, parts in texts.items()}
+    found["commands/index.md"] = _index()
+    return found
+
+
+def _index() -> str:
+    lines = [
+        "# Command reference",
+        "",
+        "Made of the commands when the book is built; `--help` says the same.",
+        "",
+    ]
+    for folder, title in ROOMS.items():
+        lines += [f"## {title}", "", "| command | what it does |", "|---|---|"]
+        for name, (place, line) in COMMANDS.items():
+            if place.split(".")[2] == folder:
+                lines.append(f"| [`potluck {name}`]({name}.md) | {line} |")
+        lines.append("")
+    lines += _exit_codes()
+    lines += ["```{toctree}", ":hidden:", "", *COMMANDS, "```", ""]
+    return "\n".join(lines)
+
+
+def _exit_codes() -> list[str]:
+    """The table at the top of `cli/main.py`, as it stands there."""
+    import potluck.cli.main as module
+
+    text = inspect.getdoc(module) or ""
+    table = [line for line in text.split("\n\n")[1].splitlines() if line.strip()]
+    return ["## Exit codes", "", "```text", *table, "```", ""]
+
+
+def _told(command: click.Command, context: click.Context) -> str:
+    usage = " ".join(command.collect_usage_pieces(context))
+    lines = ["```text", f"{context.command_path} {usage}", "```", "", *_help(command), ""]
+    options = [
+        each for each in command.get_params(context) if isinstance(each, click.Option) and not each.hidden
+    ]
+    if options:
+        lines += ["| option | what it is | default |", "|---|---|---|"]
+        lines += [_row(each, context) for each in options if "--help" not in each.opts]
+    return "\n".join(lines) + "\n"
+
+
+def _help(command: click.Command) -> list[str]:
+    """A command's words: paragraphs, and those marked as they are (\\b) as blocks."""
+    found: list[str] = []
+    for part in re.split(r"\n\s*\n", inspect.cleandoc(command.help or "")):
+        if part.startswith("\b"):
+            title, *rest = part.split("\n")[1:]
+            heading, block = ([title], rest) if title.endswith(":") and rest else ([], [title, *rest])
+            found += [
+                *heading,
+                "",
+                "```console",
+                *(inspect.cleandoc("\n".join(block)).split("\n")),
+                "```",
+                "",
+            ]
+        else:
+            found += [_escaped(" ".join(part.split())), ""]
+    return found
+
+
+def _row(option: click.Option, context: click.Context) -> str:
+    kind = "" if option.is_flag or option.count else f" {option.make_metavar(context)}"
+    names = ", ".join(f"`{name}{kind}`" for name in option.opts)
+    names += "".join(f", `{name}`" for name in option.secondary_opts)
+    said = [_escaped(option.help or "")]
+    if isinstance(option.type, click.IntRange | click.FloatRange) and "<=" not in kind:
+        said.append(f"({option.type._describe_range()})")
+    said.append("Several may be given." if option.multiple else "")
+    return _cells(names, " ".join(each for each in said if each), _default(option, context))
+
+
+def _default(option: click.Option, context: click.Context) -> str:
+    said = option.get_default(context, call=False)
+    plain = isinstance(said, str | int | float) and said is not False and said != ""
+    return f"`{said}`" if plain else ""
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _escaped(text: str) -> str:
+    """Words of a help text as Markdown: stars and brackets are themselves."""
+    return re.sub(r"([*<>\[\]])", r"\\\1", text)

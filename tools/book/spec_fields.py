@@ -1,0 +1,213 @@
+"""The spec reference: fields of the schema with type, range, default, and the words of `docs/spec-fields.yaml`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import AliasChoices
+from pydantic.fields import FieldInfo
+
+from potluck.core.brain.policy import Policy
+from potluck.core.values.service import RequestClass
+from potluck.spec import policies, schema, schema_parts
+from potluck.spec.schema_parts import AT, Written
+
+WORDS = Path(__file__).parent.parent.parent / "docs" / "spec-fields.yaml"
+VALUES = {"PolicyIn": Policy, "ClassIn": RequestClass}
+"""Where the meaning and the default of a section's fields stand, if not in the schema."""
+
+INTRO = """\
+# Spec reference
+
+What may be written in `potluck.yaml`. `potluck init` writes a commented example, `potluck check` says what is wrong
+with a file, line by line, and shows what it says. Unknown fields are refused. Paths are relative to the spec.
+
+This page is made of the schema when the book is built; every example on it is read by that schema.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldText:
+    """One row of the reference."""
+
+    name: str
+    others: tuple[str, ...]
+    says: str
+    kind: str
+    default: str
+    example: dict[str, Any]
+
+
+def sections() -> list[type[Written]]:
+    """Every mapping of the schema, outermost first, as `spec-fields.yaml` has them."""
+    return [section(name) for name in words()]
+
+
+def section(name: str) -> type[Written]:
+    for module in (schema, schema_parts, policies):
+        found = getattr(module, name, None)
+        if isinstance(found, type) and issubclass(found, Written):
+            return found
+    raise KeyError(f"{WORDS.name}: {name} is no section of the schema")
+
+
+def all_sections() -> set[str]:
+    """Names of all mappings that a person may write."""
+    found = {
+        name: each
+        for module in (schema, schema_parts, policies)
+        for name, each in vars(module).items()
+        if isinstance(each, type) and issubclass(each, Written)
+    }
+    roots = {"Written", "FleetSpecIn"}  # what all are made of; the same as SpecIn
+    return set(found) - roots
+
+
+@cache
+def words() -> dict[str, Any]:
+    found = yaml.safe_load(WORDS.read_text("utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def written_name(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """How a field is written: its first name, then others that are understood."""
+    alias = field.validation_alias
+    if isinstance(alias, AliasChoices):
+        return tuple(str(choice) for choice in alias.choices)
+    return (str(alias or name),)
+
+
+def field_names(kind: type[Written]) -> dict[str, str]:
+    """Fields as they are written, to their names in the schema."""
+    return {
+        written_name(name, field)[0]: name
+        for name, field in kind.model_fields.items()
+        if field.validation_alias != AT
+    }
+
+
+@cache
+def docstrings(kind: type) -> dict[str, str]:
+    """The text below each attribute of a class."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found: dict[str, str] = {}
+    for before, after in zip(body.body, body.body[1:], strict=False):
+        text = (
+            after.value.value
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            else None
+        )
+        if (
+            isinstance(before, ast.AnnAssign)
+            and isinstance(before.target, ast.Name)
+            and isinstance(text, str)
+        ):
+            found[before.target.id] = " ".join(text.split())
+    return found
+
+
+def rows(kind: type[Written]) -> list[FieldText]:
+    """The fields of one section; words that are missing everywhere are an error."""
+    told = words()[kind.__name__]["fields"]
+    shapes = kind.model_json_schema(by_alias=True)
+    value = VALUES.get(kind.__name__)
+    defaults = {each.name: each.default for each in fields(value)} if value else {}
+    found = []
+    for written, name in field_names(kind).items():
+        field = kind.model_fields[name]
+        says = told[written].get("says") or docstrings(kind).get(name) or docstrings(value or kind).get(name)
+        if not says:
+            raise KeyError(f"{WORDS.name}: {kind.__name__}.{written} needs `says`")
+        names = written_name(name, field)
+        shape = shapes["properties"][written]
+        default = "needed" if field.is_required() else _default(field, defaults.get(name))
+        found.append(FieldText(written, names[1:], says, _kind(shape), default, told[written]["example"]))
+    return found
+
+
+def _default(field: FieldInfo, value: object) -> str:
+    written = field.default if field.default_factory is None else None
+    shown = value if written is None else written
+    if shown is None or shown == () or isinstance(shown, tuple):
+        return ""
+    return f"`{str(shown).lower() if isinstance(shown, bool) else _number(shown)}`"
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1e5 else str(value).removesuffix(".0")
+
+
+def _kind(shape: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "$ref" in shape:
+        return _section_link(shape["$ref"].rpartition("/")[2])
+    for key in ("anyOf", "oneOf"):
+        if key in shape:
+            return " or ".join(_kind(each) for each in shape[key] if each.get("type") != "null")
+    if "const" in shape:
+        return f"`{shape['const']}`"
+    if "enum" in shape:
+        return "one of " + ", ".join(f"`{each}`" for each in shape["enum"])
+    if shape.get("type") == "array":
+        least, most = shape.get("minItems"), shape.get("maxItems")
+        many = f"{least} " if least and least == most else ""
+        many = f"{least} to {most} " if least and most and least != most else many
+        return f"list of {many}{_kind(shape.get('items', {}))}"
+    if shape.get("type") == "object":
+        return f"names, each with {_kind(shape.get('additionalProperties', {}))}"
+    return _plain(shape)
+
+
+def _plain(shape: dict[str, Any]) -> str:
+    kind = {"number": "number", "integer": "whole number", "string": "text", "boolean": "true or false"}
+    said = kind.get(shape.get("type", ""), "number or matrix")
+    bounds = (
+        ("exclusiveMinimum", "above"),
+        ("minimum", "from"),
+        ("exclusiveMaximum", "below"),
+        ("maximum", "up to"),
+    )
+    limits = [f"{word} {shape[key]:,g}" for key, word in bounds if key in shape]
+    return f"{said} {', '.join(limits)}" if limits else said
+
+
+def _section_link(name: str) -> str:
+    return f"[{name_of(name)}](#{anchor(name)})"
+
+
+def name_of(name: str) -> str:
+    return str(words()[name]["at"]).rpartition(".")[2].removesuffix("[]")
+
+
+def anchor(name: str) -> str:
+    return f"spec-{name.removesuffix('In').lower()}"
+
+
+def shown(example: dict[str, Any]) -> str:
+    """An example as one line of YAML."""
+    text = yaml.safe_dump(example, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    return text.removeprefix("{").removesuffix("}") if len(example) == 1 else text
+
+
+def pages() -> dict[str, str]:
+    """The page of the book, by its place."""
+    parts = [INTRO]
+    for kind in sections():
+        name = kind.__name__
+        lines = [f"({anchor(name)})=", f"## {words()[name]['at']}", "", inspect.getdoc(kind) or "", ""]
+        lines += ["| field | what it is | written as | default |", "|---|---|---|---|"]
+        for row in rows(kind):
+            also = f"<br>also {', '.join(f'`{other}`' for other in row.others)}" if row.others else ""
+            cells = (f"`{row.name}`{also}", f"{row.says}<br>`{shown(row.example)}`", row.kind, row.default)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(lines) + "\n")
+    return {"reference/spec.md": "\n".join(parts)}
