@@ -5,7 +5,7 @@ from __future__ import annotations
 import brain_builders as build
 
 from potluck.core.brain.actions import Drain, Flip, Start, Stop
-from potluck.core.brain.events import Ordered, Tick
+from potluck.core.brain.events import Ordered, ReplicaLost, Tick
 from potluck.core.scale import FlipRole
 
 ONE = build.template("one", closed=(1.0,))
@@ -84,3 +84,15 @@ def test_a_role_by_hand_outlasts_rules_and_plans_until_it_is_given_back() -> Non
     assert steward.by_hand == {}
     world.brain.fleet.flip(replica, "decode")
     assert Flip(replica, "prefill") in world.tell(Tick()), "the rules decide again"
+
+
+def test_what_was_lost_just_before_an_order_is_replaced_all_the_same() -> None:
+    world = build.world(FLOW)
+    lost = next(name for name in world.members if name.startswith("d@"))
+    flipped = next(name for name in world.members if name.startswith("p@"))
+    world.tell(Tick())
+    actions = world.tell(ReplicaLost(lost, "died"))
+    actions += world.tell(Ordered(flipped, "decode"))
+    for _ in range(3):
+        actions += world.tell(Tick())
+    assert [each.member.template for each in actions if isinstance(each, Start)] == ["d"]

@@ -187,9 +187,11 @@ class Brain:
         if view is None or view.state != "ready":
             return []
         if event.what == "drain":
-            actions = self._carry_out(at_s, (Drain(event.replica),))
-            return actions + self._carry_out(at_s, self.steward.step(at_s))
-        return self._carry_out(at_s, self.steward.ordered(view, event.what))
+            asked: tuple[Action, ...] = (Drain(event.replica),)
+        else:
+            asked = self.steward.ordered(view, event.what)
+        # With a step in any case: what was lost since the last one would pass for seen.
+        return self._carry_out(at_s, asked) + self._carry_out(at_s, self.steward.step(at_s))
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._flights.tick(at_s) + self._recovery.tick(at_s)
