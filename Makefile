@@ -14,6 +14,9 @@ PIP_VISIBLE := $(BIN)/python -m pip install --disable-pip-version-check --no-inp
 BUILD := rm -rf build/lib* build/bdist* build/temp* && POTLUCK_COMPILE=1 $(BIN)/python -m pip
 BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation
 
+# Tests start hundreds of processes: each would compile the source anew where the caller wants no compiled files.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help up test test-vllm test-sky lint format docs site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
