@@ -8,6 +8,8 @@ import sys
 
 import click
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from potluck import __version__
 from potluck.cli import main as entry
@@ -162,15 +164,39 @@ def test_numbers() -> None:
     assert [render.percent(x) for x in (0.9, 1, 0)] == ["90.0 %", "100 %", "0 %"]
 
 
-def test_tables_off_a_terminal_are_plain_and_wide(
+def test_tables_in_a_pipe_are_plain_and_whole(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.delenv("COLUMNS", raising=False)
     render.table("Things", ["name", "size"], [("[bold]x", "12 ms"), ("y" * 60, "3 ms"), ("z", None)])
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "[bold]x" in out
     assert "y" * 60 in out
+
+
+@given(
+    st.lists(st.lists(st.text("ab 0.", max_size=40), min_size=1, max_size=6), min_size=1, max_size=12),
+    st.sampled_from([40, 80, 120]),
+)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_tables_fit_and_hide_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: list[list[str]], width: int
+) -> None:
+    """No line is longer than COLUMNS, and every word of every cell is there, folded or not."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = [[f"{100 * row + place}.5 ms" for place in range(len(columns))] for row in range(3)]
+    words = [[*column, "", "", "", "", ""] for column in columns]
+    rows += [[column[place] for column in words] for place in range(3)]
+    capsys.readouterr()
+    render.table("A title " * 12, [f"column {place}" for place in range(len(columns))], rows)
+    out = capsys.readouterr().out
+    assert all(len(line) <= width for line in out.splitlines())
+    assert "…" not in out
+    together = "".join(out.split())
+    for row in rows[:3]:
+        for cell in row:
+            assert "".join(cell.split()) in together
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

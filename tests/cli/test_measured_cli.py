@@ -71,7 +71,17 @@ def test_an_estimate_takes_the_measured_times(tmp_path: Path, capsys: pytest.Cap
 def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[Plan, set[str]]:
     spec, out = tmp_path / "potluck.yaml", tmp_path / "plan.json"
     spec.write_text(SPEC)
-    command = ["plan", str(spec), "--strategy", "melange", "--no-explain", "--out", str(out), *options]
+    command = [
+        "plan",
+        str(spec),
+        "--averages",
+        "--strategy",
+        "melange",
+        "--no-explain",
+        "--out",
+        str(out),
+        *options,
+    ]
     assert run(command) == 0, capsys.readouterr().err
     capsys.readouterr()
     plan = plan_from_json(out.read_text())

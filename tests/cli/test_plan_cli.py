@@ -40,7 +40,7 @@ def test_a_plan_is_printed_explained_and_written(
     spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    assert run(["plan", str(spec), "--out", str(out)]) == 0
+    assert run(["plan", str(spec), "--averages", "--out", str(out)]) == 0
     text = capsys.readouterr().out
     for words in ("proven cheapest", "What to expect", "Why these GPUs", "What a node is worth"):
         assert words in text
@@ -50,7 +50,7 @@ def test_a_plan_is_printed_explained_and_written(
 
 
 def test_json_holds_the_plan_and_the_reasons(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", str(spec), "--json", "--strategy", "melange"]) == 0
+    assert run(["plan", str(spec), "--averages", "--json", "--strategy", "melange"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["plan"]["strategy"] == "melange"
     assert body["explanation"]["models"][0]["model"] == "chat"
@@ -58,7 +58,7 @@ def test_json_holds_the_plan_and_the_reasons(spec: Path, capsys: pytest.CaptureF
 
 def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def nodes(*options: str) -> set[str]:
-        assert run(["plan", str(spec), "--json", "--no-explain", *options]) == 0
+        assert run(["plan", str(spec), "--averages", "--json", "--no-explain", *options]) == 0
         plan = json.loads(capsys.readouterr().out)["plan"]
         return {each["node"] for template in plan["templates"] for each in template["nodes"]}
 
@@ -68,9 +68,21 @@ def test_what_if_changes_the_fleet(spec: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = tmp_path / "first.json"
-    assert run(["plan", str(spec), "--out", str(first), "--no-explain"]) == 0
+    assert run(["plan", str(spec), "--averages", "--out", str(first), "--no-explain"]) == 0
     assert (
-        run(["plan", str(spec), "--running", str(first), "--init-penalty", "0.5", "--no-explain", "--json"])
+        run(
+            [
+                "plan",
+                str(spec),
+                "--averages",
+                "--running",
+                str(first),
+                "--init-penalty",
+                "0.5",
+                "--no-explain",
+                "--json",
+            ]
+        )
         == 0
     )
     capsys.readouterr()
@@ -79,28 +91,28 @@ def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest
 def test_too_much_demand_is_said_with_what_binds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text(SPEC % 900)
-    assert run(["plan", str(path), "--no-explain"]) == 0
+    assert run(["plan", str(path), "--averages", "--no-explain"]) == 0
     out = capsys.readouterr().out
     assert "Demand cannot be met" in out
     assert "home: 1x" in out
 
 
 def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["compare", str(spec), "--json"]) == 0
+    assert run(["compare", str(spec), "--averages", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     names = [row["strategy"] for row in rows]
     cauchys = ["cauchy", "cauchy-ce", "cauchy-mc", "cauchy-mce"]
     assert names == ["auto", "homo", "melange", *cauchys, "cronus", "prfaas", "coral", "thunderserve"]
     assert all(row["cost_usd_per_h"] >= rows[0]["cost_usd_per_h"] - 1e-6 for row in rows)
     assert all(row["violations"] == [] for row in rows)
-    assert run(["compare", str(spec)]) == 0
+    assert run(["compare", str(spec), "--averages"]) == 0
     assert "$/M tokens" in capsys.readouterr().out
 
 
 def test_cauchys_working_example_yields_a_plan_by_all_three_programs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(["compare", str(EXAMPLES / "cauchy.yaml"), "--json"]) == 0
+    assert run(["compare", str(EXAMPLES / "cauchy.yaml"), "--averages", "--json"]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
     for name in ("cauchy", "cauchy-mc", "cauchy-mce"):
         assert rows[name]["served_fraction"] == 1
@@ -127,7 +139,7 @@ def test_cauchys_working_example_yields_a_plan_by_all_three_programs(
 def test_bad_options_get_one_line(
     spec: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["plan", str(spec), *options]) == 2
+    assert run(["plan", str(spec), "--averages", *options]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
@@ -135,14 +147,14 @@ def test_bad_options_get_one_line(
 
 def test_a_pinned_template_is_kept(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pin = "chat: mixed 1xL40S tp1@home=2"
-    assert run(["plan", str(spec), "--json", "--no-explain", "--pin", pin]) == 0
+    assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--pin", pin]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     counts = {each["template"]: each["count"] for each in plan["deployments"]}
     assert counts["chat: mixed 1xL40S tp1"] >= 2
 
 
 def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", str(spec), "--json", "--no-explain", "--budget", "1.2"]) == 0
+    assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--budget", "1.2"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["plan"]["cost_usd_per_h"] <= 1.2
     if body["plan"]["fraction"] < 1:
@@ -161,7 +173,7 @@ def test_a_plan_that_would_serve_nothing_is_a_reason_instead(
 ) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text((SPEC % 4).replace(old, new))
-    assert run(["plan", str(path)]) == 2
+    assert run(["plan", str(path), "--averages"]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
@@ -170,13 +182,13 @@ def test_a_plan_that_would_serve_nothing_is_a_reason_instead(
 def test_nothing_asked_is_an_empty_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text(SPEC % 0)
-    assert run(["plan", str(path)]) == 0
+    assert run(["plan", str(path), "--averages"]) == 0
     assert "nothing is asked of it" in capsys.readouterr().out
 
 
 def test_a_fleet_of_one_node_is_explained_too(capsys: pytest.CaptureFixture[str]) -> None:
     """What one node fewer would cost cannot be asked of a planner when there would be none at all."""
-    assert run(["plan", str(EXAMPLES / "one-node.yaml")]) == 0
+    assert run(["plan", str(EXAMPLES / "one-node.yaml"), "--averages"]) == 0
     worth = capsys.readouterr().out.split("What a node is worth")[1]
     assert "not enough" in worth
 
@@ -192,14 +204,14 @@ def test_a_fleet_of_one_node_of_each_type_is_explained_too(
         "fleet: {regions: [{name: here, nodes: [{node: 1xL40S, available: 1, price_usd_per_h: 1.0},"
         " {node: 1xL4, available: 1, price_usd_per_h: 0.5}]}]}\n"
     )
-    assert run(["plan", str(path)]) == 0
+    assert run(["plan", str(path), "--averages"]) == 0
     assert "not enough" in capsys.readouterr().out
 
 
 def test_kv_stays_as_it_is_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     """Chat's KV needs most of a 10 Gbps card: in fewer bits, or over more nodes."""
     spec = Path(__file__).parents[2] / "examples" / "two-regions.yaml"
-    asked = ["plan", str(spec), "--strategy", "prfaas", "--no-explain"]
+    asked = ["plan", str(spec), "--averages", "--strategy", "prfaas", "--no-explain"]
     assert run(asked) == 0
     assert "KV of chat crosses the network in int8" in capsys.readouterr().out
     assert run([*asked, "--exact-kv"]) == 0

@@ -124,6 +124,9 @@ def test_strategies_are_drawn_side_by_side(spec: Path) -> None:
 
 def test_plan_writes_the_file_and_refuses_another_ending(spec: Path, tmp_path: Path, capsys: object) -> None:
     out = tmp_path / "plan.html"
-    assert run(["plan", str(spec), "--strategy", "melange", "--no-explain", "--html", str(out)]) == 0
+    assert (
+        run(["plan", str(spec), "--averages", "--strategy", "melange", "--no-explain", "--html", str(out)])
+        == 0
+    )
     assert "What to expect" in seen(out.read_text("utf-8")).text
-    assert run(["plan", str(spec), "--html", str(tmp_path / "plan.png")]) == 2
+    assert run(["plan", str(spec), "--averages", "--html", str(tmp_path / "plan.png")]) == 2

@@ -36,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     spec, plan = folder / "pool.yaml", folder / "plan.json"
     spec.write_text(SPEC)
     options = ["--strategy", "thunderserve", "--no-explain", "--time-limit", "4"]
-    assert run(["plan", str(spec), *options, "--out", str(plan)]) == 0
+    assert run(["plan", str(spec), "--averages", *options, "--out", str(plan)]) == 0
     return str(plan), str(spec)
 
 
@@ -45,7 +45,7 @@ def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.Captur
     assert plan.strategy == "thunderserve"
     assert {t.kind for t in plan.templates} == {"group"}
     assert {m for t in plan.templates for m in t.machines} <= {"node0", "node1", "node2", "node3"}
-    assert run(["plan", files[1], "--strategy", "thunderserve", "--time-limit", "3"]) == 0
+    assert run(["plan", files[1], "--averages", "--strategy", "thunderserve", "--time-limit", "3"]) == 0
     text = capsys.readouterr().out
     for words in ("Groups of machines", "of node0", "search in pool:", "What a node is worth"):
         assert words in text
@@ -53,7 +53,21 @@ def test_a_plan_names_its_machines(files: tuple[str, str], capsys: pytest.Captur
 
 def test_a_seed_repeats_a_plan(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*options: str) -> object:
-        assert run(["plan", files[1], "--json", "--no-explain", "--strategy", "thunderserve", *options]) == 0
+        assert (
+            run(
+                [
+                    "plan",
+                    files[1],
+                    "--averages",
+                    "--json",
+                    "--no-explain",
+                    "--strategy",
+                    "thunderserve",
+                    *options,
+                ]
+            )
+            == 0
+        )
         return json.loads(capsys.readouterr().out)
 
     assert plan("--seed", "3") == plan("--seed", "3")
@@ -65,7 +79,7 @@ def test_a_search_leaves_a_trace(
 ) -> None:
     out = tmp_path / f"trace.{ending}"
     options = ["--strategy", "thunderserve", "--no-explain", "--time-limit", "2", "--trace", str(out)]
-    assert run(["plan", files[1], *options]) == 0
+    assert run(["plan", files[1], "--averages", *options]) == 0
     text = out.read_text()
     if ending == "json":
         (row,) = json.loads(text)
@@ -91,7 +105,7 @@ def test_drawings_of_odd_traces() -> None:
 
 
 def test_every_strategy_works_on_a_pool(files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["compare", files[1], "--json", "--time-limit", "4"]) == 0
+    assert run(["compare", files[1], "--averages", "--json", "--time-limit", "4"]) == 0
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(STRATEGIES)
     assert all(row["violations"] == [] for row in rows.values())
@@ -110,7 +124,7 @@ def test_strategies_that_do_not_apply_are_told(tmp_path: Path, capsys: pytest.Ca
     small = SPEC.replace("Llama-2-13B", "Llama-2-7B").replace("rate_per_s: 2", "rate_per_s: 0.1")
     model = small.split("models:\n")[1].split("pool:")[0]
     path.write_text(small.replace("pool:", model.replace("chat", "talk") + "pool:", 1))
-    assert run(["compare", str(path), "--json", "--time-limit", "2"]) == 0
+    assert run(["compare", str(path), "--averages", "--json", "--time-limit", "2"]) == 0
     caught = capsys.readouterr()
     assert "thunderserve" not in [row["strategy"] for row in json.loads(caught.out)]
     assert "thunderserve plans one model at a time" in caught.err
@@ -210,7 +224,10 @@ def test_bad_pools_get_one_line(
 ) -> None:
     path = tmp_path / "pool.yaml"
     path.write_text(SPEC.replace(old, new, 1))
-    assert run(["plan", str(path), "--strategy", "thunderserve", "--time-limit", "2", *options]) == 2
+    assert (
+        run(["plan", str(path), "--averages", "--strategy", "thunderserve", "--time-limit", "2", *options])
+        == 2
+    )
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
@@ -219,5 +236,7 @@ def test_bad_pools_get_one_line(
 def test_a_trace_needs_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "trace.svg"
     spec = str(EXAMPLES / "one-node.yaml")
-    assert run(["plan", spec, "--strategy", "melange", "--no-explain", "--trace", str(out)]) == 2
+    assert (
+        run(["plan", spec, "--averages", "--strategy", "melange", "--no-explain", "--trace", str(out)]) == 2
+    )
     assert "trace: nothing was searched" in capsys.readouterr().err

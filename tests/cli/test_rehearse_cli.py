@@ -1,4 +1,4 @@
-"""`potluck plan --rehearse`, as a person and as a script would call it."""
+"""Plans that are rehearsed, shortly and at length, as a person and as a script would ask for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_rehearsal_is_shown_step_by_step_and_its_plan_written(
     for words in (
         "Rehearsal",
         "6 fresh",
-        "chat: headroom",
+        "rehearsed: chat in time for",
         "the plan on averages, which missed",
         "What to expect",
     ):
@@ -72,7 +72,8 @@ def test_when_nothing_holds_it_is_said_and_the_best_is_shown(
     path = a_spec(tmp_path, available=1)
     assert run(["plan", str(path), *QUICK, "--cv", "6"]) == 0
     text = capsys.readouterr().out
-    assert "No plan held in simulation: the fleet has no more nodes that would help" in text
+    assert "Warning: no plan held in simulation: the fleet has no more nodes that would help" in text
+    assert "misses its 90.0 %" in text
     assert "What to expect" in text
 
 
@@ -95,8 +96,9 @@ def test_the_specs_own_trace_is_what_is_rehearsed(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--cv", "2"], "--cv: is for a rehearsal; add --rehearse"),
-        (["--requests", "500"], "--requests: is for a rehearsal"),
+        (["--averages", "--cv", "2"], "--cv: is for a rehearsal; leave --averages out"),
+        (["--averages", "--requests", "500"], "--requests: is for a rehearsal"),
+        (["--averages", "--rehearse"], "--rehearse: is for a rehearsal"),
         (["--rehearse", "--cv", "-1"], "--cv: must not be negative"),
         (["--rehearse", "--runs", "1"], "--runs"),
     ],
@@ -112,3 +114,51 @@ def test_nothing_asked_is_nothing_rehearsed(tmp_path: Path, capsys: pytest.Captu
     path = a_spec(tmp_path, "rate_per_s: 0, input: 600, output: 80")
     assert run(["plan", str(path), *QUICK]) == 0
     assert "Rehearsal" not in capsys.readouterr().out
+
+
+SHORT = ["--no-explain", "--strategy", "melange", "--requests", "300"]
+
+
+def test_plans_are_rehearsed_by_default_and_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_spec(tmp_path)
+    assert run(["plan", str(path), *SHORT]) == 0
+    text = capsys.readouterr().out
+    assert "rehearsed: chat in time for" in text
+    assert "requests (3 runs), holds its 90.0 %" in text
+    assert run(["plan", str(path), *SHORT[:3], "--averages"]) == 0
+    assert "on averages: what is expected was not rehearsed" in capsys.readouterr().out
+
+
+def test_where_the_first_plan_misses_a_dearer_one_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = a_spec(tmp_path)
+    assert run(["plan", str(path), *SHORT, "--cv", "6", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    steps = body["rehearsal"]["steps"]
+    assert body["rehearsal"]["holds"]
+    assert [step["holds"] for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert body["plan"]["cost_usd_per_h"] == steps[-1]["cost_usd_per_h"] > steps[0]["cost_usd_per_h"]
+    assert not any(step["fresh"] for step in steps)
+
+
+def test_what_nothing_serves_is_not_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of the prompts are beyond the model's context: they are left out of the plan, and of its trial."""
+    lengths = "rate_per_s: 4, input: {values: [600, 200000], weights: [1, 1]}, output: 80"
+    assert run(["plan", str(a_spec(tmp_path, lengths)), *SHORT]) == 0
+    text = capsys.readouterr().out
+    assert "50 % of its requests are longer than its context" in text
+    assert "holds its 90.0 %" in text
+
+
+def test_compare_shows_what_is_attained_beside_the_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cv", "6", "--requests", "300", "--json", "--time-limit", "2"]
+    assert run(["compare", str(a_spec(tmp_path)), *options]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["melange"]["promised"] == 0.9
+    assert 0 < rows["melange"]["attained"] < 0.9
+    assert rows["melange"]["requests"] > 400

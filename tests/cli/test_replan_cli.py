@@ -36,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("replan")
     spec, plan = folder / "potluck.yaml", folder / "plan.json"
     spec.write_text(SPEC)
-    assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
+    assert run(["plan", str(spec), "--averages", "--out", str(plan), "--no-explain"]) == 0
     return str(plan), str(spec)
 
 

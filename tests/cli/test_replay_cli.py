@@ -17,7 +17,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     folder = tmp_path_factory.mktemp("replay")
     spec, plan, log = folder / "potluck.yaml", folder / "plan.json", folder / "run.log"
     spec.write_text(SPEC)
-    assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
+    assert run(["plan", str(spec), "--averages", "--out", str(plan), "--no-explain"]) == 0
     assert run(["simulate", str(plan), str(spec), "--requests", "120", "--log", str(log)]) == 0
     return plan, spec, log
 

@@ -37,7 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("sim")
     spec, plan = folder / "potluck.yaml", folder / "plan.json"
     spec.write_text(SPEC)
-    assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
+    assert run(["plan", str(spec), "--averages", "--out", str(plan), "--no-explain"]) == 0
     return str(plan), str(spec)
 
 
@@ -111,7 +111,7 @@ def test_parquet_records_have_the_same_rows(files: tuple[str, str], tmp_path: Pa
 def test_several_models_share_the_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, plan = tmp_path / "two.yaml", tmp_path / "plan.json"
     spec.write_text(TWO)
-    assert run(["plan", str(spec), "--out", str(plan), "--no-explain"]) == 0
+    assert run(["plan", str(spec), "--averages", "--out", str(plan), "--no-explain"]) == 0
     capsys.readouterr()
     assert run(["simulate", str(plan), str(spec), "--rate", "10", "--requests", "500", "--json"]) == 0
     rates = {m["model"]: m["rate_per_s"] for m in json.loads(capsys.readouterr().out)["models"]}

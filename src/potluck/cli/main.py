@@ -35,7 +35,7 @@ COMMANDS = {
         "potluck.cli.planning.plan:plan",
         "What to rent and how to lay models out, with a proof.",
     ),
-    "compare": ("potluck.cli.planning.plan:compare", "All planning strategies on one spec, in one table."),
+    "compare": ("potluck.cli.planning.compare:compare", "All planning strategies on one spec, in one table."),
     "schedule": (
         "potluck.cli.planning.schedule:schedule",
         "Plans for the hours of a day, and what changing costs.",

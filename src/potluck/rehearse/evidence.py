@@ -126,9 +126,16 @@ class Trial:
 
 
 def evidence_of(
-    trial: Trial, plan: Plan, runs: Sequence[int], said: Callable[[str], None] = lambda _: None
+    trial: Trial,
+    plan: Plan,
+    runs: Sequence[int],
+    said: Callable[[str], None] = lambda _: None,
+    far: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Evidence, ...]:
-    """Run a plan and judge every model that was promised something and asked for something."""
+    """Run a plan and judge every model that was promised something and asked for something.
+
+    `far` is told how many of about how many requests were served.
+    """
     attained: dict[str, list[float]] = {}
     answered: dict[str, list[float]] = {}
     requests: dict[str, int] = {}
@@ -137,7 +144,15 @@ def evidence_of(
     for place, run in enumerate(runs):
         said(f"run {place + 1} of {len(runs)}")
         load = trial.source(run)
-        result = simulate(world, load, trial.policy, seed=run, settings=trial.settings)
+        before, total = place * len(load), len(runs) * len(load)
+        result = simulate(
+            world,
+            load,
+            trial.policy,
+            seed=run,
+            settings=trial.settings,
+            progress=lambda done, _, before=before, total=total: far(before + done, total),  # type: ignore[misc]
+        )
         if not place:
             disagreed = _disagreed(world, result, trial.policy)
         warm_up_s = float(load.arrival_s[0]) + trial.warm_up_share * load.span_s

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
@@ -27,6 +28,8 @@ from potluck.rehearse.factors import assembled, cost_by_model, reached, restored
 from potluck.rehearse.sources import FRESH
 
 Planner = Callable[[Workshop, Settings], Outcome]
+ABOUT_AS_CLOSE = 0.25
+"""In units of what a promise leaves open: nobody pays several times as much for so little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +91,12 @@ class Rehearsal:
 
     @property
     def best(self) -> Step:
-        """The chosen step, or the one that came closest."""
-        return self.chosen or max(self.steps, key=lambda step: (step.margin, -step.cost_usd_per_h))
+        """The chosen step, or the cheapest of those that came about as close as any."""
+        if self.chosen is not None:
+            return self.chosen
+        closest = max(step.margin for step in self.steps)
+        close = [step for step in self.steps if step.margin >= closest - ABOUT_AS_CLOSE]
+        return min(close, key=lambda step: (step.cost_usd_per_h, -step.margin))
 
     @property
     def first(self) -> Step:
@@ -108,6 +115,9 @@ class _Search:
     rules: Rules
     said: Callable[[str], None]
     enough: Callable[[], bool]
+    far: Callable[[int, int], None]
+    given: Outcome | None
+    """The plan for the demand as it is, where somebody has made it."""
     brackets: dict[str, Bracket] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     held_in: dict[str, Step] = field(default_factory=dict)
@@ -161,7 +171,8 @@ class _Search:
         factors = {model: bracket.factor for model, bracket in self.brackets.items()}
         self.said(f"round {len(self.steps) + 1}: planning")
         shop = replace(self.workshop, problem=scaled(self.workshop.problem, factors))
-        outcome = self.planner(shop, self.settings)
+        known = self.given if all(factor == 1.0 for factor in factors.values()) else None
+        outcome = known or self.planner(shop, self.settings)
         self.workshop.searched = shop.searched
         if not outcome.plan.deployments:
             raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
@@ -174,7 +185,8 @@ class _Search:
         parts = _parts(plan, self.brackets)
         if not all(key in self.seen for key in parts.values()):
             runs = range(self.rules.runs)
-            shown = evidence_of(self.trial, plan, runs, lambda what: self.said(f"round {number}: {what}"))
+            named = partial(self._named, f"round {number}:")
+            shown = evidence_of(self.trial, plan, runs, named, self.far)
             for each in shown:
                 self.seen.setdefault(parts[each.model], each)
         evidence = tuple(
@@ -190,13 +202,16 @@ class _Search:
         start = FRESH + self.verdicts * self.rules.verdict_runs
         self.verdicts += 1
         runs = range(start, start + self.rules.verdict_runs)
-        evidence = evidence_of(self.trial, step.plan, runs, lambda what: self.said(f"fresh {what}"))
+        evidence = evidence_of(self.trial, step.plan, runs, partial(self._named, "fresh"), self.far)
         verdict = replace(step, number=len(self.steps) + 1, evidence=evidence, fresh=True)
         self.steps.append(verdict)
         parts = _parts(step.plan, self.brackets)
         # Tried again with ever new runs, anything passes some day: what was refuted stays so.
         self.seen.update({parts[each.model]: each for each in evidence if not each.holds})
         return verdict
+
+    def _named(self, what: str, run: str) -> None:
+        self.said(f"{what} {run}")
 
     def _learn(self, step: Step) -> None:
         cost = cost_by_model(step.plan, self.workshop.problem)
@@ -248,12 +263,15 @@ def rehearse(
     rules: Rules | None = None,
     said: Callable[[str], None] = lambda _: None,
     enough: Callable[[], bool] = lambda: False,
+    far: Callable[[int, int], None] = lambda done, total: None,
+    given: Outcome | None = None,
 ) -> Rehearsal:
     """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation.
 
-    `enough` is asked before each further round, and ends the search.
+    `enough` is asked before each further round, and ends the search. `far` is told how many of a round's requests
+    were served; `given` is what the planner says of the demand as it is, if that is known.
     """
-    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough)
+    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough, far, given)
     chosen, reason = search.run()
     found = Rehearsal(tuple(search.steps), chosen, reason, workshop.problem)
     asked = {name: factor / found.best.outcome.plan.fraction for name, factor in found.best.factors.items()}

@@ -14,7 +14,7 @@ import numpy as np
 
 from potluck.core.errors import InputError
 from potluck.core.values.types import Traffic
-from potluck.sim.load.workload import Workload, at_rate, merge, of_traffic
+from potluck.sim.load.workload import Workload, at_rate, first, merge, of_traffic
 
 FRESH = 1_000_000
 """Runs numbered from here on are fresh: no search run has such a number."""
@@ -23,6 +23,9 @@ LEAST_REQUESTS = 300
 LEAST_SPAN_S = 300.0
 """Of a run: several times as long as the longest answers take, so that batches fill up."""
 PER_MODEL, MOST_REQUESTS = 2_000, 40_000
+
+SHORT_REQUESTS, SHORT_LEAST, SHORT_MOST = 1_500, 150, 6_000
+"""Of a run of a short rehearsal: usually, of the model with the fewest, and at most."""
 
 Source = Callable[[int], Workload]
 
@@ -48,10 +51,24 @@ def enough(traffic: Sequence[Traffic]) -> int:
     return round(min(max(PER_MODEL * len(rates), for_all, for_long), MOST_REQUESTS))
 
 
+def few(traffic: Sequence[Traffic]) -> int:
+    """Requests of a run that tells, in seconds, whether a plan misses by much: some of every model."""
+    rates = [each.rate_per_s for each in traffic if each.rate_per_s > 0]
+    for_all = SHORT_LEAST * sum(rates) / min(rates, default=1.0)
+    return round(min(max(SHORT_REQUESTS, for_all), SHORT_MOST))
+
+
 def recorded(
-    traces: Mapping[str, Workload], traffic: Sequence[Traffic], runs: int, cv: float = 1.0
+    traces: Mapping[str, Workload],
+    traffic: Sequence[Traffic],
+    runs: int,
+    cv: float = 1.0,
+    most: int | None = None,
 ) -> Source:
-    """Traces cut into pieces, at the traffic's rates; models without one are made up for as long."""
+    """Traces cut into pieces, at the traffic's rates; models without one are made up for as long.
+
+    `most` requests of a piece at most, where it has more: the first of it.
+    """
     fitted = {each.model: _fitted(traces[each.model], each) for each in traffic if each.model in traces}
     piece_s = min(made.span_s for made in fitted.values()) / (2 * runs)
     others = [each for each in traffic if each.model not in fitted and each.rate_per_s > 0]
@@ -65,7 +82,8 @@ def recorded(
         if others:
             rate = sum(each.rate_per_s for each in others)
             parts.append(of_traffic(others, max(1, round(rate * piece_s)), run, cv))
-        return merge(parts)
+        whole = merge(parts)
+        return whole if most is None or len(whole) <= most else first(whole, most)
 
     return source
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,3 +38,50 @@ def named(path: Path, read: Callable[[str], T]) -> T:
         raise InputError(str(path), error.strerror or "cannot be read") from error
     except PotluckError as error:
         raise InputError(str(path), str(error)) from error
+
+
+@dataclass(slots=True)
+class Saves:
+    """Files that are written at the end. One that cannot be must not cost what was computed: it goes elsewhere if it
+    can, the command goes on and prints what it has, and `complain` says what went wrong."""
+
+    wrong: list[InputError] = field(default_factory=list)
+
+    def __call__(self, option: str, path: Path | None, write: Callable[[Path], object]) -> None:
+        if path is None:
+            return
+        try:
+            _whole(path, write)
+        except OSError as error:
+            problem = f"{path}: {error.strerror or 'cannot be written'}"
+            self.wrong.append(InputError(option, f"{problem}; {_elsewhere(path, write)}"))
+
+    def text(self, option: str, path: Path | None, text: Callable[[], str]) -> None:
+        self(option, path, lambda to: to.write_text(text(), encoding="utf-8"))
+
+    def complain(self) -> None:
+        if self.wrong:
+            raise InputError(self.wrong[0].field, "; ".join(each.problem for each in self.wrong))
+
+
+def _whole(path: Path, write: Callable[[Path], object]) -> None:
+    """All of it or nothing: what was there before stays until the new one is complete."""
+    if path.exists() and not path.is_file():
+        write(path)  # a device or a pipe
+        return
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
+    try:
+        write(part)
+        part.replace(path)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _elsewhere(path: Path, write: Callable[[Path], object]) -> str:
+    try:
+        other = Path(tempfile.mkdtemp(prefix="potluck-")) / f"{path.stem or 'file'}{path.suffix}"
+        _whole(other, write)
+    except OSError:
+        return "what was computed is printed"
+    return f"it is in {other} instead"

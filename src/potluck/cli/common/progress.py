@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Calling it names the stage under way, one of those that were foreseen."""
+
+    shown: Progress
+    task: TaskID
+
+    def __call__(self, stage: str) -> None:
+        self.shown.update(self.task, description=stage, advance=1)
+
+    def far(self, done: int, total: int) -> None:
+        """How far the stage under way has got, for one that counts; from here on the bar is that stage's."""
+        self.shown.update(self.task, completed=done, total=total)
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function that names the stage under way; `total` is roughly how many there will be."""
+def progress(total: int) -> Iterator[Bar]:
+    """Yields what names the stage under way; `total` is roughly how many there will be."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console, hidden = Console(stderr=True), not sys.stderr.isatty()
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("starting", total=total)
-
-        def said(stage: str) -> None:
-            bar.update(task, description=stage, advance=1)
-
-        yield said
+        yield Bar(bar, bar.add_task("starting", total=total))

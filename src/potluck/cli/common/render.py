@@ -1,7 +1,8 @@
-"""What commands print: JSON, tables and numbers with their units.
+"""What commands print: JSON, tables, paragraphs and numbers with their units.
 
-Tables go to stdout through rich, without colour and never narrower than MIN_WIDTH when stdout is not a
-terminal, so that output in a pipe or a log is whole.
+All of it fits the terminal, or COLUMNS where output goes into a pipe: text is folded between words, figures never
+are, and a table with too many columns is printed in parts that repeat the first one. In a pipe without COLUMNS lines
+are as long as they are, so that a script finds what it looks for.
 """
 
 from __future__ import annotations
@@ -12,17 +13,24 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from potluck.core.figures import digits
 
-MIN_WIDTH = 100
-PIPE_WIDTH = 140
-WIDEST = 200
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LEAST_WIDTH, WIDEST = 40, 200
 LISTING_WIDTH = 80
 """Of listings whose last column is folded, in a terminal and in a pipe alike."""
 LEAST_LAST = 20
+LEAST_TEXT = 18
+"""To what a column of words is folded before a table is printed in parts."""
+PADDING = 3
+"""Of a column, with the line that is not drawn between two."""
 _NUMBER = re.compile(r"[-+$]*[0-9][0-9.,]*( \S+|%)?\Z")
 
 
@@ -31,28 +39,91 @@ def emit_json(value: object) -> None:
     click.echo(json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False))
 
 
+def paragraph(text: str) -> None:
+    """A line of words, folded where it is too long."""
+    click.echo(textwrap.fill(text, _width(), break_on_hyphens=False, break_long_words=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    head: str
+    cells: list[str]
+
+    @property
+    def numeric(self) -> bool:
+        filled = [cell for cell in self.cells if cell not in ("", "-")]
+        return bool(filled) and all(_NUMBER.match(cell) for cell in filled)
+
+    @property
+    def widest(self) -> int:
+        return max(map(len, (self.head, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """How narrow it may get: figures stay whole, words are folded."""
+        cells = max(map(len, self.cells), default=0)
+        words = max((len(word) for text in self.cells for word in text.split()), default=0)
+        head = max((len(word) for word in self.head.split()), default=0)
+        return max(head, cells if self.numeric else min(cells, max(LEAST_TEXT, min(words, LEAST_LAST))))
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout. Columns of numbers, with or without a unit, stand to the right."""
-    from rich import box
     from rich.console import Console
+    from rich.text import Text
+
+    width = _width()
+    made = [
+        _Column(head, ["" if row[place] is None else str(row[place]) for row in rows])
+        for place, head in enumerate(columns)
+    ]
+    console = Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
+    console.print(Text(title, style="bold"))
+    for part in _parts(made, width):
+        console.print(_grid(part, width))
+        console.print()
+
+
+def _parts(columns: list[_Column], width: int) -> list[list[_Column]]:
+    """The columns, or groups of them that fit, each with the first; numbered where that does not tell rows apart."""
+
+    def takes(part: list[_Column]) -> int:
+        return sum(each.least + PADDING for each in part)
+
+    if takes(columns) <= width:
+        return [columns]
+    first = columns[0]
+    known, rows = [first], len(first.cells)
+    if len(set(first.cells)) < rows:
+        known = [_Column("#", [str(number) for number in range(1, rows + 1)]), first]
+    parts = [known]
+    for column in columns[1:]:
+        if takes([*parts[-1], column]) > width and len(parts[-1]) > len(known):
+            parts.append(known)
+        parts[-1] = [*parts[-1], column]
+    return parts
+
+
+def _grid(columns: list[_Column], width: int) -> Table:
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    for i, column in enumerate(columns):
-        filled = [row[i] for row in cells if row[i] not in ("", "-")]
-        numeric = bool(filled) and all(_NUMBER.match(cell) for cell in filled)
-        grid.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
-    for row in cells:
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    tight = sum(each.widest + PADDING for each in columns) > width
+    for each in columns:
+        head = "\n".join(textwrap.wrap(each.head, each.least)) if tight and each.numeric else each.head
         # Text, not markup: a name may hold square brackets.
-        grid.add_row(*(Text(cell) for cell in row))
-    # In a pipe nothing is folded that a script might look for, within reason.
-    needed = Console(width=WIDEST).measure(grid).maximum
-    width = _width() if sys.stdout.isatty() else max(_width(), min(needed, WIDEST))
-    console = Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
-    console.print(grid)
-    console.print()
+        grid.add_column(
+            Text(head),
+            justify="right" if each.numeric else "left",
+            overflow="fold",
+            no_wrap=each.numeric,
+            min_width=min(each.least, width - 2),
+        )
+    for row in zip(*(each.cells for each in columns), strict=True):
+        grid.add_row(*map(Text, row))
+    return grid
 
 
 def narrow(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -85,10 +156,12 @@ def listing(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def _width() -> int:
-    if sys.stdout.isatty():
-        return max(MIN_WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
     columns = os.environ.get("COLUMNS", "")
-    return max(MIN_WIDTH, int(columns) if columns.isdecimal() else PIPE_WIDTH)
+    if columns.isdecimal():
+        return max(LEAST_WIDTH, int(columns))
+    if sys.stdout.isatty():
+        return max(LEAST_WIDTH, os.get_terminal_size(sys.stdout.fileno()).columns)
+    return WIDEST
 
 
 def count(value: float) -> str:

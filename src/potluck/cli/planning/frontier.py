@@ -6,15 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from potluck.cli.common.files import Saves, require_writable
 from potluck.cli.common.objectives import scaled
-from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, listing, percent, usd
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.cli.planning.options import (
+    html_option,
+    json_option,
+    posed_of,
+    posing_options,
+    strategy_of,
+    strategy_option,
+)
+from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.plan.problem import Problem
@@ -30,7 +38,6 @@ WORDS = {
 
 
 @click.command()
-@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--against",
     type=click.Choice(["objective", "availability", "spot"]),
@@ -47,30 +54,18 @@ WORDS = {
     show_default=True,
     help="With --against availability: what is lost.",
 )
-@click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
-@click.option(
-    "--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with it here."
-)
-@click.option(
-    "--time-limit",
-    "time_limit_s",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Seconds, for each plan.",
-)
-@click.option("--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every plan.")
+@strategy_option
+@posing_options(10.0, "CPU-seconds, for each plan.")
+@html_option("Write a page with it here.")
+@json_option
 def frontier(
-    spec_path: Path | None,
     against: str,
     values: str | None,
     domain: str,
     strategy: str,
-    page: Path | None,
-    time_limit_s: float,
-    headroom: float,
+    html_path: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """What being stricter costs: each point is a plan (on averages). Without SPEC, the bundled example.
 
@@ -81,42 +76,33 @@ def frontier(
       potluck frontier potluck.yaml --against spot --values 0,0.25,0.5,1
     """
     from potluck.plan.series.frontier import VALUES, frontier, with_value
-    from potluck.plan.strategies import STRATEGIES, Settings
 
-    if strategy not in STRATEGIES:
-        raise UnknownNameError("strategy", strategy, STRATEGIES)
-    if not 0 < time_limit_s < float("inf"):
-        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
+    posed, _ = posed_of(options)
+    planner, settings, saves = strategy_of(strategy), posed.settings(), Saves()
     asked = VALUES[against] if values is None else _values(values, against)
-    if page is not None and not page.parent.is_dir():
-        raise InputError("--html", f"there is no folder {str(page.parent)!r}")
-    spec = read_spec(spec_path)
-    plain = load_problem(spec, headroom, None, (), 0.0)
+    require_writable("--html", html_path)
+    spec = posed.spec()
+    plain = posed.problem(spec)
     _possible(plain, against, domain)
 
     def problem_at(value: float) -> Problem:
         if against == "objective":
-            return load_problem(scaled(spec, value), headroom, None, (), 0.0)
+            return posed.problem(scaled(spec, value))
         return with_value(plain, against, value, domain)  # type: ignore[arg-type]
 
     with progress(len(asked)) as said:
         points = frontier(
-            problem_at,
-            asked,
-            STRATEGIES[strategy],
-            Settings(time_limit_s),
-            share_templates=against != "objective",
-            said=said,
+            problem_at, asked, planner, settings, share_templates=against != "objective", said=said
         )
     words = WORDS[against].format(domain=domain)
-    if page is not None:
-        page.write_text(_page(points, words, strategy), encoding="utf-8")
+    saves.text("--html", html_path, lambda: _page(points, words, strategy))
     if as_json:
         emit_json(_as_json(points, against))
-        return
-    click.echo("\n".join(drawn(points, words)))
-    click.echo()
-    _table(points, against)
+    else:
+        click.echo("\n".join(drawn(points, words)))
+        click.echo()
+        _table(points, against)
+    saves.complain()
 
 
 def _values(text: str, against: str) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""`potluck plan` and `potluck compare`: from a spec to a plan, or to a table of strategies."""
+"""`potluck plan`: from a spec to a plan that was tried in simulation."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli.common.files import named, require_writable
-from potluck.cli.common.objectives import scale_option, scaled
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.files import Saves, named, require_writable
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, usd
+from potluck.cli.common.render import emit_json, paragraph, usd
 from potluck.cli.planning.estimate import measured, profile_option
-from potluck.cli.planning.plan_draw import compared_html, draw_plan, require_html
-from potluck.cli.planning.plan_show import Compared, show_compared, show_plan, show_reasons
+from potluck.cli.planning.options import (
+    html_option,
+    json_option,
+    posed_of,
+    posing_options,
+    strategy_of,
+    strategy_option,
+)
+from potluck.cli.planning.plan_draw import draw_plan, require_html
+from potluck.cli.planning.plan_show import show_notes, show_plan, show_reasons
 from potluck.cli.planning.rehearse import (
+    asked_of,
+    basis_of,
     estimate_of,
     rehearsal_json,
     rehearsal_options,
@@ -26,7 +34,7 @@ from potluck.cli.planning.rehearse import (
     show_rehearsal,
 )
 from potluck.cli.planning.search_trace import require_kind, show_search, write_trace
-from potluck.core.errors import CapacityError, InputError, UnknownNameError
+from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
     from potluck.core.values.plan import Deployment, Plan
@@ -35,51 +43,11 @@ if TYPE_CHECKING:
     from potluck.plan.strategies import Outcome, Settings, Workshop
     from potluck.spec.values import Spec
 
-Command = TypeVar("Command", bound=Callable[..., object])
 _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 
 
-def _options(command: Command) -> Command:
-    """The options that `plan` and `compare` share."""
-    for option in (
-        click.option(
-            "--time-limit", "time_limit_s", type=float, default=30.0, show_default=True, help="Seconds."
-        ),
-        click.option(
-            "--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be."
-        ),
-        click.option(
-            "--confidence",
-            "sure",
-            type=float,
-            default=0.5,
-            show_default=True,
-            help="Plan for steps as slow as they are with this probability at most: 0.9 for the slow end.",
-        ),
-        click.option("--budget", "budget_usd_per_h", type=float, help="At most so many USD an hour."),
-        click.option(
-            "--what-if", multiple=True, help="Such as 'us-east-1:8xH100=0': another number of nodes."
-        ),
-        click.option(
-            "--seed",
-            type=click.IntRange(min=0),
-            default=0,
-            show_default=True,
-            help="Of the search on a pool.",
-        ),
-        scale_option,
-        click.option(
-            "--html", "html_path", type=click.Path(dir_okay=False, path_type=Path), help="Draw it here."
-        ),
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-    ):
-        command = option(command)
-    return command
-
-
 @click.command()
-@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
-@click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
+@strategy_option
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan (JSON) here.")
 @click.option(
     "--running", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="The plan in force."
@@ -96,9 +64,10 @@ def _options(command: Command) -> Command:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Draw how a search went (.html, .svg or .json).",
 )
-@_options
+@posing_options()
+@html_option()
+@json_option
 def plan(
-    spec_path: Path | None,
     strategy: str,
     out: Path | None,
     running: Path | None,
@@ -108,16 +77,9 @@ def plan(
     explained: bool,
     profile_paths: tuple[Path, ...],
     trace_path: Path | None,
-    seed: int,
-    time_limit_s: float,
-    headroom: float,
-    sure: float,
-    budget_usd_per_h: float | None,
-    what_if: tuple[str, ...],
-    slo_scale: float,
     html_path: Path | None,
     as_json: bool,
-    **rehearsing: object,
+    **options: Any,
 ) -> None:
     """What to rent and how to lay the models out, with a proof of how cheap. Without SPEC, the bundled example.
 
@@ -131,42 +93,44 @@ def plan(
     from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.reasons.explain import explain
     from potluck.plan.reasons.unservable import planned_rest
-    from potluck.plan.strategies import Settings, Workshop
+    from potluck.plan.strategies import Workshop
 
-    planner, spec = _strategy(strategy), scaled(read_spec(spec_path), slo_scale)
+    posed, rest = posed_of(options)
+    planner, spec, asked, saves = strategy_of(strategy), posed.spec(), asked_of(rest), Saves()
     _require_places(out, trace_path, html_path)
-    posed = load_problem(spec, headroom, budget_usd_per_h, what_if, init_penalty, sure)
-    problem = exact(measured(posed, profile_paths), exact_kv)
+    problem = exact(measured(posed.problem(spec, init_penalty), profile_paths), exact_kv)
     before = None if running is None else named(running, plan_from_json)
-    limit_s, pins = _positive("time-limit", time_limit_s), tuple(map(_pin, pinned))
-    estimate = estimate_of(spec, problem, rehearsing, seed)
-    settings = Settings(limit_s, running=before, pins=pins, seed=seed, estimate=estimate)
+    estimate = estimate_of(spec, problem, asked, posed.seed)
+    settings = posed.settings(running=before, pins=tuple(map(_pin, pinned)), estimate=estimate)
     with progress(4 * len(problem.asks) + 1) as said:
         workshop, outcome, notes = planned_rest(planner, Workshop(problem, said=said), settings)
         problem, notes = workshop.problem, notes + _remarks(planner, workshop, outcome, settings)
-        require_service(problem, outcome, limit_s, notes)
-        tried = rehearsed(spec, workshop, outcome, planner, settings, rehearsing)
+        require_service(problem, outcome, posed.limit_s, notes)
+        tried = rehearsed(spec, workshop, outcome, planner, settings, asked, said.far)
         if tried is not None:
             workshop, outcome = replace(workshop, problem=tried.problem), tried.best.outcome
         require_sound(workshop.problem, outcome.plan)
         if tried is not None:
             outcome = replace(outcome, plan=tried.best.plan)
         outcome = _offering(workshop, outcome, spec)
-        if out is not None:
-            out.write_text(plan_to_json(outcome.plan), encoding="utf-8")
-        write_trace(trace_path, searched := dict(workshop.searched))
+        found = outcome.plan
+        saves.text("--out", out, lambda: plan_to_json(found))
+        searched = dict(workshop.searched)
+        saves("--trace", trace_path, lambda to: write_trace(to, searched))
         said("asking what else there was")
         reasons = explain(workshop, outcome, planner, settings) if explained else None
-        draw_plan(html_path, workshop.problem, outcome.plan, reasons)
+        saves("--html", html_path, lambda to: draw_plan(to, workshop.problem, found, reasons))
     if as_json:
         body = _as_json(workshop.problem, outcome, reasons, spec.policy.standby)
         emit_json(body | rehearsal_json(tried) | ({"notes": list(notes)} if notes else {}))
-        return
-    click.echo("".join(f"note: {note}.\n" for note in notes), nl=False)
-    show_rehearsal(tried)
-    _show_plan(spec, problem, outcome)
-    show_search(searched)
-    show_reasons(reasons)
+    else:
+        show_notes(notes)
+        show_plan(problem, outcome, spec.policy.standby, basis_of(tried))
+        show_rehearsal(tried, asked, outcome.plan)
+        _show_formats(spec)
+        show_search(searched)
+        show_reasons(reasons)
+    saves.complain()
 
 
 def _require_places(out: Path | None, trace_path: Path | None, html_path: Path | None) -> None:
@@ -226,80 +190,6 @@ def _offering(workshop: Workshop, outcome: Outcome, spec: Spec) -> Outcome:
     return replace(outcome, plan=with_candidates(workshop, outcome.plan))
 
 
-@click.command()
-@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
-@_options
-def compare(
-    spec_path: Path | None,
-    seed: int,
-    time_limit_s: float,
-    headroom: float,
-    sure: float,
-    budget_usd_per_h: float | None,
-    what_if: tuple[str, ...],
-    slo_scale: float,
-    html_path: Path | None,
-    as_json: bool,
-) -> None:
-    """All strategies on one spec, in one table. Without SPEC, the bundled example."""
-    import time
-
-    from potluck.plan.check.verify import verify
-    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
-
-    require_html(html_path)
-    spec = scaled(read_spec(spec_path), slo_scale)
-    problem = load_problem(spec, headroom, budget_usd_per_h, what_if, 0.0, sure)
-    rows = []
-    with progress(4 * len(problem.asks) + len(STRATEGIES)) as said:
-        workshop = Workshop(problem, said=said)
-        outcomes: dict[str, tuple[Outcome, float]] = {}
-        left_out = []
-        # `auto` begins from what the others found, so that it is never the worse.
-        for name in (*(each for each in STRATEGIES if each != "auto"), "auto"):
-            start = time.process_time()
-            said(name)
-            limit_s = _positive("time-limit", time_limit_s)
-            try:
-                known = tuple(found.plan for found, _ in outcomes.values()) if name == "auto" else ()
-                outcome = STRATEGIES[name](workshop, Settings(limit_s, seed=seed, starts=known))
-            except InputError as error:
-                # A strategy that this spec is not for is told, not fatal; what is wrong for all is.
-                if error.field != "strategy":
-                    raise
-                left_out.append(error.problem)
-                continue
-            outcomes[name] = (outcome, time.process_time() - start)
-    for name in (each for each in STRATEGIES if each in outcomes):
-        outcome, cpu_s = outcomes[name]
-        found = outcome.plan
-        tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
-        rows.append(
-            Compared(
-                strategy=name,
-                cost_usd_per_h=found.cost_usd_per_h,
-                usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
-                served_fraction=found.fraction,
-                goodput_per_s=max(0.0, sum(ask.rate_per_s for ask in problem.asks) * found.fraction),
-                nodes=sum(found.nodes.values()),
-                gap=found.gap,
-                cpu_s=cpu_s,
-                violations=verify(problem, found),
-            )
-        )
-    if html_path is not None:
-        drawn = compared_html(rows, problem, {name: outcome.plan for name, (outcome, _) in outcomes.items()})
-        html_path.write_text(drawn, encoding="utf-8")
-    if as_json:
-        from potluck.core.codec import encode
-
-        emit_json([encode(row) for row in rows])
-    else:
-        show_compared(rows)
-    for problem_text in left_out:
-        click.echo(f"left out: {problem_text}", err=as_json)
-
-
 def require_service(problem: Problem, outcome: Outcome, limit_s: float, notes: tuple[str, ...] = ()) -> None:
     """A plan that serves nothing is no plan: say why instead."""
     from potluck.plan.reasons.explain import why_not
@@ -323,14 +213,6 @@ def require_sound(problem: Problem, plan: Plan) -> None:
         raise CapacityError(f"the plan failed its own check: {violations[0]}")
 
 
-def _strategy(name: str) -> Callable[[Workshop, Settings], Outcome]:
-    from potluck.plan.strategies import STRATEGIES
-
-    if name not in STRATEGIES:
-        raise UnknownNameError("strategy", name, STRATEGIES)
-    return STRATEGIES[name]
-
-
 def _pin(text: str) -> Deployment:
     from potluck.core.values.plan import Deployment
 
@@ -340,18 +222,11 @@ def _pin(text: str) -> Deployment:
     return Deployment(match["template"], match["region"], int(match["count"]))
 
 
-def _positive(field: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise InputError(field, f"must be positive, is {value:g}")
-    return value
-
-
-def _show_plan(spec: Spec, problem: Problem, outcome: Outcome) -> None:
-    show_plan(problem, outcome, spec.policy.standby)
+def _show_formats(spec: Spec) -> None:
     for asked in spec.models:
         if asked.precision is not None:
             said = f"weights in {asked.precision}, as the spec asks; their quality is yours to judge"
-            click.echo(f"{asked.name}: {said}.")
+            paragraph(f"{asked.name}: {said}.")
 
 
 def _as_json(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import percent, short, table, usd
+from potluck.cli.common.render import paragraph, percent, short, table, usd
 from potluck.cli.planning.terms_show import show_classes, show_money, show_risk, show_terms
 from potluck.core.figures import seconds
 
@@ -33,6 +33,17 @@ class Compared:
     gap: float
     cpu_s: float
     violations: tuple[str, ...]
+    attained: float | None = None
+    """Share of the requests in time of the model that is worst off, in simulation; None: not tried."""
+    promised: float | None = None
+    model: str = ""
+    requests: int = 0
+    """That the plan was tried with."""
+
+
+def show_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        paragraph(f"note: {note}.")
 
 
 def show_compared(rows: Sequence[Compared]) -> None:
@@ -41,27 +52,47 @@ def show_compared(rows: Sequence[Compared]) -> None:
         (
             row.strategy,
             usd(row.cost_usd_per_h),
-            "-" if row.usd_per_million_tokens is None else usd(row.usd_per_million_tokens),
-            f"{row.goodput_per_s:.3g}",
+            _attained(row),
             percent(row.served_fraction),
+            "-" if row.usd_per_million_tokens is None else usd(row.usd_per_million_tokens),
             row.nodes,
             percent(row.gap),
             f"{row.cpu_s:.2f}",
-            "sound" if not row.violations else row.violations[0],
         )
         for row in rows
     ]
-    columns = ("strategy", "USD/h", "$/M tokens", "goodput/s", "served", "nodes", "gap", "CPU s", "check")
+    columns = ("strategy", "USD/h", "attained", "served", "$/M tokens", "nodes", "gap", "CPU s")
     table("Strategies on the same templates", columns, cells)
+    for row in rows:
+        if row.violations:
+            paragraph(f"the plan of {row.strategy} failed its own check: {row.violations[0]}.")
+    tried = max((row.requests for row in rows), default=0)
+    if not tried:
+        paragraph("attained: not rehearsed; costs are of plans on averages.")
+        return
+    several = len({row.model for row in rows if row.model}) > 1
+    of = "the model that is worst off" if several else "the model"
+    paragraph(
+        f"attained: share of the requests in time, rehearsed with {tried:,} requests, of {of}; "
+        "a plan that misses is not cheaper but less."
+    )
 
 
-def show_plan(problem: Problem, outcome: Outcome, standby: int = 0) -> None:
+def _attained(row: Compared) -> str:
+    if row.attained is None or row.promised is None:
+        return "-"
+    if row.attained >= row.promised:
+        return percent(row.attained)
+    return f"{percent(row.attained)} < {percent(row.promised)}"
+
+
+def show_plan(problem: Problem, outcome: Outcome, standby: int = 0, basis: str = "on averages") -> None:
     """What is deployed where, what stands by, and what to expect of it."""
     from potluck.core.scale.standby import spoken
 
     if outcome.allocation.shortfall is not None:
         click.echo(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
-    _show_deployments(problem, outcome)
+    _show_deployments(problem, outcome, basis)
     if line := spoken(outcome.plan, standby, problem.regions):
         click.echo(f"{line}\n")
     _show_codecs(outcome.plan)
@@ -117,7 +148,7 @@ def _columns(plan: Plan) -> str:
     return COLUMNS.get(plan.strategy, "its own columns")
 
 
-def _show_deployments(problem: Problem, outcome: Outcome) -> None:
+def _show_deployments(problem: Problem, outcome: Outcome, basis: str) -> None:
     from potluck.plan.reasons.explain import copy_tokens_per_usd
 
     found = outcome.plan
@@ -144,9 +175,9 @@ def _show_deployments(problem: Problem, outcome: Outcome) -> None:
             )
         )
     columns = _columns(found)
-    proof = f"on averages proven cheapest of {columns}"
+    proof = f"{basis} proven cheapest of {columns}"
     if found.gap >= 1e-6:
-        proof = f"of {columns} none is more than {percent(found.gap)} cheaper"
+        proof = f"{basis} of {columns} none is more than {percent(found.gap)} cheaper"
     if found.strategy == "thunderserve" and found.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if found.fraction < 1:

@@ -1,14 +1,15 @@
-"""`potluck plan --rehearse`: wiring from a spec to a rehearsal, and how it is shown."""
+"""Plans tried in simulation: wiring from a spec to a rehearsal, short by default, and how it is shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from potluck.cli.common.render import percent, table, usd
+from potluck.cli.common.render import paragraph, percent, table, usd
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,26 +17,50 @@ if TYPE_CHECKING:
     from potluck.plan.problem import Problem
     from potluck.plan.search.attain import Estimate
     from potluck.plan.strategies import Outcome, Settings, Workshop
-    from potluck.rehearse.evidence import Trial
-    from potluck.rehearse.loop import Rehearsal, Step
+    from potluck.rehearse.evidence import Evidence, Trial
+    from potluck.rehearse.loop import Rehearsal
     from potluck.rehearse.sources import Source
+    from potluck.sim.load.workload import Workload
     from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
 MOST_LINES = 6
 SEED_STRIDE = 10_000_000
 """Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
+RUNS, SHORT_RUNS = 5, 3
+SHORT_S, SHORT_ROUNDS = 12.0, 4
+"""CPU-seconds after which a short rehearsal begins no further round, and how many it begins at most."""
+Said = Callable[[str], None]
+Far = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of a rehearsal."""
+    """The options of a rehearsal. None leaves it to the kind of rehearsal, short or long."""
 
-    rehearse: bool
-    cv: float | None
-    requests: int | None
-    runs: int
+    rehearse: bool = False
+    """Long: the cheapest that holds, with a proof in fresh runs. Short: the first that holds."""
+    cv: float | None = None
+    requests: int | None = None
+    runs: int | None = None
     attainment: str = "closed"
+    averages: bool = False
+    """None at all."""
+
+    @property
+    def of_runs(self) -> int:
+        return self.runs or (RUNS if self.rehearse else SHORT_RUNS)
+
+
+cv_option = click.option(
+    "--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts."
+)
+requests_option = click.option(
+    "--requests", type=click.IntRange(min=100), help="Of each run of a rehearsal; else as many as it takes."
+)
+averages_option = click.option(
+    "--averages", is_flag=True, help="Plan on averages alone: no short rehearsal in simulation."
+)
 
 
 def rehearsal_options(command: Command) -> Command:
@@ -44,16 +69,10 @@ def rehearsal_options(command: Command) -> Command:
         click.option(
             "--runs",
             type=click.IntRange(2, 1000),
-            default=5,
-            show_default=True,
-            help="Of a rehearsal, per round; twice as many fresh ones in the end (of a trace as many).",
+            help="Of a rehearsal, per round: 3 of a short one; 5 of a long one, and 10 fresh ones in the end.",
         ),
-        click.option(
-            "--requests", type=click.IntRange(min=100), help="Of each run; else as many as it takes."
-        ),
-        click.option(
-            "--cv", type=float, help="Variation of a rehearsal's gaps: 1 is Poisson, above it bursts."
-        ),
+        requests_option,
+        cv_option,
         click.option(
             "--attainment",
             type=click.Choice(["closed", "simulated"]),
@@ -61,8 +80,11 @@ def rehearsal_options(command: Command) -> Command:
             show_default=True,
             help="How pairs of a pool's replicas are judged: by a formula, or each in a short simulation.",
         ),
+        averages_option,
         click.option(
-            "--rehearse", is_flag=True, help="Try plans in simulation; the cheapest that holds there."
+            "--rehearse",
+            is_flag=True,
+            help="Rehearse for as long as it takes: the cheapest plan that holds, proven in fresh runs.",
         ),
     ):
         command = option(command)
@@ -75,30 +97,65 @@ def rehearsed(
     outcome: Outcome,
     planner: Callable[[Workshop, Settings], Outcome],
     settings: Settings,
-    options: Mapping[str, Any],
+    asked: Asked,
+    far: Far = lambda done, total: None,
 ) -> Rehearsal | None:
-    """The rehearsal that the options ask for; None without `--rehearse`, or where nothing is asked of the fleet."""
-    asked = Asked(**options)
-    if asked.cv is not None and not asked.cv >= 0:
-        raise InputError("--cv", f"must not be negative, is {asked.cv:g}")
-    if not asked.rehearse:
-        for name, value in (("--cv", asked.cv), ("--requests", asked.requests)):
-            if value is not None:
-                raise InputError(name, "is for a rehearsal; add --rehearse")
+    """The rehearsal that the options ask for; None without one, or where nothing is asked of the fleet.
+
+    A short one is of plans for all of the demand: what serves a part of it misses whatever simulation would say.
+    """
+    if asked.averages or not any(ask.rate_per_s > 0 for ask in workshop.problem.asks):
         return None
-    if not any(model.traffic.rate_per_s > 0 for model in spec.models):
+    if not asked.rehearse and outcome.plan.fraction < 1:
         return None
     from potluck.rehearse.loop import Rules, rehearse
 
     trial, recorded = trial_of(spec, workshop.problem, outcome.plan, asked, settings.seed)
-    # A trace has just so many pieces; seeds there are without end.
-    rules = Rules(runs=asked.runs, verdict_runs=asked.runs if recorded else 2 * asked.runs)
-    return rehearse(workshop, planner, settings, trial, rules, workshop.said)
+    runs = asked.of_runs
+    if asked.rehearse:
+        # A trace has just so many pieces; seeds there are without end.
+        rules = Rules(runs=runs, verdict_runs=runs if recorded else 2 * runs)
+        return rehearse(workshop, planner, settings, trial, rules, workshop.said, far=far, given=outcome)
+    began_s = time.process_time()
+    rules = Rules(runs=runs, most_rounds=SHORT_ROUNDS, first=True)
+    return rehearse(
+        workshop,
+        planner,
+        replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_S)),
+        trial,
+        rules,
+        lambda what: workshop.said(f"rehearsing, {what}"),
+        lambda: time.process_time() - began_s > SHORT_S,
+        far,
+        outcome,
+    )
 
 
-def estimate_of(spec: Spec, problem: Problem, options: Mapping[str, Any], seed: int = 0) -> Estimate | None:
+def asked_of(options: Mapping[str, Any]) -> Asked:
+    """The options as `plan` has them, checked."""
+    asked = Asked(**options)
+    if asked.cv is not None and not asked.cv >= 0:
+        raise InputError("--cv", f"must not be negative, is {asked.cv:g}")
+    if asked.averages:
+        given = {"--rehearse": asked.rehearse, "--cv": asked.cv, "--requests": asked.requests}
+        for name, value in (given | {"--runs": asked.runs}).items():
+            if value not in (None, False):
+                raise InputError(name, "is for a rehearsal; leave --averages out")
+    return asked
+
+
+def tried(
+    trial: Trial, plan: Plan, runs: int, said: Said, far: Far = lambda done, total: None
+) -> tuple[Evidence, ...]:
+    """What simulation says of a plan that stays as it is."""
+    from potluck.rehearse.evidence import evidence_of
+
+    return evidence_of(trial, plan, range(runs), lambda what: said(f"rehearsing, {what}"), far)
+
+
+def estimate_of(spec: Spec, problem: Problem, asked: Asked, seed: int = 0) -> Estimate | None:
     """What tries pairs of a pool's replicas under `--attainment simulated`; None: the closed form does."""
-    if Asked(**options).attainment == "closed":
+    if asked.attainment == "closed":
         return None
     from potluck.cli.trying.simulation import Inputs, scene_of
     from potluck.core.values.plan import Plan
@@ -122,6 +179,9 @@ def trial_of(spec: Spec, problem: Problem, plan: Plan, asked: Asked, seed: int =
 
     world = scene_of(Inputs(spec, problem, plan))
     source, recorded = _source(spec, asked, seed)
+    if left_out := _left_out(problem):
+        world = replace(world, mean_tokens={**world.mean_tokens, **_means(problem, left_out)})
+        return Trial(world, lambda run: _without(source(run), left_out), spec.policy, Running()), recorded
     return Trial(world, source, spec.policy, Running()), recorded
 
 
@@ -129,60 +189,123 @@ def _source(spec: Spec, asked: Asked, seed: int) -> tuple[Source, bool]:
     """The spec's own traces where it has some with times; everything else is made up. And whether it has."""
     from potluck.cli.common.workloads import Asked as Wanted
     from potluck.cli.common.workloads import of_trace
-    from potluck.rehearse.sources import made_up, recorded
+    from potluck.rehearse.sources import few, made_up, recorded
     from potluck.spec.traces import load_trace
 
     traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
+    count = asked.requests or (None if asked.rehearse else few(traffic))
     traces = {}
     for model in spec.models:
         trace = None if model.trace is None else load_trace(model.trace, blocks=True)
         if trace is not None and trace.span_s > 0 and asked.cv is None and model.traffic.rate_per_s > 0:
             traces[model.name] = of_trace(trace, model.name, Wanted())
     if traces:
-        return recorded(traces, traffic, asked.runs), True
-    made = made_up(traffic, 1.0 if asked.cv is None else asked.cv, asked.requests)
+        try:
+            return recorded(traces, traffic, asked.of_runs, most=count), True
+        except InputError:
+            if asked.rehearse:
+                raise  # a short one does with made-up arrivals where a trace has too few
+    made = made_up(traffic, 1.0 if asked.cv is None else asked.cv, count)
     return (lambda run: made(run + SEED_STRIDE * seed)), False
 
 
-def show_rehearsal(found: Rehearsal | None) -> None:
-    """Every round, and what came of it."""
+def _left_out(problem: Problem) -> dict[str, list[tuple[int, bool]]]:
+    """(longest prompt, whether nothing serves it) of the buckets of models of which the plan leaves some out."""
+    return {
+        ask.name: [(demand.longest_tokens, demand.rate_per_s <= 0) for demand in ask.demands]
+        for ask in problem.asks
+        if any(demand.rate_per_s <= 0 for demand in ask.demands)
+    }
+
+
+def _means(problem: Problem, names: Collection[str]) -> dict[str, tuple[float, float]]:
+    """Mean prompt and answer of what is left."""
+    found = {}
+    for ask in problem.asks:
+        if ask.name in names and ask.rate_per_s > 0:
+            prompts = sum(each.rate_per_s * each.input_tokens for each in ask.demands)
+            answers = sum(each.rate_per_s * each.output_tokens for each in ask.demands)
+            found[ask.name] = (prompts / ask.rate_per_s, answers / ask.rate_per_s)
+    return found
+
+
+def _without(load: Workload, left_out: Mapping[str, Sequence[tuple[int, bool]]]) -> Workload:
+    import numpy as np
+
+    kept = np.ones(len(load), bool)
+    for place, name in enumerate(load.models):
+        if name in left_out:
+            edges, gone = zip(*left_out[name], strict=True)
+            bucket = np.minimum(np.searchsorted(edges, load.prompt_tokens), len(edges) - 1)
+            kept &= (load.model != place) | ~np.array(gone)[bucket]
+    return load.take(np.flatnonzero(kept))
+
+
+def basis_of(found: Rehearsal | None) -> str:
+    """For which demand a plan was made: proofs are about that."""
+    factors = {} if found is None else found.best.factors
+    more = [f"{name} x {factor:.3g}" for name, factor in factors.items() if abs(factor - 1) > 1e-3]
+    return f"for demand with headroom ({', '.join(more)})" if more else "on averages"
+
+
+def show_rehearsal(found: Rehearsal | None, asked: Asked, plan: Plan) -> None:
+    """Every round where there were several, and what came of it."""
     if found is None:
+        short = "" if plan.fraction >= 1 or asked.averages else ", as it serves a part of the demand"
+        paragraph(f"on averages: what is expected was not rehearsed in simulation{short}.")
         return
-    models = [each.model for each in found.first.evidence]
-    rows = [(step.number, *_cells(step, models), "holds" if step.holds else "misses") for step in found.steps]
-    heads = [head for model in models for head in (f"{model}: headroom", "attained", "at least")]
-    table("Rehearsal", ("round", "runs", "USD/h", *heads, "objective"), rows)
+    if len(found.steps) > 1:
+        _show_rounds(found)
     best, first = found.best, found.first
+    for each in best.evidence:
+        paragraph(f"{evidence_line(each)}.")
     wrong = dict.fromkeys(line for each in best.evidence for line in each.disagreed)
     for line in list(wrong)[:MOST_LINES]:
-        click.echo(f"Not as planned: {line}.")
+        paragraph(f"Not as planned: {line}.")
     if found.chosen is None:
-        click.echo(f"No plan held in simulation: {found.reason}. This is the one that came closest.\n")
-        return
-    change = best.cost_usd_per_h - first.cost_usd_per_h
-    before = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
-    if abs(change) < 0.005:
-        before = "as much as"
-    kept = "held" if first.holds else "missed"
-    click.echo(
-        f"The plan {found.reason}: {before} the plan on averages, which {kept} with the same requests.\n"
+        dearest = max(step.cost_usd_per_h for step in found.steps)
+        more = f" up to {usd(dearest)}/h" if dearest > best.cost_usd_per_h * 1.005 else ""
+        paragraph(
+            f"Warning: no plan{more} held in simulation: {found.reason}. This is the cheapest of those that came "
+            "closest."
+        )
+    elif len(found.steps) > 1:
+        change = best.cost_usd_per_h - first.cost_usd_per_h
+        before = f"{usd(abs(change))}/h {'more' if change > 0 else 'less'} than"
+        if abs(change) < 0.005:
+            before = "as much as"
+        kept = "held" if first.holds else "missed"
+        paragraph(
+            f"The plan {found.reason}: {before} the plan on averages, which {kept} with the same requests."
+        )
+    click.echo()
+
+
+def evidence_line(seen: Evidence) -> str:
+    """What simulation says of one model, with how much it saw."""
+    kept = "holds" if seen.holds else "misses"
+    refused = "" if seen.answers else f"; answered {percent(min(seen.answered))} or more"
+    runs = f"{len(seen.attained)} runs" if len(seen.attained) > 1 else "one run"
+    return (
+        f"rehearsed: {seen.model} in time for {percent(seen.mean)} of {seen.requests:,} requests "
+        f"({runs}), {kept} its {percent(seen.promised)}{refused}"
     )
 
 
-def _cells(step: Step, models: list[str]) -> list[str]:
-    by_model = {each.model: each for each in step.evidence}
-    runs = max((len(each.attained) for each in step.evidence), default=0)
-    cells = [f"{runs} fresh" if step.fresh else f"{runs}", usd(step.cost_usd_per_h)]
-    for model in models:
-        seen = by_model.get(model)
-        if seen is None:
-            cells += ["-", "-", "-"]
-            continue
-        verdict = "holds" if seen.lower >= seen.promised else "misses"
-        bound = f"{percent(seen.lower)} ({verdict} {percent(seen.promised)})"
-        answered = f", answered {percent(min(seen.answered))} or more" if not seen.answers else ""
-        cells += [f"x {step.factors[model]:.3g}", percent(seen.mean) + answered, bound]
-    return cells
+def _show_rounds(found: Rehearsal) -> None:
+    """A row for each model of each round."""
+    rows = []
+    for step in found.steps:
+        runs = max((len(each.attained) for each in step.evidence), default=0)
+        told = (f"{step.number}", f"{runs} fresh" if step.fresh else f"{runs}", usd(step.cost_usd_per_h))
+        for each in step.evidence:
+            verdict = "holds" if each.holds else "misses"
+            refused = "" if each.answers else ", refuses"
+            cells = (f"x {step.factors[each.model]:.3g}", percent(each.mean), percent(each.lower))
+            rows.append((*told, each.model, *cells, f"{verdict} {percent(each.promised)}{refused}"))
+            told = ("", "", "")
+    columns = ("round", "runs", "USD/h", "model", "headroom", "attained", "at least", "objective")
+    table("Rehearsal", columns, rows)
 
 
 def rehearsal_json(found: Rehearsal | None) -> dict[str, object]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.common.files import Saves
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, listing, percent, usd
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.cli.planning.options import json_option, posed_of, posing_options, strategy_of, strategy_option
+from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.plan.series.day import Day, Step
@@ -20,27 +21,11 @@ PARTS = 24
 
 
 @click.command()
-@click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path))
-@click.option("--strategy", default="auto", show_default=True, help="See `potluck compare`.")
+@strategy_option
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write the plans (JSON) here.")
-@click.option(
-    "--time-limit",
-    "time_limit_s",
-    type=float,
-    default=10.0,
-    show_default=True,
-    help="Seconds, for each plan.",
-)
-@click.option("--headroom", type=float, default=0.8, show_default=True, help="How busy replicas may be.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def schedule(
-    spec_path: Path | None,
-    strategy: str,
-    out: Path | None,
-    time_limit_s: float,
-    headroom: float,
-    as_json: bool,
-) -> None:
+@posing_options(10.0, "CPU-seconds, for each plan.")
+@json_option
+def schedule(strategy: str, out: Path | None, as_json: bool, **options: Any) -> None:
     """Which plan to run when, as demand changes over the day, with what changing costs.
 
     Hours come from `traffic: {rate_by_hour: [...]}`, or from a trace that spans hours. Plans are on averages:
@@ -48,29 +33,27 @@ def schedule(
     """
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.series import day
-    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+    from potluck.plan.strategies import Workshop
 
-    if strategy not in STRATEGIES:
-        raise UnknownNameError("strategy", strategy, STRATEGIES)
-    if not 0 < time_limit_s < float("inf"):
-        raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
-    spec = read_spec(spec_path)
+    posed, _ = posed_of(options)
+    planner, settings, saves = strategy_of(strategy), posed.settings(), Saves()
+    spec = posed.spec()
     rates = hourly_rates(spec)
-    problem = load_problem(spec, headroom, None, (), 0.0)
+    problem = posed.problem(spec)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     with progress(4 * len(problem.asks) + day.LEVELS) as said:
         workshop = Workshop(problem, said=said)
-        found = day.schedule(workshop, STRATEGIES[strategy], Settings(time_limit_s), rates, said)
+        found = day.schedule(workshop, planner, settings, rates, said)
     if out is not None:
-        for step in found.steps:
-            path = out / f"plan-{_clock(step.from_h).replace(':', '')}.json"
-            path.write_text(plan_to_json(step.plan), encoding="utf-8")
-        (out / "static.json").write_text(plan_to_json(found.static), encoding="utf-8")
+        plans = {f"plan-{_clock(step.from_h).replace(':', '')}.json": step.plan for step in found.steps}
+        for name, plan in (plans | {"static.json": found.static}).items():
+            saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:
         emit_json(_as_json(found))
-        return
-    _show(found)
+    else:
+        _show(found)
+    saves.complain()
 
 
 def hourly_rates(spec: Spec) -> list[dict[str, float]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from potluck.cli.planning.rehearse import SHORT_RUNS
 from potluck.cli.serving.up_gpus import (
     Ready,
     for_this_machine,
@@ -28,7 +29,7 @@ from potluck.cli.serving.up_gpus import (
     prepared_for_gpus,
     vllm_maker,
 )
-from potluck.cli.serving.up_plan import RUNS, Prepared, Wishes, prepared, with_offers, workshop_of
+from potluck.cli.serving.up_plan import Prepared, Wishes, prepared, with_offers, workshop_of
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec, startups_of
 from potluck.control.launch.chips import find_chips
@@ -162,7 +163,7 @@ def _up(
     if port and not (folder / "state.db").is_file():  # else its own gateway may be there
         must_be_free(port)
     with ExitStack() as whole, ExitStack() as until_ready:
-        said = until_ready.enter_context(startup(2 * RUNS + 12))
+        said = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
         # It loads while the plan is made.
         nursery = nursery_of(folder) if style == "emulated" and model is None else None
         if nursery is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from potluck.cli.common.render import percent
+from potluck.cli.planning.rehearse import SHORT_RUNS, Said
 from potluck.cli.trying.simulation import Inputs, offered, read_plan_and_spec
 
 if TYPE_CHECKING:
@@ -16,18 +15,11 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Outcome, Settings, Workshop
-    from potluck.rehearse.evidence import Evidence
     from potluck.spec.values import Spec
 
 HEADROOM = 0.8
-RUNS, MOST_REQUESTS = 3, 1_500
-"""Of a rehearsal: enough to see a plan that misses by much, in seconds."""
-REHEARSAL_S = 12.0
-"""CPU-seconds after which no further round is begun."""
-MOST_ROUNDS = 4
 FIRST_PER_S, MOST_PER_S = 50.0, 50_000.0
 """Requests a second with which a search for the most that a fleet can do begins and ends."""
-Said = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +56,30 @@ def prepared(paths: tuple[Path, ...], spec: Spec, wishes: Wishes, said: Said) ->
 
 def tried_as_it_is(inputs: Inputs, wishes: Wishes, said: Said) -> Prepared:
     """A plan that stays, with what simulation says of it."""
-    from potluck.cli.planning.rehearse import Asked, trial_of
-    from potluck.rehearse.evidence import evidence_of
+    from potluck.cli.planning.rehearse import Asked, evidence_line, trial_of, tried
 
     if wishes.averages or not any(model.traffic.rate_per_s > 0 for model in inputs.spec.models):
         return Prepared(inputs)
-    asked = Asked(True, None, MOST_REQUESTS, RUNS)
-    trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, asked)
-    shown = evidence_of(trial, inputs.plan, range(RUNS), lambda what: said(f"rehearsing, {what}"))
-    return Prepared(inputs, tuple(map(_line, shown)), all(each.holds for each in shown))
+    trial, _ = trial_of(inputs.spec, inputs.problem, inputs.plan, Asked())
+    shown = tried(trial, inputs.plan, SHORT_RUNS, said)
+    return Prepared(inputs, tuple(map(evidence_line, shown)), all(each.holds for each in shown))
 
 
 def _planned(spec: Spec, wishes: Wishes, said: Said) -> Prepared:
     from potluck.cli.planning.plan import require_service
+    from potluck.plan.reasons.unservable import planned_rest
     from potluck.plan.strategies import STRATEGIES, Settings
 
     problem = _problem(spec, wishes)
     workshop = workshop_of(problem, wishes, said)
     settings = Settings(time_limit_s=wishes.time_limit_s)
-    outcome = STRATEGIES["auto"](workshop, settings)
-    require_service(problem, outcome, wishes.time_limit_s)
-    lines = _short_of(problem, outcome)
+    workshop, outcome, notes = planned_rest(STRATEGIES["auto"], workshop, settings)
+    require_service(workshop.problem, outcome, wishes.time_limit_s, notes)
+    lines = (*notes, *_short_of(workshop.problem, outcome))
     plan = outcome.plan
     tried: tuple[str, ...] = ()
-    if not wishes.averages and any(model.traffic.rate_per_s > 0 for model in spec.models):
-        plan, tried = _rehearsed(spec, workshop, outcome, settings, said)
+    if not wishes.averages:
+        plan, tried = _rehearsed(spec, workshop, outcome, settings)
     return Prepared(Inputs(spec, problem, plan), (*lines, *tried))
 
 
@@ -153,40 +144,23 @@ def _short_of(problem: Problem, outcome: Outcome) -> tuple[str, ...]:
 
 
 def _rehearsed(
-    spec: Spec, workshop: Workshop, outcome: Outcome, settings: Settings, said: Said
+    spec: Spec, workshop: Workshop, outcome: Outcome, settings: Settings
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The first plan with headroom enough to hold in simulation; the one on averages where none does."""
-    from potluck.cli.planning.rehearse import Asked, trial_of
+    """The first plan with headroom enough to hold in simulation; the one that came closest where none does."""
+    from potluck.cli.planning.rehearse import Asked, evidence_line, rehearsed
     from potluck.plan.strategies import STRATEGIES
-    from potluck.rehearse.loop import Rules, rehearse
 
-    trial, _ = trial_of(spec, workshop.problem, outcome.plan, Asked(True, None, MOST_REQUESTS, RUNS))
-    began_s = time.process_time()
-    found = rehearse(
-        workshop,
-        STRATEGIES["auto"],
-        settings,
-        trial,
-        Rules(runs=RUNS, most_rounds=MOST_ROUNDS, first=True),
-        lambda what: said(f"rehearsing, {what}"),
-        lambda: time.process_time() - began_s > REHEARSAL_S,
-    )
+    found = rehearsed(spec, workshop, outcome, STRATEGIES["auto"], settings, Asked())
+    if found is None:
+        return outcome.plan, ()
     best = found.best
-    lines = tuple(map(_line, best.evidence))
+    lines = tuple(map(evidence_line, best.evidence))
     more = best.cost_usd_per_h - found.first.cost_usd_per_h
     if found.chosen is None:
         lines = (*lines, f"no plan held in simulation ({found.reason}); this one came closest")
     elif more > 0.005:
         lines = (*lines, f"${more:.2f}/h of it is headroom that the rehearsal asked for")
     return best.plan, lines
-
-
-def _line(seen: Evidence) -> str:
-    kept = "holds" if seen.holds else "misses"
-    return (
-        f"rehearsed: {seen.model} in time for {percent(seen.mean)} of {seen.requests:,} requests, "
-        f"{kept} its {percent(seen.promised)}"
-    )
 
 
 def with_offers(found: Prepared, rules: Policy, shop: Callable[[Problem], Workshop]) -> Prepared:
