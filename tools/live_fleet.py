@@ -168,14 +168,17 @@ class LiveFleet:
         ]
         return Process(arguments, self.folder / f"{name.replace('/', '_')}.log", self._env)
 
-    def _start_gateway(self) -> None:
+    def _gateway_process(self) -> Process:
         roster = self.folder / "engines.yaml"
         roster.write_text(json.dumps({"engines": self.roster}))
         arguments = [
             *(sys.executable, *self._program, "serve", str(self._plan_path), str(self._spec_path)),
             *("--engines", str(roster), "--port", "0", "--admin-port", "0", "--json", *self._gateway),
         ]
-        self.gateway = Process(arguments, self.folder / "gateway.log", self._env)
+        return Process(arguments, self.folder / "gateway.log", self._env)
+
+    def _start_gateway(self) -> None:
+        self.gateway = self._gateway_process()
         self.gateway.start()
         said = self.gateway.hear()
         self.url, self.admin = said["url"], said["admin"]

@@ -212,9 +212,9 @@ class World:
 
     # What may happen.
 
-    def make_ready(self, replica: str) -> list[Action]:
+    def make_ready(self, replica: str, kv_version: int = 0) -> list[Action]:
         self.ready.add(replica)
-        return self.tell(ReplicaReady(replica))
+        return self.tell(ReplicaReady(replica, kv_version))
 
     def plan(self, new: Plan, ready: bool = True) -> list[Action]:
         actions = self.tell(Planned(new))

@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError, RateLimitError
 
+from potluck.api.tls import server_tls
 from potluck.core.brain.actions import Refuse
 from potluck.core.errors import InputError
 from potluck.gateway.door.front import FrontDoor
 from potluck.gateway.http.port import open_port
 from potluck.gateway.parts import Answer, Asked
-from potluck.gateway.workers.worker import tls_of
 
 ANSWER = "Hello, you there"
 
@@ -182,7 +182,7 @@ def test_https(tmp_path: Path) -> None:
 
     async def scene() -> None:
         door = FrontDoor(CARDS, FakeDriver(), FakeMeter())
-        port = await open_port(door, "127.0.0.1", 0, tls=tls_of(certificate, key))
+        port = await open_port(door, "127.0.0.1", 0, tls=server_tls(certificate, key))
         try:
             trusting = ssl.create_default_context(cafile=str(certificate))
             async with (
@@ -196,7 +196,7 @@ def test_https(tmp_path: Path) -> None:
 
     asyncio.run(scene())
     with pytest.raises(InputError, match="--tls"):
-        tls_of(certificate, certificate)
+        server_tls(certificate, certificate)
 
 
 LOAD: dict[str, dict[str, Any]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -216,9 +217,10 @@ async def serve(
     api_key: str | None,
     ready: Callable[[str], None],
     names: frozenset[str] = frozenset(),
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Serve until a signal says to end; `ready` hears the address."""
-    await serve_all([service], host, port, api_key=api_key, ready=ready, names=names)
+    await serve_all([service], host, port, api_key=api_key, ready=ready, names=names, tls=tls)
 
 
 async def serve_all(
@@ -229,12 +231,15 @@ async def serve_all(
     api_key: str | None,
     ready: Callable[[str], None],
     names: frozenset[str] = frozenset(),
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """The same of several, on ports in a row; a port of 0: on free ones."""
     async with AsyncExitStack() as stack:
         faces = []
         for place, service in enumerate(services):
-            face = await open_face(service, host, port and port + place, api_key=api_key, names=names)
+            face = await open_face(
+                service, host, port and port + place, api_key=api_key, names=names, tls=tls
+            )
             stack.push_async_callback(face.close)
             faces.append(face)
         stop = asyncio.Event()

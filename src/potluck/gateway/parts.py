@@ -73,6 +73,11 @@ class Address(NamedTuple):
     port: int
     tls: bool = False
 
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'https' if self.tls else 'http'}://{host}:{self.port}"
+
 
 class Listener(Protocol):
     """Who hears an engine's answer. After `done` or `lost`, of which exactly one comes, it hears no more."""

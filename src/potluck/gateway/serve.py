@@ -12,6 +12,7 @@ from pathlib import Path
 from aiohttp import web
 
 from potluck.api.origin import Served
+from potluck.api.tls import server_tls
 from potluck.core.brain.policy import Policy
 from potluck.gateway.admin import families
 from potluck.gateway.admin.app import Office, build_admin
@@ -36,7 +37,7 @@ from potluck.gateway.settings import LOOPBACK, Settings
 from potluck.gateway.workers.crew import Crew
 from potluck.gateway.workers.parent import Parent, Post
 from potluck.gateway.workers.setup import CardNote
-from potluck.gateway.workers.worker import Worker
+from potluck.gateway.workers.worker import Worker, calls_of
 from potluck.worlds.scene import Scene
 
 Ready = Callable[[str, str], None]
@@ -116,15 +117,18 @@ class Operators:
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places
         sockets = sockets or await bound(places.admin_host, places.admin_port)
+        # Whoever is on this machine needs no certificate to believe it.
+        far = self._settings.tls is not None and places.admin_host not in LOOPBACK
+        tls = server_tls(*self._settings.tls) if far and self._settings.tls else None
         # Who has gone watches no more, and what was asked for them is given up.
         self._runner = web.AppRunner(
             build_admin(self._office), access_log=None, shutdown_timeout=1.0, handler_cancellation=True
         )
         await self._runner.setup()
         for each in sockets:
-            await web.SockSite(self._runner, each).start()
+            await web.SockSite(self._runner, each, ssl_context=tls).start()
         host, port = sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -188,7 +192,7 @@ async def serve(
     With a `post` workers have processes of their own, and a parent looks after all of them.
     """
     allow_open_files()
-    outgoing = Calls()
+    outgoing = calls_of(settings)
     memory = None if post is None else Memory(post.home)
     center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log, memory=memory)
     operators = Operators(center, settings)

@@ -40,6 +40,8 @@ class Settings:
     log: Path | None = None
     tls: tuple[Path, Path] | None = None
     """Certificate and key."""
+    engine_ca: Path | None = None
+    """Whose certificates engines show; None: of anybody whom the machine trusts."""
     otlp: str | None = None
     """Where spans go, if anywhere."""
     admin_key: str | None = field(default=None, repr=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from potluck.api.tls import server_tls
 from potluck.core.errors import InputError
 
 KEY_VARIABLE = "POTLUCK_API_KEY"
@@ -34,6 +36,27 @@ def key_for(host: str, file: Path | None) -> str | None:
     if host not in LOOPBACK and key is None:
         click.echo(f"potluck: warning: {host} is open to others and no key is set", err=True)
     return key
+
+
+tls_option = click.option(
+    "--tls",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="CERTIFICATE KEY",
+    help="Serve HTTPS, also to the gateway.",
+)
+
+
+def tls_for(host: str, files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
+    """What a server shows, with a warning where others can reach it and listen in on the way."""
+    if files is not None:
+        return server_tls(*files)
+    if host not in LOOPBACK:
+        click.echo(
+            f"potluck: warning: {host} is served in clear; give --tls where the network is not your own",
+            err=True,
+        )
+    return None
 
 
 def api_key(file: Path | None) -> str | None:

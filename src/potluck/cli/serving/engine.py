@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.serving.doorstep import KEY_VARIABLE, announce, key_for
+from potluck.cli.serving.doorstep import KEY_VARIABLE, announce, key_for, tls_for, tls_option
 from potluck.cli.serving.engine_kinds import Common, computing, pretending
 from potluck.cli.serving.engine_vllm import vllm
 from potluck.core.errors import InputError
@@ -109,6 +109,7 @@ engine.add_command(vllm)
     metavar="CERTIFICATE KEY AUTHORITY",
     help="Files for TLS between engines; both sides must show a certificate.",
 )
+@tls_option
 @click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Clients' key; else ${KEY_VARIABLE}.")
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
@@ -125,6 +126,7 @@ def serve(
     kv_port: int,
     kv_from: tuple[str, ...],
     kv_tls: tuple[Path, Path, Path] | None,
+    tls: tuple[Path, Path] | None,
     pretend: bool,
     **options: object,
 ) -> None:
@@ -146,7 +148,7 @@ def serve(
         from potluck.engine.shipped import shipped_model
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
-    key = key_for(host, api_key_file)
+    key, secure = key_for(host, api_key_file), tls_for(host, tls)
     directory = model or shipped_model()
     common = Common(
         directory,
@@ -157,7 +159,9 @@ def serve(
     )
     services = pretending(common, options) if pretend else [computing(common, options)]
     ready = announce(common.name, services[0].role, as_json)
-    asyncio.run(serve_all(services, host, port, api_key=key, ready=ready, names=frozenset(allow_host)))
+    asyncio.run(
+        serve_all(services, host, port, api_key=key, ready=ready, names=frozenset(allow_host), tls=secure)
+    )
 
 
 def kv_settings(

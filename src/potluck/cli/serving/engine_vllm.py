@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from potluck.cli.serving.doorstep import announce, key_for
+from potluck.cli.serving.doorstep import announce, key_for, tls_for, tls_option
 from potluck.core.errors import InputError
 
 
@@ -43,6 +43,7 @@ from potluck.core.errors import InputError
 @click.option("--lease-s", default=60.0, show_default=True, type=click.FloatRange(0.1), help="Of a handle.")
 @click.option("--start-s", default=900.0, show_default=True, help="How long vLLM may take to start.")
 @click.option("--any-version", is_flag=True, help="Try a vLLM that this was not tested with.")
+@tls_option
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="Clients' key; else $POTLUCK_API_KEY.")
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED)
@@ -63,6 +64,7 @@ def vllm(
     lease_s: float,
     start_s: float,
     api_key_file: Path | None,
+    tls: tuple[Path, Path] | None,
     as_json: bool,
     more: tuple[str, ...],
     **options: object,
@@ -103,6 +105,7 @@ def vllm(
             ready=announce(shown, role, as_json),
             role=role,
             names=frozenset(allow_host),
+            tls=tls_for(host, tls),
         )
     )
 

@@ -12,7 +12,7 @@ from secrets import token_bytes
 import click
 
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.serving.doorstep import LOOPBACK
+from potluck.cli.serving.doorstep import LOOPBACK, tls_for
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.values import SHIPPED, Spec
@@ -57,6 +57,11 @@ _file = click.Path(dir_okay=False, path_type=Path)
     "--pretended", is_flag=True, help="Engines pretend: requests may be as long as the spec's models allow."
 )
 @click.option("--tls", nargs=2, type=_file, metavar="CERTIFICATE KEY", help="Serve HTTPS.")
+@click.option(
+    "--engine-ca",
+    type=_file,
+    help="Authority of the certificates that engines at https:// show; else those that this machine trusts.",
+)
 @click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
 @click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @click.option(
@@ -81,6 +86,7 @@ def serve(
     files: tuple[str, ...],
     pretended: bool,
     tls: tuple[Path, Path] | None,
+    engine_ca: Path | None,
     otlp: str | None,
     policy: tuple[str, ...],
     history: Path | None,
@@ -99,6 +105,7 @@ def serve(
 
     if host not in LOOPBACK and keys is None:
         raise InputError("--host", f"{host} is open to others; give --keys, or listen on 127.0.0.1")
+    tls_for(host, tls)
     inputs, rules = read_inputs(
         (plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy), profile_paths
     )
@@ -109,6 +116,7 @@ def serve(
         usage=usage,
         log=log,
         tls=tls,
+        engine_ca=engine_ca,
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
         files=files_of(inputs.spec, files),

@@ -115,7 +115,10 @@ class Timely:
         return best, least_s
 
     def at_home(self, flight: Flight, first: View, second: View) -> bool:
-        """Whether the prompt is best done where it is answered, which holds much of it, and others bear that."""
+        """Whether the prompt is best done where it is answered: nobody else can hand it over there, or it holds much
+        of it, and others bear that."""
+        if first.kv_version != second.kv_version:
+            return True
         if not self._affinity.at_home(flight, first, second):
             return False
         return self._room is None or self._room.bears(second, flight, self._own_tokens(second, flight))

@@ -89,10 +89,12 @@ class Caches:
         for key in [key for key, until_s in self._copied_s.items() if until_s <= at_s]:
             del self._copied_s[key]
         actions: list[Action] = []
+        views = self._fleet.views
         for model, heat in self._heat.items():
             for copy in self._copies(at_s, model, heat):
                 self._copied_s[copy.block, copy.target] = at_s + SETTLING_S
-                actions.append(Move(copy.chain, copy.source, copy.target))
+                if views[copy.source].kv_version == views[copy.target].kv_version:
+                    actions.append(Move(copy.chain, copy.source, copy.target))
         return actions
 
     def _copies(self, at_s: float, model: str, heat: Heat) -> list[Copy]:

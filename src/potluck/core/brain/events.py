@@ -151,6 +151,8 @@ class Cached(NamedTuple):
 
 class ReplicaReady(NamedTuple):
     replica: str
+    kv_version: int = 0
+    """In which its caches cross; those of another version are no use to it."""
 
 
 class ReplicaLost(NamedTuple):

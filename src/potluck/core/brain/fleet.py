@@ -81,6 +81,8 @@ class View:
     done_prompts: int = 0
     gone: bool = False
     """It was lost or stopped."""
+    kv_version: int = 0
+    """Replicas of unlike versions hand nothing over to each other."""
 
     @property
     def serves(self) -> bool:
@@ -140,7 +142,10 @@ class Fleet:
         self._changed(unit)
         return view
 
-    def ready(self, replica: str) -> None:
+    def ready(self, replica: str, kv_version: int = 0) -> None:
+        view = self.views.get(replica)
+        if view is not None:
+            view.kv_version = kv_version
         self._state(replica, "ready")
 
     def drain(self, replica: str) -> None:

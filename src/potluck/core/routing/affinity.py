@@ -91,6 +91,12 @@ class Affinity:
                     found[region] = self._cached_in(flight, region)
         return found
 
+    def to_compute(self, flight: Flight, view: View, start: int, stop: int) -> int:
+        """Tokens of [start, stop) that a replica is not known to hold; the last one is always computed."""
+        if not flight.request.blocks or self._policy.affinity == 0:
+            return stop - start
+        return max(1, stop - max(start, self.cached(view, flight)))
+
     def lender(
         self, flight: Flight, first: View, links: Links, abroad: bool, but: View | None = None
     ) -> tuple[View, int] | None:
@@ -109,6 +115,8 @@ class Affinity:
         def lends(replica: str) -> bool:
             view = self._fleet.views.get(replica)
             if view is None or view is first or view is but or not may_lend(view, flight):
+                return False
+            if view.kv_version != first.kv_version:
                 return False
             if view.member.region == region:
                 return self._policy.pool_caches

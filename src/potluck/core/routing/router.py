@@ -219,6 +219,8 @@ class Router:
         here, there = first.view, second.view
         assert here is not None
         assert there is not None
+        if here.kv_version != there.kv_version:
+            return self.to(second, flight)
         self._hand_over(flight, here, there, flight.prompt_tokens, holder)
         self.links.send(flight, here.member.region, there.member.region, flight.prompt_tokens)
         if self._by_load:
@@ -318,6 +320,9 @@ class Router:
         lows, highs = unavoided(target.prefills, flight.avoid), unavoided(target.decodes, flight.avoid)
         low = min(lows, key=lambda view: view.open_prefill_tokens)
         high = min(highs, key=fullness)
+        if low.kv_version != high.kv_version:
+            self._alone(flight, high)
+            return SENT
         splits = self._facts.splits.get(low.member.template) if self._policy.split else None
         if self._by_load and not flight.charges:
             self._charges.whole(flight, target, flight.prompt_tokens, [low], [high])
@@ -358,7 +363,7 @@ class Router:
         flight.earlier = ()
         flight.done = 0
         flight.last = view
-        flight.last_tokens = self._to_compute(flight, view, 0, flight.prompt_tokens)
+        flight.last_tokens = self._affinity.to_compute(flight, view, 0, flight.prompt_tokens)
         lender = self._lender(flight, view, abroad) if flight.request.blocks else None
         if lender is not None:
             holder, held = lender
@@ -377,7 +382,7 @@ class Router:
         """`first` computes the first `part` tokens, after `lender` sent it a prefix; `second` the rest."""
         prompt = flight.prompt_tokens
         route = handed_over(first.member.id, second.member.id, part)
-        earlier: tuple[tuple[View, int], ...] = ((first, self._to_compute(flight, first, 0, part)),)
+        earlier: tuple[tuple[View, int], ...] = ((first, self._affinity.to_compute(flight, first, 0, part)),)
         if lender is not None:
             holder, held = lender
             head = Segment(holder.member.id, 0, held)
@@ -392,9 +397,3 @@ class Router:
             self._fleet.open(view, tokens, 0)
         self._fleet.open(second, flight.last_tokens, flight.total_tokens)
         self.timely.sent(flight, first, earlier[-1][1])
-
-    def _to_compute(self, flight: Flight, view: View, start: int, stop: int) -> int:
-        """Tokens of [start, stop) that a replica is not known to hold; the last one is always computed."""
-        if not flight.request.blocks or self._policy.affinity == 0:
-            return stop - start
-        return max(1, stop - max(start, self._affinity.cached(view, flight)))

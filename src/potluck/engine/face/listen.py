@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import socket
+import ssl
 from collections import Counter
 
 from aiohttp import web
@@ -55,11 +56,17 @@ class Listener:
     """Accepts connections on some sockets, for one server."""
 
     def __init__(
-        self, sockets: list[socket.socket], server: web.Server, limits: FaceLimits, dropped: Counter[str]
+        self,
+        sockets: list[socket.socket],
+        server: web.Server,
+        limits: FaceLimits,
+        dropped: Counter[str],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.log = server_log()
         self._sockets, self._server, self._limits, self._dropped = sockets, server, limits, dropped
+        self._tls = tls
         self.crowd: Crowd[Visit] = Crowd(min(limits.connections, _files() * SHARE_OF_FILES))
         self._coming: set[asyncio.Task[None]] = set()
         self._told: Counter[str] = Counter()
@@ -126,7 +133,10 @@ class Listener:
 
     async def _welcome(self, visit: Visit, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: visit, connection)
+            late_s = None if self._tls is None else self._limits.head_s
+            await self._loop.connect_accepted_socket(
+                lambda: visit, connection, ssl=self._tls, ssl_handshake_timeout=late_s
+            )
         except (OSError, asyncio.CancelledError):  # It has left already, or we have.
             self.crowd.left(visit)
             connection.close()
@@ -188,6 +198,7 @@ async def open_face(
     *,
     api_key: str | None = None,
     names: frozenset[str] = frozenset(),
+    tls: ssl.SSLContext | None = None,
 ) -> Face:
     """Listen for a service's clients; `names` are those under which it is reached beside its address."""
     sockets = await _bound(host, port)
@@ -209,8 +220,8 @@ async def open_face(
         raise
     assert runner.server is not None
     shown = f"[{first[0]}]" if ":" in first[0] else first[0]
-    listener = Listener(sockets, runner.server, service.limits, service.dropped)
-    return Face(runner, listener, f"http://{shown}:{first[1]}")
+    listener = Listener(sockets, runner.server, service.limits, service.dropped, tls)
+    return Face(runner, listener, f"{'https' if tls else 'http'}://{shown}:{first[1]}")
 
 
 def _is_loopback(each: socket.socket) -> bool:

@@ -29,6 +29,7 @@ from potluck.engine.loop.requests import Job
 from potluck.engine.loop.status import Counters, Role, Status, step_times
 from potluck.kv.link.links import ANY_PORT, Address
 from potluck.kv.store.feed import CacheFeed
+from potluck.kv.wire.frames import VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,7 @@ class Service:
             exact=loop.executor.exact.holds,
             products=loop.executor.exact.products,
             kv=self.carriage.address if self.carriage else "",
+            kv_version=VERSION,
             links=self.carriage.reports() if self.carriage else (),
             problem=problem or degraded,
             notes=dict(loop.executor.notes()),

@@ -88,6 +88,8 @@ class Status:
     """How rows are multiplied for that: plain, pairs, strips (numbers/filling.py)."""
     kv: str = ""
     """HOST:PORT where caches are fetched from it."""
+    kv_version: int = 0
+    """In which format they cross."""
     links: tuple[LinkReport, ...] = ()
     """How the links fare over which caches came and went."""
     problem: str = ""

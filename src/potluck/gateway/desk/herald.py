@@ -91,7 +91,7 @@ class Herald:
         if type(event) in _OF_REQUESTS and (not actions or type(actions[0]) in _OF_REQUESTS):
             return
         match event:
-            case ReplicaReady(replica):
+            case ReplicaReady(replica=replica):
                 self.say("ready", f"{replica} is ready", "its engine answers")
             case ReplicaLost(replica, reason):
                 self._is_lost(replica, reason)

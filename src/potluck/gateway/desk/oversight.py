@@ -154,7 +154,7 @@ class Oversight:
             "pace": view.pace,
             "open_requests": view.open_requests,
             "open_prefill_tokens": view.open_prefill_tokens,
-            "url": None if endpoint is None else f"http://{endpoint.address.host}:{endpoint.address.port}",
+            "url": None if endpoint is None else endpoint.address.url,
             "status": None if view.status is None else view.status._asdict(),
         }
 
@@ -171,6 +171,8 @@ class Oversight:
                     "role": "" if each.said is None else each.said.role,
                     "state": "" if each.said is None else each.said.state,
                     "kv": "" if each.said is None else each.said.kv,
+                    "version": "" if each.said is None else each.said.version,
+                    "kv_version": 0 if each.said is None else each.said.kv_version,
                 }
                 for each in self._center.keeper.engines
             ]

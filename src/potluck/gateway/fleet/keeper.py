@@ -332,7 +332,7 @@ class Keeper:
         post.ready = True
         self._version += 1
         self._changed()
-        self._tell(ReplicaReady(member.id))
+        self._tell(ReplicaReady(member.id, said.kv_version if said else 0))
 
     async def _introduce(self) -> None:
         """Every engine that is there learns whose caches it may fetch."""

@@ -14,6 +14,8 @@ LONGEST_NAME = 500
 MOST_ADAPTERS = 1024
 KINDS = ("added", "removed", "marked", "unmarked")
 EVERYWHERE = ("0.0.0.0", "[::]", "::")
+FIRST_KV_VERSION = 2
+"""Of engines that do not say which: the last one that could not."""
 STATES = ("ready", "degraded", "draining", "drained", "failed")
 
 
@@ -47,6 +49,9 @@ class Said:
     own: bool = False
     """Whether it takes clients' own requests."""
     adapters: tuple[str, ...] = ()
+    version: str = ""
+    kv_version: int = 0
+    """Of the format in which caches cross."""
 
 
 def read_status(body: bytes, host: str = "") -> Said:
@@ -82,6 +87,8 @@ def read_status(body: bytes, host: str = "") -> Said:
         _text(data, "problem")[:200],
         data.get("own") is True,
         _words(data, "adapters"),
+        _text(data, "version"),
+        _whole(data, "kv_version") if "kv_version" in data else FIRST_KV_VERSION,
     )
 
 

@@ -138,6 +138,7 @@ class Crew:
             None if settings.keys is None else str(settings.keys.absolute()),
             None if certificate is None else str(certificate.absolute()),
             None if key is None else str(key.absolute()),
+            None if settings.engine_ca is None else str(settings.engine_ca.absolute()),
             self._secret,
             str(self._post.home / "slate"),
             self.center.desk.start_s,

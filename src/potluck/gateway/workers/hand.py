@@ -16,13 +16,12 @@ from contextlib import suppress
 from potluck.gateway.collector import calm
 from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.slates import Slate
-from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.workers import remote
 from potluck.gateway.workers.mail import Mail
 from potluck.gateway.workers.remote import HandMeter, RemoteDirectory, RemoteLine
 from potluck.gateway.workers.setup import Setup, setup_of
-from potluck.gateway.workers.worker import Worker
+from potluck.gateway.workers.worker import Worker, calls_of
 
 FLUSH_S = 0.25
 LONELY_S = 10.0
@@ -172,8 +171,8 @@ async def work(path: str, place: int) -> None:
     setup = await hand.setup
     hand.meter = meter = HandMeter(mail, hand.region, spans=setup.spans)
     meter.watch(hand.watched)
-    outgoing = Calls()
     settings = setup.settings
+    outgoing = calls_of(settings)
     worker = hand.worker = Worker(
         {note.name: note.card() for note in setup.cards},
         hand.directory,

@@ -51,6 +51,7 @@ class Setup:
     keys: str | None
     certificate: str | None
     key: str | None
+    engine_ca: str | None
     secret: str
     """From which tenants' salts are made; the same for all."""
     slate: str
@@ -69,7 +70,15 @@ class Setup:
             tls = (Path(self.certificate), Path(self.key))
         keys = None if self.keys is None else Path(self.keys)
         secret = bytes.fromhex(self.secret)
-        return Settings(Places(self.host, self.port), keys=keys, tls=tls, secret=secret, drain_s=self.drain_s)
+        engine_ca = None if self.engine_ca is None else Path(self.engine_ca)
+        return Settings(
+            Places(self.host, self.port),
+            keys=keys,
+            tls=tls,
+            engine_ca=engine_ca,
+            secret=secret,
+            drain_s=self.drain_s,
+        )
 
 
 def setup_of(text: str) -> Setup:

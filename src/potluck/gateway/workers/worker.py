@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
-from potluck.core.errors import InputError
+from potluck.api.tls import client_tls, server_tls
 from potluck.core.values.service import Sharing
 from potluck.gateway.desk.desk import Act
 from potluck.gateway.door.cards import ModelCard
@@ -62,7 +60,7 @@ class Worker:
 
     async def listen(self, settings: Settings, *, shared: bool = False) -> str:
         places = settings.places
-        tls = None if settings.tls is None else tls_of(*settings.tls)
+        tls = None if settings.tls is None else server_tls(*settings.tls)
         self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared)
         return self.port.address
 
@@ -74,11 +72,7 @@ class Worker:
         self.door.close()
 
 
-def tls_of(certificate: Path, key: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        raise InputError("--tls", f"{certificate} and {key} cannot be used ({error})") from error
-    return context
+def calls_of(settings: Settings) -> Calls:
+    """Requests to engines, which show certificates of the authority that was named, if one was."""
+    named = settings.engine_ca
+    return Calls(tls=None if named is None else client_tls(named, "--engine-ca"))

@@ -23,7 +23,7 @@ from potluck.kv.link.strand import Strand
 from potluck.kv.parcels import Manifest, Parcel, TransferError
 from potluck.kv.receive.assembly import Assembly
 from potluck.kv.receive.intake import Final, Intake, Stale
-from potluck.kv.wire.frames import Chunk, End, Hello, Opening
+from potluck.kv.wire.frames import Chunk, End, Hello, Opening, OtherVersion
 
 GRACE_S = 0.2
 """For connections to say that all is well, once all is there."""
@@ -226,6 +226,8 @@ class Fetching:
             intake = Intake(self, strand)
             sound = intake.run()
             return None
+        except OtherVersion as error:
+            return Final(error)
         except (OSError, PotluckError, Final) as error:
             stale = used and intake is not None and not intake.attached
             return Stale(str(error)) if stale and not isinstance(error, Final) else error

@@ -24,7 +24,7 @@ from potluck.kv.parcels import TransferError
 from potluck.kv.send.shipment import Closed, Opened, OutboxMemory, Shipment
 from potluck.kv.send.stream import OutboxLimits, Peer, Stream
 from potluck.kv.send.throttle import Throttle
-from potluck.kv.wire.frames import Beat, Hello, Opening, Problem, Refused
+from potluck.kv.wire.frames import Beat, Hello, Opening, OtherVersion, Problem, Refused
 
 MOST_PEERS = 256
 ANSWER_S = 60.0
@@ -259,7 +259,10 @@ class Outbox:
         """Serve one fetch; whether the connection may be used for another."""
         if not strand.wait(patience_s):
             return False
-        hello, _ = strand.read(self.limits.hello_s)
+        try:
+            hello, _ = strand.read(self.limits.hello_s)
+        except OtherVersion:  # It can tell from any frame of ours.
+            return self._last_words(strand, Refused())
         if not isinstance(hello, Hello):
             raise FormatError("hand-over", "does not begin with a greeting")
         shipment = self._claim(strand, hello)

@@ -38,6 +38,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 DTYPES = tuple(sorted(ITEM_BYTES))
 
 
+class OtherVersion(FormatError):
+    """The other side speaks another version: it is no use to try again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shared:
     """Memory that the receiver offers for data in place of the connection: slots of a chunk's size each."""
@@ -238,7 +242,10 @@ def read_prefix(raw: bytes) -> Prefix:
     if magic != MAGIC:
         raise FormatError("hand-over", "is not a stream of cache frames")
     if version != VERSION:
-        raise FormatError("hand-over", f"is of version {version}, this side reads {VERSION}")
+        raise OtherVersion(
+            "hand-over",
+            f"is of version {version}, this side reads {VERSION}; let both engines be of one release",
+        )
     if not HELLO <= kind <= DONE:
         raise FormatError("hand-over", f"has a frame of the unknown kind {kind}")
     if head_bytes > MOST_HEAD_BYTES or data_bytes > (MOST_CHUNK_BYTES if kind == CHUNK else 0):

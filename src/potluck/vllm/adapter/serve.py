@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import ssl
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ async def serve(
     ready: Callable[[str], None],
     role: str = "mixed",
     names: frozenset[str] = frozenset(),
+    tls: ssl.SSLContext | None = None,
     drain_s: float = DRAIN_S,
 ) -> None:
     """InputError when vLLM does not start, or ends."""
@@ -66,10 +68,10 @@ async def serve(
             served = Served(host in LOOPBACK, names, api_key is not None)
             runner = web.AppRunner(build(service, api_key, served), access_log=None)
             await runner.setup()
-            site = web.TCPSite(runner, host, port)
+            site = web.TCPSite(runner, host, port, ssl_context=tls)
             await _listen(site, host, port)
             service.started_s = time.monotonic()
-            ready(f"http://{host}:{_port(runner)}")
+            ready(f"{'https' if tls else 'http'}://{host}:{_port(runner)}")
             watching = asyncio.ensure_future(service.watch())
             await asyncio.wait([watching, ending], return_when=asyncio.FIRST_COMPLETED)
             if service.problem:

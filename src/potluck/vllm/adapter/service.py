@@ -17,6 +17,7 @@ from potluck.core.errors import UnknownNameError
 from potluck.kv.fingerprint import model_in
 from potluck.kv.link.links import Address
 from potluck.kv.store.feed import CacheFeed
+from potluck.kv.wire.frames import VERSION
 from potluck.vllm.adapter.ears import SHOWN_STEPS, Ears
 from potluck.vllm.adapter.process import Server
 
@@ -171,6 +172,7 @@ class Service:
             "preemptions": int(figures.get("vllm:num_preemptions_total", 0)),
             "uptime_s": time.monotonic() - self.started_s,
             "kv": self.kv,
+            "kv_version": VERSION,
             "links": [
                 {
                     "peer": peer,

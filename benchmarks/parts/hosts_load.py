@@ -1,0 +1,103 @@
+"""Load for fleets over several hosts: requests at a steady rate until somebody says enough, each answer checked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import uvloop
+from hosts_fleet import ENGINE_KEY, HostsFleet
+from live_plans import MODEL
+
+from potluck.load.client import Range, Shot
+
+VOCAB = 200
+"""Prompts are of these tokens, which every model has."""
+
+
+def shot_of(place: int, at_s: float, key: str, prompt: int, output: int) -> Shot:
+    """Half of them greedy, half drawn with a seed; no two alike."""
+    chance = random.Random(place)
+    tokens = [place % VOCAB + 5, *(chance.randrange(5, VOCAB) for _ in range(prompt))]
+    extra: dict[str, object] = {"temperature": 0.9, "seed": place} if place % 2 else {}
+    return Shot(at_s, MODEL, tokens, output, key=key, extra=extra)
+
+
+class Load(threading.Thread):
+    """Sends from the moment it is started; over all gateways by turns, as a balancer before them would."""
+
+    def __init__(
+        self,
+        fleet: HostsFleet,
+        rate_per_s: float,
+        *,
+        prompt: int = 60,
+        output: int = 30,
+        within_s: float = 120.0,
+    ) -> None:
+        super().__init__(daemon=True)
+        self._fleet, self._rate_per_s = fleet, rate_per_s
+        self._prompt, self._output, self._within_s = prompt, output, within_s
+        self._enough = threading.Event()
+        self.urls = [each.url for each in fleet.gateways]
+        """Those that the balancer sends to; may be changed meanwhile."""
+        self.shots: list[Shot] = []
+        self._problem: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(self._send())
+        except Exception as error:
+            self._problem = error
+
+    async def _send(self) -> None:
+        to = {}
+        under_way = []
+        clock = Range(self.urls[0], True, self._within_s, self._fleet.tls)
+        place = 0
+        while not self._enough.is_set():
+            at_s = place / self._rate_per_s
+            await clock.wait(at_s)
+            url = self.urls[place % len(self.urls)]
+            if url not in to:
+                to[url] = Range(url, True, self._within_s, self._fleet.tls)
+                to[url].start_s = clock.start_s
+            shot = shot_of(place, at_s, self._fleet.key, self._prompt, self._output)
+            self.shots.append(shot)
+            under_way.append(asyncio.ensure_future(to[url].shoot(shot)))
+            place += 1
+        await asyncio.gather(*under_way)
+
+    def end(self) -> list[Shot]:
+        """No more are sent; all that were, are over."""
+        self._enough.set()
+        self.join()
+        if self._problem is not None:
+            raise self._problem
+        return self.shots
+
+
+def wrong(fleet: HostsFleet, shots: Sequence[Shot], by: int) -> list[str]:
+    """What is wrong with answers, beside those of an engine that is asked directly."""
+    url = str(fleet.roster[by]["url"])
+
+    def right(shot: Shot) -> str:
+        body = json.loads(shot.body()) | {"stream": False}
+        head = {"Content-Type": "application/json", "Authorization": f"Bearer {ENGINE_KEY}"}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(request, timeout=300, context=fleet.tls) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    with ThreadPoolExecutor(24) as pool:
+        expected = list(pool.map(right, shots))
+    return [
+        f"at {shot.at_s:.1f} s: {shot.status} {shot.problem[:160]} {shot.text[-30:]!r} for {text[-30:]!r}"
+        for shot, text in zip(shots, expected, strict=True)
+        if not (shot.ended and shot.text == text)
+    ]

@@ -1,0 +1,144 @@
+"""Several hosts on one machine: network namespaces behind a switch, each with an address of its own.
+
+    with Bed(4) as bed:
+        one, two, *others = bed.hosts
+        subprocess.Popen(one.inside(["python", "-m", "http.server", "--bind", one.address]))
+        bed.slow(one, 20e6)     bed.cut(two)     bed.mend(two)
+
+This process is on the same network at `bed.address`, so it reaches every host and they reach it. Nothing else of the
+machine is touched: the switch has a namespace of its own, and all of it is gone when the block is left. Needs root
+on Linux with iproute2; `missing()` says why not.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Self
+
+NETWORKS = 64
+"""Of 10.193.0.0/18, one of which a bed takes: those that are in use on this machine are left alone."""
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    """Of its namespace."""
+    address: str
+    port: str
+    """Of the switch, where its cable ends."""
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """The command that runs there. The process is the caller's own child: `ip` becomes it."""
+        return ["ip", "netns", "exec", self.name, *command]
+
+
+class Bed:
+    """So many hosts, as long as the block lasts."""
+
+    def __init__(self, hosts: int) -> None:
+        self._tag = secrets.token_hex(3)
+        self._switch = f"pl-{self._tag}"
+        self._stack = ExitStack()
+        self._slowed: set[str] = set()
+        net = _network()
+        self.address = f"{net}.1"
+        self.hosts = tuple(
+            Host(f"{self._switch}-{number}", f"{net}.{number + 10}", f"p{number}") for number in range(hosts)
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self._space(self._switch)
+            _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+            _ip("-n", self._switch, "link", "set", "switch", "up")
+            here = f"pl{self._tag}"
+            _ip("link", "add", here, "type", "veth", "peer", "name", "here", "netns", self._switch)
+            self._stack.callback(_ip, "link", "del", here)
+            self._plug("here")
+            _ip("address", "add", f"{self.address}/24", "dev", here)
+            _ip("link", "set", here, "up")
+            for host in self.hosts:
+                self._space(host.name)
+                end = ("type", "veth", "peer", "name", host.port, "netns", self._switch)
+                _ip("-n", host.name, "link", "add", "eth0", *end)
+                self._plug(host.port)
+                _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+                _ip("-n", host.name, "link", "set", "eth0", "up")
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def cut(self, host: Host) -> None:
+        """Nothing reaches it or leaves it any more, and nobody is told."""
+        _ip("-n", self._switch, "link", "set", host.port, "nomaster")
+
+    def mend(self, host: Host) -> None:
+        _ip("-n", self._switch, "link", "set", host.port, "master", "switch")
+
+    def slow(self, host: Host, bits_per_s: float) -> None:
+        """Both ways, so much and no more; packets wait for at most 400 ms."""
+        bucket = f"root tbf rate {bits_per_s:.0f}bit burst 32kb latency 400ms".split()
+        _run("tc", "-n", host.name, "qdisc", "replace", "dev", "eth0", *bucket)
+        _run("tc", "-n", self._switch, "qdisc", "replace", "dev", host.port, *bucket)
+        self._slowed.add(host.name)
+
+    def full_speed(self, host: Host) -> None:
+        if host.name in self._slowed:
+            self._slowed.remove(host.name)
+            _run("tc", "-n", host.name, "qdisc", "del", "dev", "eth0", "root")
+            _run("tc", "-n", self._switch, "qdisc", "del", "dev", host.port, "root")
+
+    def _space(self, name: str) -> None:
+        _ip("netns", "add", name)
+        self._stack.callback(_ip, "netns", "del", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+
+    def _plug(self, port: str) -> None:
+        _ip("-n", self._switch, "link", "set", port, "up", "master", "switch")
+
+
+@functools.cache
+def missing() -> str:
+    """Why there can be no hosts here; empty if there can."""
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        return "needs root"
+    if not shutil.which("ip") or not shutil.which("tc"):
+        return "needs ip and tc: apt-get install iproute2"
+    try:
+        with Bed(1) as bed:
+            bed.slow(bed.hosts[0], 1e9)
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        return f"needs network namespaces ({' '.join(said.split())[:120]})"
+    return ""
+
+
+def _network() -> str:
+    """The first three numbers of a network that this machine is not on."""
+    shown = _run("ip", "-o", "-4", "address", "show").split()
+    taken = [ipaddress.ip_interface(word).network for word in shown if "/" in word and word[0].isdigit()]
+    for _ in range(NETWORKS):
+        net = f"10.193.{secrets.randbelow(NETWORKS)}"
+        if not any(each.overlaps(ipaddress.ip_network(f"{net}.0/24")) for each in taken):
+            return net
+    raise OSError("all networks that a bed may take are in use")
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
