@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
 SKY := .venv-sky
+RAY := .venv-ray
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 # The same with pip's progress, without the lines about what is there already.
@@ -18,7 +19,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-sky lint format docs site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm test-sky test-ray lint format docs site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -34,6 +35,9 @@ test: lint ## install, lint, type-check, run all tests
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
 	PYTHONPATH=src POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python -m pytest -q tests/vllm_engine
+
+test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose a node of a cluster that this machine acts as
+	PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python -m pytest -q tests/ray_cluster
 
 test-sky: $(SKY)/.made ## install SkyPilot apart, and let it read what is exported for it
 	PYTHONPATH=src $(SKY)/bin/python -m pytest -q tests/export
@@ -78,7 +82,7 @@ lock: ## write constraints.txt anew from the newest versions that fit pyproject.
 	cp "$$dir/constraints" constraints.txt; echo "constraints.txt: $$(grep -c == constraints.txt) pins"
 
 clean: ## remove .venv, caches and build leftovers
-	rm -rf $(VENV) $(VLLM) $(SKY) build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SKY) $(RAY) build dist site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -118,6 +122,11 @@ $(VLLM)/.made: pyproject.toml
 $(SKY)/.made: pyproject.toml
 	$(PYTHON) -m venv $(SKY)
 	$(SKY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input skypilot==0.14.1 pytest hypothesis kubernetes-validate -e .
+	@touch $@
+
+$(RAY)/.made: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt ray==2.60.0 pytest hypothesis -e .[gateway]
 	@touch $@
 
 build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from potluck.control.gateway import GatewayAway
-from potluck.control.launch.base import Place, Sighting
+from potluck.control.launch.base import NodeNews, Place, Sighting
 from potluck.control.loop import Controller
 from potluck.control.planning import Planner
 from potluck.control.store.lease import Lease
@@ -41,6 +41,7 @@ class Machine:
     started: int = 0
     step_tokens: list[int] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
+    told: list[NodeNews] = field(default_factory=list)
     broken: bool = False
 
     def start(self, name: str, make: Make) -> Place:
@@ -74,8 +75,12 @@ class Machine:
         self.killed.append(name)
         self.running.pop(name, None)
 
-    def news(self) -> tuple[()]:
-        return ()
+    def news(self) -> tuple[NodeNews, ...]:
+        found, self.told = tuple(self.told), []
+        return found
+
+    def log_of(self, name: str) -> Path:
+        return Path(name)
 
 
 @dataclass
@@ -90,6 +95,7 @@ class Gateway:
     """Whether it says where replicas are reached."""
     step_tokens: int = 0
     kill: list[str] = field(default_factory=list)
+    drained: list[str] = field(default_factory=list)
 
     def wanted(self) -> dict[str, Any]:
         if self.away:
@@ -120,6 +126,9 @@ class Gateway:
     def set_plan(self, plan: Plan, why: str = "") -> None:
         self.plans.append(plan)
         self.replan = None
+
+    def drain(self, replica: str) -> None:
+        self.drained.append(replica)
 
     def decisions(self, after: int) -> dict[str, Any]:
         return {"epoch": "e", "decisions": [], "thinks": "", "ended": {}}
@@ -248,9 +257,28 @@ def test_a_start_that_cannot_be_is_tried_again_later(world: World) -> None:
     failed = [each for each in Store(world.path).happenings() if each.kind == "failed"]
     assert 2 <= len(failed) <= 5
     assert failed[0].why == "no memory left"
+    waits = [each.why for each in Store(world.path).happenings() if each.kind == "waits"]
+    assert waits
+    assert all("'no memory left'" in why for why in waits), "why it failed is not forgotten"
     world.machine.broken = False
     world.turns(controller, 20)
     assert world.last.settled
+
+
+def test_machines_that_go_or_will_go_are_noted_and_their_engines_used_no_more(world: World) -> None:
+    world.gateway.replicas, world.gateway.urls = ["a"], True
+    controller = world.controller()
+    world.turns(controller, 3)
+    (name,) = world.machine.running
+    world.machine.told = [
+        NodeNews("gone", "n1", "was not heard"),
+        NodeNews("notice", "n2", "cordoned", 30, (name,)),
+    ]
+    world.turns(controller, 1)
+    told = [(each.kind, each.what) for each in Store(world.path).happenings()]
+    assert ("gone", "n1") in told
+    assert ("notice", name) in told
+    assert world.gateway.drained == ["a"]
 
 
 def test_two_never_act_at_once(world: World) -> None:

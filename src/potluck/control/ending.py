@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from potluck.control.books import count_all
+from potluck.control.launch.base import Killer, Launcher, Place
 from potluck.control.launch.local import engines_of
 from potluck.control.launch.process import Pid, alive, end
 from potluck.control.store.store import Store
@@ -42,13 +43,15 @@ def owner_of(store: Store) -> str:
     return str(store.path.resolve())
 
 
-def stop_all(store: Store, why: str, within_s: float = DRAIN_S) -> int:
-    """The gateway drains and ends, then the engines; how many processes had to be made to end."""
+def stop_all(store: Store, why: str, within_s: float = DRAIN_S, launcher: Launcher | None = None) -> int:
+    """The gateway drains and ends, then the engines; how many processes had to be made to end. `launcher` is who
+    started engines elsewhere."""
     gateway = pid_of(store.get("gateway"))
     if gateway is not None:
         end(gateway)
         wait([gateway], within_s)
     places = store.places()
+    elsewhere = 0 if launcher is None else _ended(launcher, places)
     found = [pid_of(place) for place in places.values()]
     # Those that were started and never written down carry the mark all the same.
     found += engines_of(owner_of(store))
@@ -64,4 +67,22 @@ def stop_all(store: Store, why: str, within_s: float = DRAIN_S) -> int:
         store.remove(name)
     store.set("gateway", None)
     store.note(time.time(), "down", "all was stopped", why)
-    return len(left)
+    return len(left) + elsewhere
+
+
+def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
+    """A launcher's engines are asked to end, and made to; how many had to be."""
+    for name, place in places.items():
+        launcher.stop(name, place)
+    made = 0
+    for within_s in (ENGINES_S, INSIST_S):
+        until_s = time.monotonic() + within_s
+        while left := [each.name for each in launcher.look(places) if each.state != "dead"]:
+            if time.monotonic() > until_s:
+                break
+            time.sleep(0.2)
+        for name in left:
+            if within_s == ENGINES_S and isinstance(launcher, Killer):
+                launcher.kill(name, places[name])
+                made += 1
+    return made

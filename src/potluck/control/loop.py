@@ -22,7 +22,7 @@ from potluck.control.byhand import leave, leaving
 from potluck.control.chronicle import Chronicle, gist
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
 from potluck.control.launch.base import Killer, Launcher
-from potluck.control.market import MarketFile
+from potluck.control.market import MarketSource
 from potluck.control.paces import Paces
 from potluck.control.planning import Planner, Planning
 from potluck.control.step import LINGER_S, START_S, Memory, step
@@ -65,7 +65,7 @@ class Controller:
         gateway: GatewayClient,
         planner: Planner | None = None,
         *,
-        market: MarketFile | None = None,
+        market: MarketSource | None = None,
         advise: bool = False,
         clock: Callable[[], float] = time.time,
         linger_s: float = LINGER_S,
@@ -159,6 +159,8 @@ class Controller:
             before = instances.get(seen.name)
             if before is None or (before.state, before.problem) == (seen.state, seen.problem):
                 continue
+            if before.state == "dead":
+                continue  # why is known from when it died
             if before.state == "up" and seen.state == "starting":
                 continue  # it is busy for a moment; whether it serves is the gateway's to say
             now = replace(
@@ -248,10 +250,12 @@ class Controller:
 
     def _heed_notices(self, instances: tuple[Instance, ...], wanted: dict[str, Any]) -> None:
         """Replicas on machines that will vanish are emptied before, and their engines not used again."""
-        if self._market is None or not self._market.market.notices:
-            return
         living = [each for each in instances if each.state != "dead"]
-        going = self._market.market.leaving(living)
+        going = self._news()
+        if self._market is not None and self._market.market.notices:
+            going |= {
+                name: each.at_s - self._clock() for name, each in self._market.market.leaving(living).items()
+            }
         new = going.keys() - leaving(self._store)
         if not new:
             return
@@ -262,13 +266,23 @@ class Controller:
         for each in living:
             if each.name not in new:
                 continue
-            left_s = going[each.name].at_s - self._clock()
-            self._note("notice", each.name, f"its machine goes in {left_s:.0f} s; it is emptied before")
+            self._note(
+                "notice", each.name, f"its machine goes in {going[each.name]:.0f} s; it is emptied before"
+            )
             if each.replica in ready:
                 try:
                     self._gateway.drain(each.replica)
                 except PotluckError as error:
                     self._note("notice", f"{each.replica} could not be drained", str(error))
+
+    def _news(self) -> dict[str, float]:
+        """What the launcher says of machines is written down; engines on those that will vanish, and when."""
+        going: dict[str, float] = {}
+        for each in self._launcher.news():
+            self._note(each.kind, each.node, each.why)
+            if each.kind == "notice":
+                going |= dict.fromkeys(each.engines, each.notice_s)
+        return going
 
     # Plans.
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -199,6 +199,36 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value
 
 
+class MarketSource(Protocol):
+    """What costs how much, and how much of it there is, as somebody knows it now."""
+
+    market: Market
+    problem: str
+    """Why what is known now is not used."""
+
+    def look(self) -> None:
+        """Find out what has changed."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The spec's at these prices."""
+
+    def changes(self) -> str:
+        """What differs from the last time that somebody asked, or from the spec, in words."""
+
+
+def changed(before: Sequence[Region], after: Sequence[Region]) -> str:
+    """What differs, in words."""
+    known = {(region.name, offer.node): offer for region in before for offer in region.offers}
+    lines = [
+        f"{offer.available} x {offer.node} in {region.name} at ${offer.price_usd_per_h:.2f}/h"
+        for region in after
+        for offer in region.offers
+        if known.get((region.name, offer.node)) != offer
+    ]
+    return ", ".join(lines) or "as before"
+
+
 class MarketFile:
     """A market in a file, read again when it has changed. Without the file, the spec's own prices hold."""
 
@@ -215,16 +245,8 @@ class MarketFile:
         return self.market.regions(self._spec)
 
     def changes(self) -> str:
-        """What differs from the last time that somebody asked, or from the spec, in words."""
-        before = {(region.name, offer.node): offer for region in self._shown for offer in region.offers}
-        self._shown = self.regions
-        lines = [
-            f"{offer.available} x {offer.node} in {region.name} at ${offer.price_usd_per_h:.2f}/h"
-            for region in self._shown
-            for offer in region.offers
-            if before.get((region.name, offer.node)) != offer
-        ]
-        return ", ".join(lines) or "as before"
+        before, self._shown = self._shown, self.regions
+        return changed(before, self._shown)
 
     def look(self) -> None:
         stamp = self._stamped()

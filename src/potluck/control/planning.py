@@ -8,6 +8,7 @@ A plan is advice only while `--advise` is given, or while the newest plan versio
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -67,7 +68,7 @@ class Planning:
         if self.under_way is not None:
             if self.under_way.done():
                 finished, self.under_way = self.under_way, None
-                self._finish(finished)
+                self._finish(finished, regions)
             return
         asked = wanted.get("replan")
         if asked is None:
@@ -86,7 +87,7 @@ class Planning:
             if done:
                 self.turn(wanted, regions)
 
-    def _finish(self, finished: Future[Reply]) -> None:
+    def _finish(self, finished: Future[Reply], regions: tuple[Region, ...] | None) -> None:
         asked, planner = self._asked, self._planner
         assert asked is not None
         assert planner is not None
@@ -97,6 +98,10 @@ class Planning:
         except Exception as error:  # a planner that fails must not take the engines' keeper with it
             log.error("the planner failed", exc_info=error)
             reply = Reply(None, f"the planner failed ({type(error).__name__}); the log says more")
+        if reply.plan is not None and regions != asked.regions and (short := _short(reply.plan, regions)):
+            self._note("plan", "begins anew", f"{short} since it was begun")
+            self._answered = None
+            return
         if reply.plan is not None:
             self._hand_over(reply.plan, f"{asked.reason}; {reply.why}")
         if self._first:
@@ -126,6 +131,20 @@ class Planning:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _short(plan: Plan, regions: tuple[Region, ...] | None) -> str:
+    """Which nodes a plan wants more of than there are; empty where there are enough."""
+    needed: Counter[tuple[str, str]] = Counter()
+    for each in plan.deployments:
+        for node in plan.template(each.template).nodes:
+            needed[each.region, node.node] += each.count * node.count
+    for region in regions or ():
+        for offer in region.offers:
+            count = needed[region.name, offer.node]
+            if count > offer.available:
+                return f"it wants {count} x {offer.node} in {region.name}, and there are {offer.available}"
+    return ""
 
 
 def _running(planned: Plan | None, wanted: dict[str, Any]) -> Plan | None:

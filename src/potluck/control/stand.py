@@ -22,13 +22,14 @@ from potluck.control.chronicle import history_of
 from potluck.control.ending import DRAIN_S, INSIST_S, living, owner_of, stop_all, wait
 from potluck.control.files import written
 from potluck.control.gateway import GatewayClient
+from potluck.control.launch.base import Launcher
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import FORK_MARK, OWNER_MARK, LocalLauncher
 from potluck.control.launch.nursery import Nursery
 from potluck.control.launch.process import alive, end, last_words, marked, rotate, spawn, started_at
 from potluck.control.launch.room import GATEWAY_BYTES, must_have_room
 from potluck.control.loop import Controller, Turn
-from potluck.control.market import MarketFile
+from potluck.control.market import MarketSource
 from potluck.control.planning import Planner
 from potluck.control.step import START_S
 from potluck.control.store.keys import KEY_FILE, kept_keys, publish_keys
@@ -57,12 +58,16 @@ class StandSettings:
     gateway: tuple[str, ...] = ()
     """Further words for `potluck serve`."""
     advise: bool = False
-    market: MarketFile | None = None
-    """Prices and nodes, where a file says."""
+    market: MarketSource | None = None
+    """Prices and nodes, where somebody says."""
     start_s: float = START_S
     """In which an engine must be ready; then another is tried."""
     profiles: tuple[Path, ...] = ()
     """Step times that were measured."""
+    launcher: Launcher | None = None
+    """Who starts engines elsewhere; None: they are processes of this machine."""
+    host: str = LOOPBACK
+    """Where the gateway listens."""
 
 
 class Stand:
@@ -84,7 +89,7 @@ class Stand:
             raise InputError(
                 "--state", f"{self.folder}: another controller runs it; `potluck status` shows it"
             )
-        self.launcher = LocalLauncher(
+        self.launcher: Launcher = settings.launcher or LocalLauncher(
             settings.maker, self.folder / "logs", owner_of(self.store), nursery=nursery
         )
         self.store.set("controller", {"pid": os.getpid(), "started": started_at(os.getpid())})
@@ -122,6 +127,8 @@ class Stand:
 
     def must_have_room(self) -> None:
         """Refuse at once what this machine has no memory for, rather than engine by engine."""
+        if self._settings.launcher is not None:
+            return
         style = self._settings.maker.style
         planned = sum(
             each.count * (sum(replica.layout.node_counts.values()) if style == "gpu" else 1)
@@ -195,7 +202,7 @@ class Stand:
         settings = self._settings
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
-            *("--port", str(port), "--admin-port", str(admin), "--json"),
+            *("--host", settings.host, "--port", str(port), "--admin-port", str(admin), "--json"),
             *("--admin-key-file", str(self.key_file), "--log", str(self.folder / "brain.log")),
             *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),
             *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
@@ -252,12 +259,14 @@ class Stand:
 
     def down(self, within_s: float = DRAIN_S) -> int:
         """Drain and stop everything; how many processes had to be made to end."""
-        return stop_all(self.store, "somebody asked for it", within_s)
+        return stop_all(self.store, "somebody asked for it", within_s, self._settings.launcher)
 
     def running(self) -> list[str]:
         """What lives, by name; as far as the state can still be read."""
         try:
             found = ["gateway"] if living(self.store.get("gateway")) else []
+            if self._settings.launcher is not None:
+                return found + [each.name for each in self.store.instances() if each.state != "dead"]
             return found + [name for name, place in self.store.places().items() if living(place)]
         except PotluckError:
             return ["what was started"]

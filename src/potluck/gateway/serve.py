@@ -62,7 +62,7 @@ class Operators:
         self.metrics = Metrics(self.meter, Oversight(center), self._gauges)
         self._office = Office(
             self.metrics,
-            Oversight(center),
+            Oversight(center, settings.engine_key),
             self.feed,
             self._notes,
             key=settings.admin_key,

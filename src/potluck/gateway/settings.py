@@ -45,6 +45,8 @@ class Settings:
     otlp: str | None = None
     """Where spans go, if anywhere."""
     admin_key: str | None = field(default=None, repr=False)
+    engine_key: str = field(default="", repr=False)
+    """What engines ask for that a controller tells."""
     secret: bytes = field(default_factory=lambda: token_bytes(32), repr=False)
     """From which tenants' salts are made: the same in all workers."""
     drain_s: float = 30.0

@@ -59,14 +59,14 @@ def tls_for(host: str, files: tuple[Path, Path] | None) -> ssl.SSLContext | None
     return None
 
 
-def api_key(file: Path | None) -> str | None:
+def api_key(file: Path | None, option: str = "--api-key-file") -> str | None:
     """The clients' key, from a file or the environment; never shown."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     try:
         found = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError("--api-key-file", f"{file} cannot be read") from error
+        raise InputError(option, f"{file} cannot be read") from error
     if not found:
-        raise InputError("--api-key-file", f"{file} is empty")
+        raise InputError(option, f"{file} is empty")
     return found

@@ -201,6 +201,7 @@ def _unless(controller_lives: bool, what: str) -> None:
 @click.option("--timeout", "within_s", default=CONTROLLER_S, show_default=True, type=click.FloatRange(1.0))
 def down(state: Path | None, within_s: float) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
+    from potluck.cli.serving.up_on import launcher_of
     from potluck.control.ending import pid_of, stop_all, wait
     from potluck.control.store.lease import LASTS_S, Lease
 
@@ -224,7 +225,7 @@ def down(state: Path | None, within_s: float) -> None:
                 raise nothing("another controller acts on this state; ask it to end first")
             time.sleep(0.2)
         try:
-            made = stop_all(service.store, "by hand; no controller ran")
+            made = stop_all(service.store, "by hand; no controller ran", launcher=launcher_of(service.store))
         finally:
             lease.release()
         click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""))

@@ -12,7 +12,7 @@ from secrets import token_bytes
 import click
 
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.serving.doorstep import LOOPBACK, tls_for
+from potluck.cli.serving.doorstep import LOOPBACK, api_key, tls_for
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.values import SHIPPED, Spec
@@ -32,6 +32,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
 @click.option("--admin-host", default="127.0.0.1", show_default=True, help="Where operators ask.")
 @click.option("--admin-port", default=8001, show_default=True, type=click.IntRange(0, 65535))
 @click.option("--admin-key-file", type=_file, help=f"Operators' key; else ${ADMIN_VARIABLE}.")
+@click.option("--engine-key-file", type=_file, help="What engines ask for that PUT /fleet tells.")
 @click.option(
     "--workers", default=1, show_default=True, type=click.IntRange(1, 64), help="Processes for clients."
 )
@@ -78,6 +79,7 @@ def serve(
     admin_host: str,
     admin_port: int,
     admin_key_file: Path | None,
+    engine_key_file: Path | None,
     workers: int,
     keys: Path | None,
     secret_file: Path | None,
@@ -121,6 +123,7 @@ def serve(
         admin_key=_admin_key(admin_key_file, admin_host),
         files=files_of(inputs.spec, files),
         pretended=pretended,
+        engine_key="" if engine_key_file is None else api_key(engine_key_file, "--engine-key-file") or "",
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
     )
     scene = replace(scene_of(inputs), history=_history(history, inputs.spec))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -19,34 +18,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.planning.rehearse import SHORT_RUNS
-from potluck.cli.serving.up_gpus import (
-    Ready,
-    for_this_machine,
-    found_chips,
-    maker_of,
-    must_have_chips,
-    must_run_here,
-    prepared_for_gpus,
-    vllm_maker,
-)
-from potluck.cli.serving.up_plan import Prepared, Wishes, prepared, with_offers, workshop_of
+from potluck.cli.serving.up_gpus import prepared_for_gpus
+from potluck.cli.serving.up_on import Elsewhere, elsewhere_options
+from potluck.cli.serving.up_plan import Prepared, Wishes, with_offers, workshop_of
+from potluck.cli.serving.up_ready import must_be_nobodys, planner_of, prepared_for, start_s
 from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
-from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec, startups_of
-from potluck.control.launch.chips import find_chips
+from potluck.cli.trying.simulation import policy_of
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.control.loop import Turn
-    from potluck.control.planning import Planner
     from potluck.control.stand import Stand
-    from potluck.core.brain.policy import Policy
-    from potluck.plan.problem import Problem
-    from potluck.plan.strategies import Workshop
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
-SLACK = 3.0
-"""Times the start-up that is reckoned with, after which an engine is given up."""
 REMIND_S = 30.0
 """Between two lines about the same thing that is waited for."""
 _file = click.Path(dir_okay=False, path_type=Path)
@@ -112,9 +97,12 @@ def demo() -> Path:
     show_default=True,
     help="With --check: seconds in which all must be ready.",
 )
+@elsewhere_options
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
-    """Plan, rehearse, start engines and a gateway on this machine, and look after them until Ctrl-C.
+    """Plan, rehearse, start engines and a gateway, and look after them until Ctrl-C.
+
+    Engines are processes of this machine, or with --on of a cluster; docs/deploy.md tells what that needs.
 
     \b
     Examples:
@@ -122,10 +110,12 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
       potluck up potluck.yaml        your own
       potluck up --model DIR         a model on the GPUs that this machine has
       potluck up --attach servers.yaml potluck.yaml    servers that somebody else started
+      potluck up potluck.yaml --on ray --engine pretended      on the nodes of a Ray cluster
       potluck up --check             the same for scripts: start, ask one question, stop
     """
+    elsewhere = Elsewhere.of(options)
     if attach is None:
-        _up(paths, **options)
+        _up(paths, elsewhere, **options)
         return
     from potluck.cli.serving.up_attach import attach as attached
 
@@ -134,6 +124,7 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
 
 def _up(
     paths: tuple[Path, ...],
+    elsewhere: Elsewhere,
     port: int | None,
     state: Path | None,
     style: str,
@@ -155,17 +146,18 @@ def _up(
     from potluck.control.stand import Stand, StandSettings, must_be_free, nursery_of
 
     began_s = time.monotonic()
-    if model is not None and paths:
-        raise InputError("--model", "is for a spec that is made here; leave PLAN and SPEC out")
+    here = elsewhere.on == "here"
+    if model is not None and (paths or not here):
+        raise InputError("--model", "is for a spec that is made here; leave PLAN, SPEC and --on out")
     spec_path = paths[-1] if paths else demo()
     folder = state or STATE / (spec_path.stem if model is None else model.resolve().name)
-    _must_be_nobodys(folder)
+    must_be_nobodys(folder)
     if port and not (folder / "state.db").is_file():  # else its own gateway may be there
         must_be_free(port)
     with ExitStack() as whole, ExitStack() as until_ready:
         said = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
         # It loads while the plan is made.
-        nursery = nursery_of(folder) if style == "emulated" and model is None else None
+        nursery = nursery_of(folder) if style == "emulated" and model is None and here else None
         if nursery is not None:
             whole.callback(nursery.close)
         wishes = Wishes(time_limit_s, averages)
@@ -173,107 +165,32 @@ def _up(
             ready = prepared_for_gpus(model, folder, wishes, device, said, measure=measure)
         else:
             below = (vllm_python, vllm_flags)
-            ready = _prepared(paths, spec_path, style, device, below, wishes, policy, said)
+            ready = prepared_for(paths, spec_path, style, device, below, wishes, policy, said, elsewhere)
         spec = ready.prepared.inputs.spec
         rules = policy_of(policy, spec.policy)
         if nursery is not None:
             said("loading the engine")
             nursery = nursery if nursery.wait_ready() else None
+        ruled = (*policy, "advise=true") if advise else policy
         settings = StandSettings(
             folder,
             ready.spec_path.resolve(),
             port,
             ready.maker,
-            (
-                *ready.maker.gateway_words(),
-                *(f"--policy={each}" for each in (*policy, *(["advise=true"] if advise else []))),
-            ),
+            (*ready.maker.gateway_words(), *(f"--policy={each}" for each in ruled)),
             advise,
             None if market is None else MarketFile(market, spec.regions),
             profiles=ready.profiles,
-            start_s=_start_s(ready),
+            start_s=start_s(ready),
+            host=elsewhere.host,
         )
+        settings = elsewhere.settled(settings, spec)
         shop = partial(workshop_of, wishes=ready.wishes)
         found = with_offers(ready.prepared, rules, shop)
-        planner = _planner(found.inputs, rules, time_limit_s, shop)
+        planner = planner_of(found.inputs, rules, time_limit_s, shop)
         stand = Stand(settings, found.inputs.plan, planner, nursery)
+        elsewhere.remembered(stand.store)
         _run(_Show(stand, found, as_json, began_s, check, within_s, said, until_ready.close))
-
-
-def _prepared(
-    paths: tuple[Path, ...],
-    spec_path: Path,
-    style: str,
-    device: str,
-    below: tuple[str, str],
-    wishes: Wishes,
-    policy: tuple[str, ...],
-    said: Callable[[str], None],
-) -> Ready:
-    """For a spec that somebody wrote."""
-    from potluck.control.launch.command import EngineMaker
-    from potluck.engine.shipped import shipped_model
-
-    spec = read_one_spec(paths or (spec_path,))
-    policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
-    if style == "gpu":
-        maker, wishes = maker_of(spec, found_chips(), device), for_this_machine(wishes, spec)
-    elif style == "vllm":
-        maker = vllm_maker(spec, find_chips(), below[0], tuple(shlex.split(below[1])))
-    else:
-        files = tuple((model.name, shipped_model()) for model in spec.models)
-        names = tuple((each.name, each.model.name) for each in spec.models)
-        maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
-    said("planning")
-    chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
-    try:
-        found = prepared(paths, spec, chosen, said)
-    except CapacityError:
-        if chosen != wishes:  # would it do with what cannot be emulated?
-            must_run_here(prepared(paths, spec, replace(wishes, averages=True), said).inputs.plan, style)
-        raise
-    must_run_here(found.inputs.plan, style)
-    must_have_chips(found.inputs.plan, maker)
-    return Ready(spec_path, found, maker, (), chosen)
-
-
-def _start_s(ready: Ready) -> float:
-    """In which an engine must be ready: more where much is read from a slow place."""
-    from potluck.control.step import START_S
-    from potluck.plan.running.again import longest_start_s
-
-    inputs = ready.prepared.inputs
-    if ready.maker.style not in ("gpu", "vllm"):
-        return START_S
-    return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
-
-
-def _must_be_nobodys(folder: Path) -> None:
-    """Somebody who looks after this already is found before a plan is made for nothing."""
-    from potluck.control.view import Service
-
-    if (folder / "state.db").is_file():
-        service = Service(folder)
-        lives = service.controller_lives
-        service.close()
-        if lives:
-            raise InputError("--state", f"{folder}: another controller runs it; `potluck status` shows it")
-
-
-def _planner(
-    inputs: Inputs, rules: Policy, time_limit_s: float, shop: Callable[[Problem], Workshop]
-) -> Planner | None:
-    from potluck.control.replanner import Replanner
-
-    if rules.scaling == "none":
-        return None
-    return Replanner(
-        inputs.problem,
-        time_limit_s,
-        candidates=rules.scaling == "cauchy",
-        startups=startups_of(inputs.spec),
-        shop=shop,
-    )
 
 
 @dataclass(slots=True)

@@ -198,10 +198,10 @@ def _rounded(rate_per_s: float) -> float:
     return float(f"{rate_per_s:.2g}")
 
 
-def maker_of(spec: Spec, chips: Sequence[Chip], device: str = "cuda") -> EngineMaker:
-    """How engines of a spec's models are made on these chips."""
-    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips)
-    for node in (each.name for each in spec.node_types):
+def maker_of(spec: Spec, chips: Sequence[Chip] | None, device: str = "cuda") -> EngineMaker:
+    """How engines of a spec's models are made on these chips; without, on those that somebody else hands out."""
+    mine = tuple((f"1x{gpu_of(chip)}", chip.uuid) for chip in chips or ())
+    for node in (each.name for each in spec.node_types if chips is not None):
         if node not in {kind for kind, _ in mine}:
             there = ", ".join(sorted({kind for kind, _ in mine}))
             raise InputError("--engine", f"gpu: the spec has {node}, this machine has {there}")

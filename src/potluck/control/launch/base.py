@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from potluck.control.values import InstanceState, Make
@@ -24,12 +25,15 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class NodeNews:
-    """Something about the machines themselves: one will vanish, or has."""
+    """Something about the machines themselves: one will vanish, has, or is new."""
 
-    kind: Literal["notice", "gone"]
+    kind: Literal["notice", "gone", "came"]
     node: str
     why: str
     notice_s: float = 0.0
+    """Of a notice: how long it will still be there."""
+    engines: tuple[str, ...] = ()
+    """Those that it has, by name."""
 
 
 class Launcher(Protocol):
@@ -46,6 +50,9 @@ class Launcher(Protocol):
 
     def news(self) -> tuple[NodeNews, ...]:
         """What is new about machines since the last call."""
+
+    def log_of(self, name: str) -> Path:
+        """Where on this machine an engine's words can be read."""
 
 
 @runtime_checkable

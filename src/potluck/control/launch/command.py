@@ -1,4 +1,4 @@
-"""From what an engine is to the command that starts it, on this machine."""
+"""From what an engine is to the command that starts it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class EngineMaker:
         files = (f"--files={name}={path}" for name, path in self.files)
         return (*files, "--pretended") if self.style == "pretended" else tuple(files)
 
-    def command(self, make: Make, port: int, kv_port: int) -> list[str]:
-        """What to run for an engine at these ports."""
+    def command(self, make: Make, port: int | str, kv_port: int | str) -> list[str]:
+        """What to run for an engine at these ports, or words that stand for them."""
         name = dict(self.catalog_names).get(make.model, make.model)
         kind = "vllm" if self.style == "vllm" else "serve"
         command = [

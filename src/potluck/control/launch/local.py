@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import http.client
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 from potluck.control.launch.base import NodeNews, Place, Sighting
 from potluck.control.launch.chips import VISIBLE
 from potluck.control.launch.command import EngineMaker, nodes_of
 from potluck.control.launch.nursery import Nursery
+from potluck.control.launch.ports import Ports, healthy
 from potluck.control.launch.process import (
     Pid,
     alive,
@@ -32,8 +30,6 @@ NAME_MARK, OWNER_MARK, FORK_MARK = "POTLUCK_INSTANCE", "POTLUCK_OWNER", "POTLUCK
 FORKED_TITLE = "potluck-engine"
 GRACE_S = 15.0
 """From asking a process to end to making it."""
-ASK_S = 1.0
-TRIES = 50
 
 
 class LocalLauncher:
@@ -50,8 +46,7 @@ class LocalLauncher:
     ) -> None:
         self._maker, self._folder, self._owner, self._clock = maker, folder, owner, clock
         self._free, self._nursery = free, nursery
-        self._leased: dict[int, float] = {}
-        """Ports that were given to somebody lately, who may not listen yet."""
+        self._ports = Ports(maker.host, clock)
         self._ending: dict[str, float] = {}
         """Who was asked to end, and when."""
         self._chips: dict[str, str] = {}
@@ -63,7 +58,7 @@ class LocalLauncher:
     def start(self, name: str, make: Make) -> Place:
         gpu = self._maker.style == "gpu"
         must_have_room(self._maker.style, len(nodes_of(make)) if gpu else 1, self._free)
-        port, kv_port = self._port(), self._port(self._maker.workers(make))
+        port, kv_port = self._ports.free(), self._ports.free(self._maker.workers(make))
         command = self._maker.command(make, port, kv_port)
         marks, log = {NAME_MARK: name, OWNER_MARK: self._owner}, self.log_of(name)
         chip = self._chips_for(make)
@@ -119,7 +114,7 @@ class LocalLauncher:
             return Sighting(name, "dead", problem=problem)
         rotate(log)
         url = str(place.get("url", ""))
-        return Sighting(name, "up", url) if _healthy(url) else Sighting(name, "starting")
+        return Sighting(name, "up", url) if healthy(url) else Sighting(name, "starting")
 
     def stop(self, name: str, place: Place) -> None:
         pid = _pid(place)
@@ -143,28 +138,6 @@ class LocalLauncher:
     def news(self) -> tuple[NodeNews, ...]:
         return ()
 
-    def _port(self, count: int = 1) -> int:
-        """One that nobody listens on, and that was given to nobody lately; the first of so many in a row."""
-        now_s = self._clock()
-        self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
-        for _ in range(TRIES):
-            with socket.socket() as probe:
-                probe.bind((self._maker.host, 0))
-                port = cast(int, probe.getsockname()[1])
-            row = range(port, port + count)
-            if not any(each in self._leased for each in row) and all(map(self._is_free, row[1:])):
-                self._leased |= dict.fromkeys(row, now_s + 60.0)
-                return port
-        raise CapacityError("no port is free on this machine")
-
-    def _is_free(self, port: int) -> bool:
-        with socket.socket() as probe:
-            try:
-                probe.bind((self._maker.host, port))
-            except (OSError, OverflowError):
-                return False
-        return True
-
 
 def engines_of(owner: str) -> Iterator[Pid]:
     """Engines that bear this mark, whether anybody wrote them down or not; and workers that outlived theirs."""
@@ -182,17 +155,3 @@ def engines_of(owner: str) -> Iterator[Pid]:
 def _pid(place: Place) -> Pid | None:
     number, started = place.get("pid"), place.get("started")
     return Pid(number, started) if isinstance(number, int) and isinstance(started, int) else None
-
-
-def _healthy(url: str) -> bool:
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    if not port.isdecimal():
-        return False
-    connection = http.client.HTTPConnection(host, int(port), timeout=ASK_S)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()

@@ -6,10 +6,12 @@ a mark in their environment, so that a controller that died between starting one
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,8 @@ PROC = Path("/proc")
 START_FIELD = 19
 """Of /proc/PID/stat, counted behind the name in brackets: when it started, in ticks since the machine did."""
 LARGEST_LOG_BYTES = 10_000_000
+DEATH_SIGNAL = 1
+"""prctl's PR_SET_PDEATHSIG."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,11 @@ class Pid:
     started: int
 
 
-def spawn(command: Sequence[str], marks: Mapping[str, str], log: Path) -> Pid:
-    """Start a process in a session of its own; what it prints goes to the end of a file."""
+def spawn(
+    command: Sequence[str], marks: Mapping[str, str], log: Path, *, told: str = "", with_us: bool = False
+) -> Pid:
+    """Start a process in a session of its own; what it prints goes to the end of a file, it reads what it is `told`.
+    It outlives us, unless it is to end `with_us`."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -39,13 +46,17 @@ def spawn(command: Sequence[str], marks: Mapping[str, str], log: Path) -> Pid:
     try:
         made = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if told else subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             env={**os.environ, **marks},
             start_new_session=True,
             close_fds=True,
+            preexec_fn=_end_with_parent if with_us else None,
         )
+        if made.stdin is not None:
+            with suppress(BrokenPipeError), made.stdin:
+                made.stdin.write(told.encode())
     except OSError as error:
         raise CapacityError(f"{command[0]} could not be started ({error.strerror or error})") from error
     finally:
@@ -53,6 +64,12 @@ def spawn(command: Sequence[str], marks: Mapping[str, str], log: Path) -> Pid:
     # Whether it lives is read from /proc, also by those who are not its parent; so nobody waits for it here.
     made.returncode = 0
     return Pid(made.pid, started_at(made.pid) or 0)
+
+
+def _end_with_parent() -> None:
+    """Where the system can do that (Linux): killed when the thread that started it is no more."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
 
 
 def started_at(number: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from potluck.core.brain.events import Ordered
 from potluck.core.brain.fleet import View
@@ -27,8 +28,9 @@ MOST_NOTE = 400
 class Oversight:
     """Reads the center; changes it only by its own calls."""
 
-    def __init__(self, center: Center) -> None:
-        self._center = center
+    def __init__(self, center: Center, engine_key: str = "") -> None:
+        """The key is what engines ask for that are told here."""
+        self._center, self._engine_key = center, engine_key
 
     def replicas(self) -> Iterable[ReplicaSeen]:
         now_s = self._center.desk.now_s()
@@ -182,7 +184,8 @@ class Oversight:
         if self._center.roster is not None:
             raise InputError("engines", "are listed in a file (--engines); change that, or start without it")
         before = {each.entry.url for each in self._center.keeper.engines}
-        entries = read_roster(json.dumps(body), "fleet")
+        told = read_roster(json.dumps(body), "fleet")
+        entries = tuple(replace(each, key=self._engine_key) for each in told)
         self._center.enlist(entries)
         after = {each.url for each in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}

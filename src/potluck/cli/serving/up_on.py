@@ -1,0 +1,177 @@
+"""`potluck up --on ray | kubernetes`: engines on machines of a cluster that somebody operates."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from potluck.core.errors import InputError, UnknownNameError
+
+if TYPE_CHECKING:
+    from potluck.control.cluster import ClusterNode, Spellings
+    from potluck.control.launch.base import Launcher
+    from potluck.control.launch.command import EngineMaker
+    from potluck.control.stand import StandSettings
+    from potluck.control.store.store import Store
+    from potluck.spec.values import Spec
+
+ON = "on"
+"""Under which the state has where its engines are."""
+ENGINE_KEY = "engine.key"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def elsewhere_options(command: _F) -> _F:
+    """What `up` is told about where engines run."""
+    for option in reversed(
+        [
+            click.option(
+                "--on",
+                default="here",
+                show_default=True,
+                type=click.Choice(["here", "ray"]),
+                help="Where engines run: on this machine, or on the nodes of a cluster that it is part of.",
+            ),
+            click.option(
+                "--cluster", default="auto", help="With --on: its address; else the one that is found."
+            ),
+            click.option(
+                "--gpu-label",
+                "gpu_labels",
+                multiple=True,
+                metavar="GPU=NAME",
+                help="With --on: what the cluster calls a GPU of the spec, such as A100-80=A100.",
+            ),
+            click.option(
+                "--host",
+                default="127.0.0.1",
+                show_default=True,
+                help="Where clients reach it; others than loopback need a key.",
+            ),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where engines run, as it was asked for."""
+
+    on: str = "here"
+    cluster: str = "auto"
+    gpu_labels: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Elsewhere:
+        """Take what is ours out of a command's options."""
+        return cls(**{each.name: options.pop(each.name) for each in fields(cls)})
+
+    def spec_there(self, spec: Spec) -> Spec:
+        """With as many nodes as the cluster has."""
+        if self.on == "here":
+            return spec
+        if spec.pool is not None:
+            raise InputError(
+                "--on", "pools of named machines run with `potluck export commands`; write a fleet"
+            )
+        from potluck.control.cluster import ClusterMarket
+
+        there = self._nodes_there(spec)
+        market = ClusterMarket(lambda: there, self._spellings(spec), spec.regions)
+        market.look()
+        return replace(spec, regions=market.regions)
+
+    def settled(self, settings: StandSettings, spec: Spec) -> StandSettings:
+        """With who starts engines there, what they ask for, and what the cluster has as the market."""
+        if self.on == "here":
+            return settings
+        from potluck.control.cluster import ClusterMarket
+        from potluck.control.files import written
+
+        key_file = settings.folder / ENGINE_KEY
+        if not key_file.exists():
+            written(key_file, secrets.token_urlsafe(32))
+        launcher = self._launcher(
+            settings.maker, self._spellings(spec), [each.name for each in spec.regions], settings.folder
+        )
+        market = ClusterMarket(launcher.there, self._spellings(spec), spec.regions, settings.market)
+        words = (*settings.gateway, f"--engine-key-file={key_file}")
+        return replace(settings, launcher=launcher, market=market, gateway=words)
+
+    def remembered(self, store: Store) -> None:
+        """For whoever ends this service without us."""
+        told: Mapping[str, Any] = store.get(ON) or {}
+        before = str(told.get("on", "here"))
+        if before != self.on and store.instances():
+            raise InputError(
+                "--on", f"{self.on}: engines of this state are on {before}; `potluck down` first"
+            )
+        store.set(ON, {"on": self.on, "cluster": self.cluster})
+
+    def _spellings(self, spec: Spec) -> Spellings:
+        from potluck.catalog import gpus
+        from potluck.control.cluster import spellings_of
+
+        names = {node.gpu.name for node in spec.node_types}
+        return spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
+
+    def _nodes_there(self, spec: Spec) -> tuple[ClusterNode, ...]:
+        from potluck.control.launch.ray.launcher import connect
+        from potluck.control.launch.ray.nodes import cluster_nodes, must_name_regions
+
+        nodes = connect(self.cluster).nodes()
+        must_name_regions(nodes, {each.name for each in spec.regions})
+        return cluster_nodes(nodes)
+
+    def _launcher(
+        self, maker: EngineMaker, spellings: Spellings, regions: Sequence[str], folder: Path
+    ) -> Any:
+        from potluck.control.launch.ray.launcher import RayLauncher, Terms, connect
+
+        key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
+        terms = Terms(maker, spellings, tuple(regions), key)
+        return RayLauncher(
+            connect(self.cluster), terms, folder / "logs", str((folder / "state.db").resolve())
+        )
+
+
+def launcher_of(store: Store) -> Launcher | None:
+    """Who can end the engines of a state; None: they are processes of this machine."""
+    told: Mapping[str, Any] = store.get(ON) or {}
+    if told.get("on", "here") == "here":
+        return None
+    from potluck.control.launch.command import EngineMaker
+
+    elsewhere = Elsewhere(str(told["on"]), str(told.get("cluster", "auto")))
+    found: Launcher = elsewhere._launcher(EngineMaker(), {}, (), store.path.parent)
+    return found
+
+
+def _aliases(gpus: Any) -> Callable[[str], Sequence[str]]:
+    def aliases(name: str) -> Sequence[str]:
+        try:
+            found: Sequence[str] = gpus.facts(name).aliases
+        except UnknownNameError:  # the spec has figures of its own for it
+            return ()
+        return found
+
+    return aliases
+
+
+def _pairs(said: Sequence[str], known: set[str]) -> dict[str, str]:
+    found = {}
+    for each in said:
+        name, equals, value = each.partition("=")
+        if not equals or not value:
+            raise InputError("--gpu-label", f"{each!r} is not GPU=NAME")
+        if name not in known:
+            raise UnknownNameError("--gpu-label", name, known)
+        found[name] = value
+    return found

@@ -1,0 +1,114 @@
+"""`potluck up`, before anything is started: whether something may be, the plan, and who makes further ones."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from potluck.cli.serving.up_gpus import (
+    Ready,
+    for_this_machine,
+    found_chips,
+    maker_of,
+    must_have_chips,
+    must_run_here,
+    vllm_maker,
+)
+from potluck.cli.serving.up_plan import Wishes, prepared
+from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec, startups_of
+from potluck.control.launch.chips import find_chips
+from potluck.core.errors import CapacityError, InputError
+
+if TYPE_CHECKING:
+    from potluck.cli.serving.up_on import Elsewhere
+    from potluck.control.planning import Planner
+    from potluck.core.brain.policy import Policy
+    from potluck.plan.problem import Problem
+    from potluck.plan.strategies import Workshop
+
+SLACK = 3.0
+"""Times the start-up that is reckoned with, after which an engine is given up."""
+
+
+def prepared_for(
+    paths: tuple[Path, ...],
+    spec_path: Path,
+    style: str,
+    device: str,
+    below: tuple[str, str],
+    wishes: Wishes,
+    policy: tuple[str, ...],
+    said: Callable[[str], None],
+    elsewhere: Elsewhere,
+) -> Ready:
+    """For a spec that somebody wrote, on this machine or elsewhere."""
+    from potluck.control.launch.command import EngineMaker
+    from potluck.engine.shipped import shipped_model
+
+    spec = read_one_spec(paths or (spec_path,))
+    policy_of(policy, spec.policy)  # what is wrong with it is said before anything long is done
+    here = elsewhere.on == "here"
+    spec = elsewhere.spec_there(spec)
+    if style == "gpu":
+        chips = found_chips() if here else None
+        maker, wishes = maker_of(spec, chips, device), for_this_machine(wishes, spec)
+    elif style == "vllm":
+        maker = vllm_maker(spec, find_chips() if here else (), below[0], tuple(shlex.split(below[1])))
+    else:
+        files = tuple((model.name, shipped_model()) for model in spec.models)
+        names = tuple((each.name, each.model.name) for each in spec.models)
+        maker = EngineMaker(style, files, names, links=() if spec.pool is None else spec.pool.links)
+    said("planning")
+    chosen = replace(wishes, here=True, single=True) if style == "emulated" else wishes
+    try:
+        found = prepared(paths, spec, chosen, said)
+    except CapacityError:
+        if chosen != wishes:  # would it do with what cannot be emulated?
+            must_run_here(prepared(paths, spec, replace(wishes, averages=True), said).inputs.plan, style)
+        raise
+    must_run_here(found.inputs.plan, style)
+    if here:
+        must_have_chips(found.inputs.plan, maker)
+    return Ready(spec_path, found, maker, (), chosen)
+
+
+def start_s(ready: Ready) -> float:
+    """In which an engine must be ready: more where much is read from a slow place."""
+    from potluck.control.step import START_S
+    from potluck.plan.running.again import longest_start_s
+
+    inputs = ready.prepared.inputs
+    if ready.maker.style not in ("gpu", "vllm"):
+        return START_S
+    return max(START_S, SLACK * longest_start_s(inputs.problem, startups_of(inputs.spec)))
+
+
+def must_be_nobodys(folder: Path) -> None:
+    """Somebody who looks after this already is found before a plan is made for nothing."""
+    from potluck.control.view import Service
+
+    if (folder / "state.db").is_file():
+        service = Service(folder)
+        lives = service.controller_lives
+        service.close()
+        if lives:
+            raise InputError("--state", f"{folder}: another controller runs it; `potluck status` shows it")
+
+
+def planner_of(
+    inputs: Inputs, rules: Policy, time_limit_s: float, shop: Callable[[Problem], Workshop]
+) -> Planner | None:
+    from potluck.control.replanner import Replanner
+
+    if rules.scaling == "none":
+        return None
+    return Replanner(
+        inputs.problem,
+        time_limit_s,
+        candidates=rules.scaling == "cauchy",
+        startups=startups_of(inputs.spec),
+        shop=shop,
+    )

@@ -1,0 +1,61 @@
+"""Ports of a machine that nobody listens on, and whether an engine answers at one."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Callable
+from typing import cast
+
+from potluck.core.errors import CapacityError
+
+ASK_S = 1.0
+LEASE_S = 60.0
+"""In which whoever was given a port listens on it."""
+TRIES = 50
+
+
+class Ports:
+    """Gives no port to two who do not listen yet."""
+
+    def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._host, self._clock = host, clock
+        self._leased: dict[int, float] = {}
+
+    def free(self, count: int = 1) -> int:
+        """One that nobody listens on, and that was given to nobody lately; the first of so many in a row."""
+        now_s = self._clock()
+        self._leased = {port: until_s for port, until_s in self._leased.items() if until_s > now_s}
+        for _ in range(TRIES):
+            with socket.socket() as probe:
+                probe.bind((self._host, 0))
+                port = cast(int, probe.getsockname()[1])
+            row = range(port, port + count)
+            if not any(each in self._leased for each in row) and all(map(self._is_free, row[1:])):
+                self._leased |= dict.fromkeys(row, now_s + LEASE_S)
+                return port
+        raise CapacityError("no port is free on this machine")
+
+    def _is_free(self, port: int) -> bool:
+        with socket.socket() as probe:
+            try:
+                probe.bind((self._host, port))
+            except (OSError, OverflowError):
+                return False
+        return True
+
+
+def healthy(url: str, within_s: float = ASK_S) -> bool:
+    """Whether an engine says that it is well."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    if not port.isdecimal():
+        return False
+    connection = http.client.HTTPConnection(host, int(port), timeout=within_s)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

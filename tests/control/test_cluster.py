@@ -1,0 +1,114 @@
+"""Machines of a cluster as a market, and what is asked of Ray for a node of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from potluck.control.cluster import ClusterMarket, ClusterNode, Spelling, quotes_of
+from potluck.control.launch.ray.nodes import ask_of, cluster_nodes, must_name_regions
+from potluck.control.market import Market, Quote
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.types import Offer, Region
+
+L4, A100 = Spelling(1, ("L4",)), Spelling(2, ("A100-80", "A100"))
+SPELLINGS = {"1xL4": L4, "2xA100-80": A100}
+REGIONS = (
+    Region("east", (Offer("1xL4", 0.8, 9), Offer("2xA100-80", 7.0, 9))),
+    Region("west", (Offer("1xL4", 0.7, 9),)),
+)
+
+
+def node(name: str, resources: dict[str, float], alive: bool = True, **labels: str) -> dict[str, Any]:
+    return {"NodeID": name, "Alive": alive, "Resources": {"CPU": 4.0, **resources}, "Labels": labels}
+
+
+NODES = [
+    node("a", {"GPU": 4.0, "accelerator_type:L4": 1.0}, region="east"),
+    node("b", {"GPU": 5.0, "accelerator_type:A100": 1.0}, region="east"),
+    node("c", {"L4": 3.0, "node:10.0.0.1": 1.0}, region="west"),
+    node("d", {"GPU": 8.0, "accelerator_type:L4": 1.0}, alive=False, region="west"),
+]
+
+
+def test_what_is_there_is_the_market_and_what_is_gone_or_silent_is_not() -> None:
+    def available(*silent: str) -> list[int | None]:
+        return [each.available for each in quotes_of(cluster_nodes(NODES, silent), SPELLINGS, REGIONS)]
+
+    assert available() == [4, 2, 3]
+    assert available("a") == [0, 2, 3]
+    unlabelled = [replace(host, region="") for host in cluster_nodes(NODES)]
+    assert [each.available for each in quotes_of(unlabelled, SPELLINGS, REGIONS[1:])] == [7]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["L4", "A100", "A100-80", "T4"]), st.integers(0, 9), st.booleans()))
+)
+def test_no_machine_is_counted_for_more_nodes_than_its_gpus_make(
+    machines: list[tuple[str, int, bool]],
+) -> None:
+    there = [
+        ClusterNode(str(place), "east", ((name, count),), well)
+        for place, (name, count, well) in enumerate(machines)
+    ]
+    counts = {each.node: each.available for each in quotes_of(there, SPELLINGS, REGIONS[:1])}
+    assert counts["1xL4"] == sum(count for name, count, well in machines if name == "L4" and well)
+    assert counts["2xA100-80"] == sum(
+        count // 2 for name, count, well in machines if name.startswith("A100") and well
+    )
+
+
+class Prices:
+    """A file of prices and one notice."""
+
+    market = Market((Quote("east", "1xL4", 0.3, 1),))
+    problem = "line 3 is odd"
+    regions: tuple[Region, ...] = ()
+
+    def look(self) -> None: ...
+
+    def changes(self) -> str:
+        return ""
+
+
+def test_prices_are_the_files_and_counts_the_clusters() -> None:
+    there = [list(cluster_nodes(NODES))]
+    market = ClusterMarket(lambda: there[0], SPELLINGS, REGIONS, Prices())
+    market.look()
+    assert market.problem == "line 3 is odd"
+    assert market.regions[0].offers[0] == Offer("1xL4", 0.3, 4)
+    assert "4 x 1xL4 in east at $0.30/h" in market.changes()
+    there[0] = list(cluster_nodes(NODES, ("a",)))
+    market.look()
+    assert market.changes() == "0 x 1xL4 in east at $0.30/h"
+
+
+def test_ray_is_asked_by_type_by_a_resource_of_that_name_or_by_a_label() -> None:
+    typed = ask_of(L4, 2, "east", NODES)
+    assert (typed.gpus, dict(typed.resources), dict(typed.labels)) == (
+        2,
+        {"accelerator_type:L4": 0.001},
+        {"region": "east"},
+    )
+    own = ask_of(L4, 2, "west", NODES[2:], ("c", "long gone"))
+    assert (own.gpus, dict(own.resources)) == (0, {"L4": 2.0})
+    assert own.labels["ray.io/node-id"] == "!in(c)", (
+        "one that is silent is left alone, one that is gone not named"
+    )
+    labelled = [node("e", {"GPU": 1.0}, **{"ray.io/accelerator-type": "L4"})]
+    assert dict(ask_of(L4, 1, "east", labelled).labels) == {"ray.io/accelerator-type": "L4"}
+    assert cluster_nodes(labelled)[0].count(L4) == 1
+    assert ask_of(A100, 2, "east", NODES).bundle == {"GPU": 2, "accelerator_type:A100": 0.001}
+    with pytest.raises(CapacityError, match="no node of the Ray cluster has T4; it has A100, L4"):
+        ask_of(Spelling(1, ("T4",)), 1, "east", NODES)
+
+
+def test_several_regions_need_nodes_that_say_theirs() -> None:
+    must_name_regions(NODES, {"east", "west"})
+    must_name_regions([node("a", {"L4": 1.0})], {"east"})
+    with pytest.raises(InputError, match="ray start --labels=region=NAME"):
+        must_name_regions([node("a", {"L4": 1.0})], {"east", "west"})

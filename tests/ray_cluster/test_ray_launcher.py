@@ -1,0 +1,159 @@
+"""Engines as supervised processes on the nodes of a Ray cluster: placed, heard, found again, given up, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from potluck.control.cluster import Spelling
+from potluck.control.launch.base import Place, Sighting
+from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.ray.launcher import RayLauncher, Terms, connect
+from potluck.control.values import Make
+from potluck.core.errors import CapacityError
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+
+WITHIN_S = 120.0
+SPELLINGS = {f"1x{name}": Spelling(1, (name,)) for name in ("L4", "A10", "L40S", "H100-SXM")}
+ENGINE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
+    def log_message(self, *a): pass
+print("listens", flush=True)
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scripts(EngineMaker):
+    """Engines that are a few lines of Python."""
+
+    def command(self, make: Make, port: int | str, kv_port: int | str) -> list[str]:
+        return [sys.executable, "-S", "-c", ENGINE, self.host, str(port)]
+
+
+Made = Callable[..., RayLauncher]
+
+
+@pytest.fixture
+def made(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[Made]:
+    ray = connect(cluster[0].address)
+
+    def make(maker: EngineMaker = Scripts("pretended"), **more: Any) -> RayLauncher:  # noqa: B008
+        terms = Terms(maker, SPELLINGS, ("east", "west"), python=os.environ.get("POTLUCK_PYTHON", ""))
+        return RayLauncher(ray, terms, tmp_path, str(tmp_path), **more)
+
+    yield make
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        ray.kill(ray.get_actor(each["name"], each["namespace"]))
+    until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+    ray.shutdown()
+
+
+def until(what: Callable[[], Any], within_s: float = WITHIN_S) -> Any:
+    end_s = time.monotonic() + within_s
+    while not (found := what()):
+        assert time.monotonic() < end_s, "it never came about"
+        time.sleep(0.05)
+    return found
+
+
+def come_to(launcher: RayLauncher, places: dict[str, Place], state: str) -> Sighting:
+    def there() -> Sighting | None:
+        (seen,) = launcher.look(places)
+        assert seen.state == state or seen.state != "dead", seen
+        return seen if seen.state == state else None
+
+    found: Sighting = until(there)
+    return found
+
+
+def node_of(launcher: RayLauncher, name: str, worker: int | None = None) -> str:
+    crew = launcher._crews[name]
+    member = crew.lead if worker is None else crew.workers[worker]
+    return str(member.said["node"])
+
+
+def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
+    cluster: tuple[Any, dict[str, Any]], made: Made, tmp_path: Path
+) -> None:
+    nodes, launcher = cluster[1], made()
+    places = {
+        name: launcher.start(name, Make("m", single(f"1x{name}", 1, 2), region))
+        for name, region in (("L4", "east"), ("A10", "east"), ("L40S", "west"))
+    }
+    until(lambda: {each.state for each in launcher.look(places)} == {"up"})
+    for name in places:
+        assert node_of(launcher, name) == nodes[name].node_id
+    assert launcher.log_of("L4").read_text() == "listens\n", "its words are brought here"
+    with pytest.raises(CapacityError, match="no node of the Ray cluster has H100-SXM; it has A10, L4, L40S"):
+        launcher.start("no", Make("m", single("1xH100-SXM", 1, 2), "east"))
+    # Another controller on the same state finds them; what it does not know of, it ends.
+    successor = made()
+    del places["A10"]
+    until(lambda: {each.state for each in successor.look(places)} == {"up"})
+    ray = connect("")
+
+    def names() -> set[str]:
+        successor.look(places)
+        return {each["name"] for each in ray.util.list_named_actors(all_namespaces=True)}
+
+    until(lambda: names() == {"L4", "L40S"})
+    url = next(each.url for each in successor.look(places) if each.name == "L4")
+    successor.stop("L4", places["L4"])
+    assert come_to(successor, {"L4": places["L4"]}, "dead").problem == "was asked to end"
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"{url}/health", timeout=5)
+
+
+def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(
+    cluster: tuple[Any, dict[str, Any]], made: Made
+) -> None:
+    nodes, launcher = cluster[1], made(lost_s=2.0)
+    layout = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
+    places = {"p": launcher.start("p", Make("m", layout, "east"))}
+    come_to(launcher, places, "up")
+    found = [node_of(launcher, "p"), node_of(launcher, "p", 0), node_of(launcher, "p", 1)]
+    assert found == [nodes["L4"].node_id, nodes["L4"].node_id, nodes["A10"].node_id]
+    ray = connect("")
+    pid = ray.get(launcher._crews["p"].workers[1].handle.__ray_call__.remote(lambda self: os.getpid()))
+    launcher.news()
+    os.kill(pid, signal.SIGSTOP)  # as a machine that nobody hears any more
+    try:
+        seen = come_to(launcher, places, "dead")
+        assert "was last heard" in seen.problem
+        assert [each.kind for each in launcher.news()] == ["gone"]
+        well = {host.id: host.well for host in launcher.there()}
+        assert not well[nodes["A10"].node_id]
+        assert well[nodes["L4"].node_id]
+        assert next(node["Alive"] for node in ray.nodes() if node["NodeID"] == nodes["A10"].node_id)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.skipif(
+    "POTLUCK_PYTHON" not in os.environ, reason="needs torch: POTLUCK_PYTHON, as make test-ray sets it"
+)
+def test_the_engine_itself_computes_over_two_nodes(made: Made) -> None:
+    from potluck.engine.shipped import shipped_model
+
+    maker = EngineMaker("gpu", (("words", shipped_model()),), device="cpu")
+    launcher = made(maker)
+    layout = Layout((Stage(2, (StageNode("1xL4", 1),)), Stage(4, (StageNode("1xA10", 1),))))
+    places = {"w": launcher.start("w", Make("words", layout, "east"))}
+    url = come_to(launcher, places, "up").url
+    body = b'{"model": "words", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}'
+    asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=WITHIN_S) as answer:
+        assert b'"completion_tokens": 4' in answer.read().replace(b'":4', b'": 4')
