@@ -66,7 +66,7 @@ def test_a_worker_says_its_port_and_who_only_stands_is_there_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = made("w", "worker", monkeypatch, tmp_path)
-    script = "import sys, time; print(4711 if sys.stdin.read() == 's' * 20 + chr(10) else 0, flush=True); time.sleep(600)"
+    script = "import sys, time; print(4711 if sys.stdin.read() == 's' * 20 + '\\n' else 0, flush=True); time.sleep(9)"
     worker.begin([PYTHON, "-S", "-c", script])
     assert until(lambda: worker.report()["address"]) == "127.0.0.1:4711"
     worker.forget()

@@ -35,7 +35,7 @@ LOST_S = 3.0
 """Without a word from an actor for so long, its engine is asked directly."""
 BAN_S = 20.0
 """For so long a node that was not heard gets nothing; Ray knows by then whether it is dead."""
-PLACE_S = 30.0
+PLACE_S = 90.0
 """In which Ray must find a node."""
 WAIT_S = 0.25
 """For answers, in one look."""
