@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from potluck.cli.common.problems import read_spec
 from potluck.cli.common.render import emit_json, table
+from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
     from potluck.catalog.prices import Price
     from potluck.catalog.sources import Facts
 
+_file = click.Path(dir_okay=False, path_type=Path)
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
@@ -148,14 +152,50 @@ def workloads_command(name: str | None, as_json: bool) -> None:
 @click.option("--gpu", help="Only nodes of this GPU, such as L40S.")
 @click.option("--region", help="Only this place: aws/us-east-1, us-east-1 or a cloud such as runpod.")
 @click.option("--listed", is_flag=True, help="Leave out prices that were derived from other machines.")
+@click.option(
+    "--from",
+    "source",
+    type=(click.Choice(["skypilot"]), str),
+    metavar="skypilot FILE|DIR|installed",
+    help="Read SkyPilot's catalog (vms.csv) instead; `installed` is the one that it has fetched.",
+)
+@click.option(
+    "--spec", "spec_path", type=_file, help="With --from: only this spec's offers, as a market file."
+)
+@click.option("--out", type=_file, help="With --spec: write them here, for `potluck plan --market`.")
 @_json_option
 def prices_command(
-    node: str | None, gpu: str | None, region: str | None, listed: bool, as_json: bool
+    node: str | None,
+    gpu: str | None,
+    region: str | None,
+    listed: bool,
+    source: tuple[str, str] | None,
+    spec_path: Path | None,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
-    """List prices per node type and region, with the day they were listed."""
-    from potluck.catalog import gpus, nodes, prices
+    """List prices per node type and region, with the day they were listed.
 
-    found: Iterable[Price] = prices.prices() if region is None else prices.in_region(region)
+    \b
+    Examples:
+      potluck catalog prices --gpu L4 --region us-east-1
+      potluck catalog prices --from skypilot ~/.sky/catalogs/v8/aws/vms.csv --gpu L4
+      potluck catalog prices --from skypilot installed --spec potluck.yaml --out market.yaml
+    """
+    from potluck.catalog import gpus, nodes, prices
+    from potluck.cli.planning import catalog_offers as offers
+
+    if (spec_path is not None and source is None) or (out is not None and spec_path is None):
+        raise InputError("--spec" if out is None else "--out", "goes with --from skypilot and --spec")
+    there = None if source is None else offers.listed_from(source[1])
+    if there is not None and source is not None and spec_path is not None:
+        offers.write_offers(offers.offers_for(read_spec(spec_path), there.prices, source[1]), out)
+        return
+    found: Iterable[Price]
+    if there is not None:
+        found = there.prices if region is None else _placed(there.prices, region)
+    else:
+        found = prices.prices() if region is None else prices.in_region(region)
     if node is not None:
         wanted = nodes.canonical(node)
         found = (price for price in found if price.node == wanted)
@@ -164,13 +204,21 @@ def prices_command(
         found = (price for price in found if nodes.parse(price.node)[1] == name)
     chosen = [price for price in found if price.listed or not listed]
     if as_json:
-        emit_json([_price_json(price) for price in chosen])
+        rest = [] if there is None else [{"left_out": why, "rows": count} for why, count in there.left_out]
+        emit_json([_price_json(price) for price in chosen] + rest)
         return
     rows = [_price_row(price) for price in chosen]
     head = ("node", "place", "USD/h", "spot USD/h", "instance", "date", "basis")
     table("Prices", head, rows)
     if not rows:
         click.echo("No such price. Leave out a filter, or give price_usd_per_h in the spec.")
+    if there is not None:
+        offers.show_left_out(there)
+
+
+def _placed(prices: Iterable[Price], region: str) -> list[Price]:
+    wanted = region.strip().casefold().replace(":", "/")
+    return [each for each in prices if wanted in (each.place, each.region, each.cloud)]
 
 
 def _price_row(price: Price) -> tuple[str, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from potluck.cli.common.files import named
 from potluck.cli.common.objectives import scale_option, scaled
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.core.errors import InputError, UnknownNameError
@@ -33,14 +34,21 @@ class Posed:
     what_if: tuple[str, ...]
     slo_scale: float
     seed: int
+    market: Path | None = None
 
     @property
     def limit_s(self) -> float:
         return positive("time-limit", self.time_limit_s)
 
     def spec(self) -> Spec:
-        """As it is written, with the objectives that are asked for."""
-        return scaled(read_spec(self.spec_path), self.slo_scale)
+        """As it is written, with the objectives and at the prices that are asked for."""
+        spec = scaled(read_spec(self.spec_path), self.slo_scale)
+        if self.market is None:
+            return spec
+        from potluck.control.market import read_market
+
+        market = named(self.market, lambda text: read_market(text, str(self.market), spec.regions))
+        return replace(spec, regions=market.regions(spec.regions))
 
     def problem(self, spec: Spec, init_penalty: float = 0.0) -> Problem:
         return load_problem(spec, self.headroom, self.budget_usd_per_h, self.what_if, init_penalty, self.sure)
@@ -94,6 +102,11 @@ def posing_options(
                 default=0,
                 show_default=True,
                 help="Of the search on a pool, and of a rehearsal.",
+            ),
+            click.option(
+                "--market",
+                type=click.Path(dir_okay=False, path_type=Path),
+                help="Prices and numbers of nodes over the spec's; see docs/operating.md.",
             ),
             scale_option,
             click.argument("spec_path", metavar="[SPEC]", required=False, type=click.Path(path_type=Path)),
