@@ -70,6 +70,8 @@ def _end_with_parent() -> None:
     """Where the system can do that (Linux): killed when the thread that started it is no more."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+    with suppress(OSError):  # Ray's own processes stand back behind all others; an engine must not
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def started_at(number: int) -> int | None:
