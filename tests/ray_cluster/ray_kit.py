@@ -20,8 +20,7 @@ NODES: dict[str, dict[str, Any]] = {
 @contextmanager
 def three_nodes() -> Iterator[tuple[Any, dict[str, Any]]]:
     """(the cluster, its nodes by what they have); the head has no GPU, and is where the controller runs."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
     for left in (2, 1, 0):
