@@ -105,6 +105,9 @@ def test_compare_has_every_strategy_and_auto_first(spec: Path, capsys: pytest.Ca
     assert names == ["auto", "homo", "melange", *cauchys, "cronus", "prfaas", "coral", "thunderserve"]
     assert all(row["cost_usd_per_h"] >= rows[0]["cost_usd_per_h"] - 1e-6 for row in rows)
     assert all(row["violations"] == [] for row in rows)
+    for row in rows:
+        low, high = row["range_usd_per_million_tokens"]
+        assert low < row["usd_per_million_tokens"] < high
     assert run(["compare", str(spec), "--averages"]) == 0
     assert "$/M tokens" in capsys.readouterr().out
 

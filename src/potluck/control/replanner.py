@@ -84,7 +84,9 @@ class Replanner:
         return best_answer(at_once(problem, running, Settings(time_limit_s=FIRST_S)))
 
     def _problem(self, asked: Asked) -> Problem:
-        facts = observed(self.problem, asked.paces, datetime.now(UTC).date().isoformat())
+        loaded = asked.running or asked.planned
+        problem = self.problem if loaded is None else self.problem.in_formats(loaded.formats)
+        facts = observed(problem, asked.paces, datetime.now(UTC).date().isoformat())
         return problem_now(
             facts, asked.rates_per_s, asked.lengths, asked.regions, self.interval_s, self.startups
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import yaml
 
-from potluck.control.launch.command import parallel_of, stages_of
+from potluck.control.launch.command import Weights, as_stored, parallel_of, stages_of, vllm_formats
 from potluck.control.values import Make
 from potluck.core.errors import InputError
 from potluck.export.seats import STAGE_PORT, Box, Roomed, Seat
@@ -32,6 +32,8 @@ class Wording:
     """What engines ask of whoever wants something of them; empty: it is in $POTLUCK_API_KEY."""
     secret_file: str = "/etc/potluck/pipeline.secret"
     """Of pipelines over several machines."""
+    weights: Mapping[str, Weights] = field(default_factory=dict)
+    """Model to the format that the plan has its weights in, where it says so."""
 
     def engine(self, seat: Seat, listen: str, host_of: HostOf) -> list[str]:
         """Of one engine, on its first box; `listen` is the address by which others reach it."""
@@ -57,7 +59,9 @@ class Wording:
                     f"template {seat.template}",
                     "is a pipeline over several machines: those run with --engine embedded, or plan without them",
                 )
-            return [*words, *parallel_of(make)]
+            own = vllm_formats(seat.model, self.weights.get(seat.model))
+            return [*words, *parallel_of(make), *(("--", *own) if own else ())]
+        as_stored(seat.model, self.weights.get(seat.model))
         words += ["--device", "cuda"]
         if seat.alone:
             return [*words, *stages_of(make)]

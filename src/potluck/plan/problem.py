@@ -14,8 +14,9 @@ from math import ceil, inf
 import numpy as np
 
 from potluck.core.errors import InputError
-from potluck.core.values.model import Model
+from potluck.core.values.model import Model, in_format
 from potluck.core.values.pool import Pool
+from potluck.core.values.precision import Format
 from potluck.core.values.terms import NO_TERMS, Terms
 from potluck.core.values.types import (
     DEFAULT_CLASS,
@@ -108,6 +109,8 @@ class Ask:
     """Where its users are; `slo` does not know of it (`strategies.near`)."""
     sure: float = 0.5
     """With what probability steps take no longer than is planned with; 0.5: as long as they are expected to."""
+    formats: tuple[Format, ...] = ()
+    """Which its weights may be in, `model`'s among them; empty: as they are (`strategies.formats`)."""
 
     @property
     def rate_per_s(self) -> float:
@@ -125,6 +128,20 @@ class Ask:
         """Its requests as they are, held to what the other classes were promised."""
         left = tuple(each for each in self.classes if each.name != name)
         return self if not left else replace(self, classes=left, slo=strictest([each.slo for each in left]))
+
+    def in_format(self, weights: Format) -> Ask:
+        """Settled on one of its formats."""
+        return replace(self, model=in_format(self.model, weights), formats=(weights,))
+
+    @property
+    def variants(self) -> tuple[Ask, ...]:
+        """Itself in each of its formats."""
+        return tuple(self.in_format(each) for each in self.formats) or (self,)
+
+    @property
+    def key(self) -> str:
+        """What its templates are kept under: those of two formats have the same names."""
+        return f"{self.name} in {self.model.weights_are}" if self.formats else self.name
 
     @property
     def tokens_per_s(self) -> float:
@@ -158,6 +175,17 @@ class Problem:
             raise InputError("headroom", f"must be above 0 and at most 1, is {self.headroom}")
         if not self.codecs or list(self.codecs) != [each for each in CODECS if each in self.codecs]:
             raise InputError("codecs", f"must be some of {', '.join(CODECS)}, in this order")
+
+    def in_formats(self, formats: Sequence[tuple[str, Format]]) -> Problem:
+        """The problem with models' weights settled, as a plan has them."""
+        chosen = dict(formats)
+        if not any(each.formats and each.name in chosen for each in self.asks):
+            return self
+        asks = (
+            each.in_format(chosen[each.name]) if each.formats and each.name in chosen else each
+            for each in self.asks
+        )
+        return replace(self, asks=tuple(asks))
 
     def node(self, name: str) -> NodeType:
         return self.by_name[name]

@@ -198,11 +198,12 @@ def _models(
         where = entry.weights
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else Weights(where.place, path, where.gb_per_s)
-        if entry.precision is not None:
-            model = in_format(model, entry.precision)
+        stored, formats = model.weights_are, tuple(entry.precision or ())
+        if formats:
+            model = in_format(model, formats[0])
         terms = resolve_terms(entry, places, problems)
         by_hour = tuple(entry.traffic.rate_by_hour or ())
-        told = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, entry.precision)
+        told = (lengths_from, trace, files, entry.idle_s, weights, by_hour, terms, formats, stored)
         models.append(ModelSpec(name, model, entry.slo.value(), traffic, *told))
     return models
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Discriminator,
@@ -187,6 +188,23 @@ class LimitsIn(Written):
     max_copies: int | None = Field(default=None, ge=1, le=1_000_000)
 
 
+def _bare_format(value: object) -> object:
+    """`precision: fp8` is short for `precision: [fp8]`."""
+    return [value] if isinstance(value, str) else value
+
+
+def _once_each(value: list[ChosenFormat]) -> list[ChosenFormat]:
+    if len(set(value)) < len(value):
+        raise ValueError("names a format twice")
+    return value
+
+
+Precision = Annotated[
+    Annotated[list[ChosenFormat], Field(min_length=1), AfterValidator(_once_each)] | None,
+    BeforeValidator(_bare_format),
+]
+
+
 class ModelIn(Written):
     """A model to serve."""
 
@@ -203,8 +221,9 @@ class ModelIn(Written):
     redundancy: RedundancyField = None
     max_spot_share: float | None = Field(default=None, ge=0, le=1)
     limits: LimitsIn | None = None
-    precision: ChosenFormat | None = None
-    """Serve it as if its weights were stored in this format; without it, as they are."""
+    precision: Precision = None
+    """Serve it as if its weights were stored in this format, or in that of these which is cheapest; without it, as
+    they are."""
 
 
 class GpuIn(Written):

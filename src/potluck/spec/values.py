@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
-from potluck.core.values.model import Model
+from potluck.core.values.model import Model, in_format
 from potluck.core.values.pool import Pool
 from potluck.core.values.precision import Format
 from potluck.core.values.terms import NO_TERMS, Terms
@@ -51,8 +52,10 @@ class ModelSpec:
     """Requests a second in equal parts of a day, from midnight, where they are written."""
     terms: Terms = NO_TERMS
     """What is asked of its plan beside that."""
-    precision: Format | None = None
-    """The format that was asked for instead of the model's own; None: its own."""
+    formats: tuple[Format, ...] = ()
+    """Which its weights may be planned in; `model` is in the first of them. Empty: as the checkpoint has them."""
+    stored: Format = "bf16"
+    """In which format the checkpoint has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,15 @@ class Spec:
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})
+
+    def in_formats(self, formats: Sequence[tuple[str, Format]]) -> Spec:
+        """The spec whose models' weights are in these formats, as a plan has them; others stay as they are."""
+        chosen = dict(formats)
+        models = tuple(
+            replace(each, model=in_format(each.model, chosen[each.name])) if each.name in chosen else each
+            for each in self.models
+        )
+        return replace(self, models=models)
 
     def region(self, name: str) -> Region:
         return _named("region", name, {region.name: region for region in self.regions})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from potluck.core.errors import UnknownNameError
-from potluck.core.values.model import Model
+from potluck.core.values.model import Model, in_format
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Link, NodeType, Region, Slo
 from potluck.perf.moves.startup import DEFAULT_COSTS, StartupCosts
@@ -42,7 +42,7 @@ class Scene:
 
     plan: Plan
     models: Mapping[str, Model]
-    """By the name that requests use."""
+    """By the name that requests use; the plan says in which format their weights are."""
     nodes: Mapping[str, NodeType]
     regions: tuple[Region, ...]
     links: tuple[Link, ...] = ()
@@ -74,7 +74,8 @@ class Scene:
     def model(self, name: str) -> Model:
         if name not in self.models:
             raise UnknownNameError("plan: model", name, self.models)
-        return self.models[name]
+        weights = self.plan.format_of(name)
+        return self.models[name] if weights is None else in_format(self.models[name], weights)
 
     def node(self, name: str) -> NodeType:
         if name not in self.nodes:

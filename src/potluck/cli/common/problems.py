@@ -59,7 +59,9 @@ def load_problem(
         )
         for m in spec.models
     )
-    asks = tuple(replace(each, sure=sure) for each in asks)
+    asks = tuple(
+        replace(each, sure=sure, formats=m.formats) for each, m in zip(asks, spec.models, strict=True)
+    )
     limit = budget if budget is not None else spec.budget_usd_per_h
     problem = Problem(
         asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool

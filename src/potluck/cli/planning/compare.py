@@ -151,14 +151,16 @@ def _told(said: Bar, name: str, what: str) -> None:
 
 
 def _same(plan: Plan) -> object:
-    return plan.deployments, plan.shares, plan.flows
+    return plan.deployments, plan.shares, plan.flows, plan.formats
 
 
 def _row(problem: Problem, name: str, solved: Solved, shown: tuple[Evidence, ...]) -> Compared:
     from potluck.plan.check.verify import verify
+    from potluck.plan.reasons.explain import usd_range
 
     found = solved.outcome.plan
     tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
+    low, high = usd_range(problem, found)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
     return Compared(
         strategy=name,
@@ -174,4 +176,8 @@ def _row(problem: Problem, name: str, solved: Solved, shown: tuple[Evidence, ...
         promised=None if worst is None else worst.promised,
         model="" if worst is None else worst.model,
         requests=sum(each.requests for each in shown),
+        range_usd_per_million_tokens=(low / tokens_per_h * 1e6, high / tokens_per_h * 1e6)
+        if tokens_per_h
+        else None,
+        formats=found.formats,
     )

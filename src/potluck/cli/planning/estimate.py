@@ -133,6 +133,8 @@ def read_profiles(
 
 def measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
     """With the step times in profiles, where they apply."""
+    if paths and (open_ := [each.name for each in problem.asks if len(each.formats) > 1]):
+        raise InputError("--profile", f"was measured in one format; name one `precision` for {open_[0]}")
     found = read_profiles(paths, [each.model for each in problem.asks], problem.nodes)
     return replace(problem, asks=tuple(replace(each, profiles=found) for each in problem.asks))
 

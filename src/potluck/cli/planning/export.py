@@ -84,6 +84,7 @@ def export(
       potluck export kubernetes plan.json potluck.yaml --out k8s && kubectl apply -f k8s
       potluck export skypilot plan.json potluck.yaml --out sky --infra us-east-1=aws/us-east-1
     """
+    from potluck.cli.common.formats import weights_in
     from potluck.cli.common.problems import read_spec
     from potluck.core.values.plan import plan_from_json
     from potluck.export import compose, kubernetes, shell, skypilot
@@ -96,7 +97,8 @@ def export(
     fleet = roomed(made, loaded.node_types, loaded.regions)
     folders = {each.name: f"{models.rstrip('/')}/{each.name}" for each in loaded.models}
     key_file = "" if kind == "skypilot" else KEY_FILE
-    wording = Wording(cast("Literal['vllm', 'embedded']", style), folders, key_file)
+    style_ = cast("Literal['vllm', 'embedded']", style)
+    wording = Wording(style_, folders, key_file, weights=weights_in(loaded, made))
     served = {"plan.json": text, "potluck.yaml": spec.read_text(encoding="utf-8"), **_traces(spec, loaded)}
     regions, boxes = {each.name for each in loaded.regions}, {each.name for each in fleet.boxes}
     where = _pairs("--address", addresses, boxes)

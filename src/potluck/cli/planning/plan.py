@@ -127,7 +127,7 @@ def plan(
         show_notes(notes)
         show_plan(problem, outcome, spec.policy.standby, basis_of(tried))
         show_rehearsal(tried, asked, outcome.plan)
-        _show_formats(spec)
+        _show_formats(spec, outcome.plan)
         show_search(searched)
         show_reasons(reasons)
     saves.complain()
@@ -222,11 +222,13 @@ def _pin(text: str) -> Deployment:
     return Deployment(match["template"], match["region"], int(match["count"]))
 
 
-def _show_formats(spec: Spec) -> None:
+def _show_formats(spec: Spec, plan: Plan) -> None:
     for asked in spec.models:
-        if asked.precision is not None:
-            said = f"weights in {asked.precision}, as the spec asks; their quality is yours to judge"
-            paragraph(f"{asked.name}: {said}.")
+        if (chosen := plan.format_of(asked.name)) is not None:
+            why = "as the spec asks"
+            if len(asked.formats) > 1:
+                why = f"the cheapest of {', '.join(asked.formats)}, which the spec allows"
+            paragraph(f"{asked.name}: weights in {chosen}, {why}; their quality is yours to judge.")
 
 
 def _as_json(

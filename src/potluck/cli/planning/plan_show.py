@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from potluck.core.values.plan import Plan
+    from potluck.core.values.precision import Format
     from potluck.plan.problem import Problem
     from potluck.plan.reasons.explain import Explanation
     from potluck.plan.strategies import Outcome
+    from potluck.plan.strategies.base import FormatPrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class Compared:
     model: str = ""
     requests: int = 0
     """That the plan was tried with."""
+    range_usd_per_million_tokens: tuple[float, float] | None = None
+    """What it costs if replicas are as fast, or as slow, as eight in ten are."""
+    formats: tuple[tuple[str, Format], ...] = ()
 
 
 def show_notes(notes: Sequence[str]) -> None:
@@ -48,6 +53,7 @@ def show_notes(notes: Sequence[str]) -> None:
 
 def show_compared(rows: Sequence[Compared]) -> None:
     """The table of `potluck compare`."""
+    chosen = any(row.formats for row in rows)
     cells = [
         (
             row.strategy,
@@ -55,13 +61,29 @@ def show_compared(rows: Sequence[Compared]) -> None:
             _attained(row),
             percent(row.served_fraction),
             "-" if row.usd_per_million_tokens is None else usd(row.usd_per_million_tokens),
+            "-"
+            if row.range_usd_per_million_tokens is None
+            else _usd_between(row.range_usd_per_million_tokens),
+            *([", ".join(f"{model} {weights}" for model, weights in row.formats)] if chosen else []),
             row.nodes,
             percent(row.gap),
             f"{row.cpu_s:.2f}",
         )
         for row in rows
     ]
-    columns = ("strategy", "USD/h", "attained", "served", "$/M tokens", "nodes", "gap", "CPU s")
+    weights = ("weights",) if chosen else ()
+    columns = (
+        "strategy",
+        "USD/h",
+        "attained",
+        "served",
+        "$/M tokens",
+        "8 in 10",
+        *weights,
+        "nodes",
+        "gap",
+        "CPU s",
+    )
     table("Strategies on the same templates", columns, cells)
     for row in rows:
         if row.violations:
@@ -168,6 +190,7 @@ def _show_deployments(problem: Problem, outcome: Outcome, basis: str) -> None:
                 deployment.region,
                 deployment.count,
                 template.name.split(": ", 1)[-1],
+                *([found.format_of(template.model) or "as stored"] if found.formats else []),
                 f"{rate:.3g}",
                 usd(cost),
                 *(short(each) for each in copy_tokens_per_usd(problem, found, deployment)),
@@ -187,7 +210,13 @@ def _show_deployments(problem: Problem, outcome: Outcome, basis: str) -> None:
         starts = f"{usd(found.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"
         title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h of rent and {starts}, {proof}"
     tokens = ("prompt tokens/$", "answer tokens/$")
-    table(title, ("model", "region", "copies", "template", "req/s", "USD/h", *tokens, "confidence"), rows)
+    weights = ("weights",) if found.formats else ()
+    names = ("model", "region", "copies", "template", *weights, "req/s", "USD/h", *tokens, "confidence")
+    table(title, names, rows)
+
+
+def _usd_between(ends: tuple[float, float], unit_usd: float = 1.0) -> str:
+    return f"{usd(ends[0] * unit_usd)} to {usd(ends[1] * unit_usd)}"
 
 
 def _between(low: float, high: float) -> str:
@@ -195,9 +224,10 @@ def _between(low: float, high: float) -> str:
 
 
 def _show_predictions(problem: Problem, outcome: Outcome) -> None:
-    from potluck.plan.reasons.explain import tokens_per_usd, usd_per_million_tokens
+    from potluck.plan.reasons.explain import range_of, tokens_per_usd, usd_per_million_tokens
 
     found = outcome.plan
+    cost = {p.model: usd_per_million_tokens(problem, found, p.model) for p in found.predictions}
     rows = [
         (
             p.model,
@@ -208,7 +238,8 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             short(p.answer_tokens_per_s),
             seconds(p.ttft_s),
             seconds(p.tpot_s),
-            usd(usd_per_million_tokens(problem, found, p.model)),
+            usd(cost[p.model]),
+            _usd_between(range_of(p), cost[p.model]),
             *(short(each) for each in tokens_per_usd(problem, found, p.model)),
             p.confidence,
         )
@@ -226,6 +257,7 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
             "TTFT",
             "TPOT",
             "$/M tokens",
+            "8 in 10",
             "prompt tokens/$",
             "answer tokens/$",
             "confidence",
@@ -239,6 +271,7 @@ def show_reasons(reasons: Explanation | None) -> None:
     if reasons is None:
         return
     show_terms(reasons.terms)
+    _show_formats(reasons.formats)
     rows = []
     for each in reasons.models:
         if not each.served_by:
@@ -264,6 +297,20 @@ def show_reasons(reasons: Explanation | None) -> None:
     ]
     columns = ("region", "node", "rented", "price", "one more saves up to", "one fewer costs")
     table("What a node is worth, per hour", columns, values)
+
+
+def _show_formats(tried: Sequence[FormatPrice]) -> None:
+    """What each format would cost, where the spec leaves a choice."""
+    rows = [
+        (
+            ", ".join(f"{model} in {weights}" for model, weights in each.formats),
+            percent(each.served_fraction),
+            usd(each.usd_per_h),
+        )
+        for each in tried
+    ]
+    if rows:
+        table("Weights in the formats that the spec allows", ("weights", "served", "USD/h"), rows)
 
 
 def _signed(value_usd: float) -> str:

@@ -110,6 +110,7 @@ def rehearsed(
         return None
     from potluck.rehearse.loop import Rules, rehearse
 
+    workshop = workshop.settled(outcome.plan)
     trial, recorded = trial_of(spec, workshop.problem, outcome.plan, asked, settings.seed)
     runs = asked.of_runs
     if asked.rehearse:

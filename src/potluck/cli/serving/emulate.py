@@ -1,6 +1,6 @@
 """Other executors than one process at its own pace: `--emulate A10:llama-3.1-8b` and `--stages 3,5x2`.
 
-A10:llama-3.1-8b          one GPU
+A10:llama-3.1-8b          one GPU; A10:llama-3.1-8b@fp8 with weights in another format
 2xL40S:qwen3-32b          both GPUs of a node; 2xL40S:qwen3-32b:1 only one of them
 A10,L4+L4:llama-3.1-8b    a pipeline: its first stage on an A10, the second shared by two L4
 """
@@ -17,7 +17,8 @@ from potluck.core.codec import decode
 from potluck.core.errors import FormatError, InputError
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.likeness import Likeness
-from potluck.core.values.model import Model
+from potluck.core.values.model import Model, in_format
+from potluck.core.values.precision import format_named
 from potluck.core.values.types import NodeType
 
 if TYPE_CHECKING:
@@ -154,9 +155,11 @@ def emulation(text: str, speed_up: float = 1.0) -> Emulation:
     named = tuple(
         tuple(nodes.node_type(name.strip()) for name in stage.split("+")) for stage in parts[0].split(",")
     )
-    found = Emulation(
-        named, models.model(parts[1].strip()), int(parts[2]) if len(parts) == 3 else None, speed_up
-    )
+    name, _, weights = parts[1].strip().partition("@")
+    model = models.model(name)
+    if weights:
+        model = in_format(model, format_named(weights, "emulate"))
+    found = Emulation(named, model, int(parts[2]) if len(parts) == 3 else None, speed_up)
     for node in (each for stage in named for each in stage):
         check_tp(found.model, node, found._tp(node))
     return found
@@ -182,8 +185,9 @@ def pretence(text: str, speed_up: float = 1.0, mean_output_tokens: int = 0) -> P
     named = {each.node for stage in said.layout.stages for each in stage.nodes}
     found = {name: nodes.node_type(name) for name in sorted(named)}
     gbps = {(source, target): (rate, rtt_s) for source, target, rate, rtt_s in said.links}
+    model = models.model(said.model)
     return Pretence(
-        models.model(said.model),
+        model if said.weights is None else in_format(model, said.weights),
         said.layout,
         tuple(found.values()),
         layout_hops(said.layout, found, gbps),

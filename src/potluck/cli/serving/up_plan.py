@@ -125,11 +125,11 @@ def workshop_of(problem: Problem, wishes: Wishes, said: Said = lambda line: None
     from potluck.plan.strategies.pools import machines_key
 
     made = Workshop(problem, said=said)
-    for ask in problem.asks:
+    for ask in (variant for each in problem.asks for variant in each.variants):
         if wishes.single:
-            made.made["pipeline", ask.name] = []
+            made.made["pipeline", ask.key] = []
         if wishes.here:
-            made.made[f"group of {machines_key(problem)}", ask.name] = []
+            made.made[f"group of {machines_key(problem)}", ask.key] = []
     return made
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from potluck.cli.common.formats import weights_in
 from potluck.cli.serving.up_gpus import (
     Ready,
     for_this_machine,
@@ -72,6 +73,7 @@ def prepared_for(
     must_run_here(found.inputs.plan, style)
     if here:
         must_have_chips(found.inputs.plan, maker)
+    maker = replace(maker, weights=weights_in(spec, found.inputs.plan))
     return Ready(spec_path, found, maker, (), chosen)
 
 

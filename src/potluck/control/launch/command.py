@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from potluck.control.values import Make
 from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.values.likeness import Likeness
+from potluck.core.values.precision import FORMAT_BITS, Format
 
 EngineStyle = str
 """`emulated`: the shipped model at the pace of the planned GPUs; `pretended`: tokens made up at that pace; `gpu`: a
 model's own weights on the GPUs of this machine; `vllm`: the same in stock vLLM."""
 STYLES = ("emulated", "pretended", "gpu", "vllm")
+
+
+VLLM_MAKES: Final[dict[Format, str]] = {"fp8": "fp8", "fp8_block": "fp8_per_block"}
+"""Formats that vLLM makes of 16 bits as it loads, by its names (docs: features/quantization/online)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The format that a plan has a model's weights in, and the one that its checkpoint has."""
+
+    planned: Format
+    stored: Format
+
+    @property
+    def as_stored(self) -> bool:
+        return self.planned == self.stored or FORMAT_BITS[self.planned] == FORMAT_BITS[self.stored] == 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +61,17 @@ class EngineMaker:
     """Of the environment that vLLM is in."""
     more: tuple[str, ...] = ()
     """Flags of vLLM's own."""
+    weights: Mapping[str, Weights] = field(default_factory=dict)
+    """Model to the format that the plan has its weights in, where it says so."""
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
             raise InputError("--engine", f"must be one of {', '.join(STYLES)}, is {self.style!r}")
+        for model, weights in self.weights.items():  # what cannot be is said before anything is started
+            if self.style == "vllm":
+                vllm_formats(model, weights)
+            elif self.style == "gpu":
+                as_stored(model, weights)
 
     def chips_for(self, make: Make) -> tuple[str, ...]:
         """The kind of each GPU that an engine gets, in the order of its workers; none where it finds them itself."""
@@ -82,10 +107,13 @@ class EngineMaker:
             command += ["--model", str(folder)]
         if self.style == "vllm":
             budget = ["--token-budget", str(make.step_tokens)] if make.step_tokens else []
-            return [*command, *parallel_of(make), *budget, "--python", self.python, "--", *self.more]
+            own = (*vllm_formats(make.model, self.weights.get(make.model)), *self.more)
+            return [*command, *parallel_of(make), *budget, "--python", self.python, "--", *own]
         if self.style == "gpu":
             return [*command, "--device", self.device, *stages_of(make), *self.flags(make)]
-        command += ["--emulate", emulate_text(make, name, self.links)]
+        weights = self.weights.get(make.model)
+        planned = None if weights is None else weights.planned
+        command += ["--emulate", emulate_text(make, name, self.links, planned)]
         if make.step_tokens:
             command += ["--token-budget", str(make.step_tokens)]
         if self.style == "pretended":
@@ -134,13 +162,40 @@ def stages_of(make: Make) -> tuple[str, ...]:
     return ("--stages", ",".join(parts))
 
 
-def emulate_text(make: Make, model: str, links: tuple[tuple[str, str, float, float], ...] = ()) -> str:
+def vllm_formats(model: str, weights: Weights | None) -> tuple[str, ...]:
+    """vLLM's own flags for weights in the planned format: it makes FP8 of 16 bits as it loads, and nothing else."""
+    if weights is None or weights.as_stored:
+        return ()
+    if weights.planned not in VLLM_MAKES or FORMAT_BITS[weights.stored] != 16:
+        raise InputError(
+            f"model {model}: precision",
+            f"vLLM makes no {weights.planned} of a checkpoint in {weights.stored};"
+            " have one that is stored so, and name its directory as the model",
+        )
+    return ("--quantization", VLLM_MAKES[weights.planned])
+
+
+def as_stored(model: str, weights: Weights | None) -> None:
+    """Refuse formats other than the checkpoint's: this engine computes with weights as they are stored."""
+    if weights is not None and not weights.as_stored:
+        raise InputError(
+            f"model {model}: precision",
+            f"this engine makes no {weights.planned} of a checkpoint in {weights.stored}; vLLM may",
+        )
+
+
+def emulate_text(
+    make: Make,
+    model: str,
+    links: tuple[tuple[str, str, float, float], ...] = (),
+    weights: Format | None = None,
+) -> str:
     """What `--emulate` says of a layout: a line for one node, else all of it as JSON."""
     stages = make.layout.stages
     if len(stages) == 1 and len(stages[0].nodes) == 1:
         only = stages[0].nodes[0]
         if only.ep == "none":
-            return f"{only.node}:{model}:{only.tp}"
+            return f"{only.node}:{model}@{weights}:{only.tp}" if weights else f"{only.node}:{model}:{only.tp}"
     mine = make.layout.machines
     inside = tuple(each for each in links if each[0] in mine and each[1] in mine)
-    return json.dumps(encode(Likeness(model, make.layout, inside)), separators=(",", ":"))
+    return json.dumps(encode(Likeness(model, make.layout, inside, weights)), separators=(",", ":"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from potluck.core.values.layout import Layout
+from potluck.core.values.precision import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +16,5 @@ class Likeness:
     layout: Layout
     links: tuple[tuple[str, str, float, float], ...] = ()
     """(from machine, to machine, gbps, round trip in s) where the layout names machines; else their cards count."""
+    weights: Format | None = None
+    """In which they are; None: as the catalog has them."""

@@ -11,6 +11,7 @@ from typing import Literal
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout
+from potluck.core.values.precision import Format
 from potluck.core.values.types import Codec, Role
 
 PLAN_VERSION = 1
@@ -217,6 +218,9 @@ class Plan:
     """Templates of the same strategy that nothing is deployed of, which scaling may start (`plan/running`)."""
     charges: tuple[Charge, ...] = ()
     """Beside the rent: egress, what preemptions cost, weights in storage, head nodes."""
+    formats: tuple[tuple[str, Format], ...] = ()
+    """Model to the format of its weights, where the spec names some; others are as their checkpoints have them.
+    All replicas of a model share it, for any two may come to hand KV to each other."""
 
     def __post_init__(self) -> None:
         for name in ("cost_usd_per_h", "gap", "fraction", "start_usd_per_h"):
@@ -224,6 +228,10 @@ class Plan:
 
     def template(self, name: str) -> Template:
         return next(template for template in self.templates if template.name == name)
+
+    def format_of(self, model: str) -> Format | None:
+        """In which a model's weights are, where that was asked or chosen; None: as its checkpoint has them."""
+        return next((each for name, each in self.formats if name == model), None)
 
     def fraction_of(self, model: str) -> float:
         """Share of a model's demand that is met."""

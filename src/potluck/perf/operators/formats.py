@@ -29,6 +29,11 @@ class Units:
     said: str = ""
     """What a person should know of it; empty when nothing."""
 
+    @property
+    def plain(self) -> bool:
+        """Whether weights and inputs are of 16 bits."""
+        return self.family == "bf16"
+
 
 def units_for(kind: Format, gpu: Gpu) -> Units:
     """The units of a GPU that multiply with weights of a format."""

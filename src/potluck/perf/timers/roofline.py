@@ -86,7 +86,7 @@ class RooflineTimer:
     @property
     def confidence(self) -> Confidence:
         """That of the GPU, unless the model has parts that were measured elsewhere, or nowhere."""
-        if unmeasured_parts(self.model) or self.ep != "none":
+        if unmeasured_parts(self.model, self.node.gpu) or self.ep != "none":
             return "assumed"
         own = self.curves.confidence
         return "transferred" if own == "measured" and (self._carried or self._unlike_link) else own
@@ -111,7 +111,10 @@ class RooflineTimer:
         carried = [*self._carried, *(["all-reduce over such a link"] if self._unlike_link else [])]
         if self.curves.confidence == "measured" and carried:
             said += f"; carried over: {', '.join(carried)}"
-        parts = (*unmeasured_parts(self.model), *(["expert parallelism"] if self.ep != "none" else []))
+        parts = (
+            *unmeasured_parts(self.model, self.node.gpu),
+            *(["expert parallelism"] if self.ep != "none" else []),
+        )
         return f"{said}; not measured: {', '.join(parts)}" if parts else said
 
     def step_s(self, batch: Steps) -> Floats:
@@ -278,10 +281,18 @@ def needed_extras(model: Model, gpu: Gpu) -> dict[str, str]:
     return found
 
 
-def unmeasured_parts(model: Model) -> tuple[str, ...]:
-    """Kinds of layer that no measurement behind the calibration has: they follow the bare formulas."""
-    linear = any(isinstance(layer.attention, LinearAttention) for layer in model.layers)
-    return ("linear attention",) if linear else ()
+def unmeasured_parts(model: Model, gpu: Gpu) -> tuple[str, ...]:
+    """What no measurement behind the calibration has: it follows the bare formulas, or another format's figures."""
+    found = []
+    if any(isinstance(layer.attention, LinearAttention) for layer in model.layers):
+        found.append("linear attention")
+    dense, experts = units_for(model.weights_are, gpu), units_for(model.experts_are, gpu)
+    if not (dense.plain or (dense.makes_small and dense.family == model.weights_are)):
+        found.append(f"{model.weights_are} products{'' if dense.makes_small else ', weights only'}")
+    mixture = any(isinstance(layer.ffn, MoeFfn) for layer in model.layers)
+    if mixture and not (experts.plain or experts.family == model.experts_are):
+        found.append(f"{model.experts_are} experts")
+    return tuple(found)
 
 
 def _dense_s(

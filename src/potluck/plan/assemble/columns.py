@@ -243,6 +243,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
         max(0.0, gap),
         fraction,
         _starts_usd_per_h(found.program, allocation),
+        formats=tuple((each.name, each.model.weights_are) for each in problem.asks if each.formats),
     )
     return replace(plan, charges=charges_of(problem, plan, egress_usd_per_h(problem, plan)))
 

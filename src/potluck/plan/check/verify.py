@@ -28,7 +28,9 @@ SLACK = 1e-6
 
 def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """All violations; empty for a sound plan."""
-    broken = (*_names(problem, plan), *_layers(problem, plan))
+    broken = (*_names(problem, plan), *_formats(problem, plan))
+    problem = problem.in_formats(plan.formats)
+    broken = (*broken, *_layers(problem, plan))
     broken = broken or tuple(_machines(problem, plan))
     broken = broken or tuple(_memory(problem, plan))
     if broken:  # nothing else can be asked of a plan that does not hang together
@@ -56,6 +58,16 @@ def _names(problem: Problem, plan: Plan) -> Iterator[str]:
     for template in plan.templates:
         if template.model not in models:
             yield f"{template.name}: unknown model {template.model!r}"
+
+
+def _formats(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Weights are in a format that was allowed, and that is said of every model that has a choice."""
+    for ask in problem.asks:
+        chosen = plan.format_of(ask.name)
+        if chosen is None and ask.formats:
+            yield f"{ask.name}: the plan does not say which of {', '.join(ask.formats)} its weights are in"
+        elif chosen is not None and chosen not in ask.formats:
+            yield f"{ask.name}: weights in {chosen}, which nobody allowed"
 
 
 def _layers(problem: Problem, plan: Plan) -> Iterator[str]:

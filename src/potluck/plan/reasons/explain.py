@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from potluck.core.errors import InputError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import Deployment, Plan
+from potluck.core.values.plan import Deployment, Plan, Prediction
 from potluck.core.values.types import Offer, Region
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.reasons.term_prices import TermPrice, term_prices
-from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.strategies.base import FormatPrice, Outcome, Settings, Workshop
 from potluck.plan.timing.rates import HANDOVER_SHARE, fits, layout_timer, wait_factor
 
 Planner = Callable[[Workshop, Settings], Outcome]
@@ -61,10 +61,13 @@ class Explanation:
     nodes: tuple[NodeValue, ...]
     terms: tuple[TermPrice, ...] = ()
     """What was asked beside demand, and what each of it costs."""
+    formats: tuple[FormatPrice, ...] = ()
+    """What it would cost in each combination of formats, where there was a choice."""
 
 
 def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Settings) -> Explanation:
     """Reasons for every model and every node type that is rented or scarce; all in half of the time limit."""
+    workshop = workshop.settled(outcome.plan)
     problem = workshop.problem
     questions = len(problem.asks) + sum(1 for count in outcome.plan.nodes.values() if count)
     each_s = settings.time_limit_s * ASKING_SHARE / max(questions, 1)
@@ -73,6 +76,7 @@ def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Se
         tuple(_model(workshop, outcome, planner, settings, ask.name) for ask in problem.asks),
         tuple(_nodes(workshop, outcome, planner, settings)),
         term_prices(workshop, outcome, planner, settings),
+        outcome.tried,
     )
 
 
@@ -132,6 +136,19 @@ def usd_per_million_tokens(problem: Problem, plan: Plan, model: str) -> float:
     ask = next(ask for ask in problem.asks if ask.name == model)
     tokens_per_h = ask.tokens_per_s * plan.fraction_of(model) * 3600
     return cost / tokens_per_h * 1e6 if tokens_per_h > 0 else 0.0
+
+
+def range_of(prediction: Prediction) -> tuple[float, float]:
+    """(least, most) of what a model's tokens cost, as a share of what is expected: if its replicas are as fast, or as
+    slow, as eight in ten are, so many fewer or more of them do the same."""
+    middle, fast, slow = prediction.capacity_per_s, prediction.fastest_per_s, prediction.slowest_per_s
+    return (middle / fast, middle / slow) if fast > 0 and slow > 0 and middle > 0 else (1.0, 1.0)
+
+
+def usd_range(problem: Problem, plan: Plan) -> tuple[float, float]:
+    """The same of a whole plan, in USD an hour; models are taken to err alike."""
+    costs = [(_usd_per_h(problem, plan, each.model), range_of(each)) for each in plan.predictions]
+    return sum(cost * low for cost, (low, _) in costs), sum(cost * high for cost, (_, high) in costs)
 
 
 def tokens_per_usd(problem: Problem, plan: Plan, model: str) -> tuple[float, float]:

@@ -70,7 +70,7 @@ def ask_now(known: Ask, rate_per_s: float | None, seen: SeenLengths | None) -> A
     rate = known.rate_per_s if rate_per_s is None else rate_per_s
     if seen is not None and drifted(known, seen):
         made = ask(known.name, known.model, known.slo, _traffic(known, rate, seen), known.terms)
-        return replace(made, profiles=known.profiles, classes=known.classes, origins=known.origins)
+        return replace(known, slo=made.slo, demands=made.demands)
     if known.rate_per_s <= 0:
         return known
     factor = rate / known.rate_per_s

@@ -27,6 +27,7 @@ MOST = 24
 
 def with_candidates(workshop: Workshop, plan: Plan) -> Plan:
     """The plan with what scaling may start; of a strategy that is not known here it has none."""
+    workshop = workshop.settled(plan)
     used = {template.name for template in plan.templates}
     found: list[Template] = []
     for ask in workshop.problem.asks:

@@ -28,10 +28,12 @@ Left = dict[tuple[str, str, Codec], list[Replica]]
 
 
 def settled(problem: Problem, running: Plan) -> Problem:
-    """The problem with exactly the machines that its regions have, when a plan names some.
+    """The problem with weights as they are loaded, and with exactly the machines that its regions have, when a plan
+    names some.
 
     Where only a number of a type is gone, machines that the plan does not use are taken to be those first.
     """
+    problem = problem.in_formats(running.formats)
     used = {machine for template in running.templates for machine in template.machines}
     if not used:
         return problem

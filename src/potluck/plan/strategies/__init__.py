@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
+from potluck.plan.strategies.formats import choosing_formats
 from potluck.plan.strategies.near import near_users
 from potluck.plan.strategies.programs import auto, coral, cronus, homo, melange, prfaas, thunderserve
 
@@ -35,7 +36,7 @@ _ALL: dict[str, Strategy] = {
     "coral": coral,
     "thunderserve": thunderserve,
 }
-STRATEGIES = {name: near_users(_in_time(strategy)) for name, strategy in _ALL.items()}
+STRATEGIES = {name: choosing_formats(near_users(_in_time(strategy))) for name, strategy in _ALL.items()}
 """Name to strategy; `auto` puts every kind of column into one program."""
 
 __all__ = ["STRATEGIES", "Outcome", "Settings", "Workshop"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from potluck.core.values.plan import Deployment, Plan, Template
+from potluck.core.values.precision import Format
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.assemble.codecs import solved
 from potluck.plan.assemble.columns import Columns, plan_of
@@ -68,6 +69,15 @@ class Settings:
         return replace(self, time_limit_s=share * self.left_s, start_s=None).begun
 
 
+@dataclass(frozen=True, slots=True)
+class FormatPrice:
+    """The best plan with models' weights in these formats."""
+
+    formats: tuple[tuple[str, Format], ...]
+    served_fraction: float
+    usd_per_h: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
     """A plan, the allocation behind it and the columns it chose from."""
@@ -75,6 +85,8 @@ class Outcome:
     plan: Plan
     allocation: Allocation
     columns: Columns
+    tried: tuple[FormatPrice, ...] = ()
+    """What it would be in each combination of formats, where there was a choice."""
 
 
 @dataclass(slots=True)
@@ -83,7 +95,7 @@ class Workshop:
 
     problem: Problem
     made: dict[tuple[str, str], list[Template]] = field(default_factory=dict)
-    """(kind, model) to templates."""
+    """(kind, key of a model) to templates."""
     said: Callable[[str], None] = lambda _: None
     """Told what is being made, for a progress bar."""
     searched: dict[str, Found] = field(default_factory=dict)
@@ -95,7 +107,7 @@ class Workshop:
     near: dict[float, Workshop] = field(default_factory=dict)
     """How far requests may travel to a workshop for that (`strategies.near`)."""
     shelves: dict[str, Shelf] = field(default_factory=dict)
-    """Model to all its pipelines, also those that nobody has asked for."""
+    """Key of a model to all its pipelines, also those that nobody has asked for."""
     enough: Callable[[], bool] = lambda: False
     """Asked before a kind of templates is made: whether there is no time for it."""
     left_out: set[tuple[str, str]] = field(default_factory=set)
@@ -106,6 +118,10 @@ class Workshop:
         start_s, share_s = settings.start_s, MAKING_SHARE * settings.time_limit_s
         assert start_s is not None
         return replace(self, enough=lambda: settings.clock() - start_s > share_s)
+
+    def settled(self, plan: Plan) -> Workshop:
+        """The same workshop for a problem in which models have the formats of a plan."""
+        return replace(self, problem=self.problem.in_formats(plan.formats))
 
     @property
     def prices(self) -> dict[str, float]:
@@ -157,7 +173,7 @@ class Workshop:
             shelf = shelf_of(self.problem, ask, timed=self.timed)
             prices = np.array([self.prices[node.name] for node in self.problem.offered])
             shelf.take(shelf.cheapest(prices, FIRST_FEW))
-            self.shelves[ask.name] = shelf
+            self.shelves[ask.key] = shelf
             return shelf.templates
 
         return self._once("pipeline", ask, make)
@@ -175,7 +191,7 @@ class Workshop:
         what that would mean, and are short.
         """
         key = f"group of {machines_key(self.problem)}"
-        first = not any(kind.startswith("group of ") for kind, _ in self.made)
+        first = not any(kind.startswith("group of ") for kind, name in self.made if name == ask.key)
         share = 0.5 if first else 0.1
 
         def make() -> list[Template]:
@@ -190,7 +206,7 @@ class Workshop:
         return self._once(key, ask, make)
 
     def _once(self, kind: str, ask: Ask, make: Callable[[], list[Template]]) -> list[Template]:
-        key = (kind, ask.name)
+        key = (kind, ask.key)
         if key not in self.made and kind != "homogeneous" and self.enough():
             self.left_out.add(key)
             return []

@@ -94,13 +94,13 @@ def _taken(workshop: Workshop, program: FlowProgram, duals: Duals, factor: float
     node_prices = _node_prices(problem, program, duals, factor)
     for ask in problem.asks:
         buckets = len(ask.demands)
-        shelf = workshop.shelves.get(ask.name)
+        shelf = workshop.shelves.get(ask.key)
         if shelf is not None:
             mine = duals.phase[:, first : first + buckets]
             rows = shelf.worth(node_prices, mine, FEW, ceiling)
             if shelf.take(rows):
                 added += len(rows)
-                workshop.made["pipeline", ask.name] = shelf.templates
+                workshop.made["pipeline", ask.key] = shelf.templates
             elif len(rows):
                 added += len(rows)  # they can do nothing, but the next ones might
         first += buckets

@@ -65,7 +65,7 @@ class Shelf:
         for row in rows.tolist():
             self.open[row] = False
             role, phase = PHASES[self.phase[row]], int(self.phase[row])
-            key = (self.ask.name, role, self.libraries[self.library[row]].placement(int(self.index[row])))
+            key = (self.ask.key, role, self.libraries[self.library[row]].placement(int(self.index[row])))
             if key not in self.timed:
                 self.timed[key] = timed_template(self.problem, self.ask, role, key[2])
             made = self.timed[key]

@@ -1,0 +1,223 @@
+"""Formats as the planner's choice: against brute force over formats and counts, and through all that reads a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask
+
+from potluck.control.launch.command import EngineMaker, Weights
+from potluck.control.values import Make
+from potluck.core.errors import InputError
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
+from potluck.core.values.precision import Format
+from potluck.plan.check.verify import verify
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.reasons.explain import explain
+from potluck.plan.running.candidates import with_candidates
+from potluck.plan.running.ladder import at_once
+from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.strategies.formats import formats_of
+from potluck.spec.load import parse_spec
+from potluck.worlds.scene import Scene
+
+ONE_LENGTH = ((1200.0, 150.0, 1.0),)
+FORMATS: tuple[Format, ...] = ("bf16", "fp8", "int4")
+ROOMY: dict[str, tuple[float, int]] = {"1xL4": (0.8, 4), "1xA100-80": (2.0, 2), "1xL40S": (1.9, 2)}
+
+
+def allowing(rate_per_s: float, formats: tuple[Format, ...], name: str = "chat") -> Ask:
+    asked = an_ask(name, rate_per_s=rate_per_s, lengths=ONE_LENGTH)
+    first = asked.in_format(formats[0])
+    return replace(first, formats=formats)
+
+
+def solved(problem: Problem, running: Plan | None = None) -> Outcome:
+    return STRATEGIES["melange"](Workshop(problem), Settings(time_limit_s=20.0, running=running))
+
+
+def cheapest(problem: Problem) -> float | None:
+    """Over every combination of formats and every number of copies; of aggregated replicas and one length."""
+    (region,) = problem.regions
+    price = {offer.node: offer.price_usd_per_h for offer in region.offers}
+    there = {offer.node: offer.available for offer in region.offers}
+    best: float | None = None
+    for each in product(*(ask.variants for ask in problem.asks)):
+        shop = Workshop(replace(problem, asks=each))
+        ways = [list(_ways(shop, ask, problem.headroom, there)) for ask in each]
+        for chosen in product(*ways):
+            used = {node: sum(way.get(node, 0) for way in chosen) for node in there}
+            if all(used[node] <= there[node] for node in there):
+                cost = sum(price[node] * count for node, count in used.items())
+                best = cost if best is None else min(best, cost)
+    return best
+
+
+def _ways(shop: Workshop, ask: Ask, headroom: float, there: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Numbers of nodes that serve a model by itself, the best template of each type on all of them."""
+    rate = dict.fromkeys(there, 0.0)
+    for template in shop.mixed(ask):
+        (count,) = template.nodes
+        rate[count.node] = max(rate[count.node], template.capacity[0].closed_per_s)
+    for counts in product(*(range(there[node] + 1) for node in there)):
+        used = dict(zip(there, counts, strict=True))
+        if sum(rate[node] * count for node, count in used.items()) * headroom >= ask.rate_per_s * (1 - 1e-9):
+            yield used
+
+
+@given(
+    rate_per_s=st.floats(0.5, 12.0),
+    formats=st.permutations(FORMATS).flatmap(lambda all_: st.integers(1, 3).map(lambda n: tuple(all_[:n]))),
+    prices=st.tuples(*(st.floats(0.3, 3.0) for _ in range(2))),
+)
+@settings(max_examples=8, deadline=None)
+def test_the_choice_is_that_of_brute_force_and_no_member_is_cheaper(
+    rate_per_s: float, formats: tuple[Format, ...], prices: tuple[float, float]
+) -> None:
+    offers = {"1xL4": (prices[0], 4), "1xA100-80": (prices[1], 2)}
+    problem = a_problem(allowing(rate_per_s, formats), offers={"east": offers})
+    found = solved(problem)
+    best = cheapest(problem)
+    assert (found.plan.fraction >= 1) == (best is not None)
+    if best is None:
+        return
+    assert found.plan.cost_usd_per_h == pytest.approx(best, rel=1e-6)
+    assert verify(problem, found.plan) == ()
+    assert found.plan.format_of("chat") in formats
+    for each in formats:
+        alone = solved(a_problem(allowing(rate_per_s, (each,)), offers={"east": offers})).plan
+        assert alone.fraction < 1 or found.plan.cost_usd_per_h <= alone.cost_usd_per_h * (1 + 1e-9)
+
+
+def test_two_models_choose_together() -> None:
+    """Nodes are few, so that what one takes the other lacks."""
+    asks = allowing(5.0, ("bf16", "fp8")), allowing(4.0, ("fp8", "bf16"), "other")
+    problem = a_problem(*asks, offers={"east": ROOMY})
+    found = solved(problem)
+    assert found.plan.cost_usd_per_h == pytest.approx(cheapest(problem), rel=1e-6)
+    assert len(found.tried) == 4
+    assert min(each.usd_per_h for each in found.tried if each.served_fraction >= 1) == pytest.approx(
+        found.plan.total_usd_per_h
+    )
+
+
+def test_a_tie_goes_to_the_format_that_is_named_first() -> None:
+    for formats in (("bf16", "fp8"), ("fp8", "bf16")):
+        problem = a_problem(allowing(0.1, formats), offers={"east": {"1xA100-80": (2.0, 2)}})
+        assert solved(problem).plan.formats == (("chat", formats[0]),)
+
+
+@pytest.fixture(scope="module")
+def problem() -> Problem:
+    return a_problem(
+        allowing(20.0, ("bf16", "fp8")), offers={"east": {"1xL40S": (1.9, 12), "1xL4": (1.9, 2)}}
+    )
+
+
+@pytest.fixture(scope="module")
+def outcome(problem: Problem) -> Outcome:
+    found = solved(problem)
+    assert found.plan.formats == (("chat", "fp8"),), "an L40S has FP8 units"
+    return found
+
+
+def test_a_plan_says_its_formats_and_is_held_to_them(problem: Problem, outcome: Outcome) -> None:
+    plan = outcome.plan
+    assert verify(problem, plan) == ()
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert any(
+        "nobody allowed" in each for each in verify(problem, replace(plan, formats=(("chat", "int4"),)))
+    )
+    assert any("does not say" in each for each in verify(problem, replace(plan, formats=())))
+    slower = verify(problem, replace(plan, formats=(("chat", "bf16"),)))
+    assert slower, "the same copies do less with larger weights"
+
+
+def test_reasons_candidates_and_answers_stay_in_the_format(problem: Problem, outcome: Outcome) -> None:
+    shop = Workshop(problem)
+    reasons = explain(shop, outcome, STRATEGIES["melange"], Settings(time_limit_s=4.0))
+    assert {each.formats for each in reasons.formats} == {(("chat", "bf16"),), (("chat", "fp8"),)}
+    offered = with_candidates(shop, outcome.plan)
+    settled = problem.in_formats(outcome.plan.formats).asks[0]
+    own = {each.name: each.capacity for each in Workshop(problem).settled(outcome.plan).homogeneous(settled)}
+    assert any(each.name in own and each.capacity == own[each.name] for each in offered.candidates)
+    rerouted, _ = at_once(problem, outcome.plan, Settings(time_limit_s=2.0))
+    assert rerouted.plan.formats == outcome.plan.formats
+    assert rerouted.served_fraction == pytest.approx(1.0)
+
+
+def test_what_runs_keeps_its_format(problem: Problem, outcome: Outcome) -> None:
+    loaded = replace(outcome.plan, formats=(("chat", "bf16"),))
+    assert formats_of(problem, loaded) == [(("chat", "bf16"),)]
+    assert solved(problem, running=loaded).plan.formats == (("chat", "bf16"),)
+
+
+def test_a_scene_has_the_model_as_planned(problem: Problem, outcome: Outcome) -> None:
+    scene = Scene(outcome.plan, {"chat": problem.asks[0].model}, problem.by_name, problem.regions)
+    assert scene.model("chat").weights_are == "fp8"
+    assert replace(scene, plan=replace(outcome.plan, formats=())).model("chat").weights_are == "bf16"
+
+
+def test_too_many_combinations_are_refused() -> None:
+    asks = [allowing(1.0, FORMATS, f"m{place}") for place in range(4)]
+    with pytest.raises(InputError, match="81 combinations"):
+        solved(a_problem(*asks))
+
+
+@pytest.mark.parametrize(
+    ("style", "stored", "planned", "words"),
+    [
+        ("vllm", "bf16", "fp8", ["--quantization", "fp8"]),
+        ("vllm", "bf16", "fp8_block", ["--quantization", "fp8_per_block"]),
+        ("vllm", "fp8", "fp8", []),
+        ("vllm", "bf16", "int4", None),
+        ("vllm", "fp8", "bf16", None),
+        ("gpu", "bf16", "fp8", None),
+        ("gpu", "bf16", "bf16", []),
+        ("pretended", "bf16", "int4", ["1xL4:m@int4:1"]),
+    ],
+)
+def test_engines_are_told_or_what_they_cannot_make_is_refused(
+    style: str, stored: Format, planned: Format, words: list[str] | None
+) -> None:
+    weights = {"m": Weights(planned, stored)}
+    if words is None:
+        with pytest.raises(InputError, match=f"{planned} of a checkpoint in {stored}"):
+            EngineMaker(style, weights=weights)
+        return
+    command = EngineMaker(style, weights=weights).command(Make("m", single("1xL4", 1, 32), "east"), 1, 2)
+    assert [word for word in words if word not in command] == []
+    assert ("--quantization" in command) == ("--quantization" in words)
+
+
+SPEC = """
+models:
+  - model: Llama-3.1-8B
+    slo: {{ttft_ms: 1000, tpot_ms: 50}}
+    traffic: {{rate_per_s: 1, input: 100, output: 10}}
+    precision: {precision}
+fleet:
+  regions:
+    - name: here
+      nodes: [{{node: 1xL4, available: 1, price_usd_per_h: 1}}]
+"""
+
+
+def test_a_spec_takes_one_format_or_several() -> None:
+    (one,) = parse_spec(SPEC.format(precision="fp8").encode()).models
+    (two,) = parse_spec(SPEC.format(precision="[int4, bf16]").encode()).models
+    assert (one.formats, one.model.weights_are, one.stored) == (("fp8",), "fp8", "bf16")
+    assert (two.formats, two.model.weights_are, two.stored) == (("int4", "bf16"), "int4", "bf16")
+    settled = parse_spec(SPEC.format(precision="[int4, bf16]").encode()).in_formats(
+        (("Llama-3.1-8B", "bf16"),)
+    )
+    assert settled.models[0].model.weights_are == "bf16"
+    for wrong in ("[]", "[fp8, fp8]", "fp9", "3"):
+        with pytest.raises(InputError, match="precision"):
+            parse_spec(SPEC.format(precision=wrong).encode())
