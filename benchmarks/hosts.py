@@ -6,6 +6,9 @@
     killed    an engine dies, and the same release is started in its place
     older     an engine dies, and an older release is started, whose KV crosses in another format
 
+    upgrade   every engine through `potluck upgrade`, then both gateways by successors that take their ports
+    beside    two gateways in the place of one: how right limits of keys and affinity to caches are then
+
 Engines pretend; gateway, engines and their KV speak TLS, and one engine's clock is a day behind. Every answer is
 compared with an engine's that nobody disturbs: `wrong` counts those that differ, were refused or cut. A stall is the
 longest wait between two pieces of one answer. Needs root, Linux and iproute2.
@@ -17,6 +20,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from parts.common import ROOT, run, skip
@@ -27,11 +31,14 @@ from hosts_fleet import HostsFleet
 from live_plans import COMBO, MODEL, WHOLE, write_plans
 
 import hosts
+from parts.hosts_beside import beside
 from parts.hosts_load import Load, wrong
-from parts.hosts_troubles import Times, Troubles
+from parts.hosts_troubles import Times, Troubles, within
+from parts.hosts_upkeep import Upkeep
 
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 OLDER: dict[str, object] = {"kv_version": 1, "version": "0.0.9"}
+PARTS = ("troubles", "upgrade", "beside")
 SLOW_BITS_PER_S, CRAWLING_BITS_PER_S = 4e3, 20e3
 
 
@@ -74,6 +81,48 @@ def troubled(quick: bool, older: str | None) -> dict[str, float]:
     return figures | spread(times)
 
 
+def upgraded(quick: bool) -> dict[str, float]:
+    """Everything again and again, for five minutes: engines copy by copy, gateways one after the other."""
+    units = WHOLE * 2 + COMBO
+    lasts_s = 20.0 if quick else 300.0
+    with tempfile.TemporaryDirectory() as name, hosts.Bed(len(units) + 3) as bed:
+        plan, spec = write_plans(Path(name), units)
+        gateway = ("--files", f"{MODEL}={WORDS}", "--gateways", "2")
+        engine = ("--pretend", "--end-when-drained")
+        with HostsFleet(bed, plan, spec, gateways=2, gateway=gateway, engine=engine, takeover=True) as fleet:
+            upkeep, load = Upkeep(fleet, {"version": "9.9.9"}), Load(fleet, 4.0)
+            upkeep.start()
+            load.start()
+            began_s, rounds, successors = time.monotonic(), 0, []
+            while not rounds or time.monotonic() - began_s < lasts_s:
+                upgrade(fleet)
+                successors += [fleet.succeed(place) for place in range(2)]
+                rounds += 1
+            took_s = time.monotonic() - began_s
+            shots = load.end()
+            within(lambda: all(each.popen is not None and each.popen.poll() == 0 for each in successors))
+            upkeep.end()
+            found = wrong(fleet, shots, by=0)
+    for line in found:
+        print(f"failed: {line}", file=sys.stderr)
+    waits = sorted(max(shot.longest_gap_s, shot.ttft_s) for shot in shots)
+    return {
+        "upgrade_requests": len(shots),
+        "upgrade_failed": len(found),
+        "upgrade_s": took_s,
+        "upgrade_engines_replaced": upkeep.started,
+        "upgrade_gateways_replaced": len(successors),
+        "upgrade_wait_p50_s": waits[len(waits) // 2],
+        "upgrade_wait_most_s": waits[-1],
+    }
+
+
+def upgrade(fleet: HostsFleet) -> None:
+    said = ("--at", fleet.gateways[0].admin, "--key-file", str(fleet.folder / "admin.key"))
+    command = [sys.executable, "-m", "potluck.cli.main", "upgrade", *said, "--ca", str(fleet.authority)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 def spread(times: dict[str, Times]) -> dict[str, float]:
     found = {}
     for name, each in times.items():
@@ -86,14 +135,31 @@ def main() -> int:
     if why_not:
         return skip("hosts", why_not)
     parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument(
         "--older", metavar="REVISION", help="a release of history, in place of one that acts so"
     )
     options, rest = parser.parse_known_args()
+    parts = (options.only,) if options.only else PARTS
+
+    def measure(quick: bool) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        if "troubles" in parts:
+            figures |= troubled(quick, options.older)
+        if "upgrade" in parts:
+            figures |= upgraded(quick)
+        if "beside" in parts:
+            figures |= beside(quick)
+        return figures
+
     return run(
         "hosts",
-        lambda quick: troubled(quick, options.older),
-        {"wrong": ("<=", 0.0)},
+        measure,
+        {
+            key: ("<=", 0.0)
+            for part, key in zip(PARTS, ("wrong", "upgrade_failed"), strict=False)
+            if part in parts
+        },
         arguments=rest,
         quick_without="half the load, most of the time between two troubles, and the host that crawls",
     )

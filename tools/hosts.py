@@ -26,6 +26,9 @@ from typing import Self
 NETWORKS = 64
 """Of 10.193.0.0/18, one of which a bed takes: those that are in use on this machine are left alone."""
 
+BURST_S = 0.01
+"""So much may go at once that would take so long: as little as the kernel's timer allows."""
+
 
 @dataclass(frozen=True)
 class Host:
@@ -89,7 +92,8 @@ class Bed:
 
     def slow(self, host: Host, bits_per_s: float) -> None:
         """Both ways, so much and no more; packets wait for at most 400 ms."""
-        bucket = f"root tbf rate {bits_per_s:.0f}bit burst 32kb latency 400ms".split()
+        burst_bytes = max(2048, round(bits_per_s / 8 * BURST_S))
+        bucket = f"root tbf rate {bits_per_s:.0f}bit burst {burst_bytes} latency 400ms".split()
         _run("tc", "-n", host.name, "qdisc", "replace", "dev", "eth0", *bucket)
         _run("tc", "-n", self._switch, "qdisc", "replace", "dev", host.port, *bucket)
         self._slowed.add(host.name)

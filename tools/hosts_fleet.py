@@ -50,14 +50,18 @@ class HostsFleet(LiveFleet):
         engine: tuple[str, ...] = ("--pretend",),
         gateway: tuple[str, ...] = (),
         limits: Mapping[str, object] | None = None,
+        takeover: bool = False,
         odd: Mapping[int, Mapping[str, object]] | None = None,
     ) -> None:
-        """`limits` are those of the clients' key; `odd` says of which engines release or clock are others."""
+        """`limits` are those of the clients' key; `odd` says of which engines release or clock are others; with
+        `takeover` gateways hand their ports on."""
         super().__init__(plan, spec, engine=engine, gateway=gateway)
         self.bed = bed
         self.engine_hosts: Sequence[Host] = bed.hosts[: len(bed.hosts) - gateways]
         self._gateway_hosts = bed.hosts[len(bed.hosts) - gateways :]
         self.gateways: list[Gateway] = []
+        self._takeover = takeover
+        self._gone: list[Process] = []
         self._odd = dict(odd or {})
         self.authority = make_certificates(self.folder, [each.address for each in bed.hosts])
         self.tls = ssl.create_default_context(cafile=str(self.authority))
@@ -134,9 +138,21 @@ class HostsFleet(LiveFleet):
         made.arguments += ["--admin-host", host.address, "--admin-key-file", str(self.folder / "admin.key")]
         made.arguments += ["--tls", *self._shown(host), "--engine-ca", str(self.authority)]
         made.arguments += ["--secret-file", str(self.folder / "secret")]
+        if self._takeover:
+            made.arguments += ["--takeover", str(self.folder / f"gateway-{place}.sock")]
         made.arguments = host.inside(made.arguments)
         made.log = self.folder / f"gateway-{place}.log"
         return Gateway(made, host)
+
+    def succeed(self, place: int) -> Process:
+        """Start a gateway in the place of another; returns the one before, which ends by itself."""
+        before = self.gateways[place]
+        ports = (int(each.rsplit(":", 1)[1]) for each in (before.url, before.admin))
+        self.gateways[place] = self.gateway_process(place, *ports)
+        self.gateways[place].process.start()
+        self.gateways[place].hear()
+        self._gone.append(before.process)
+        return before.process
 
     def ask(self, gateway: int, path: str, body: object = None, method: str | None = None) -> Any:
         """The operators' port of one of the gateways."""
@@ -169,6 +185,6 @@ class HostsFleet(LiveFleet):
             time.sleep(0.1)
 
     def close(self) -> None:
-        for each in self.gateways:
-            each.process.end()
+        for process in (*(each.process for each in self.gateways), *self._gone):
+            process.end()
         super().close()

@@ -13,7 +13,7 @@ from hosts_fleet import HostsFleet
 
 SLOW = 1.3
 """A replica that takes so many times as long as it did counts as found to be slow."""
-LOOK_S = 0.05
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import aiohttp
 import pytest
 from click.testing import CliRunner
 from face_kit import Client, face, make_service, played, tokens_in
@@ -20,6 +21,7 @@ from potluck.core.replica.block_values import block_hashes
 from potluck.engine.compute.paced import card_of, emulated_blocks
 from potluck.engine.face.service import FaceLimits
 from potluck.engine.pretend.moved import lent
+from potluck.engine.serve import serve_all
 from potluck.engine.shipped import shipped_model
 from potluck.kv.handles import new_handle
 from potluck.perf.sizes.memory import kv_bytes
@@ -169,6 +171,28 @@ def test_drain_roles_and_text_are_those_of_an_engine() -> None:
     played(scene)
 
 
+def test_an_engine_that_ends_when_drained_ends_after_its_last_request() -> None:
+    async def scene() -> None:
+        service, said = pretend_service(), asyncio.Queue[str]()
+        service.ends_drained = True
+        serving = asyncio.create_task(
+            serve_all([service], "127.0.0.1", 0, api_key=None, ready=said.put_nowait)
+        )
+        url = await said.get()
+        asked = {"model": "tiny", "prompt": "Call me", "max_tokens": 200}
+        async with aiohttp.ClientSession() as session:
+            answer = asyncio.create_task(session.post(f"{url}/v1/completions", json=asked))
+            while not service.open_requests:
+                await asyncio.sleep(0.001)
+            await session.post(f"{url}/drain", json={})
+            again = await session.post(f"{url}/drain", json={"resume": True})
+            assert again.status == 409, "somebody counts on its end"
+            assert (await (await answer).json())["usage"]["completion_tokens"] == 200
+        await asyncio.wait_for(serving, 30)
+
+    played(scene)
+
+
 def test_who_leaves_frees_everything() -> None:
     async def scene() -> None:
         async with face(pretend_service()) as client:
@@ -197,7 +221,7 @@ from potluck.cli.main import cli
 from potluck.engine import serve
 import potluck.engine.face.listen
 
-async def once(services, host, port, *, api_key, ready, names):
+async def once(services, host, port, *, api_key, ready, names, tls):
     import aiohttp
     from potluck.engine.face.listen import open_face
     faces = [await open_face(each, host, port) for each in services]

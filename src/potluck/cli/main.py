@@ -74,6 +74,10 @@ COMMANDS = {
     "drain": ("potluck.cli.serving.orders:drain", "Empty a replica and put a fresh one in its place."),
     "flip": ("potluck.cli.serving.orders:flip", "Give a replica another role, weights and requests kept."),
     "scale": ("potluck.cli.serving.orders:scale", "Have so many copies of a template in a region."),
+    "upgrade": (
+        "potluck.cli.serving.upgrade:upgrade",
+        "Replace all engines, one copy at a time, while they serve.",
+    ),
     "down": ("potluck.cli.serving.orders:down", "Drain a service and stop all of it."),
     "bench": ("potluck.cli.serving.bench:bench", "Load for any OpenAI server, with TTFT and TPOT."),
     "serve": ("potluck.cli.serving.serve:serve", "One OpenAI endpoint over a plan's fleet."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -28,8 +29,9 @@ class GatewayAway(PotluckError):
 class GatewayClient:
     """Its operators' port."""
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url, self._key = url, key
+    def __init__(self, url: str, key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` says whom to believe at an https:// address; else those that the machine trusts."""
+        self.url, self._key, self._tls = url, key, tls
 
     def wanted(self) -> dict[str, Any]:
         return self._ask("GET", "/wanted")
@@ -107,7 +109,10 @@ class GatewayClient:
 
     def _connect(self, within_s: float) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
-        return http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=within_s)
+        host = parts.hostname or "127.0.0.1"
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(host, parts.port, timeout=within_s, context=self._tls)
+        return http.client.HTTPConnection(host, parts.port, timeout=within_s)
 
     def _answer(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: object = None

@@ -10,7 +10,7 @@ import os
 import signal
 import ssl
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,8 @@ from potluck.perf.sizes.memory import kv_bytes_per_token
 if TYPE_CHECKING:
     from potluck.engine.model.checkpoint import Source
 
+LOOK_S = 0.2
+"""How often engines look whether they are drained."""
 SMALL_HIDDEN = 1024
 """Models narrower than this have such short products that threads lose more by waiting for each other than they
 win, above all on a busy machine."""
@@ -246,4 +248,6 @@ async def serve_all(
         _on_signals(asyncio.get_running_loop(), stop.set)
         for face in faces:
             ready(face.address)
-        await stop.wait()
+        while not (stop.is_set() or all(each.ends_drained and each.drained for each in services)):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOOK_S if services[0].ends_drained else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -30,6 +31,7 @@ from potluck.gateway.fleet.roster import Entry
 from potluck.gateway.http.calls import Calls
 from potluck.gateway.http.limits import allow_open_files
 from potluck.gateway.http.port import bound
+from potluck.gateway.http.takeover import Heritage, take_over
 from potluck.gateway.page.routes import Page
 from potluck.gateway.page.show import Show
 from potluck.gateway.parts import Meter, Told
@@ -40,6 +42,10 @@ from potluck.gateway.workers.setup import CardNote
 from potluck.gateway.workers.worker import Worker, calls_of
 from potluck.worlds.scene import Scene
 
+HANDED_S = 600.0
+"""A gateway that may be followed by another ends when its last answer has, however long: as long as engines allow."""
+KNOWN_S = 30.0
+LOOK_S = 0.05
 Ready = Callable[[str, str], None]
 """Hears the addresses for clients and for operators."""
 
@@ -71,6 +77,7 @@ class Operators:
             near=settings.places.admin_host in LOOPBACK,
         )
         self._runner: web.AppRunner | None = None
+        self.sockets: Sequence[socket.socket] = ()
         center.herald.decided = self.meter.decided
         center.watch.moved = self._moved
         center.desk.at_ticks += [self.metrics.look, self._flush, self.page.show.look]
@@ -117,6 +124,7 @@ class Operators:
     async def listen(self, sockets: Sequence[socket.socket] = ()) -> str:
         places = self._settings.places
         sockets = sockets or await bound(places.admin_host, places.admin_port)
+        self.sockets = sockets
         # Whoever is on this machine needs no certificate to believe it.
         far = self._settings.tls is not None and places.admin_host not in LOOPBACK
         tls = server_tls(*self._settings.tls) if far and self._settings.tls else None
@@ -177,8 +185,12 @@ class Alone:
         )
         center.keeper.on_gone.append(lambda replica: self._worker.rides.gone(replica))
 
-    async def start(self) -> str:
-        return await self._worker.listen(self._settings)
+    async def start(self, taken: Sequence[socket.socket] = ()) -> str:
+        return await self._worker.listen(self._settings, taken=taken)
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        return [] if self._worker.port is None else self._worker.port.sockets
 
     async def close(self, within_s: float) -> None:
         await self._worker.close(within_s)
@@ -209,18 +221,47 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     if post is not None and post.life >= 0:
         loop.add_reader(post.life, _parent_is_gone, loop, post.life, stop)
+    heritage: Heritage | None = None
+    within_s = settings.drain_s
     try:
-        url, admin = await workers.start(), await operators.listen(() if post is None else post.operators)
+        if isinstance(workers, Alone) and settings.takeover is not None:
+            url, admin, heritage = await _succeed(center, workers, operators, settings.takeover, stop)
+            within_s = HANDED_S
+        else:
+            url, admin = await workers.start(), await operators.listen(() if post is None else post.operators)
+            center.start()
         operators.page.chat.url = url
-        center.start()
         calm()
         ready(url, admin)
         await stop.wait()
     finally:
-        await workers.close(settings.drain_s)
+        if heritage is not None:
+            heritage.close()
+        await workers.close(within_s)
         await center.close()
         await operators.close()
         await outgoing.close()
+
+
+async def _succeed(
+    center: Center, workers: Alone, operators: Operators, path: Path, stop: asyncio.Event
+) -> tuple[str, str, Heritage]:
+    """Take the place of the gateway that serves at these ports, once the fleet is known; or be the first one."""
+    taken = take_over(path)
+    center.start()
+    if taken is not None:
+        with contextlib.suppress(
+            TimeoutError
+        ):  # what the one before cannot serve either need not be waited for
+            async with asyncio.timeout(KNOWN_S):
+                while any(map(center.lacking, center.kits.scene.models)):
+                    await asyncio.sleep(LOOK_S)
+    url = await workers.start(() if taken is None else taken.clients)
+    admin = await operators.listen(() if taken is None else taken.operators)
+    heritage = Heritage(path, workers.sockets, operators.sockets, stop.set)
+    if taken is not None:
+        taken.serving()
+    return url, admin, heritage
 
 
 def _parent_is_gone(loop: asyncio.AbstractEventLoop, life: int, stop: asyncio.Event) -> None:

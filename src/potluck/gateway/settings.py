@@ -51,3 +51,7 @@ class Settings:
     """From which tenants' salts are made: the same in all workers."""
     drain_s: float = 30.0
     """How long open requests may take when it ends."""
+    gateways: int = 1
+    """So many share the clients: each grants its part of every key's limits."""
+    takeover: Path | None = None
+    """Where a gateway hands its ports to the next one, or gets them from the one before."""

@@ -50,6 +50,8 @@ class Shot:
     """Events with text."""
     told_tokens: int = 0
     """Output tokens as the server counts them; 0 where it does not say."""
+    cached_tokens: int = 0
+    """Of its prompt, those that the server says it held already."""
     status: int = 0
     retry_after: str = ""
     text: str = ""
@@ -145,7 +147,9 @@ class _Shooting(asyncio.Protocol):
         shot = self._shot
         if b'"completion_tokens"' in event:
             said = json.loads(event[5:])
-            shot.told_tokens = int((said.get("usage") or {}).get("completion_tokens", 0))
+            usage = said.get("usage") or {}
+            shot.told_tokens = int(usage.get("completion_tokens", 0))
+            shot.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
             if not said.get("choices"):
                 return
         if shot.chat and (b'"content"' not in event or b'"content":""' in event or b'"content": ""' in event):

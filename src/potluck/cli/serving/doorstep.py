@@ -63,10 +63,14 @@ def api_key(file: Path | None, option: str = "--api-key-file") -> str | None:
     """The clients' key, from a file or the environment; never shown."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
+    return key_in(file, option)
+
+
+def key_in(file: Path, field: str) -> str:
     try:
         found = file.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(option, f"{file} cannot be read") from error
+        raise InputError(field, f"{file} cannot be read") from error
     if not found:
-        raise InputError(option, f"{file} is empty")
+        raise InputError(field, f"{file} is empty")
     return found

@@ -109,6 +109,9 @@ engine.add_command(vllm)
     metavar="CERTIFICATE KEY AUTHORITY",
     help="Files for TLS between engines; both sides must show a certificate.",
 )
+@click.option(
+    "--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release."
+)
 @tls_option
 @click.option("--api-key-file", type=click.Path(path_type=Path), help=f"Clients' key; else ${KEY_VARIABLE}.")
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
@@ -127,6 +130,7 @@ def serve(
     kv_from: tuple[str, ...],
     kv_tls: tuple[Path, Path, Path] | None,
     tls: tuple[Path, Path] | None,
+    end_when_drained: bool,
     pretend: bool,
     **options: object,
 ) -> None:
@@ -158,6 +162,8 @@ def serve(
         generation_of(directory) if generation_config == "auto" else None,
     )
     services = pretending(common, options) if pretend else [computing(common, options)]
+    for each in services:
+        each.ends_drained = end_when_drained
     ready = announce(common.name, services[0].role, as_json)
     asyncio.run(
         serve_all(services, host, port, api_key=key, ready=ready, names=frozenset(allow_host), tls=secure)

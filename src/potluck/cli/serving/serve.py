@@ -12,7 +12,7 @@ from secrets import token_bytes
 import click
 
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.serving.doorstep import LOOPBACK, api_key, tls_for
+from potluck.cli.serving.doorstep import LOOPBACK, api_key, key_in, tls_for
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.values import SHIPPED, Spec
@@ -63,6 +63,19 @@ _file = click.Path(dir_okay=False, path_type=Path)
     type=_file,
     help="Authority of the certificates that engines at https:// show; else those that this machine trusts.",
 )
+@click.option(
+    "--gateways",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 1000),
+    help="So many share the clients: each grants its part of keys' limits.",
+)
+@click.option(
+    "--takeover",
+    type=_file,
+    metavar="SOCKET",
+    help="Take the ports of the gateway that has this, and hand them on: an upgrade without a gap.",
+)
 @click.option("--otlp", metavar="URL", help="Send a span for each segment there.")
 @click.option("--policy", multiple=True, help="NAME=VALUE of a run-time rule, over the spec's.")
 @click.option(
@@ -89,6 +102,8 @@ def serve(
     pretended: bool,
     tls: tuple[Path, Path] | None,
     engine_ca: Path | None,
+    gateways: int,
+    takeover: Path | None,
     otlp: str | None,
     policy: tuple[str, ...],
     history: Path | None,
@@ -107,6 +122,8 @@ def serve(
 
     if host not in LOOPBACK and keys is None:
         raise InputError("--host", f"{host} is open to others; give --keys, or listen on 127.0.0.1")
+    if takeover is not None and workers > 1:
+        raise InputError("--takeover", "is for a gateway of one process; leave out --workers")
     tls_for(host, tls)
     inputs, rules = read_inputs(
         (plan, spec), 0.0, _nothing, lambda read: policy_of(policy, read.policy), profile_paths
@@ -119,6 +136,8 @@ def serve(
         log=log,
         tls=tls,
         engine_ca=engine_ca,
+        gateways=gateways,
+        takeover=takeover,
         otlp=otlp,
         admin_key=_admin_key(admin_key_file, admin_host),
         files=files_of(inputs.spec, files),
@@ -195,15 +214,8 @@ def _secret(file: Path) -> bytes:
 
 
 def _admin_key(file: Path | None, host: str) -> str | None:
-    if file is None:
-        key = os.environ.get(ADMIN_VARIABLE) or None
-    else:
-        try:
-            key = file.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError("--admin-key-file", f"{file} cannot be read") from error
-        if not key:
-            raise InputError("--admin-key-file", f"{file} is empty")
+    said = os.environ.get(ADMIN_VARIABLE) or None
+    key = said if file is None else key_in(file, "--admin-key-file")
     if host not in LOOPBACK and key is None:
         raise InputError("--admin-host", f"{host} is open to others; give --admin-key-file")
     return key

@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 from aiohttp import web
 
+from potluck.api.errors import Refused
 from potluck.core.errors import InputError
 from potluck.engine.face.bodies import read_object
 from potluck.engine.face.metrics import CONTENT_TYPE
@@ -102,6 +103,9 @@ async def drain(request: web.Request) -> web.Response:
     body = await read_object(request, optional=True)
     if set(body) - {"resume"} or not isinstance(body.get("resume", False), bool):
         raise InputError("resume", "is the only key, true or false")
-    service.draining = not body.get("resume", False)
+    resume = body.get("resume", False)
+    if resume and service.draining and service.ends_drained:
+        raise Refused(409, "this engine ends once it is drained; another takes its place", "draining")
+    service.draining = not resume
     report = service.status()
     return web.json_response({"state": report.state, "running": report.running, "waiting": report.waiting})

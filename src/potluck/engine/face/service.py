@@ -84,6 +84,8 @@ class Service:
         self.role: Role = "mixed"
         self.next_role: Role | None = None
         self.draining = False
+        self.ends_drained = False
+        """Whether it ends once it was drained, so that whoever looks after it starts another."""
         self.change_pace: Callable[[float], None] | None = None
         """Makes an engine that pretends slower or faster than what it pretends to be."""
         self.started_s = time.monotonic()
@@ -109,6 +111,11 @@ class Service:
         self.layers = executor.config.model.layer_count
         self.most_tokens = loop.most_tokens
         self.freight = freight or PlainFreight(executor.kv if isinstance(executor, Paced) else None)
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is under way, nor will be."""
+        return self.draining and self._loop.idle and not self.open_requests
 
     def must_be(self, model: str) -> None:
         if model != self.name:

@@ -173,6 +173,7 @@ class Oversight:
                     "role": "" if each.said is None else each.said.role,
                     "state": "" if each.said is None else each.said.state,
                     "kv": "" if each.said is None else each.said.kv,
+                    "uptime_s": 0.0 if each.said is None else each.said.uptime_s,
                     "version": "" if each.said is None else each.said.version,
                     "kv_version": 0 if each.said is None else each.said.kv_version,
                 }

@@ -39,6 +39,15 @@ class Quota:
             if value is not None and not 0 < value <= 1e12:
                 raise InputError(name, f"must be above 0, is {value}")
 
+    def shared(self, among: int) -> Quota:
+        """One part of so many equal ones; of requests at once everybody has at least one."""
+        requests, tokens, once = self.requests_per_min, self.tokens_per_min, self.concurrent
+        return Quota(
+            None if requests is None else requests / among,
+            None if tokens is None else tokens / among,
+            None if once is None else ceil(once / among),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Spent:

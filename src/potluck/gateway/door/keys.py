@@ -87,8 +87,11 @@ class KeyRing:
         slate: Slate | None = None,
         *,
         may_open: bool = False,
+        gateways: int = 1,
     ) -> None:
-        """With a `slate`, limits hold across the workers that share it. `may_open`: only this machine reaches us."""
+        """With a `slate`, limits hold across the workers that share it. `may_open`: only this machine reaches us.
+        `gateways` on other machines share the clients: each grants its part of the limits."""
+        self._gateways = gateways
         self._path, self._clock, self._slate, self._may_open = Path(path), clock, slate, may_open
         self._allowances: dict[str, Allowance] = {}
         self.open = False
@@ -173,7 +176,7 @@ class KeyRing:
                     where, "is there twice and differs in more than sha256 and expires; make them agree"
                 )
         for line in lines:  # Only now, since a file that is broken must change nothing.
-            quota = Quota(line.requests_per_min, line.tokens_per_min, line.concurrent)
+            quota = Quota(line.requests_per_min, line.tokens_per_min, line.concurrent).shared(self._gateways)
             allowance = self._allowances.get(line.name)
             if allowance is None:
                 row = None if self._slate is None else self._slate.row(line.name)

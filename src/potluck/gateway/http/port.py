@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 from collections import Counter
+from collections.abc import Sequence
 from email.utils import formatdate
 from functools import partial
 
@@ -48,6 +49,7 @@ class Port:
         """Bytes of requests that are not whole."""
         self._held_bytes = 0
         self._servers: list[asyncio.Server] = []
+        self.sockets: list[socket.socket] = []
         self._told: Counter[str] = Counter()
         self._told_s = -LOG_S
         self._empty: asyncio.Event = asyncio.Event()
@@ -62,6 +64,7 @@ class Port:
 
     async def listen(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
         loop = asyncio.get_running_loop()
+        self.sockets = sockets
         limit_s = None if tls is None else self.limits.head_s
         for each in sockets:
             made = await loop.create_server(
@@ -156,9 +159,11 @@ async def open_port(
     limits: HttpLimits | None = None,
     tls: ssl.SSLContext | None = None,
     shared: bool = False,
+    taken: Sequence[socket.socket] = (),
 ) -> Port:
-    """Listen for clients. `shared`: other processes listen on the same port, and the system deals connections out."""
-    sockets = await bound(host, port, shared)
+    """Listen for clients. `shared`: other processes listen on the same port, and the system deals connections out.
+    `taken` are sockets that listen already."""
+    sockets = list(taken) or await bound(host, port, shared)
     made = Port(handler, limits or HttpLimits())
     first = sockets[0].getsockname()
     shown = f"[{first[0]}]" if ":" in first[0] else first[0]

@@ -143,6 +143,7 @@ class Crew:
             str(self._post.home / "slate"),
             self.center.desk.start_s,
             settings.drain_s,
+            settings.gateways,
             settings.otlp is not None,
         )
 

@@ -58,6 +58,7 @@ class Setup:
     start_s: float
     """When the desk's time began, by the monotonic clock."""
     drain_s: float
+    gateways: int
     spans: bool
 
     def text(self) -> str:
@@ -78,6 +79,7 @@ class Setup:
             engine_ca=engine_ca,
             secret=secret,
             drain_s=self.drain_s,
+            gateways=self.gateways,
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from potluck.api.tls import client_tls, server_tls
 from potluck.core.values.service import Sharing
@@ -45,7 +46,12 @@ class Worker:
         self.keys = None
         if settings.keys is not None:
             self.keys = KeyRing(
-                settings.keys, time.monotonic(), time.time, slate, may_open=settings.places.unreachable
+                settings.keys,
+                time.monotonic(),
+                time.time,
+                slate,
+                may_open=settings.places.unreachable,
+                gateways=settings.gateways,
             )
         self.door = FrontDoor(
             cards,
@@ -58,10 +64,12 @@ class Worker:
         )
         self.port: Port | None = None
 
-    async def listen(self, settings: Settings, *, shared: bool = False) -> str:
+    async def listen(
+        self, settings: Settings, *, shared: bool = False, taken: Sequence[socket.socket] = ()
+    ) -> str:
         places = settings.places
         tls = None if settings.tls is None else server_tls(*settings.tls)
-        self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared)
+        self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared, taken=taken)
         return self.port.address
 
     async def close(self, within_s: float) -> None:

@@ -1,0 +1,107 @@
+"""Two gateways in the place of one: how right limits of keys are, and how often a cache that is there is found."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from hosts_fleet import HostsFleet
+from live_plans import MODEL, WHOLE, write_plans
+
+import hosts
+from potluck.load.client import Range, Shot
+
+WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
+REQUESTS_PER_MIN = 60
+ASKED_PER_S = 6.0
+TALKS, TURNS, TURN_TOKENS = 12, 5, 160
+"""Conversations that go on at once, how often each asks, and by how much it grows each time."""
+
+
+def beside(quick: bool) -> dict[str, float]:
+    """The same clients, sent to one gateway or to two, by turns or at random as balancers do."""
+    figures: dict[str, float] = {}
+    for count, balancer in ((1, "turns"), (2, "turns"), (2, "random")):
+        figures |= {
+            f"{name}_{count}_{balancer}": value for name, value in trial(quick, count, balancer).items()
+        }
+    for balancer in ("turns", "random"):
+        for name in ("granted", "cached"):
+            figures[f"{name}_share_{balancer}"] = figures[f"{name}_2_{balancer}"] / figures[f"{name}_1_turns"]
+    return figures
+
+
+def trial(quick: bool, count: int, balancer: str) -> dict[str, float]:
+    units = WHOLE * 3
+    with tempfile.TemporaryDirectory() as name, hosts.Bed(len(units) + count) as bed:
+        plan, spec = write_plans(Path(name), units)
+        words = ("--files", f"{MODEL}={WORDS}", "--gateways", str(count))
+        with HostsFleet(bed, plan, spec, gateways=count, gateway=words) as fleet:
+            cached = run(talks(fleet, balancer))
+        limits = {"requests_per_min": REQUESTS_PER_MIN}
+        with HostsFleet(bed, plan, spec, gateways=count, gateway=words, limits=limits) as fleet:
+            granted = run(crowd(fleet, balancer, 20.0 if quick else 90.0))
+    return {"cached": cached, "granted": granted}
+
+
+def run(work: Coroutine[Any, Any, float]) -> float:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+class Balancer:
+    def __init__(self, fleet: HostsFleet, kind: str) -> None:
+        self._to = [Range(each.url, False, 120.0, fleet.tls) for each in fleet.gateways]
+        self._kind, self._turn, self._chance = kind, 0, random.Random(1)
+
+    async def send(self, shot: Shot) -> None:
+        self._turn += 1
+        place = (
+            self._chance.randrange(len(self._to)) if self._kind == "random" else self._turn % len(self._to)
+        )
+        await self._to[place].shoot(shot)
+
+
+async def crowd(fleet: HostsFleet, kind: str, lasts_s: float) -> float:
+    """Far more than a key may ask for: how much was granted, as a share of its limit over that time."""
+    balancer = Balancer(fleet, kind)
+    count = round(ASKED_PER_S * lasts_s)
+    shots = [Shot(0.0, MODEL, [7, place % 100 + 5, 9], 1, key=fleet.key) for place in range(count)]
+    sent = []
+    for shot in shots:
+        sent.append(asyncio.ensure_future(balancer.send(shot)))
+        await asyncio.sleep(1.0 / ASKED_PER_S)
+    await asyncio.gather(*sent)
+    granted = sum(shot.status == 200 for shot in shots)
+    # A bucket is full at first: a minute's worth, and what comes in meanwhile.
+    return granted / (REQUESTS_PER_MIN * (1.0 + lasts_s / 60.0))
+
+
+async def talks(fleet: HostsFleet, kind: str) -> float:
+    """Conversations that grow: the share of what was said before that an engine still held."""
+    balancer = Balancer(fleet, kind)
+    found = await asyncio.gather(*(talk(fleet, balancer, place) for place in range(TALKS)))
+    cached, could = map(sum, zip(*found, strict=True))
+    return cached / could
+
+
+async def talk(fleet: HostsFleet, balancer: Balancer, place: int) -> tuple[float, float]:
+    chance = random.Random(place)
+    said: list[int] = []
+    cached = could = 0.0
+    for turn in range(TURNS):
+        before = len(said)
+        said = [*said, *(chance.randrange(5, 200) for _ in range(TURN_TOKENS))]
+        shot = Shot(0.0, MODEL, said, 4, key=fleet.key, extra={"stream_options": {"include_usage": True}})
+        await balancer.send(shot)
+        if not shot.ended:
+            raise RuntimeError(f"a conversation was not answered: {shot.problem}")
+        if turn:
+            cached, could = cached + shot.cached_tokens, could + before
+        await asyncio.sleep(0.6 + chance.random() * 0.6)
+    return cached, could

@@ -1,0 +1,85 @@
+"""`potluck upgrade`: every engine of a fleet replaced, one copy at a time, while it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from potluck.api.tls import client_tls
+from potluck.cli.serving.doorstep import key_in
+from potluck.cli.serving.service import nothing, opened, state_option
+from potluck.core.errors import InputError
+
+if TYPE_CHECKING:
+    from potluck.control.gateway import GatewayClient
+
+LOOK_S = 0.2
+_file = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--at", metavar="URL", help="A gateway's operators' port; else the service that runs here.")
+@click.option("--key-file", type=_file, help="With --at: the operators' key.")
+@click.option("--ca", type=_file, help="With --at: authority of its certificate, where it is at https://.")
+@click.option(
+    "--within", default=600.0, show_default=True, type=click.FloatRange(1), help="For each copy, in s."
+)
+@state_option
+def upgrade(
+    at: str | None, key_file: Path | None, ca: Path | None, within: float, state: Path | None
+) -> None:
+    """Empty every copy in turn, and wait for the engines that take its place: no request is lost.
+
+    Install the new release first. Engines of `potluck up` are replaced by its controller; those of other hosts by
+    whatever starts them again (systemd, a container's restart policy), if they run with --end-when-drained.
+
+    \b
+    Examples:
+      potluck upgrade
+      potluck upgrade --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
+    """
+    from potluck.control.gateway import GatewayClient
+
+    if at is not None:
+        if state is not None:
+            raise InputError("--at", "names a gateway; leave out --state")
+        key = None if key_file is None else key_in(key_file, "--key-file")
+        tls = None if ca is None else client_tls(ca, "--ca")
+        client = GatewayClient(at.rstrip("/"), key, tls)
+        _all(client, client.drain, within)
+        return
+    with opened(state) as service:
+        if not service.gateway_lives or not service.controller_lives:
+            raise nothing(f"gateway and controller must run in {service.folder}; `potluck up` starts them")
+        from potluck.control.byhand import leave
+
+        def drain(replica: str) -> None:
+            engines = {each.replica: each.name for each in service.store.instances() if each.replica}
+            unit = replica.rpartition("/")[0]
+            leave(service.store, (name for of, name in engines.items() if of.rpartition("/")[0] == unit))
+            service.client.drain(replica)
+
+        _all(service.client, drain, within)
+
+
+def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float) -> None:
+    from potluck.control.rolling import lacks, turns
+
+    first = client.snapshot()
+    todo = turns(first)
+    if not todo:
+        raise nothing("no replica serves; nothing was changed")
+    for place, turn in enumerate(todo):
+        before, began_s = client.snapshot(), time.monotonic()
+        drain(turn.replicas[0])
+        while problem := lacks(client.snapshot(), before, turn, time.monotonic() - began_s):
+            if time.monotonic() - began_s > within_s:
+                left = len(todo) - place - 1
+                raise nothing(f"{problem} after {within_s:g} s; {left} copies were left as they are")
+            time.sleep(LOOK_S)
+        took_s = time.monotonic() - began_s
+        click.echo(f"{place + 1} of {len(todo)}: {', '.join(turn.replicas)} replaced after {took_s:.1f} s")

@@ -1,0 +1,129 @@
+"""A gateway hands its ports to the next one, so that no connection is refused while one takes the other's place.
+
+    new ─▶ old    connects to a Unix socket that only their user can open
+    old ─▶ new    the listening sockets of clients and operators themselves: who waits there is met by either
+    new ─▶ old    "serving", once it can answer: the old one takes nothing new, and ends when what is open has ended
+
+A successor that dies before it serves changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from potluck.core.errors import InputError
+
+FIELD = "--takeover"
+SERVING = b"serving"
+ANSWER_S = 5.0
+MOST_SOCKETS = 64
+
+
+class Taken:
+    """The ports of a gateway that is to go."""
+
+    def __init__(
+        self, link: socket.socket, clients: list[socket.socket], operators: list[socket.socket]
+    ) -> None:
+        self._link = link
+        self.clients, self.operators = clients, operators
+
+    def serving(self) -> None:
+        """From now on the one before is not needed."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self._link.sendall(SERVING)
+        self._link.close()
+
+
+def take_over(path: Path) -> Taken | None:
+    """The ports of whoever serves here; None where nobody does."""
+    link = socket.socket(socket.AF_UNIX)
+    link.settimeout(ANSWER_S)
+    try:
+        link.connect(str(path))
+        said, numbers, _, _ = socket.recv_fds(link, 4096, MOST_SOCKETS)
+        count = json.loads(said)["clients"]
+    except (FileNotFoundError, ConnectionRefusedError):
+        link.close()
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        link.close()
+        raise InputError(FIELD, f"{path} is no gateway's socket ({error})") from error
+    sockets = [socket.socket(fileno=number) for number in numbers]
+    return Taken(link, sockets[:count], sockets[count:])
+
+
+class Heritage:
+    """Waits for a successor; `handed` is called once it serves."""
+
+    def __init__(
+        self,
+        path: Path,
+        clients: Sequence[socket.socket],
+        operators: Sequence[socket.socket],
+        handed: Callable[[], None],
+    ) -> None:
+        self._path, self._handed = path, handed
+        self._clients, self._operators = clients, operators
+        self._loop = asyncio.get_running_loop()
+        self._links: set[socket.socket] = set()
+        self._inode = 0
+        self._door = socket.socket(socket.AF_UNIX)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            before = os.umask(0o177)
+            try:
+                fresh.unlink(missing_ok=True)
+                self._door.bind(str(fresh))
+            finally:
+                os.umask(before)
+            self._door.listen(4)
+            self._inode = fresh.stat().st_ino
+            fresh.replace(path)  # whoever looks finds the one before or this one
+        except OSError as error:
+            self._door.close()
+            raise InputError(FIELD, f"{path} cannot be made ({error.strerror or error})") from error
+        self._door.setblocking(False)
+        self._loop.add_reader(self._door, self._came)
+
+    def _came(self) -> None:
+        try:
+            link, _ = self._door.accept()
+            self._links.add(link)
+            told = json.dumps({"clients": len(self._clients)}).encode()
+            sockets = [each.fileno() for each in (*self._clients, *self._operators)]
+            socket.send_fds(link, [told], sockets)
+            link.setblocking(False)
+            self._loop.add_reader(link, self._told, link)
+        except OSError:
+            return  # it has gone again
+
+    def _told(self, link: socket.socket) -> None:
+        try:
+            said = link.recv(64)
+        except OSError:
+            said = b""
+        self._drop(link)
+        if said == SERVING:
+            self._handed()
+
+    def _drop(self, link: socket.socket) -> None:
+        self._loop.remove_reader(link)
+        self._links.discard(link)
+        link.close()
+
+    def close(self) -> None:
+        """The path is removed unless it is a successor's by now."""
+        self._loop.remove_reader(self._door)
+        self._door.close()
+        for link in tuple(self._links):
+            self._drop(link)
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()

@@ -1,0 +1,100 @@
+"""Ports that go from one gateway to the next: whoever comes meanwhile is met, by either."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from potluck.core.errors import InputError
+from potluck.gateway.http.port import Port, open_port
+from potluck.gateway.http.takeover import Heritage, take_over
+from potluck.gateway.parts import Exchange
+
+Work = Callable[[], Awaitable[None]]
+
+
+def in_a_loop(work: Work) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work())
+
+
+async def gateway(name: bytes, taken: list | None = None) -> Port:  # type: ignore[type-arg]
+    def answer(exchange: Exchange) -> None:
+        exchange.reply(200, name, [(b"content-type", b"text/plain")])
+
+    return await open_port(answer, "127.0.0.1", 0, taken=taken or ())
+
+
+async def asked(port: Port) -> bytes:
+    host, number = port.sockets[0].getsockname()[:2]
+    reader, writer = await asyncio.open_connection(host, number)
+    writer.write(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+    said = await reader.read()
+    writer.close()
+    return said.rpartition(b"\r\n\r\n")[2]
+
+
+def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path, handed = tmp_path / "gateway.sock", asyncio.Event()
+        assert await asyncio.to_thread(take_over, path) is None, "there is none before the first"
+        old = await gateway(b"old")
+        first = Heritage(path, old.sockets, (), handed.set)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        taken = await asyncio.to_thread(take_over, path)
+        assert taken is not None
+        assert await asked(old) == b"old"
+        address = old.sockets[0].getsockname()
+        new = await gateway(b"new", taken.clients)
+        second = Heritage(path, new.sockets, (), handed.clear)
+        taken.serving()
+        await handed.wait()
+        first.close()
+        waiting = [asyncio.ensure_future(asked(new)) for _ in range(20)]
+        await old.close(1.0)
+        assert set(await asyncio.gather(*waiting)) <= {b"old", b"new"}
+        assert new.sockets[0].getsockname() == address
+        assert await asked(new) == b"new"
+        assert path.exists(), "it is the successor's by now"
+        second.close()
+        assert not path.exists()
+        await new.close(1.0)
+
+    in_a_loop(scene)
+
+
+def test_a_successor_that_dies_before_it_serves_changes_nothing(tmp_path: Path) -> None:
+    async def scene() -> None:
+        path, handed = tmp_path / "gateway.sock", asyncio.Event()
+        old = await gateway(b"old")
+        heritage = Heritage(path, old.sockets, (), handed.set)
+        for _ in range(2):
+            taken = await asyncio.to_thread(take_over, path)
+            assert taken is not None
+            for each in taken.clients:
+                each.close()
+            taken._link.close()
+        await asyncio.sleep(0.05)
+        assert not handed.is_set()
+        assert await asked(old) == b"old"
+        heritage.close()
+        await old.close(1.0)
+
+    in_a_loop(scene)
+
+
+def test_what_is_no_gateways_socket_is_named(tmp_path: Path) -> None:
+    async def scene() -> None:
+        with pytest.raises(InputError, match="--takeover: .* cannot be made"):
+            Heritage(tmp_path / "not there" / "gateway.sock", (), (), lambda: None)
+
+    in_a_loop(scene)
+    (tmp_path / "plain").write_text("a file")
+    if os.geteuid() == 0:  # others may not be allowed to connect at all
+        assert take_over(tmp_path / "plain") is None
