@@ -25,7 +25,7 @@ from potluck.control.ending import owner_of, stop_all
 from potluck.control.files import written
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher, engines_of
-from potluck.control.launch.process import alive, end, spawn
+from potluck.control.launch.process import alive, end, marked, spawn
 from potluck.control.launch.room import free_bytes, must_have_room
 from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings
 from potluck.control.store.store import StateError, Store
@@ -139,6 +139,8 @@ def test_what_a_lost_state_left_running_is_ended(stand: Stand) -> None:
     left = spawn(
         [sys.executable, "-c", "import time; time.sleep(600)"], {GATEWAY_MARK: folder}, Path("/dev/null")
     )
+    while not any(pid == left for pid, _ in marked(GATEWAY_MARK, folder)):
+        time.sleep(0.01)  # it has its mark from when it runs
     stand._end_forgotten()
     assert not alive(left), "or the new gateway would not get its port"
     assert any("the state lost it" in each.why for each in stand.store.happenings())

@@ -64,7 +64,7 @@ def status_of(url: str, body: dict[str, Any], key: str) -> int:
     return 200
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], within_s: float = 120.0) -> None:
     until_s = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < until_s

@@ -39,7 +39,7 @@ def lost(problem: Problem, plan: Plan, shares: list[float]) -> Problem:
     return problem
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.booleans())
 def test_random_losses(shares: list[float], spread: bool) -> None:
     running = SPREAD if spread else RUNNING

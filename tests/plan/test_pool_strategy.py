@@ -45,7 +45,7 @@ def pools(draw: st.DrawFn) -> Problem:
     return pool_problem(replace(pool, nodes=nodes), wanted)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(pools())
 def test_auto_is_never_beaten_by_the_search_and_both_are_sound(problem: Problem) -> None:
     workshop = Workshop(problem)

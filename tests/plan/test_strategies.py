@@ -34,7 +34,7 @@ def fleets(draw: st.DrawFn) -> Problem:
     return a_problem(*asks, offers=offers, links=links)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(fleets())
 def test_auto_is_never_costlier_and_every_plan_is_sound(problem: Problem) -> None:
     """Without a written pool `auto` looks for groups of machines only in small fleets, for one model."""
