@@ -31,7 +31,9 @@ def spare(plan: Plan, model: str) -> float:
 def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = None) -> Judge:
     """A world in which a model holds from so many times its demand in capacity on; fresh runs may need more."""
 
-    def judge(trial: Trial, plan: Plan, runs: Sequence[int], said: object = None) -> tuple[Evidence, ...]:
+    def judge(
+        trial: Trial, plan: Plan, runs: Sequence[int], said: object = None, far: object = None
+    ) -> tuple[Evidence, ...]:
         limits = (fresh_needed or needed) if runs[0] >= FRESH else needed
         found = []
         for each in sorted(plan.predictions, key=lambda p: p.model):
