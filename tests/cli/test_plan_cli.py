@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.main import run
 from potluck.cli.planning.plan import _hurried
+from potluck.cli.serving.up_plan import Wishes, prepared
 from potluck.core.values.plan import plan_from_json
 from potluck.plan.strategies import Workshop
 
@@ -91,7 +95,7 @@ def test_a_plan_from_the_one_in_force(spec: Path, tmp_path: Path, capsys: pytest
 def test_too_much_demand_is_said_with_what_binds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "potluck.yaml"
     path.write_text(SPEC % 900)
-    assert run(["plan", str(path), "--averages", "--no-explain"]) == 0
+    assert run(["plan", str(path), "--averages", "--no-explain", "--strategy", "melange"]) == 3
     out = capsys.readouterr().out
     assert "Demand cannot be met" in out
     assert "home: 1x" in out
@@ -157,11 +161,11 @@ def test_a_pinned_template_is_kept(spec: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_budget_is_kept_or_said_to_bind(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--budget", "1.2"]) == 0
+    assert run(["plan", str(spec), "--averages", "--json", "--no-explain", "--budget", "1.2"]) == 3
     body = json.loads(capsys.readouterr().out)
     assert body["plan"]["cost_usd_per_h"] <= 1.2
-    if body["plan"]["fraction"] < 1:
-        assert "budget" in body["shortfall"]
+    assert body["plan"]["fraction"] < 1
+    assert "budget" in body["shortfall"]
 
 
 @pytest.mark.parametrize(
@@ -219,6 +223,64 @@ def test_kv_stays_as_it_is_when_asked(capsys: pytest.CaptureFixture[str]) -> Non
     assert "KV of chat crosses the network in int8" in capsys.readouterr().out
     assert run([*asked, "--exact-kv"]) == 0
     assert "crosses the network" not in capsys.readouterr().out
+
+
+UNSERVABLE = """\
+- model: Llama-3.1-8B
+  name: hasty
+  slo: {ttft_ms: 2000, tpot_ms: 0.01}
+  traffic: {rate_per_s: 1, input: 1000, output: 200}
+fleet:
+"""
+
+
+def test_one_model_that_nothing_serves_spares_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "potluck.yaml"
+    path.write_text((SPEC % 4).replace("fleet:\n", UNSERVABLE))
+    said = "hasty: its objective (TTFT 2000 ms, TPOT 0.01 ms) is out of reach"
+    assert run(["compare", str(path), "--averages", "--time-limit", "2"]) == 0
+    assert said in capsys.readouterr().out
+    assert run(["simulate", str(path), "--requests", "100", "--time-limit", "2"]) == 3
+    assert said in capsys.readouterr().err
+    found = prepared((path,), read_spec(path), Wishes(2.0, averages=True), lambda line: None)
+    assert any(said in line for line in found.lines)
+    assert {template.model for template in found.inputs.plan.templates} == {"chat"}
+
+
+def test_what_cannot_be_written_is_kept(
+    spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk: the plan is printed, is written elsewhere, and one line says so."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    options = ["--averages", "--no-explain", "--strategy", "melange", "--out", "/dev/full"]
+    assert run(["plan", str(spec), *options]) == 2
+    caught = capsys.readouterr()
+    assert "What to expect" in caught.out
+    (line,) = caught.err.splitlines()
+    assert "--out: /dev/full: No space left on device; it is in " in line
+    plan_from_json(Path(line.split("it is in ")[1].removesuffix(" instead")).read_text())
+
+
+def test_a_full_disk_below_stdout_is_one_line() -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "potluck.cli.main", "catalog", "gpus"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "potluck: error: output: No space left on device; free some, or write elsewhere\n"
+
+
+def test_objectives_in_seconds_are_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "potluck.yaml"
+    path.write_text((SPEC % 4).replace("ttft_ms: 2000", "ttft: 1"))
+    assert run(["check", str(path)]) == 0
+    assert "ttft_ms is 1 ms; objectives are in milliseconds, 1 s would be 1000" in capsys.readouterr().out
 
 
 def test_kinds_that_there_was_no_time_for_are_named() -> None:

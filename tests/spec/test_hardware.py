@@ -79,7 +79,10 @@ def test_a_region_that_the_catalog_knows_brings_its_own_price() -> None:
 def test_a_price_that_nobody_knows_must_be_given() -> None:
     text = OWN + changed("2xL40S", "2xMyGPU").replace("          price_usd_per_h: 3.5\n", "")
     said = complaint(text)
-    assert "price_usd_per_h: is missing, and the catalog has no price for '2xMyGPU'; add it" in said
+    assert (
+        "price_usd_per_h: is missing, and the catalog has no price for '2xMyGPU'; add it, 0 if you own it"
+        in said
+    )
 
 
 CONFIG = {

@@ -8,7 +8,7 @@ import pytest
 from spec_texts import GOOD, complaint, good, problems
 
 from potluck.core.values.types import Link, Offer
-from potluck.spec.load import load_spec
+from potluck.spec.load import load_spec, parse_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pool.yaml"
 MODELS = GOOD.split("fleet:")[0]
@@ -73,6 +73,16 @@ def test_prices_come_from_the_catalog_where_none_is_written() -> None:
     assert spec.pool.gpus == 32
     assert all(node.price_usd_per_h > 0 for node in spec.pool.nodes)
     assert spec.price_source("pool", "8xA40").startswith("catalog: ")
+
+
+def test_machines_that_nobody_lists_a_price_of_are_owned() -> None:
+    text = POOL.replace("three, node: 1xL4, price_usd_per_h: 0.8", "three, node: 1xMine")
+    spec = parse_spec(
+        text + "gpus: [{name: Mine, fp16_tflops: 80, memory_gb: 24, bandwidth_gb_per_s: 500}]\n"
+    )
+    assert spec.pool is not None
+    assert spec.pool.nodes[2].price_usd_per_h == 0
+    assert "1xMine: nobody lists a price, so it is taken as owned and costs nothing" in spec.notes
 
 
 BAD = [

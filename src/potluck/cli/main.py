@@ -1,9 +1,6 @@
 """`potluck`: finds the command, runs it, and turns whatever goes wrong into one line and an exit code.
 
-    0  done            2  bad input (the message names the field and the fix)
-    1  no, or broken pipe (`replay`: a difference was found)
-                      70  a bug of ours (POTLUCK_DEBUG=1 shows the traceback)
-                     130  interrupted
+`common/exits.py` has the codes.
 
 Commands are imported when they are run: `potluck --help` and `potluck estimate` must not wait for
 libraries that only other commands use.
@@ -11,6 +8,7 @@ libraries that only other commands use.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -21,6 +19,7 @@ from typing import NoReturn
 import click
 
 from potluck import __version__
+from potluck.cli.common.exits import BAD_INPUT, BUG, INTERRUPTED, MEANINGS, NO
 from potluck.core.errors import PotluckError, did_you_mean
 
 COMMANDS = {
@@ -95,6 +94,8 @@ COMMANDS = {
 
 NO_MEMORY = ("Cannot allocate memory", "failed to map segment", "can't start new thread", "not enough memory")
 """What libraries and the system say where there is none."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a write for which there is no room."""
 
 
 class LazyGroup(click.Group):
@@ -121,6 +122,8 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS])
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -148,20 +151,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        return 2
+        return BAD_INPUT
     except click.ClickException as error:
         click.echo(f"potluck: error: {_usage(error)}", err=True)
-        return 2
+        return BAD_INPUT
     except PotluckError as error:
         for line in str(error).splitlines():
             click.echo(f"potluck: error: {line}", err=True)
-        return 2
+        return BAD_INPUT
     except (click.Abort, KeyboardInterrupt):
         click.echo("potluck: interrupted", err=True)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         _forget_stdout()
-        return 1
+        return NO
     except SystemExit as error:
         # click and rich leave this way when the reader of our output has gone.
         return error.code if isinstance(error.code, int) else 1
@@ -181,16 +184,21 @@ def _internal(error: Exception) -> int:
     if isinstance(error, MemoryError) or any(each in text for each in NO_MEMORY):
         what = f" ({text})" if text else ""
         click.echo(f"potluck: error: no memory is left{what}; end something else, or allow more", err=True)
-        return 2
+        return BAD_INPUT
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = f"{error.filename}: " if error.filename else "output: "
+        click.echo(f"potluck: error: {where}{error.strerror}; free some, or write elsewhere", err=True)
+        _forget_stdout()
+        return BAD_INPUT
     if os.environ.get("POTLUCK_DEBUG"):
         import traceback
 
         traceback.print_exception(error)
-        return 70
+        return BUG
     name = type(error).__name__
     line = f"potluck: internal error: {name}: {text} (run with POTLUCK_DEBUG=1 for the traceback)"
     click.echo(line, err=True)
-    return 70
+    return BUG
 
 
 def _forget_stdout() -> None:

@@ -69,9 +69,7 @@ def _nodes(
         if node is None:
             continue
         region = machine.region or REGION
-        price = _price(machine, node, region, hardware, problems)
-        if price is None:
-            continue
+        price = _price(machine, node, region, hardware)
         like = next((each for each in nodes if (each.region, each.type.name) == (region, node.name)), None)
         if like is not None and like.price_usd_per_h != price[0]:
             problem = f"{price[0]:g} is not what {shown(like.name)} costs, {like.price_usd_per_h:g}"
@@ -82,15 +80,14 @@ def _nodes(
     return nodes, list(notes.values())
 
 
-def _price(
-    machine: MachineIn, node: NodeType, region: str, hardware: Hardware, problems: Problems
-) -> tuple[float, str] | None:
+def _price(machine: MachineIn, node: NodeType, region: str, hardware: Hardware) -> tuple[float, str]:
+    """(price, where it came from): the machines of a pool are there already, so one without a price costs nothing."""
     if machine.price_usd_per_h is not None:
         return machine.price_usd_per_h, "spec"
     found = hardware.catalog_price(node, region, None, False)
     if found is None:
-        problem = f"is missing, and the catalog has no price for {shown(node.name)}; add it"
-        problems.add((*machine.at, "price_usd_per_h"), problem)
+        hardware.note(f"{node.name}: nobody lists a price, so it is taken as owned and costs nothing")
+        return 0.0, "owned: nothing"
     return found
 
 

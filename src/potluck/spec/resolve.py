@@ -6,6 +6,7 @@ goes on, and the notes are raised together at the end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from potluck.spec.shares import resolve_origins, with_shares
 from potluck.spec.terms import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
 from potluck.spec.traffic import resolve_traffic
 from potluck.spec.values import SHIPPED, ModelSpec, PriceNote, Spec, Weights
+
+PLAUSIBLE_TTFT_MS, PLAUSIBLE_TPOT_MS, PLAUSIBLE_E2E_MS = 20.0, 1.0, 50.0
+"""Below these no GPU there is keeps an objective for any model worth serving."""
 
 
 def resolve(
@@ -58,11 +62,24 @@ def resolve(
         links=tuple(links) or pooled.links,
         budget_usd_per_h=written.budget_usd_per_h,
         price_notes=pooled.price_notes,
-        notes=tuple(hardware.notes),
+        notes=(*hardware.notes, *_units(written)),
         pool=pooled.pool,
         policy=policy,
         origins=origins,
     )
+
+
+def _units(written: SpecIn) -> Iterator[str]:
+    """Objectives so short that seconds were probably meant: they are in milliseconds, whatever they are called."""
+    for place, model in enumerate(written.models):
+        for name, value, least in (
+            ("ttft_ms", model.slo.ttft_ms, PLAUSIBLE_TTFT_MS),
+            ("tpot_ms", model.slo.tpot_ms, PLAUSIBLE_TPOT_MS),
+            ("e2e_ms", model.slo.e2e_ms, PLAUSIBLE_E2E_MS),
+        ):
+            if value is not None and value < least:
+                what = f"models[{place}].slo: {name} is {value:g} ms"
+                yield f"{what}; objectives are in milliseconds, {value:g} s would be {value * 1000:g}"
 
 
 def _rented(written: SpecIn, hardware: Hardware, problems: Problems, broken: bool) -> Pooled:
@@ -142,7 +159,7 @@ def _price(
     found = hardware.catalog_price(node, region.name, region.cloud, offer.spot)
     if found is None:
         kind = "spot price" if offer.spot else "price"
-        problem = f"is missing, and the catalog has no {kind} for {shown(node.name)}; add it"
+        problem = f"is missing, and the catalog has no {kind} for {shown(node.name)}; add it, 0 if you own it"
         problems.add((*offer.at, "price_usd_per_h"), problem)
     return found
 

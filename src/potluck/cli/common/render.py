@@ -40,8 +40,10 @@ def emit_json(value: object) -> None:
 
 
 def paragraph(text: str) -> None:
-    """A line of words, folded where it is too long."""
+    """A line of words, folded where it is too long; with an empty one below where it ends in a new line."""
     click.echo(textwrap.fill(text, _width(), break_on_hyphens=False, break_long_words=False))
+    if text.endswith("\n"):
+        click.echo()
 
 
 @dataclass(frozen=True, slots=True)

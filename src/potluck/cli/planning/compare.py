@@ -75,8 +75,11 @@ def compare(html_path: Path | None, as_json: bool, **options: Any) -> None:
 
         emit_json([encode(row) for row in rows])
     else:
-        show_notes(notes)
-        show_compared(rows)
+        show_notes((*spec.notes, *notes))
+        if any(ask.rate_per_s > 0 for ask in problem.asks):
+            show_compared(rows)
+        else:
+            paragraph("Nothing is rented, as nothing is asked of it: all rates are 0.")
     for text in left_out:
         if as_json:
             click.echo(f"left out: {text}", err=True)

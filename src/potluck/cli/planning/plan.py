@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from potluck.cli.common.exits import missed
 from potluck.cli.common.files import Saves, named, require_writable
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, paragraph, usd
@@ -105,6 +106,7 @@ def plan(
     with progress(4 * len(problem.asks) + 1) as said:
         workshop, outcome, notes = planned_rest(planner, Workshop(problem, said=said), settings)
         problem, notes = workshop.problem, notes + _remarks(planner, workshop, outcome, settings)
+        notes = (*spec.notes, *notes)
         require_service(problem, outcome, posed.limit_s, notes)
         tried = rehearsed(spec, workshop, outcome, planner, settings, asked, said.far)
         if tried is not None:
@@ -129,8 +131,10 @@ def plan(
         show_rehearsal(tried, asked, outcome.plan)
         _show_formats(spec, outcome.plan)
         show_search(searched)
-        show_reasons(reasons)
+        show_reasons(reasons if outcome.plan.deployments else None)
     saves.complain()
+    if outcome.plan.fraction < 1 or (tried is not None and tried.chosen is None):
+        missed()
 
 
 def _require_places(out: Path | None, trace_path: Path | None, html_path: Path | None) -> None:

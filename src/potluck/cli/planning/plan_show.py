@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import click
-
 from potluck.cli.common.render import paragraph, percent, short, table, usd
 from potluck.cli.planning.terms_show import show_classes, show_money, show_risk, show_terms
 from potluck.core.figures import seconds
@@ -112,11 +110,14 @@ def show_plan(problem: Problem, outcome: Outcome, standby: int = 0, basis: str =
     """What is deployed where, what stands by, and what to expect of it."""
     from potluck.core.scale.standby import spoken
 
+    if not any(ask.rate_per_s > 0 for ask in problem.asks):
+        paragraph("Nothing is rented, as nothing is asked of it: all rates are 0. Give a model a rate_per_s.")
+        return
     if outcome.allocation.shortfall is not None:
-        click.echo(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
+        paragraph(f"Demand cannot be met: {outcome.allocation.shortfall}. This is the plan for that much.\n")
     _show_deployments(problem, outcome, basis)
     if line := spoken(outcome.plan, standby, problem.regions):
-        click.echo(f"{line}\n")
+        paragraph(f"{line}\n")
     _show_codecs(outcome.plan)
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)
@@ -131,7 +132,7 @@ def _show_codecs(plan: Plan) -> None:
 
     for model, codec in codecs_of(plan).items():
         if codec != "fp16":
-            click.echo(f"KV of {model} crosses the network in {codec}: as it is it would take more nodes.\n")
+            paragraph(f"KV of {model} crosses the network in {codec}: as it is it would take more nodes.\n")
 
 
 def show_groups(plan: Plan) -> None:
@@ -264,6 +265,25 @@ def _show_predictions(problem: Problem, outcome: Outcome) -> None:
         ),
         rows,
     )
+    _show_waits(found)
+
+
+def _show_waits(plan: Plan) -> None:
+    """Whether TTFT has waiting behind other prompts in it: where prompts are computed apart, it has."""
+    apart: dict[str, set[bool]] = {}
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        queued = template.kind == "pair" or any(each.role != "mixed" for each in template.replicas)
+        apart.setdefault(template.model, set()).add(queued)
+    queued = ", ".join(model for model, kinds in apart.items() if kinds == {True})
+    alone = ", ".join(model for model, kinds in apart.items() if kinds == {False})
+    both = ", ".join(model for model, kinds in apart.items() if len(kinds) > 1)
+    words = (
+        (queued, "with a mean queue before it, as prompts are computed apart"),
+        (alone, "without a queue, as prompts go into the next step beside answers"),
+        (both, "with a mean queue where prompts are computed apart, else without"),
+    )
+    paragraph("TTFT and TPOT are means: " + "; ".join(f"{who} {what}" for who, what in words if who) + ".\n")
 
 
 def show_reasons(reasons: Explanation | None) -> None:

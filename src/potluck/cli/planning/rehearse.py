@@ -251,6 +251,8 @@ def basis_of(found: Rehearsal | None) -> str:
 
 def show_rehearsal(found: Rehearsal | None, asked: Asked, plan: Plan) -> None:
     """Every round where there were several, and what came of it."""
+    if found is None and not plan.deployments:
+        return
     if found is None:
         short = "" if plan.fraction >= 1 or asked.averages else ", as it serves a part of the demand"
         paragraph(f"on averages: what is expected was not rehearsed in simulation{short}.")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from potluck.cli.common.files import Saves, named, require_writable
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, percent, table, usd
+from potluck.cli.common.render import emit_json, paragraph, percent, table, usd
 from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
@@ -97,7 +98,8 @@ def replan(
         raise InputError("time-limit", f"must be positive, is {time_limit_s:g}")
     if applied and not live:
         raise InputError("--apply", "is for a service that runs; add --live")
-    changes = Changes(lose, rate, workload, link, price)
+    require_writable("--out", out)
+    changes, saves = Changes(lose, rate, workload, link, price), Saves()
     with ExitStack() as stack:
         if live:
             if plan_path is not None:
@@ -110,32 +112,33 @@ def replan(
         elif plan_path is None or spec_path is None:
             raise InputError("PLAN SPEC", "are needed, or --live")
         else:
-            running, spec = plan_from_json(plan_path.read_text(encoding="utf-8")), read_spec(spec_path)
+            running, spec = named(plan_path, plan_from_json), read_spec(spec_path)
         problem = load_problem(changed_spec(spec, changes), headroom, None, (), init_penalty)
         if live:
             problem = with_paces(measured(problem, now.profiles), now)
         problem = changed_problem(problem, running, changes)
         answers, best = _answered(problem, running, time_limit_s, seed)
-        if out is not None:
-            out.write_text(plan_to_json(best.plan), encoding="utf-8")
+        saves.text("--out", out, lambda: plan_to_json(best.plan))
         done = apply(service, now, best) if live and applied else ""
     if as_json:
         from potluck.core.codec import encode
 
         found = {"best": best.step, "answers": [encode(answer) for answer in answers]}
         emit_json(found | ({"version": now.version, "done": done} if live else {}))
-        return
-    if live:
-        said_of(now)
-    _show(answers, best)
-    if done:
-        click.echo(done)
+    else:
+        if live:
+            said_of(now)
+        _show(answers, best)
+        if done:
+            paragraph(done)
+    saves.complain()
 
 
 def _answered(
     problem: Problem, running: Plan, time_limit_s: float, seed: int
 ) -> tuple[tuple[Answer, ...], Answer]:
     """All answers, each checked, and the best of them."""
+    from potluck.core.values.terms import Terms
     from potluck.plan.check.verify import verify
     from potluck.plan.running.ladder import best_answer, ladder
     from potluck.plan.strategies import STRATEGIES, Settings
@@ -144,8 +147,10 @@ def _answered(
         said("rerouting, flipping, reallocating")
         settings = Settings(time_limit_s=time_limit_s, seed=seed)
         answers = ladder(problem, running, STRATEGIES["auto"], settings)
+        # New routes and roles use what is left as well as they can; only a new plan keeps its owner's terms.
+        plain = replace(problem, asks=tuple(replace(ask, terms=Terms()) for ask in problem.asks))
         for answer in answers:
-            violations = verify(problem, answer.plan)
+            violations = verify(problem if answer.step == "reallocate" else plain, answer.plan)
             if violations:
                 raise CapacityError(f"the answer {answer.step!r} failed its own check: {violations[0]}")
     best = best_answer(answers)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.common.render import percent
+from potluck.cli.common.render import paragraph, percent
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
 
@@ -41,9 +41,9 @@ def show_search(searched: Mapping[str, Found]) -> None:
     for region, found in searched.items():
         points = attainment_trace(found)
         ended = "converged" if found.converged else "out of time"
-        click.echo(
+        paragraph(
             f"search in {region}: {sparkline(points)} {percent(points[-1][1])} of requests within the objective "
-            f"at mean lengths, best after {seconds(points[-1][0])}, {found.evaluated:,} states, {ended}"
+            f"at mean lengths (on averages), best after {seconds(points[-1][0])}, {found.evaluated:,} states, {ended}"
         )
     if searched:
         click.echo()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
-import click
-
-from potluck.cli.common.render import listing, percent, usd
+from potluck.cli.common.render import listing, paragraph, percent, usd
 from potluck.core.figures import seconds
 
 if TYPE_CHECKING:
@@ -17,8 +14,6 @@ if TYPE_CHECKING:
     from potluck.core.values.types import Slo
     from potluck.plan.problem import Problem
     from potluck.plan.reasons.term_prices import TermPrice
-
-WIDTH = 80
 
 
 def show_money(problem: Problem, plan: Plan) -> None:
@@ -82,4 +77,4 @@ def show_terms(prices: Sequence[TermPrice]) -> None:
 
 
 def _say(text: str) -> None:
-    click.echo("\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False)) + "\n")
+    paragraph(f"{text}\n")

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from potluck.cli.common.exits import missed
+from potluck.cli.common.files import Saves, require_writable
 from potluck.cli.common.objectives import scale_option
-from potluck.cli.common.progress import progress
+from potluck.cli.common.progress import Bar, progress
 from potluck.cli.common.render import emit_json
 from potluck.cli.planning.estimate import profile_option
 from potluck.cli.trying.simulation import (
@@ -140,7 +142,8 @@ def simulate(
 ) -> None:
     """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
 
-    The requests are the spec's own unless --workload or --from-log says otherwise.
+    The requests are the spec's own unless --workload or --from-log says otherwise. Where an objective is missed,
+    the exit code is 3.
 
     \b
     Examples:
@@ -157,7 +160,9 @@ def simulate(
     from potluck.sim.run import simulate as run
 
     _require_sound(rate_per_s, records)
-    rules = policy_of(policy)
+    for option, path in (("--report", report), ("--records", records), ("--log", log)):
+        require_writable(option, path)
+    rules, saves = policy_of(policy), Saves()
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
         asked = workload, rate_per_s, count, seed, cv, logs, said
@@ -182,9 +187,12 @@ def simulate(
         said("summing up")
         summary = summarise(result, warm_up_s)
         found = compared(scene, result, rules.balance)
-        _write(summary, result, report, records)
+        _write(saves, summary, result, report, records)
     _show(summary, result, found, scan(result, warm_up_s) if scans else None, as_json)
+    saves.complain()
     _complain(found)
+    if any(model.holds is False for model in summary.models):
+        missed()
 
 
 def _require_sound(rate_per_s: float | None, records: Path | None) -> None:
@@ -195,20 +203,24 @@ def _require_sound(rate_per_s: float | None, records: Path | None) -> None:
         require_kind(records)
 
 
-def _write(summary: Summary, result: SimResult, report: Path | None, records: Path | None) -> None:
-    if records is not None:
-        from potluck.cli.common.record_files import write_records
+def _write(
+    saves: Saves, summary: Summary, result: SimResult, report: Path | None, records: Path | None
+) -> None:
+    from potluck.cli.common.record_files import write_records
+    from potluck.sim.results.report import html
 
-        write_records(records, result)
-    if report is not None:
-        from potluck.sim.results.report import html
-
-        report.write_text(html(summary, result), encoding="utf-8")
+    saves("--records", records, lambda to: write_records(to, result))
+    saves.text("--report", report, lambda: html(summary, result))
 
 
-def _counting(said: Callable[[str], None]) -> Callable[[int, int], None] | None:
+def _counting(bar: Bar) -> Callable[[int, int], None] | None:
     """Say how far it is, where somebody looks."""
-    return (lambda done, total: said(f"{done:,} of {total:,} requests")) if sys.stderr.isatty() else None
+
+    def told(done: int, total: int) -> None:
+        bar(f"{done:,} of {total:,} requests")
+        bar.far(done, total)
+
+    return told if sys.stderr.isatty() else None
 
 
 def _settings(

@@ -68,7 +68,20 @@ def read_inputs(
     made = make(spec)
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
     said("planning")
-    return Inputs(spec, problem, planned(problem, time_limit_s), schedule), made
+    return Inputs(spec, problem, _first_plan(problem, time_limit_s), schedule), made
+
+
+def _first_plan(problem: Problem, time_limit_s: float) -> Plan:
+    """For what can be served at all; what cannot is said, and refused when it comes."""
+    from potluck.plan.reasons.unservable import planned_rest
+    from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+
+    _, outcome, notes = planned_rest(STRATEGIES["auto"], Workshop(problem), Settings(time_limit_s))
+    for note in notes:
+        click.echo(f"potluck: note: {note}", err=True)
+    if outcome.allocation.status == "unknown" or not outcome.plan.deployments:
+        raise CapacityError("no plan was found to simulate; see `potluck plan`")
+    return outcome.plan
 
 
 def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, Schedule | None]:

@@ -1,0 +1,95 @@
+"""Everything that commands print fits 80 columns, and nothing of it is cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.main import run
+from potluck.cli.planning.plan_show import Compared, show_compared
+
+SPEC = """\
+models:
+- model: Llama-3.1-8B
+  name: a-chat-with-a-long-name
+  slo: {ttft_ms: 2000, tpot_ms: 60}
+  traffic: {rate_by_hour: [1, 4], input: 1000, output: 200}
+- model: Qwen2-7B
+  name: code
+  slo: {ttft_ms: 2000, tpot_ms: 60}
+  traffic: {rate_per_s: 1, input: 500, output: 20}
+  redundancy: node
+fleet:
+  regions:
+  - name: northern-europe-1
+    nodes:
+    - {node: 1xL40S, available: 4, price_usd_per_h: 1.9}
+    - {node: 1xA10G, available: 4, price_usd_per_h: 1.0}
+"""
+QUICK = ["--strategy", "melange", "--time-limit", "3"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("wide")
+    spec, plan = folder / "potluck.yaml", folder / "plan.json"
+    spec.write_text(SPEC)
+    assert run(["plan", str(spec), *QUICK, "--averages", "--no-explain", "--out", str(plan)]) == 0
+    return str(plan), str(spec)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "SPEC", *QUICK, "--requests", "200"],
+        ["simulate", "PLAN", "SPEC", "--requests", "300", "--rate", "60", "--slo-scan"],
+        ["estimate", "--model", "Llama-3.1-8B", "--node", "2xL40S", "--input", "1024", "--output", "256"],
+        ["frontier", "SPEC", *QUICK, "--values", "1,2"],
+        ["schedule", "SPEC", *QUICK],
+        ["replan", "PLAN", "SPEC", "--time-limit", "2", "--lose", "northern-europe-1:1xL40S=1"],
+        ["check", "SPEC"],
+        ["overview", "SPEC"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_what_is_printed_fits_80_columns(
+    words: list[str],
+    files: tuple[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command = [files[0] if each == "PLAN" else files[1] if each == "SPEC" else each for each in words]
+    assert run(command) in (0, 3)
+    out = capsys.readouterr().out
+    assert out.strip()
+    assert [line for line in out.splitlines() if len(line) > 80 and files[1] not in line] == []
+    assert "…" not in out
+
+
+def test_a_comparison_fits_80_columns_and_says_who_misses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [
+        Compared(name, 1234.5, 0.123, 1.0, 5.0, 12, 0.05, 12.3, broken, seen, 0.9, "chat", 3000)
+        for name, seen, broken in (("thunderserve", 0.95, ()), ("auto", 0.42, ("too many nodes",)))
+    ]
+    show_compared(rows)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "42.0 % < 90.0 %" in out
+    assert "rehearsed with 3,000 requests" in out
+    assert "the plan of auto failed its own check: too many nodes." in out
+
+
+def test_readme_has_the_figures_that_estimate_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the command that README shows; every line that is quoted must be as it is printed."""
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    command = next(line for line in text.splitlines() if ".venv/bin/potluck estimate" in line)
+    assert run(command.split()[1:]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    quoted = text.split("how far to trust it:\n\n", 1)[1].split("\n\n", 1)[0]
+    for line in quoted.splitlines():
+        assert any(" ".join(line.split()).removesuffix("...").strip() in each for each in printed), line
