@@ -275,11 +275,11 @@ def _show_waits(plan: Plan) -> None:
         template = plan.template(deployment.template)
         queued = template.kind == "pair" or any(each.role != "mixed" for each in template.replicas)
         apart.setdefault(template.model, set()).add(queued)
-    queued = ", ".join(model for model, kinds in apart.items() if kinds == {True})
+    behind = ", ".join(model for model, kinds in apart.items() if kinds == {True})
     alone = ", ".join(model for model, kinds in apart.items() if kinds == {False})
     both = ", ".join(model for model, kinds in apart.items() if len(kinds) > 1)
     words = (
-        (queued, "with a mean queue before it, as prompts are computed apart"),
+        (behind, "with a mean queue before it, as prompts are computed apart"),
         (alone, "without a queue, as prompts go into the next step beside answers"),
         (both, "with a mean queue where prompts are computed apart, else without"),
     )
