@@ -159,9 +159,7 @@ def simulate(
     from potluck.sim.results.scales import scan
     from potluck.sim.run import simulate as run
 
-    _require_sound(rate_per_s, records)
-    for option, path in (("--report", report), ("--records", records), ("--log", log)):
-        require_writable(option, path)
+    _require_sound(rate_per_s, report, records, log)
     rules, saves = policy_of(policy), Saves()
     faults: Faults | None = read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
@@ -190,15 +188,17 @@ def simulate(
         _write(saves, summary, result, report, records)
     _show(summary, result, found, scan(result, warm_up_s) if scans else None, as_json)
     saves.complain()
-    _complain(found)
-    if any(model.holds is False for model in summary.models):
-        missed()
+    _complain(found, summary)
 
 
-def _require_sound(rate_per_s: float | None, records: Path | None) -> None:
+def _require_sound(
+    rate_per_s: float | None, report: Path | None, records: Path | None, log: Path | None
+) -> None:
     from potluck.cli.common.record_files import require_kind
 
     require_positive("rate", rate_per_s)
+    for option, path in (("--report", report), ("--records", records), ("--log", log)):
+        require_writable(option, path)
     if records is not None:
         require_kind(records)
 
@@ -238,13 +238,15 @@ def _settings(
     )
 
 
-def _complain(found: tuple[Comparison, ...]) -> None:
-    """Replicas that the plan counts on and that got nothing are an error."""
+def _complain(found: tuple[Comparison, ...], summary: Summary) -> None:
+    """Replicas that the plan counts on and that got nothing are an error; objectives that are missed are told."""
     idle = [each.name for each in found if each.verdict == "broken"]
     if idle:
         others = f" (nor did {len(idle) - 1} more)" if len(idle) > 1 else ""
         click.echo(f"potluck: error: the plan counts on {idle[0]}, which got no request{others}", err=True)
         sys.exit(1)
+    if any(model.holds is False for model in summary.models):
+        missed()
 
 
 def _show(
