@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from potluck.sim.results.records import SimResult
     from potluck.sim.results.scales import ScaleScan
     from potluck.sim.settings import Settings
-    from potluck.sim.world.faults import Faults
     from potluck.spec.values import Spec
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -142,8 +141,7 @@ def simulate(
 ) -> None:
     """Serve a workload with a plan's fleet, in simulation. A SPEC alone is planned first.
 
-    The requests are the spec's own unless --workload or --from-log says otherwise. Where an objective is missed,
-    the exit code is 3.
+    The requests are the spec's own unless --workload or --from-log says so. Exit code 3: an objective is missed.
 
     \b
     Examples:
@@ -160,8 +158,7 @@ def simulate(
     from potluck.sim.run import simulate as run
 
     _require_sound(rate_per_s, report, records, log)
-    rules, saves = policy_of(policy), Saves()
-    faults: Faults | None = read_faults(faults_path)
+    rules, saves, faults = policy_of(policy), Saves(), read_faults(faults_path)
     with progress(100) as said, ExitStack() as stack:
         asked = workload, rate_per_s, count, seed, cv, logs, said
 
@@ -184,8 +181,8 @@ def simulate(
         )
         said("summing up")
         summary = summarise(result, warm_up_s)
-        found = compared(scene, result, rules.balance)
         _write(saves, summary, result, report, records)
+    found = compared(scene, result, rules.balance)
     _show(summary, result, found, scan(result, warm_up_s) if scans else None, as_json)
     saves.complain()
     _complain(found, summary)
