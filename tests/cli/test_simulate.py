@@ -149,20 +149,20 @@ def test_no_rate_holds() -> None:
 def test_stricter_objectives_are_scaled_and_scanned(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ran(*options: str) -> dict[str, Any]:
+    def ran(code: int, *options: str) -> dict[str, Any]:
         capsys.readouterr()
         common = ("--requests", "200", "--policy", "admission=false", "--json")
-        assert run(["simulate", *files, *common, *options]) == 0
+        assert run(["simulate", *files, *common, *options]) == code
         return json.loads(capsys.readouterr().out)
 
-    strict = ran("--slo-scale", "0.05", "--slo-scan")
+    strict = ran(3, "--slo-scale", "0.05", "--slo-scan")
     assert strict["models"][0]["slo"]["tpot_s"] == pytest.approx(0.06 * 0.05)
     scanned = strict["slo_scan"]
     assert [part["name"] for part in scanned["parts"]] == ["TTFT", "TPOT", "all"]
     whole = scanned["parts"][-1]
     assert strict["total"]["attainment"] == whole["attainment"][scanned["scales"].index(1.0)] == 0.0
     assert whole["least"][0] > 1.0
-    assert ran("--slo-scale", "100")["total"]["attainment"] == 1.0
+    assert ran(0, "--slo-scale", "100")["total"]["attainment"] == 1.0
 
 
 @pytest.mark.parametrize(
