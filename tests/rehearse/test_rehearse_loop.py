@@ -31,9 +31,7 @@ def spare(plan: Plan, model: str) -> float:
 def judging(needed: dict[str, float], fresh_needed: dict[str, float] | None = None) -> Judge:
     """A world in which a model holds from so many times its demand in capacity on; fresh runs may need more."""
 
-    def judge(
-        trial: Trial, plan: Plan, runs: Sequence[int], said: object = None, far: object = None
-    ) -> tuple[Evidence, ...]:
+    def judge(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         limits = (fresh_needed or needed) if runs[0] >= FRESH else needed
         found = []
         for each in sorted(plan.predictions, key=lambda p: p.model):
@@ -171,7 +169,7 @@ def test_a_plan_that_fresh_runs_refuted_is_never_tried_again(monkeypatch: pytest
     problem = a_problem(*traffic)
     verdicts: list[Plan] = []
 
-    def lucky(trial: Trial, plan: Plan, runs: Sequence[int], said: object = None) -> tuple[Evidence, ...]:
+    def lucky(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         share = 1.0
         if runs[0] >= FRESH:
             verdicts.append(plan)
@@ -191,7 +189,7 @@ def test_of_plans_as_cheap_the_one_with_more_to_spare_is_taken(monkeypatch: pyte
     traffic = (a_traffic(rate_per_s=0.2),)
     problem = a_problem(*traffic, offers={"1xL40S": (1.9, 3)})
 
-    def slower(trial: Trial, plan: Plan, runs: Sequence[int], said: object = None) -> tuple[Evidence, ...]:
+    def slower(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
         seen.append(plan)
         return (Evidence("chat", 0.9, (0.99 - 0.01 * min(len(seen), 3),) * len(runs), 10_000),)
 
