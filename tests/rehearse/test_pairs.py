@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from potluck.cli.common.problems import load_problem
-from potluck.cli.planning.rehearse import estimate_of
+from potluck.cli.planning.rehearse import Asked, estimate_of
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Replica
 from potluck.core.values.types import Role, Slo
@@ -35,8 +35,7 @@ def replica(role: Role, machine: str) -> Replica:
 @pytest.fixture(scope="module")
 def trial() -> PairTrial:
     spec = parse_spec(SPEC)
-    asked = {"rehearse": False, "cv": None, "requests": None, "runs": 5, "attainment": "simulated"}
-    made = estimate_of(spec, load_problem(spec, 0.8, None, (), 0.0), asked)
+    made = estimate_of(spec, load_problem(spec, 0.8, None, (), 0.0), Asked(attainment="simulated"))
     assert isinstance(made, PairTrial)
     return replace(made, requests=150)
 
