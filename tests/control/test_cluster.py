@@ -67,6 +67,7 @@ class Prices:
 
     market = Market((Quote("east", "1xL4", 0.3, 1),))
     problem = "line 3 is odd"
+    spec: tuple[Region, ...] = ()
     regions: tuple[Region, ...] = ()
 
     def look(self) -> None: ...

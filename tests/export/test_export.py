@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from potluck.cli.main import cli
 from potluck.cli.serving.engine import engine
 from potluck.cli.serving.serve import serve
+from potluck.control.launch.kubernetes.pods import Cluster
 from potluck.core.errors import InputError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 from potluck.core.values.plan import Replica, plan_to_json
@@ -27,7 +28,7 @@ from potluck.gateway.fleet.roster import read_roster
 from potluck.gateway.fleet.status import read_status
 
 GOLDEN = Path(__file__).parent / "golden"
-CLUSTER = kubernetes.Cluster("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
+CLUSTER = Cluster("registry/potluck:1", gpu_names={"L40S": "NVIDIA-L40S"})
 
 
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=6), st.integers(1, 3))

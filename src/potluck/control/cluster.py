@@ -84,14 +84,14 @@ class ClusterMarket:
         spec: Sequence[Region],
         below: MarketSource | None = None,
     ) -> None:
-        self._there, self._spellings, self._spec, self._below = there, spellings, tuple(spec), below
+        self._there, self._spellings, self.spec, self._below = there, spellings, tuple(spec), below
         self._shown: tuple[Region, ...] = ()
         self.market = Market()
         self.problem = ""
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        return self.market.regions(self._spec)
+        return self.market.regions(self.spec)
 
     def changes(self) -> str:
         before, self._shown = self._shown, self.regions
@@ -104,6 +104,6 @@ class ClusterMarket:
             self._below.look()
             self.problem, notices = self._below.problem, self._below.market.notices
             prices = {(each.region, each.node): each.price_usd_per_h for each in self._below.market.quotes}
-        there = quotes_of(self._there(), self._spellings, self._spec)
+        there = quotes_of(self._there(), self._spellings, self.spec)
         quotes = tuple(replace(each, price_usd_per_h=prices.get((each.region, each.node))) for each in there)
         self.market = Market(quotes, notices)

@@ -238,7 +238,7 @@ class Controller:
             self._note_once("market", "market", f"{self._market.problem}; what was read last holds")
         regions = self._market.regions
         told = [encode(each) for each in regions]
-        if wanted.get("market") == told or (wanted.get("market") is None and not self._market.market.quotes):
+        if wanted.get("market") == told or (wanted.get("market") is None and regions == self._market.spec):
             return wanted
         try:
             self._gateway.set_market(regions)

@@ -203,6 +203,8 @@ class MarketSource(Protocol):
     """What costs how much, and how much of it there is, as somebody knows it now."""
 
     market: Market
+    spec: tuple[Region, ...]
+    """What holds where nobody says anything else."""
     problem: str
     """Why what is known now is not used."""
 
@@ -233,16 +235,16 @@ class MarketFile:
     """A market in a file, read again when it has changed. Without the file, the spec's own prices hold."""
 
     def __init__(self, path: Path, spec: Sequence[Region]) -> None:
-        self._path, self._spec = path, tuple(spec)
+        self._path, self.spec = path, tuple(spec)
         self._stamp: tuple[int, int, int] | None = (-1, -1, -1)
-        self._shown = self._spec
+        self._shown = self.spec
         self.market = Market()
         self.problem = ""
         """Why the file as it is now is not used."""
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        return self.market.regions(self._spec)
+        return self.market.regions(self.spec)
 
     def changes(self) -> str:
         before, self._shown = self._shown, self.regions
@@ -255,7 +257,7 @@ class MarketFile:
         self._stamp = stamp
         try:
             text = "" if stamp is None else self._path.read_text("utf-8")
-            self.market = read_market(text, self._path.name, self._spec)
+            self.market = read_market(text, self._path.name, self.spec)
             self.problem = ""
         except (OSError, UnicodeDecodeError):
             self.problem = f"{self._path} cannot be read"

@@ -9,35 +9,25 @@ engine beside it. Nothing here is a secret: `potluck` is a Secret that somebody 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
+from potluck.control.launch.kubernetes.pods import (
+    GRACE_S,
+    POD_IP,
+    Cluster,
+    Manifest,
+    engine_container,
+    mounts,
+    pod_template,
+)
 from potluck.core.errors import InputError
 from potluck.export.seats import Box, Roomed, Seat
 from potluck.export.words import EVERYWHERE, Wording, roster, stage_port
 
-Manifest = dict[str, Any]
-SECRET, CONFIG = "potluck", "potluck-plan"
-POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-GRACE_S = 300
+CONFIG = "potluck-plan"
 MOST_CONFIG_BYTES = 900_000
 """Kubernetes takes 1 MiB in a ConfigMap."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """What the manifests are made for."""
-
-    image: str
-    namespace: str = "potluck"
-    models_claim: str = "potluck-models"
-    gpu_label: str = "nvidia.com/gpu.product"
-    """Which label of a node names its GPUs ..."""
-    gpu_names: Mapping[str, str] | None = None
-    """... and what it says, for a GPU of the catalog; else the catalog's name."""
-    region_label: str = "topology.kubernetes.io/region"
 
 
 def files(fleet: Roomed, wording: Wording, cluster: Cluster, served: Mapping[str, str]) -> dict[str, str]:
@@ -118,7 +108,12 @@ def _stateful(
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "selector": {"matchLabels": labels},
-            "template": _pod(labels, first.box, [_engine(command, first, gpus, cluster)], wording, cluster),
+            "template": _pod(
+                labels,
+                first.box,
+                [engine_container(command, (first.port, first.kv_port), gpus, cluster)],
+                cluster,
+            ),
         }
     }
 
@@ -141,7 +136,9 @@ def _group_of_pods(
         pod = "$(LWS_LEADER_ADDRESS)" if not number else f"{name}-$(LWS_GROUP_INDEX)-{number}.{name}"
         return pod if not number else f"{pod}.{cluster.namespace}"
 
-    engine = _engine(wording.engine(first, "$(POD_IP)", host_of), first, 0, cluster)
+    engine = engine_container(
+        wording.engine(first, "$(POD_IP)", host_of), (first.port, first.kv_port), 0, cluster
+    )
     engine["env"].append(
         {
             "name": "LWS_GROUP_INDEX",
@@ -160,7 +157,7 @@ def _group_of_pods(
             "env": [POD_IP],
             "ports": [{"name": "stage", "containerPort": stage_port(first)}],
             "resources": {"limits": {"nvidia.com/gpu": gpus}},
-            "volumeMounts": _mounts(),
+            "volumeMounts": mounts(),
             "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
         }
 
@@ -173,71 +170,17 @@ def _group_of_pods(
             "leaderWorkerTemplate": {
                 "size": len(first.footings),
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _pod(labels, first.box, [engine, worker(leads)], wording, cluster),
-                "workerTemplate": _pod(
-                    labels | {"potluck/part": "worker"}, last, [worker(follows)], wording, cluster
-                ),
+                "leaderTemplate": _pod(labels, first.box, [engine, worker(leads)], cluster),
+                "workerTemplate": _pod(labels | {"potluck/part": "worker"}, last, [worker(follows)], cluster),
             },
         }
     }
 
 
-def _engine(command: list[str], seat: Seat, gpus: int, cluster: Cluster) -> Manifest:
-    health = {"httpGet": {"path": "/health", "port": "http"}}
-    drain = (
-        "import os,time,urllib.request as r;"
-        f"u='http://%s:{seat.port}'%os.environ['POD_IP'];"
-        "h={'Authorization':'Bearer '+open('/etc/potluck/engine.key').read().strip()};"
-        "r.urlopen(r.Request(u+'/drain',method='POST',headers=h),timeout=5);time.sleep(5)"
-    )
-    return {
-        "name": "engine",
-        "image": cluster.image,
-        "command": command,
-        "env": [POD_IP],
-        "ports": [
-            {"name": "http", "containerPort": seat.port},
-            {"name": "kv", "containerPort": seat.kv_port},
-        ],
-        **({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {}),
-        "volumeMounts": [*_mounts(), {"name": "shm", "mountPath": "/dev/shm"}],
-        # Weights may take long to load; whoever never answers is started again after half an hour.
-        "startupProbe": health | {"periodSeconds": 5, "failureThreshold": 360},
-        "readinessProbe": health | {"periodSeconds": 5, "timeoutSeconds": 3},
-        "livenessProbe": health | {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
-        "lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", drain]}}},
-        "securityContext": {"allowPrivilegeEscalation": False},
-    }
-
-
-def _mounts() -> list[Manifest]:
-    return [
-        {"name": "models", "mountPath": "/models", "readOnly": True},
-        {"name": "secret", "mountPath": "/etc/potluck", "readOnly": True},
-    ]
-
-
-def _pod(
-    labels: dict[str, str], box: Box, containers: list[Manifest], wording: Wording, cluster: Cluster
-) -> Manifest:
+def _pod(labels: dict[str, str], box: Box, containers: list[Manifest], cluster: Cluster) -> Manifest:
     names = cluster.gpu_names or {}
     gpu = box.node.gpu.name
-    spec: Manifest = {
-        "terminationGracePeriodSeconds": GRACE_S,
-        "automountServiceAccountToken": False,
-        "nodeSelector": {cluster.gpu_label: names.get(gpu, gpu), cluster.region_label: box.region},
-        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "containers": containers,
-        "volumes": [
-            {
-                "name": "models",
-                "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
-            },
-            {"name": "secret", "secret": {"secretName": SECRET, "defaultMode": 0o440}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    return {"metadata": {"labels": labels}, "spec": spec}
+    return pod_template(labels, names.get(gpu, gpu), box.region, containers, cluster)
 
 
 def _gateway(wording: Wording, cluster: Cluster, given: Mapping[str, str]) -> list[Manifest]:
@@ -252,7 +195,7 @@ def _gateway(wording: Wording, cluster: Cluster, given: Mapping[str, str]) -> li
         "command": command,
         "ports": [{"name": "clients", "containerPort": 8000}, {"name": "operators", "containerPort": 8001}],
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "4Gi"}},
-        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *_mounts()],
+        "volumeMounts": [{"name": "plan", "mountPath": "/srv", "readOnly": True}, *mounts()],
         "startupProbe": health | {"periodSeconds": 2, "failureThreshold": 60},
         "readinessProbe": health | {"periodSeconds": 5},
         "livenessProbe": health | {"periodSeconds": 10, "failureThreshold": 6},
@@ -270,7 +213,7 @@ def _gateway(wording: Wording, cluster: Cluster, given: Mapping[str, str]) -> li
                     "name": "models",
                     "persistentVolumeClaim": {"claimName": cluster.models_claim, "readOnly": True},
                 },
-                {"name": "secret", "secret": {"secretName": SECRET, "defaultMode": 0o440}},
+                {"name": "secret", "secret": {"secretName": cluster.secret, "defaultMode": 0o440}},
             ],
         },
     }

@@ -86,6 +86,7 @@ def export(
     """
     from potluck.cli.common.formats import weights_in
     from potluck.cli.common.problems import read_spec
+    from potluck.control.launch.kubernetes.pods import Cluster
     from potluck.core.values.plan import plan_from_json
     from potluck.export import compose, kubernetes, shell, skypilot
     from potluck.export.seats import roomed
@@ -110,7 +111,7 @@ def export(
         files = skypilot.files(fleet, wording, _pairs("--infra", infra, regions), setup)
     else:
         names = _pairs("--gpu-label", labels, {each.node.gpu.name for each in fleet.boxes})
-        cluster = kubernetes.Cluster(image, namespace, gpu_names=names)
+        cluster = Cluster(image, namespace, gpu_names=names)
         files = kubernetes.files(fleet, wording, cluster, served)
     if kind != "kubernetes":
         files |= served

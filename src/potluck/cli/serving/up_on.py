@@ -34,11 +34,15 @@ def elsewhere_options(command: _F) -> _F:
                 "--on",
                 default="here",
                 show_default=True,
-                type=click.Choice(["here", "ray"]),
+                type=click.Choice(["here", "ray", "kubernetes"]),
                 help="Where engines run: on this machine, or on the nodes of a cluster that it is part of.",
             ),
             click.option(
                 "--cluster", default="auto", help="With --on: its address; else the one that is found."
+            ),
+            click.option("--image", default="potluck", show_default=True, help="Of engines on Kubernetes."),
+            click.option(
+                "--namespace", default="potluck", show_default=True, help="Of engines on Kubernetes."
             ),
             click.option(
                 "--gpu-label",
@@ -65,6 +69,8 @@ class Elsewhere:
 
     on: str = "here"
     cluster: str = "auto"
+    image: str = "potluck"
+    namespace: str = "potluck"
     gpu_labels: tuple[str, ...] = ()
     host: str = "127.0.0.1"
 
@@ -94,6 +100,7 @@ class Elsewhere:
             return settings
         from potluck.control.cluster import ClusterMarket
         from potluck.control.files import written
+        from potluck.spec.load import load_spec
 
         key_file = settings.folder / ENGINE_KEY
         if not key_file.exists():
@@ -101,7 +108,9 @@ class Elsewhere:
         launcher = self._launcher(
             settings.maker, self._spellings(spec), [each.name for each in spec.regions], settings.folder
         )
-        market = ClusterMarket(launcher.there, self._spellings(spec), spec.regions, settings.market)
+        # The gateway reads the spec as it is written; it is told what the cluster has instead.
+        written_regions = load_spec(settings.spec).regions
+        market = ClusterMarket(launcher.there, self._spellings(spec), written_regions, settings.market)
         words = (*settings.gateway, f"--engine-key-file={key_file}")
         return replace(settings, launcher=launcher, market=market, gateway=words)
 
@@ -113,16 +122,26 @@ class Elsewhere:
             raise InputError(
                 "--on", f"{self.on}: engines of this state are on {before}; `potluck down` first"
             )
-        store.set(ON, {"on": self.on, "cluster": self.cluster})
+        store.set(ON, {"on": self.on, "cluster": self.cluster, "namespace": self.namespace})
 
     def _spellings(self, spec: Spec) -> Spellings:
         from potluck.catalog import gpus
         from potluck.control.cluster import spellings_of
 
         names = {node.gpu.name for node in spec.node_types}
-        return spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
+        found = spellings_of(spec.node_types, _aliases(gpus), _pairs(self.gpu_labels, names))
+        if self.on == "kubernetes":
+            from potluck.control.launch.kubernetes.machines import spelled_out
+
+            return {node: spelled_out(each) for node, each in found.items()}
+        return found
 
     def _nodes_there(self, spec: Spec) -> tuple[ClusterNode, ...]:
+        if self.on == "kubernetes":
+            from potluck.control.launch.kubernetes.api import connect as connected
+            from potluck.control.launch.kubernetes.machines import there_now
+
+            return there_now(connected(self.cluster), [each.name for each in spec.regions])
         from potluck.control.launch.ray.launcher import connect
         from potluck.control.launch.ray.nodes import cluster_nodes, must_name_regions
 
@@ -133,13 +152,17 @@ class Elsewhere:
     def _launcher(
         self, maker: EngineMaker, spellings: Spellings, regions: Sequence[str], folder: Path
     ) -> Any:
+        key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
+        at = (folder / "logs", str((folder / "state.db").resolve()))
+        if self.on == "kubernetes":
+            from potluck.control.launch.kubernetes import api, launcher, pods
+
+            cluster = pods.Cluster(self.image, self.namespace)
+            podded = launcher.Terms(maker, spellings, cluster, key)
+            return launcher.KubernetesLauncher(api.connect(self.cluster), podded, *at)
         from potluck.control.launch.ray.launcher import RayLauncher, Terms, connect
 
-        key = (folder / ENGINE_KEY).read_text("utf-8") if (folder / ENGINE_KEY).exists() else ""
-        terms = Terms(maker, spellings, tuple(regions), key)
-        return RayLauncher(
-            connect(self.cluster), terms, folder / "logs", str((folder / "state.db").resolve())
-        )
+        return RayLauncher(connect(self.cluster), Terms(maker, spellings, tuple(regions), key), *at)
 
 
 def launcher_of(store: Store) -> Launcher | None:
@@ -149,7 +172,9 @@ def launcher_of(store: Store) -> Launcher | None:
         return None
     from potluck.control.launch.command import EngineMaker
 
-    elsewhere = Elsewhere(str(told["on"]), str(told.get("cluster", "auto")))
+    elsewhere = Elsewhere(
+        str(told["on"]), str(told.get("cluster", "auto")), namespace=str(told.get("namespace", "potluck"))
+    )
     found: Launcher = elsewhere._launcher(EngineMaker(), {}, (), store.path.parent)
     return found
 
