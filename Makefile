@@ -36,8 +36,8 @@ test: lint ## install, lint, type-check, run all tests
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
 	PYTHONPATH=src POTLUCK_PYTHON=$(abspath $(BIN)/python) $(VLLM)/bin/python -m pytest -q tests/vllm_engine
 
-test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose a node of a cluster that this machine acts as
-	PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python -m pytest -q tests/ray_cluster
+test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose nodes of Ray and Kubernetes clusters that this machine acts as
+	PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python -m pytest -q tests/clusters
 
 test-sky: $(SKY)/.made ## install SkyPilot apart, and let it read what is exported for it
 	PYTHONPATH=src $(SKY)/bin/python -m pytest -q tests/export
@@ -126,7 +126,7 @@ $(SKY)/.made: pyproject.toml
 
 $(RAY)/.made: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt ray==2.60.0 pytest hypothesis -e .[gateway]
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt ray==2.60.0 pytest hypothesis kubernetes-validate -e .[gateway]
 	@touch $@
 
 build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev

@@ -40,7 +40,7 @@ from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.plan import Plan, mark_of, plan_to_json
 
 TURN_S = 0.5
-GATEWAY_S = 30.0
+GATEWAY_S = 90.0
 """In which a gateway must listen."""
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8000

@@ -1,9 +1,9 @@
 """A small server that speaks Kubernetes' API for pods, nodes and secrets, with a scheduler and a kubelet behind it.
 
-It is no API server: what is posted is checked strictly against the published schemas (kubernetes-validate), versions
-grow, watches tell of changes and grow too old, deletions have their grace. Pods run as processes of this machine, each at an
-address of its own (127.0.0.0/8), on nodes that have labels and GPUs in name only. What the real one does beyond that
-(admission, quotas, permissions, images) is not here.
+It is no API server: what is posted is checked strictly against the published schemas (kubernetes-validate),
+versions grow, watches tell of changes and grow too old, deletions have their grace. Pods run as processes of this
+machine, each at an address of its own (127.0.0.0/8), on nodes that have labels and GPUs in name only. What the real one
+does beyond (admission, quotas, permissions, images) is not here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Refusal(Exception):
 class Kube:
     """The state, behind one lock. `command` makes of a container's command what is run here."""
 
-    def __init__(self, folder: Path, command: Callable[[list[str]], list[str]], first_ip: str = "127.80.0.") -> None:
+    def __init__(
+        self, folder: Path, command: Callable[[list[str]], list[str]], first_ip: str = "127.80.0."
+    ) -> None:
         self.folder, self._command, self._first_ip = folder, command, first_ip
         self.changed = threading.Condition()
         self.objects: dict[str, dict[str, Json]] = {"pods": {}, "nodes": {}, "secrets": {}}
@@ -140,7 +142,9 @@ class Kube:
                 raise Refusal(409, "AlreadyExists", f"{kind} {name!r} already exists")
             if kind == "pods":
                 secret = next(each["secret"] for each in body["spec"]["volumes"] if "secret" in each)
-                assert secret["secretName"] in self.objects["secrets"], "a pod without its secret never starts"
+                assert secret["secretName"] in self.objects["secrets"], (
+                    "a pod without its secret never starts"
+                )
                 body["status"] = {"phase": "Pending"}
             return self.put(kind, "ADDED", body)
 
@@ -218,7 +222,9 @@ class Kube:
         (container,) = pod["spec"]["containers"]
         words = self._command([word.replace("$(POD_IP)", ip) for word in container["command"]])
         with (self.folder / f"{name}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, "POD_IP": ip})
+            self.processes[name] = subprocess.Popen(
+                words, stdout=log, stderr=log, env={**os.environ, "POD_IP": ip}
+            )
         pod["status"] = {"phase": "Running", "podIP": ip}
 
     def close(self) -> None:
@@ -269,7 +275,9 @@ def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
                 self._say(refusal.code, body)
 
         def _answer(self, path: str, query: dict[str, str]) -> None:
-            found = re.fullmatch(r"/api/v1(?:/namespaces/[^/]+)?/(pods|nodes|secrets)(?:/([^/]+))?(/log)?", path)
+            found = re.fullmatch(
+                r"/api/v1(?:/namespaces/[^/]+)?/(pods|nodes|secrets)(?:/([^/]+))?(/log)?", path
+            )
             if found is None:
                 raise Refusal(404, "NotFound", f"the server could not find {path}")
             kind, name, log = found.groups()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from potluck.control.view import Service
 from potluck.core.values.layout import single
 from potluck.core.values.plan import (
     Bucket,
@@ -98,17 +99,20 @@ def up(cluster: tuple[Any, dict[str, Any]], tmp_path: Path) -> Iterator[tuple[Pa
         process.stdout.close()
 
 
-def said(*words: str) -> Any:
-    done = subprocess.run(potluck(*words, "--json"), capture_output=True, text=True, timeout=WITHIN_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def status(state: Path) -> dict[str, Any]:
+    """What `potluck status --json` would say, without another process."""
+    service = Service(state)
+    try:
+        return service.status(time.time())
+    finally:
+        service.close()
 
 
 def test_a_node_is_removed_under_load_and_no_request_is_lost(
     cluster: tuple[Any, dict[str, Any]], up: tuple[Path, str]
 ) -> None:
     (rays, nodes), (state, url) = cluster, up
-    before = said("status", "--state", str(state))
+    before = status(state)
     assert sorted(each["replica"].split("@")[0] for each in before["replicas"]) == [
         "on 1xA10",
         "on 1xL4",
@@ -117,14 +121,15 @@ def test_a_node_is_removed_under_load_and_no_request_is_lost(
     load = ("--rate", "4", "--requests", "60", "--input", "100", "--output", "20", "--timeout", "120")
     bench = subprocess.Popen(potluck("bench", url, *load, "--json"), stdout=subprocess.PIPE, text=True)
     until_s = time.monotonic() + WITHIN_S
-    while said("status", "--state", str(state))["open_requests"] < 2:
+    while status(state)["open_requests"] < 2:
         assert time.monotonic() < until_s
+        time.sleep(0.05)
     rays.remove_node(nodes["L4"], allow_graceful=False)
     out, _ = bench.communicate(timeout=WITHIN_S)
     found = json.loads(out)
     assert (found["answered"], found["errors"]) == (60, {})
     while True:  # until the plan is for what is left, and all of it serves
-        now = said("status", "--state", str(state))
+        now = status(state)
         planned = {each["template"] for each in now["plan"]["deployments"] if each["count"]}
         ready = [each for each in now["replicas"] if each["state"] == "ready"]
         if "on 1xL4" not in planned and ready and not now["lacking"]:

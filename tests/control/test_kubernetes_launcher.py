@@ -1,0 +1,169 @@
+"""Engines as pods: made as the schemas say, watched, replaced when they die or fall silent, moved when cordoned."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kube_server import Kube
+
+from potluck.control.cluster import Spelling
+from potluck.control.launch.base import Place, Sighting
+from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.kubernetes.api import KubeApi, Refused, connect
+from potluck.control.launch.kubernetes.launcher import KubernetesLauncher, Terms
+from potluck.control.launch.kubernetes.machines import spelled_out
+from potluck.control.launch.kubernetes.pods import Cluster
+from potluck.control.values import Make
+from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.layout import Layout, Stage, StageNode, single
+
+SPELLINGS = {f"1x{name}": spelled_out(Spelling(1, (name,))) for name in ("L4", "A10", "T4")}
+MAKE = Make("m", single("1xL4", 1, 2), "east")
+ENGINE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
+    def log_message(self, *a): pass
+print("listens", flush=True)
+http.server.HTTPServer((sys.argv[1], 8100), Handler).serve_forever()
+"""
+
+
+def script(words: list[str]) -> list[str]:
+    """Engines are a few lines of Python, at the address that they are told."""
+    return [sys.executable, "-S", "-c", ENGINE, words[words.index("--host") + 1]]
+
+
+@pytest.fixture
+def kube(tmp_path: Path) -> Iterator[Kube]:
+    (tmp_path / "pods").mkdir()
+    found = Kube(tmp_path / "pods", script)
+    found.add_node("node-a", "NVIDIA-L4", 1, "east")
+    found.add_node("node-b", "NVIDIA-L4", 1, "east")
+    found.add_node("node-c", "NVIDIA-A10", 2, "west")
+    yield found
+    found.close()
+
+
+Made = Callable[..., KubernetesLauncher]
+
+
+@pytest.fixture
+def made(kube: Kube, tmp_path: Path) -> Iterator[Made]:
+    launchers = []
+
+    def make(**more: Any) -> KubernetesLauncher:
+        terms = Terms(EngineMaker("pretended"), SPELLINGS, Cluster("registry/potluck:1"), "the key")
+        launchers.append(KubernetesLauncher(connect(kube.url), terms, tmp_path, str(tmp_path), **more))
+        return launchers[-1]
+
+    yield make
+    for each in launchers:
+        each.close()
+
+
+def come_to(launcher: KubernetesLauncher, places: dict[str, Place], state: str) -> Sighting:
+    until_s = time.monotonic() + 60.0
+    while True:
+        seen = launcher.look(places)
+        if seen and seen[0].state == state:
+            return seen[0]
+        assert time.monotonic() < until_s, seen
+        time.sleep(0.02)
+
+
+def test_an_engine_is_a_pod_that_a_successor_finds_and_that_is_deleted(kube: Kube, made: Made) -> None:
+    launcher = made()
+    places = {"M.odd_name-1a2b": launcher.start("M.odd_name-1a2b", MAKE)}
+    url = come_to(launcher, places, "up").url
+    (pod,) = kube.objects["pods"].values()
+    assert pod["metadata"]["name"] == "m-odd-name-1a2b"
+    assert url == f"http://{pod['status']['podIP']}:8100"
+    assert pod["spec"]["nodeSelector"]["nvidia.com/gpu.product"] == "NVIDIA-L4"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    (secret,) = kube.objects["secrets"].values()
+    assert base64.b64decode(secret["data"]["engine.key"]) == b"the key"
+    successor = made()
+    assert come_to(successor, places, "up").url == url
+    successor.stop("M.odd_name-1a2b", places["M.odd_name-1a2b"])
+    assert come_to(successor, places, "dead").problem == "was asked to end"
+    assert kube.objects["pods"] == {}
+    # One that was started and never written down is nobody's.
+    launcher.start("lost-1", MAKE)
+    until_s = time.monotonic() + 60.0
+    while kube.objects["pods"]:
+        successor.look({})
+        assert time.monotonic() < until_s
+    lists = [path for method, path in kube.asked if method == "GET" and path.endswith("pods")]
+    assert len(lists) == 2, "each of two launchers lists once, and watches from then on"
+
+
+def test_what_cannot_be_is_refused_in_one_line(kube: Kube, made: Made) -> None:
+    launcher = made()
+    with pytest.raises(CapacityError, match="no node of the cluster has T4; it has NVIDIA-A10, NVIDIA-L4"):
+        launcher.start("t-1", Make("m", single("1xT4", 1, 2), "east"))
+    pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
+    with pytest.raises(InputError, match="potluck export kubernetes"):
+        launcher.start("p-1", Make("m", pipeline, "east"))
+    with pytest.raises(Refused, match="refuses POST /api/v1/namespaces/potluck/pods: .*"):
+        KubeApi(kube.url).ask(
+            "POST", "/api/v1/namespaces/potluck/pods", {"apiVersion": "v1", "kind": "Pod", "odd": 1}
+        )
+    with pytest.raises(InputError, match="name a kubeconfig"):
+        connect("/no/such/file")
+
+
+def test_one_that_ends_is_dead_with_its_words_and_its_pod_is_gone(
+    kube: Kube, made: Made, tmp_path: Path
+) -> None:
+    launcher = made()
+    places = {"m-1": launcher.start("m-1", MAKE)}
+    come_to(launcher, places, "up")
+    kube.processes["m-1"].kill()
+    assert come_to(launcher, places, "dead").problem == "ended with -9: Error"
+    assert launcher.log_of("m-1").read_text() == "listens\n"
+    assert kube.objects["pods"] == {}
+
+
+def test_a_node_that_falls_silent_is_noticed_by_us_and_left_out(kube: Kube, made: Made) -> None:
+    launcher = made(lost_s=1.0)
+    places = {"m-1": launcher.start("m-1", MAKE)}
+    come_to(launcher, places, "up")
+    node = kube.objects["pods"]["m-1"]["spec"]["nodeName"]
+    launcher.news()
+    kube.lose(node)
+    assert "has not answered for" in come_to(launcher, places, "dead").problem
+    assert [(each.kind, each.node) for each in launcher.news()] == [("gone", node)]
+    assert [each.id for each in launcher.there() if not each.well] == [node], (
+        "Kubernetes still holds it for ready"
+    )
+    places = {"m-2": launcher.start("m-2", MAKE)}
+    come_to(launcher, places, "up")
+    other = kube.objects["pods"]["m-2"]["spec"]["nodeName"]
+    assert {node, other} == {"node-a", "node-b"}
+
+
+def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kube: Kube, made: Made) -> None:
+    launcher = made()
+    places = {"m-1": launcher.start("m-1", MAKE)}
+    come_to(launcher, places, "up")
+    kube.forget_history()
+    kube.cordon("node-a")
+    kube.add_node("node-d", "NVIDIA-L4", 4, "east")
+    told: dict[str, Any] = {}
+    until_s = time.monotonic() + 60.0
+    while told.keys() != {"notice", "came"}:
+        launcher.look(places)
+        told |= {each.kind: each for each in launcher.news()}
+        assert time.monotonic() < until_s, told
+        time.sleep(0.02)
+    assert (told["notice"].node, told["notice"].engines) == ("node-a", ("m-1",))
+    assert told["came"].node == "node-d"
+    assert {each.id: each.well for each in launcher.there()}["node-a"] is False
