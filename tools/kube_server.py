@@ -2,7 +2,7 @@
 
 It is no API server: what is posted is checked strictly against the published schemas (kubernetes-validate),
 versions grow, watches tell of changes and grow too old, deletions have their grace. Pods run as processes of this
-machine, each at an address of its own (127.0.0.0/8), on nodes that have labels and GPUs in name only. What the real one
+machine, each at its own address (127.0.0.0/8), on nodes that have labels and GPUs in name only. What the real one
 does beyond (admission, quotas, permissions, images) is not here.
 """
 

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 from kube_server import Kube
 
+from potluck.cli.serving.up import up
 from potluck.control.cluster import Spelling
 from potluck.control.launch.base import Place, Sighting
 from potluck.control.launch.command import EngineMaker
@@ -167,3 +170,15 @@ def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kub
     assert (told["notice"].node, told["notice"].engines) == ("node-a", ("m-1",))
     assert told["came"].node == "node-d"
     assert {each.id: each.well for each in launcher.there()}["node-a"] is False
+
+
+def test_the_example_is_valid_and_its_command_is_known() -> None:
+    text = (Path(__file__).parents[2] / "examples" / "kubernetes-up.yaml").read_text("utf-8")
+    manifests = list(yaml.safe_load_all(text))
+    for each in manifests:
+        kubernetes_validate.validate(each, "1.33", strict=True)
+    (deployed,) = [each for each in manifests if each["kind"] == "Deployment"]
+    (container,) = deployed["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["potluck", "up"]
+    with up.make_context("up", list(container["command"][2:])) as found:
+        assert (found.params["on"], found.params["host"]) == ("kubernetes", "0.0.0.0")
