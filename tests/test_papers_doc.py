@@ -1,4 +1,4 @@
-"""docs/papers.md names places; each of them must be there."""
+"""Pages of docs/papers name places and switches; each of them must be there."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from potluck.core.brain.policy import Policy
 from potluck.plan.strategies import STRATEGIES
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
+PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
+HEAD = "| mechanism (section) |"
 
 
-def rows(section: str) -> list[list[str]]:
-    """Cells of the section's first table, without its head."""
-    table = [line for line in section.split("\n\n")[2].splitlines() if line.startswith("|")]
+def rows(page: Path) -> list[list[str]]:
+    """Cells of the page's table of mechanisms, without its head."""
+    parts = page.read_text(encoding="utf-8").split("\n\n")
+    table = next(part.splitlines() for part in parts if part.startswith(HEAD))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.split("\n")[0])
-def test_every_mechanism_names_places_that_exist(section: str) -> None:
-    found = rows(section)
+def test_there_is_a_page_for_each_paper() -> None:
+    assert [page.stem for page in PAGES] == ["cauchy", "coral", "cronus", "prfaas", "thunderserve"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_mechanism_names_places_that_exist(page: Path) -> None:
+    found = rows(page)
     assert found
     for mechanism, where, printed, switch in found:
         assert printed, mechanism
@@ -37,7 +42,8 @@ def test_every_mechanism_names_places_that_exist(section: str) -> None:
 
 def test_every_switch_exists() -> None:
     names = {each.name for each in fields(Policy)}
-    for rule in re.findall(r"--policy (\w+)=", TEXT):
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for rule in re.findall(r"--policy (\w+)=", text):
         assert rule in names
-    for strategy in re.findall(r"--strategy ([\w-]+)", TEXT):
+    for strategy in re.findall(r"--strategy ([\w-]+)", text):
         assert strategy in STRATEGIES

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
-from book import commands, spec_fields, terms
+from book import commands, sample, spec_fields, terms, values
 from book.assemble import COVER, ROOT, assemble, broken_links, rooms, unlinked, written
-from book.text import anchors, outside_code, phrases, slug
+from book.text import anchors, blocks, outside_code, phrases, slug
 
-from potluck.cli.main import COMMANDS
+from potluck.cli.main import COMMANDS, run
+from potluck.gateway.page.show import FORMAT as PAGE_FORMAT
+from potluck.gateway.page.show import VERSION as PAGE_VERSION
+from potluck.sim.world.faults import FaultKind, parse_faults
 
 PLACES = re.compile(r"(?:[\w-]+/)+[\w.-]+\.(?:py|md|yaml|csv|jsonl|svg|png|html)\Z")
 """Code that names a file; others have no folder before them."""
@@ -36,8 +42,7 @@ def test_every_link_in_the_repository_leads_somewhere() -> None:
 
 def test_every_link_in_the_book_leads_to_a_page_of_it(pages: Path) -> None:
     found = [path.relative_to(pages).as_posix() for path in pages.rglob("*.md")]
-    missed = [each for each in broken_links(pages, found) if "#spec-" not in each]
-    assert missed == []
+    assert list(broken_links(pages, found)) == []
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
@@ -129,3 +134,49 @@ def test_anchors_are_those_that_github_makes() -> None:
     )
     assert anchors("# A b\n\n## A b\n\n```\n# no\n```\n") == {"a-b", "a-b-1"}
     assert outside_code("x\n\n    code\n\nx\n```\nx\n```", str.upper) == "X\n\n    code\n\nX\n```\nx\n```"
+
+
+def test_versions_of_formats_are_those_of_the_code() -> None:
+    page = read("docs/formats.md")
+    found = dict(re.findall(r"^\| `(potluck[.\w-]+)` \| (\d+) \|", page, flags=re.MULTILINE))
+    assert {name: int(number) for name, number in found.items()} == {
+        **values.FORMATS,
+        PAGE_FORMAT: PAGE_VERSION,
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("check", ["examples/one-node.yaml"]),
+        ("estimate", ["--model", "Llama-3.1-8B", "--node", "2xL40S", "--input", "64", "--output", "8"]),
+        ("trace stats", ["examples/traces/chat.csv"]),
+        ("catalog gpus", []),
+    ],
+)
+def test_commands_print_the_keys_that_formats_lists(
+    command: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    row = next(line for line in read("docs/formats.md").splitlines() if line.startswith(f"| `{command}` |"))
+    told = set(re.findall(r"`(\w+)`", row.split("|")[2]))
+    assert run([*command.split(), *arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert told <= set(printed[0] if isinstance(printed, list) else printed)
+
+
+def test_the_fault_file_that_is_shown_is_read() -> None:
+    shown = next(block.text for block in blocks(read("docs/formats.md")) if "kind: replica" in block.text)
+    found = parse_faults(shown, "docs/formats.md")
+    assert {fault.kind for fault in found.faults} == set(get_args(FaultKind)), "every kind is shown"
+
+
+def test_every_column_of_a_plan_is_explained() -> None:
+    lines = sample.in_page().splitlines()
+    heads = [above for above, below in pairwise(lines) if below.startswith("───")]
+    columns = {name for line in heads for name in re.split(r"\s{2,}", line.strip())}
+    assert len(columns) > 15
+    told = read("docs/reading-plans.md").replace(sample.in_page(), "")
+    assert [name for name in columns if name not in told] == []
+    titles = [lines[place - 1] for place in range(1, len(lines)) if lines[place] in heads]
+    assert all(title.split(",")[0].split(" (")[0] in told for title in titles[1:])

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from book import commands, spec_fields, terms
+from book import commands, spec_fields, terms, values
 from book.text import anchors, links, outside_code, relinked
 from potluck.cli.main import COMMANDS
 
@@ -30,7 +30,10 @@ OWN = {
 }
 """Pages that do not lie where the book has them."""
 DECISIONS = "decisions/index.md"
-GENERATED = {"Reference": ("reference/spec.md", "commands/index.md"), "For researchers": (DECISIONS,)}
+GENERATED = {
+    "Reference": ("reference/spec.md", "commands/index.md", "reference/values.md"),
+    "For researchers": (DECISIONS,),
+}
 """Room of the cover, to pages in it that nobody wrote."""
 BARE = re.compile(r"(?<![\w/`\[.])(?<!\]\()docs/([\w-]+)\.md(?![\w`\]])")
 """A page that is named in passing."""
@@ -91,7 +94,7 @@ def assemble(into: Path) -> None:
         if picture.suffix in (".svg", ".png", ".json"):
             shutil.copy(picture, into)
     _write(into / DECISIONS, _decisions())
-    for name, text in {**spec_fields.pages(), **commands.pages()}.items():
+    for name, text in {**spec_fields.pages(), **commands.pages(), **values.pages()}.items():
         page = f"docs/{name}"  # as if it lay there
         text = relinked(_pointing(text, page), lambda target, page=page: _moved(page, target, into))
         _write(into / name, text)

@@ -84,8 +84,8 @@ def slug(words: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """All anchors of a page; the second heading of one name gets a number."""
-    found: set[str] = set()
+    """All anchors of a page: those that are written, and headings; the second one of a name gets a number."""
+    found = set(re.findall(r"^\(([\w-]+)\)=$", text, flags=re.MULTILINE))
     for _, words in headings(text):
         name, number = slug(words), 0
         while (unique := f"{name}-{number}" if number else name) in found:

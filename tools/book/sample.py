@@ -1,0 +1,58 @@
+"""The plan that `docs/reading-plans.md` explains: PYTHONPATH=src:tools python -m book.sample writes it anew.
+
+It is what `potluck plan` prints for the tutorial's file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from book.text import blocks
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "reading-plans.md"
+COLUMNS = "180"
+COMMAND = ("plan", "potluck.yaml", "--out", "plan.json")
+
+
+def spec() -> str:
+    """The one file that the tutorial lets its reader write."""
+    text = (ROOT / "docs" / "tutorial.md").read_text("utf-8")
+    (found,) = [block.text for block in blocks(text) if block.language == "yaml"]
+    return found
+
+
+def in_page() -> str:
+    """What the page shows."""
+    return next(block.text for block in blocks(PAGE.read_text("utf-8")) if block.language == "text")
+
+
+def shape(output: str) -> list[str]:
+    """The output without what differs from run to run: how a search went, widths, figures."""
+    lines = [line for line in output.splitlines() if not line.startswith("search in")]
+    masked = (re.sub(r"\d[\d.,]*", "#", re.sub(r"[─ ]+", " ", line)).strip() for line in lines)
+    return [line for line in masked if line]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "potluck.yaml").write_text(spec(), "utf-8")
+        command = [sys.executable, "-m", "potluck.cli.main", *COMMAND]
+        path = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": COLUMNS}
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, **path}, check=True, capture_output=True, text=True
+        )
+    output = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+    text = PAGE.read_text("utf-8")
+    PAGE.write_text(
+        re.sub(r"```text\n.*?```", lambda _: f"```text\n{output}\n```", text, count=1, flags=re.DOTALL)
+    )
+
+
+if __name__ == "__main__":
+    main()
