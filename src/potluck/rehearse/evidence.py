@@ -50,6 +50,8 @@ class Evidence:
     """What was not as planned in the first run, in words (`sim.results.planned`), the objective apart."""
     answered: tuple[float, ...] = ()
     """Share in each run; empty where nobody asked."""
+    proven: bool = True
+    """Whether refusals are judged by what is sure, else by what was seen: few requests prove little of 2 %."""
 
     @property
     def mean(self) -> float:
@@ -63,7 +65,13 @@ class Evidence:
     @property
     def answers(self) -> bool:
         """Whether hardly anybody is turned away."""
-        return not self.answered or bound(self.answered, self.requests) >= 1.0 - SERVED
+        return not self.answered or self._answers >= 1.0 - SERVED
+
+    @property
+    def _answers(self) -> float:
+        if self.proven:
+            return bound(self.answered, self.requests)
+        return sum(self.answered) / len(self.answered)
 
     @property
     def holds(self) -> bool:
@@ -83,7 +91,7 @@ class Evidence:
         kept = (self.lower - self.promised) / max(1.0 - self.promised, 1e-3)
         if not self.answered:
             return kept
-        return min(kept, (bound(self.answered, self.requests) - (1.0 - SERVED)) / SERVED)
+        return min(kept, (self._answers - (1.0 - SERVED)) / SERVED)
 
 
 def bound(shares: Sequence[float], requests: int) -> float:
@@ -123,6 +131,8 @@ class Trial:
     settings: Settings
     warm_up_share: float = 0.2
     """Of each run's arrivals, by time, that are not judged: the first meet empty replicas."""
+    proven: bool = True
+    """See `Evidence`."""
 
 
 def evidence_of(
@@ -172,6 +182,7 @@ def evidence_of(
             requests[name],
             tuple(disagreed.get(name, ())),
             tuple(answered[name]),
+            trial.proven,
         )
         for name, shares in sorted(attained.items())
     )

@@ -12,7 +12,7 @@ models that missed get a little more and the search goes on, and the next proof 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -24,10 +24,12 @@ from potluck.plan.problem import Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 from potluck.rehearse.bracket import SAME_COST, Bracket, refuted, told
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of
-from potluck.rehearse.factors import assembled, cost_by_model, reached, restored, scaled
+from potluck.rehearse.factors import Factors, assembled, cost_by_model, reached, restored, scaled
 from potluck.rehearse.sources import FRESH
 
 Planner = Callable[[Workshop, Settings], Outcome]
+Known = tuple[Factors, Outcome]
+"""What each model's demand was multiplied by, and what the planner said."""
 ABOUT_AS_CLOSE = 0.25
 """In units of what a promise leaves open: nobody pays several times as much for so little."""
 
@@ -116,8 +118,8 @@ class _Search:
     said: Callable[[str], None]
     enough: Callable[[], bool]
     far: Callable[[int, int], None]
-    given: Outcome | None
-    """The plan for the demand as it is, where somebody has made it."""
+    known: Sequence[Known]
+    """Plans that somebody has made. The search begins with the factors of the first."""
     brackets: dict[str, Bracket] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     held_in: dict[str, Step] = field(default_factory=dict)
@@ -128,9 +130,11 @@ class _Search:
 
     def run(self) -> tuple[Step | None, str]:
         problem = self.workshop.problem
+        begun = self.known[0][0] if self.known else {}
         for ask in problem.asks:
             if ask.rate_per_s > 0:
-                self.brackets[ask.name] = Bracket(problem.headroom, self.rules.most_factor)
+                factor = begun.get(ask.name, 1.0)
+                self.brackets[ask.name] = Bracket(problem.headroom, self.rules.most_factor, factor)
         while len(self.steps) < self.rules.most_rounds:
             if self.steps and self.enough():
                 return None, "there was no time to try more"
@@ -139,7 +143,9 @@ class _Search:
             if step.short and not step.holds and self._stuck(step):
                 return None, "the fleet has no more nodes that would help"
             if self.rules.first and step.holds:
-                return step, "holds in the runs that it was tried in"
+                return self._cheaper(
+                    step
+                ) if step.number == 1 else step, "holds in the runs that it was tried in"
             if settled and step.holds:
                 verdict = self._verdict(step)
                 if verdict.holds:
@@ -171,8 +177,7 @@ class _Search:
         factors = {model: bracket.factor for model, bracket in self.brackets.items()}
         self.said(f"round {len(self.steps) + 1}: planning")
         shop = replace(self.workshop, problem=scaled(self.workshop.problem, factors))
-        known = self.given if all(factor == 1.0 for factor in factors.values()) else None
-        outcome = known or self.planner(shop, self.settings)
+        outcome = self._made(factors) or self.planner(shop, self.settings)
         self.workshop.searched = shop.searched
         if not outcome.plan.deployments:
             raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
@@ -209,6 +214,20 @@ class _Search:
         # Tried again with ever new runs, anything passes some day: what was refuted stays so.
         self.seen.update({parts[each.model]: each for each in evidence if not each.holds})
         return verdict
+
+    def _made(self, factors: dict[str, float]) -> Outcome | None:
+        return next((made for known, made in self.known if _alike(known, factors)), None)
+
+    def _cheaper(self, held: Step) -> Step:
+        """A plan that was made before and costs less, where it holds too: margins are a guess."""
+        best = held
+        for factors, outcome in self.known[1:]:
+            if outcome.plan.cost_usd_per_h < best.cost_usd_per_h * (1 - SAME_COST):
+                shop = replace(self.workshop, problem=scaled(self.workshop.problem, factors))
+                even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
+                step = self._try(replace(outcome, plan=even), dict(factors))
+                best = step if step.holds else best
+        return best
 
     def _named(self, what: str, run: str) -> None:
         self.said(f"{what} {run}")
@@ -264,18 +283,22 @@ def rehearse(
     said: Callable[[str], None] = lambda _: None,
     enough: Callable[[], bool] = lambda: False,
     far: Callable[[int, int], None] = lambda done, total: None,
-    given: Outcome | None = None,
+    known: Sequence[Known] = (),
 ) -> Rehearsal:
     """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation.
 
     `enough` is asked before each further round, and ends the search. `far` is told how many of a round's requests
-    were served; `given` is what the planner says of the demand as it is, if that is known.
+    were served; `known` are plans that were made before, with the factors to begin with first.
     """
-    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough, far, given)
+    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough, far, known)
     chosen, reason = search.run()
     found = Rehearsal(tuple(search.steps), chosen, reason, workshop.problem)
     asked = {name: factor / found.best.outcome.plan.fraction for name, factor in found.best.factors.items()}
     return replace(found, problem=scaled(workshop.problem, asked))
+
+
+def _alike(a: Factors, b: Factors) -> bool:
+    return all(abs(a.get(name, 1.0) - b.get(name, 1.0)) < 1e-9 for name in {*a, *b})
 
 
 def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:

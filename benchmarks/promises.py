@@ -1,0 +1,148 @@
+"""Do first plans keep their promise? Plans on averages and plans with margins from queueing, both simulated.
+
+The bundled example, all of `examples/`, the kinds of `planned_specs.py` in turn and the random specs of `rehearse.py`
+(lognormal lengths, one or two models), each by `auto`, with gaps whose coefficient of variation is 1, 2 and 3.5. A
+plan holds when every model's share of requests in time, over RUNS runs, is what was promised. Specs whose fleet is
+too small for them are left out. `rehearse/queueing.py` was fitted to the first 33 of these specs.
+
+    --specs 12      so many random specs of either sort
+    --json          every spec as a line
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from parts.common import ROOT
+from parts.planned_specs import KINDS, spec_text
+from potluck.cli.common.problems import load_problem, read_spec
+from potluck.cli.planning.rehearse import Asked, trial_of
+from potluck.core.brain.policy import Policy
+from potluck.core.errors import PotluckError
+from potluck.core.values.plan import Plan
+from potluck.plan.problem import Problem
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.rehearse.evidence import Trial, evidence_of
+from potluck.rehearse.factors import restored
+from potluck.rehearse.margins import margined
+from potluck.rehearse.sources import made_up
+from potluck.sim.settings import Settings as Running
+from potluck.spec.values import Spec
+from potluck.worlds.scene import Scene
+from rehearse import Case, case
+
+CVS = (1.0, 2.0, 3.5)
+RUNS, REQUESTS = 2, 2_000
+LIMIT_S = 12.0
+Maker = Callable[[Plan, float], Trial]
+
+
+def of_spec(spec: Spec, problem: Problem) -> Maker:
+    return lambda plan, cv: trial_of(spec, problem, plan, Asked(cv=cv))[0]
+
+
+def of_case(each: Case) -> Maker:
+    def made(plan: Plan, cv: float) -> Trial:
+        asks = each.problem.asks
+        world = Scene(
+            plan,
+            {ask.name: ask.model for ask in asks},
+            each.problem.by_name,
+            each.problem.regions,
+            (),
+            {ask.name: ask.slo for ask in asks},
+            {one.model: (one.mean_input_tokens, one.mean_output_tokens) for one in each.traffic},
+        )
+        return Trial(world, made_up(each.traffic, cv, REQUESTS), Policy(), Running())
+
+    return made
+
+
+def specs(count: int, folder: Path) -> Iterator[tuple[str, Problem, Maker]]:
+    paths: list[tuple[str, Path | None]] = [("bundled", None)]
+    paths += [(path.stem, path) for path in sorted((ROOT / "examples").glob("*.yaml"))]
+    for number in range(count):
+        kind = KINDS[number % len(KINDS)]
+        path = folder / f"{kind}-{number // len(KINDS)}.yaml"
+        path.write_text(spec_text(kind, number // len(KINDS)), encoding="utf-8")
+        paths.append((path.stem, path))
+    for name, path in paths:
+        spec = read_spec(path)
+        problem = load_problem(spec, 0.8, None, (), 0.0)
+        yield name, problem, of_spec(spec, problem)
+    for seed in range(1, count + 1):
+        each = case(seed)
+        yield f"random-{seed}", each.problem, of_case(each)
+
+
+def tried(name: str, problem: Problem, trial: Maker) -> Iterator[dict[str, object]]:
+    """A row for each variation of gaps."""
+    settings, planner = Settings(LIMIT_S), STRATEGIES["auto"]
+    workshop = Workshop(problem)
+    start_s = time.process_time()
+    first = planner(workshop, settings)
+    plan_s = time.process_time() - start_s
+    if first.plan.fraction < 1 or not first.plan.deployments:
+        return
+    for cv in CVS:
+        start_s = time.process_time()
+        more = margined(workshop, first, planner, settings, cv)
+        margin_s = time.process_time() - start_s
+        plain, roomy = first.plan, restored(more.outcome.plan, problem, more.factors)
+        start_s = time.process_time()
+        held = _holds(trial(plain, cv), plain)
+        try_s = time.process_time() - start_s
+        same = all(factor == 1 for factor in more.factors.values())
+        yield {
+            "spec": name,
+            "cv": cv,
+            "held": held,
+            "held_with_margins": held if same else _holds(trial(roomy, cv), roomy),
+            "usd_per_h": plain.cost_usd_per_h,
+            "usd_per_h_with_margins": roomy.cost_usd_per_h,
+            "factors": more.factors,
+            "plan_cpu_s": plan_s,
+            "margin_cpu_s": margin_s,
+            "try_cpu_s": try_s,
+        }
+
+
+def _holds(trial: Trial, plan: Plan) -> bool:
+    return all(each.mean >= each.promised for each in evidence_of(trial, plan, range(RUNS)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--specs", type=int, default=18)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, problem, trial in specs(options.specs, Path(folder)):
+            try:
+                found = list(tried(name, problem, trial))
+            except PotluckError as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                continue
+            rows += found
+            for row in found:
+                print(json.dumps(row) if options.json else row, file=sys.stderr, flush=True)
+    for cv in CVS:
+        mine = [row for row in rows if row["cv"] == cv]
+        before, after = (sum(bool(row[key]) for row in mine) for key in ("held", "held_with_margins"))
+        costs = [sum(float(str(row[key])) for row in mine) for key in ("usd_per_h", "usd_per_h_with_margins")]
+        print(f"CV {cv:g}: {before} of {len(mine)} hold on averages, {after} with margins,", end=" ")
+        print(f"which cost {costs[1] / max(costs[0], 1e-9):.3f} times as much")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What share of a plan's requests will be late by chance, from queueing alone: a guess before anything is simulated.
+
+A lane is what one deployment does in one phase: n copies of r replicas, busy a share u of the time. Arrivals have
+gaps with a coefficient of variation c, and work per request varies with its length, by v (squared coefficient of
+variation). Requests are late that find
+
+    answers   no room: N places of which a = u N are taken on average. With peakedness z = 1 + (c^2 - 1) / 2 these are
+              1 / (1 + b F(b) / f(b)),  b = (1 - u) sqrt(N / z)      (Halfin and Whitt; F, f: the normal law)
+              and a share exp(-(N - a) w / (z H)) of them waits for longer than TTFT allows; H: an answer's time
+    prompts   too many before them: u^(sqrt(2 (k + 1)) - 1) exp(-g k (1 - u) w / (S V))       (Sakasegawa, Kingman)
+              k = n r servers, S: seconds of one for a request, V = (c^2 + v) / 2; beside answers S is no more than
+              the time of a prompt, and u what that takes
+
+w is what TTFT leaves beside a request's own time. g is fitted to simulations (docs/planning.md has the table), once
+for prompts that are computed apart and once for those beside answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import exp, sqrt
+from statistics import NormalDist
+from typing import Literal
+
+from potluck.core.values.plan import BucketCapacity, Deployment, Plan
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.timing.rates import HANDOVER_SHARE, wait_factor
+
+BESIDE, APART = 2.0, 0.6
+"""g of prompts that are computed beside answers, and of those apart from them."""
+LEAST_LEFT = 0.02
+"""Of TTFT, what is reckoned to be left where a request's own time takes all."""
+MOST_BUSY = 0.999
+NORMAL = NormalDist()
+Phase = Literal["closed", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What one deployment does in one phase for one model."""
+
+    phase: Phase
+    servers: int
+    """Copies times replicas of each."""
+    busy: float
+    service_s: float
+    """Of one server, for a mean request."""
+    spread: float
+    """Squared coefficient of variation of that."""
+    answer_s: float
+    answers: float
+    """At a time, on average."""
+    own_s: float
+    """TTFT of a request that finds nobody before it."""
+    share: float
+    """Of the model's requests."""
+
+
+def late(
+    problem: Problem, plan: Plan, cv: float = 1.0, headroom: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Model to the share of its requests that is expected to be late. `headroom` divides how busy lanes are."""
+    found = {}
+    for ask in problem.asks:
+        if ask.rate_per_s > 0:
+            less = (headroom or {}).get(ask.name, 1.0)
+            lanes = tuple(lanes_of(problem, plan, ask))
+            found[ask.name] = min(1.0, sum(lane.share * _late(lane, ask, cv, less) for lane in lanes))
+    return found
+
+
+def lanes_of(problem: Problem, plan: Plan, ask: Ask) -> Iterator[Lane]:
+    demands = {demand.bucket: demand for demand in ask.demands}
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        if template.model != ask.name:
+            continue
+        capacity = {each.bucket: each for each in template.capacity}
+        for phase in PHASES:
+            shares = _shares(plan, deployment, phase)
+            rate = sum(shares.values())
+            if not rate > 0 or any(_rate(capacity[bucket], phase) <= 0 for bucket in shares):
+                continue
+            times = {bucket: 1.0 / _rate(capacity[bucket], phase) for bucket in shares}
+            mean_s = sum(each * times[bucket] for bucket, each in shares.items()) / rate
+            square = sum(each * times[bucket] ** 2 for bucket, each in shares.items()) / rate
+            answer_s = sum(
+                each * demands[bucket].output_tokens * capacity[bucket].tpot_s
+                for bucket, each in shares.items()
+            )
+            own_s = sum(each * capacity[bucket].ttft_s for bucket, each in shares.items()) / rate
+            replicas = len(template.replicas)
+            yield Lane(
+                phase,
+                deployment.count * replicas,
+                rate * mean_s / deployment.count,
+                mean_s * replicas,
+                max(0.0, square / mean_s**2 - 1.0),
+                answer_s / rate,
+                answer_s,
+                # Plans reckon with a mean queue where prompts are computed apart.
+                own_s - (wait_factor(problem.headroom) - 1.0) * mean_s if phase == "prefill" else own_s,
+                rate / ask.rate_per_s,
+            )
+
+
+def _shares(plan: Plan, deployment: Deployment, phase: str) -> dict[int, float]:
+    """Bucket to requests a second."""
+    where = (deployment.template, deployment.region, phase)
+    return {
+        each.bucket: each.rate_per_s
+        for each in plan.shares
+        if (each.template, each.region, each.phase) == where and each.rate_per_s > 0
+    }
+
+
+def _rate(capacity: BucketCapacity, phase: str) -> float:
+    if phase == "closed":
+        return capacity.closed_per_s
+    return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
+
+
+def _late(lane: Lane, ask: Ask, cv: float, headroom: float) -> float:
+    busy, ttft_s = min(lane.busy / headroom, MOST_BUSY), ask.slo.ttft_s
+    kept = 1.0
+    if lane.phase != "prefill" and lane.answers > 0:
+        peaked = 1.0 + max(0.0, cv * cv - 1.0) / 2.0
+        room = max(lane.answers / busy, 1.0)
+        left_s = max(ttft_s - lane.own_s, LEAST_LEFT * ttft_s)
+        waits = exp(-max(0.0, room - lane.answers) * left_s / (peaked * lane.answer_s))
+        kept *= 1.0 - _no_room(room, busy, peaked) * waits
+    if lane.phase != "decode":
+        apart = lane.phase == "prefill"
+        left_s = max(ttft_s * (1.0 - HANDOVER_SHARE * apart) - lane.own_s, LEAST_LEFT * ttft_s)
+        vary = max((cv * cv + lane.spread) / 2.0, 1e-3)
+        service_s = lane.service_s
+        if not apart and lane.own_s < service_s:
+            service_s, busy = lane.own_s, busy * lane.own_s / service_s
+        queue = busy ** (sqrt(2.0 * (lane.servers + 1)) - 1.0)
+        rate = (APART if apart else BESIDE) * lane.servers * (1.0 - busy) / (service_s * vary)
+        kept *= 1.0 - queue * exp(-rate * left_s)
+    return 1.0 - kept
+
+
+def _no_room(room: float, busy: float, peaked: float) -> float:
+    b = (1.0 - busy) * sqrt(room / peaked)
+    return 0.0 if b > 8 else 1.0 / (1.0 + b * NORMAL.cdf(b) / NORMAL.pdf(b))

@@ -1,0 +1,93 @@
+"""Margins from queueing: laws that they keep, theory that they agree with, and plans that have them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
+
+from potluck.plan.strategies import Workshop
+from potluck.rehearse.factors import restored, scaled
+from potluck.rehearse.loop import Rules, rehearse
+from potluck.rehearse.margins import SURE, TRIES, margined
+from potluck.rehearse.queueing import APART, Lane, _late, lanes_of, late
+
+PROBLEM = a_problem()
+ASK = PROBLEM.asks[0]
+LANE = Lane("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
+
+
+def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
+    """M/M/1: P(wait > w) = u exp(-(1 - u) w / S), but for the fitted factor in the exponent."""
+    left_s = 0.9 * ASK.slo.ttft_s - LANE.own_s
+    assert _late(LANE, ASK, 1.0, 1.0) == pytest.approx(0.7 * exp(-APART * 0.3 * left_s / 0.1))
+
+
+@given(
+    st.builds(
+        Lane,
+        st.sampled_from(["closed", "prefill", "decode"]),
+        st.integers(1, 20),
+        st.floats(0.01, 1.2),
+        st.floats(0.01, 3.0),
+        st.floats(0.0, 3.0),
+        st.floats(0.5, 60.0),
+        st.floats(0.5, 200.0),
+        st.floats(0.01, 2.0),
+        st.just(1.0),
+    ),
+    st.floats(0.0, 5.0),
+    st.floats(1.0, 3.0),
+)
+def test_more_headroom_and_smoother_arrivals_never_make_more_late(lane: Lane, cv: float, more: float) -> None:
+    seen = _late(lane, ASK, cv, 1.0)
+    assert 0.0 <= seen <= 1.0
+    assert _late(lane, ASK, cv, more) <= seen + 1e-9
+    assert _late(lane, ASK, cv + 1.0, 1.0) >= seen - 1e-9
+    if lane.phase != "decode":
+        assert _late(replace(lane, servers=2 * lane.servers), ASK, cv, 1.0) <= seen + 1e-9
+
+
+def test_lanes_are_as_busy_as_planned_and_carry_all_requests() -> None:
+    plan = melange(Workshop(PROBLEM), SETTINGS).plan
+    lanes = list(lanes_of(PROBLEM, plan, ASK))
+    assert sum(lane.share for lane in lanes) == pytest.approx(1.0)
+    assert all(0 < lane.busy <= PROBLEM.headroom + 1e-6 for lane in lanes)
+
+
+def test_bursts_ask_for_margins_until_few_enough_are_expected_late() -> None:
+    workshop = Workshop(PROBLEM)
+    first = melange(workshop, SETTINGS)
+    smooth = margined(workshop, first, melange, SETTINGS, 0.1)
+    assert smooth.factors == {"chat": 1.0}
+    assert smooth.outcome is first
+    rounds: list[str] = []
+    bursty = margined(replace(workshop, said=rounds.append), first, melange, SETTINGS, 6.0)
+    assert bursty.factors["chat"] > 1.0
+    assert bursty.outcome.plan.cost_usd_per_h > first.plan.cost_usd_per_h
+    real = restored(bursty.outcome.plan, PROBLEM, bursty.factors)
+    fewer, before = late(PROBLEM, real, 6.0)["chat"], late(PROBLEM, first.plan, 6.0)["chat"]
+    assert fewer < before
+    asked = [each for each in rounds if each == "planning with margins"]
+    assert fewer <= SURE * (1 - ASK.slo.attainment) or len(asked) == TRIES
+
+
+def test_margins_that_were_not_needed_are_given_back() -> None:
+    """The search begins with the plan that has margins; the cheaper one that holds too is taken."""
+    traffic = (a_traffic(),)
+    workshop, factors = Workshop(PROBLEM), {"chat": 2.0}
+    plain = melange(workshop, SETTINGS)
+    roomy = melange(replace(workshop, problem=scaled(PROBLEM, factors)), SETTINGS)
+    assert roomy.plan.cost_usd_per_h > plain.plan.cost_usd_per_h
+    known = [(factors, roomy), ({"chat": 1.0}, plain)]
+    calm = a_trial(PROBLEM, traffic, cv=0.1)
+    found = rehearse(workshop, melange, SETTINGS, calm, Rules(runs=2, first=True), known=known)
+    assert [step.factors["chat"] for step in found.steps] == [2.0, 1.0]
+    assert found.best.cost_usd_per_h == pytest.approx(plain.plan.cost_usd_per_h)
+    wild = a_trial(PROBLEM, traffic, cv=6.0)
+    found = rehearse(workshop, melange, SETTINGS, wild, Rules(runs=2, first=True), known=known)
+    assert found.best.cost_usd_per_h > plain.plan.cost_usd_per_h
