@@ -16,7 +16,7 @@ from book.text import blocks
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "reading-plans.md"
-COLUMNS = "180"
+COLUMNS = "200"
 COMMAND = ("plan", "potluck.yaml", "--out", "plan.json")
 
 
