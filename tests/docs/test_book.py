@@ -16,6 +16,7 @@ from book import commands, sample, spec_fields, terms, values
 from book.assemble import COVER, ROOT, assemble, broken_links, rooms, unlinked, written
 from book.text import anchors, blocks, outside_code, phrases, slug
 
+from potluck.catalog import gpus, models, prices
 from potluck.cli.main import COMMANDS, run
 from potluck.gateway.page.show import FORMAT as PAGE_FORMAT
 from potluck.gateway.page.show import VERSION as PAGE_VERSION
@@ -178,3 +179,9 @@ def test_every_column_of_a_plan_is_explained() -> None:
     assert len(columns) > 15
     told = read("docs/reading-plans.md").replace(sample.in_page(), "")
     assert [name for name in columns if name not in told] == []
+
+
+def test_the_readme_counts_what_the_catalog_has() -> None:
+    told = re.search(r"catalog: (\d+) GPUs, (\d+) models, (\d+) prices", read("README.md"))
+    assert told is not None
+    assert tuple(map(int, told.groups())) == (len(gpus.names()), len(models.names()), len(prices.prices()))
