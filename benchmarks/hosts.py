@@ -7,6 +7,7 @@
     older     an engine dies, and an older release is started, whose KV crosses in another format
 
     upgrade   every engine through `potluck upgrade`, then both gateways by successors that take their ports
+    pipeline  an engine whose stages are on three hosts loses workers, and gets them back by itself
     beside    two gateways in the place of one: how right limits of keys and affinity to caches are then
 
 Engines pretend; gateway, engines and their KV speak TLS, and one engine's clock is a day behind. Every answer is
@@ -33,12 +34,14 @@ from live_plans import COMBO, MODEL, WHOLE, write_plans
 import hosts
 from parts.hosts_beside import beside
 from parts.hosts_load import Load, wrong
+from parts.hosts_pipeline import pipeline
 from parts.hosts_troubles import Times, Troubles, within
 from parts.hosts_upkeep import Upkeep
 
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"
 OLDER: dict[str, object] = {"kv_version": 1, "version": "0.0.9"}
-PARTS = ("troubles", "upgrade", "beside")
+FAILURES = "potluck_failures_total"
+PARTS = ("troubles", "upgrade", "pipeline", "beside")
 SLOW_BITS_PER_S, CRAWLING_BITS_PER_S = 4e3, 20e3
 
 
@@ -93,9 +96,12 @@ def upgraded(quick: bool) -> dict[str, float]:
             upkeep, load = Upkeep(fleet, {"version": "9.9.9"}), Load(fleet, 4.0)
             upkeep.start()
             load.start()
-            began_s, rounds, successors = time.monotonic(), 0, []
+            began_s, rounds, successors, troubles = time.monotonic(), 0, [], []
             while not rounds or time.monotonic() - began_s < lasts_s:
                 upgrade(fleet)
+                troubles += [
+                    line for place in range(2) for line in fleet.metrics(place) if line.startswith(FAILURES)
+                ]
                 successors += [fleet.succeed(place) for place in range(2)]
                 rounds += 1
             took_s = time.monotonic() - began_s
@@ -105,6 +111,8 @@ def upgraded(quick: bool) -> dict[str, float]:
             found = wrong(fleet, shots, by=0)
     for line in found:
         print(f"failed: {line}", file=sys.stderr)
+    if found:
+        print("attempts that failed, as gateways counted them:", *troubles, sep="\n", file=sys.stderr)
     waits = sorted(max(shot.longest_gap_s, shot.ttft_s) for shot in shots)
     return {
         "upgrade_requests": len(shots),
@@ -148,6 +156,8 @@ def main() -> int:
             figures |= troubled(quick, options.older)
         if "upgrade" in parts:
             figures |= upgraded(quick)
+        if "pipeline" in parts:
+            figures |= pipeline(quick)
         if "beside" in parts:
             figures |= beside(quick)
         return figures
@@ -157,7 +167,7 @@ def main() -> int:
         measure,
         {
             key: ("<=", 0.0)
-            for part, key in zip(PARTS, ("wrong", "upgrade_failed"), strict=False)
+            for part, key in zip(PARTS, ("wrong", "upgrade_failed", "pipeline_wrong"), strict=False)
             if part in parts
         },
         arguments=rest,

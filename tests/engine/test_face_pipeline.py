@@ -42,9 +42,18 @@ def expected() -> dict[str, list[list[int]]]:
     return found
 
 
-def joined(config: Config, stages: str, workers: list[tuple[str, int]]) -> PipelineExecutor:
+def joined(
+    config: Config, stages: str, workers: list[tuple[str, int]], returns: bool = True
+) -> PipelineExecutor:
     return launch(
-        config, placed(stages, workers), SIZE, seed=SEED, secret=SECRET, wait_s=20.0, worth_tokens=16
+        config,
+        placed(stages, workers),
+        SIZE,
+        seed=SEED,
+        secret=SECRET,
+        wait_s=20.0,
+        worth_tokens=16,
+        returns=returns,
     )
 
 
@@ -98,7 +107,7 @@ def test_a_pipeline_answers_as_one_process_does(
 def test_a_pipeline_goes_on_with_the_workers_that_are_left(
     workers: list[tuple[str, int]], expected: dict[str, list[list[int]]]
 ) -> None:
-    executor = joined(PLAIN, "1,2x2", workers)
+    executor = joined(PLAIN, "1,2x2", workers, returns=False)
     second = executor._stages[1]
 
     async def scene() -> None:

@@ -31,7 +31,7 @@ def expected() -> list[list[Choice]]:
 @pytest.fixture(scope="module")
 def processes() -> Iterator[PipelineExecutor]:
     """One worker, then three that share a stage. The tests below use them up, in their order."""
-    executor = launch(PLAIN, parse_stages("1,2x3"), SIZE, seed=SEED, threads=1, wait_s=WAIT_S)
+    executor = launch(PLAIN, parse_stages("1,2x3"), SIZE, seed=SEED, threads=1, wait_s=WAIT_S, returns=False)
     yield executor
     executor.shutdown()
 

@@ -210,7 +210,12 @@ def test_states_are_awaited_until_they_come_or_cannot() -> None:
         inputs.take(2, 0, 1.0)
     with pytest.raises(LinkError, match="nothing for"):
         inputs.take(3, 0, 0.01)
-    inputs.lose(0, "gone for good")
+    number = inputs.join(0)
+    assert inputs.join(0) == number + 1
+    inputs.lose(0, "of the connection before", number)
+    with pytest.raises(LinkError, match="nothing for"):
+        inputs.take(3, 0, 0.01)
+    inputs.lose(0, "gone for good", number + 1)
     with pytest.raises(LinkError, match="gone for good"):
         inputs.take(3, 0, 60.0)
     inputs.put(3, 1, Arrived("float32", 1, bytearray(4)))

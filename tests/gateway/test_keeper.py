@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from potluck.core.brain.actions import Drain, Flip, Move, Recount, Replan, Start, Stop
-from potluck.core.brain.events import Drained, Event, ReplicaLost, ReplicaReady, Status
+from potluck.core.brain.events import Drained, Event, Ordered, ReplicaLost, ReplicaReady, Status
 from potluck.core.values.member import Member
 from potluck.gateway.fleet.engine import Engine, NotAnswered
 from potluck.gateway.fleet.keeper import Keeper
@@ -202,6 +202,30 @@ def test_a_drain_waits_for_the_last_request_and_a_stop_frees_the_engine() -> Non
         assert yard.told[-1] == ReplicaReady("b")
 
     run(body)
+
+
+def test_what_another_gateway_empties_is_emptied_here_and_not_taken_back() -> None:
+    async def scene(yard: Yard) -> None:
+        yard.keeper.enlist(_entries(1))
+        yard.keeper.act([Start(_member("a"))])
+        await yard.up(1)
+        assert yard.told == [ReplicaReady("a")]
+        yard.open["a"] = 1
+        await yard.up(1, state="draining")
+        assert yard.told[1:] == [Ordered("a", "drain")]
+        yard.keeper.act([Drain("a")])
+        await yard.up(1, state="draining")
+        yard.open["a"] = 0
+        yard.keeper.look()
+        assert yard.told[2:] == [Drained("a")]
+        yard.keeper.act([Stop("a"), Start(_member("b"))])
+        await yard.up(1, state="drained")
+        assert not [call for call in yard.caller.calls if call[1] == "drain"], "it is not ours to wake"
+        assert yard.engine(1).replica == ""
+        await yard.up(1)
+        assert yard.engine(1).replica == "b"
+
+    run(scene)
 
 
 def test_flips_recounts_moves_and_plans_asked_for() -> None:

@@ -15,7 +15,8 @@ import itertools
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.routing.weighted import Turns
@@ -23,7 +24,6 @@ from potluck.core.values.model import LinearAttention
 from potluck.core.values.sampling import Choice
 from potluck.engine.compute.executor import Deliver, Draw, Export, WorkerLost
 from potluck.engine.compute.runner import Size, Work
-from potluck.engine.compute.step import check
 from potluck.engine.memory.cache import windows_of
 from potluck.engine.memory.handover import Manifest, Parcel
 from potluck.engine.model.config import Config
@@ -38,11 +38,13 @@ from potluck.engine.pipeline.messages import (
     Failed,
     Pack,
     Parcels,
+    Reconnect,
     error_of,
     parcels_of,
 )
+from potluck.engine.pipeline.rejoin import Reach, Rejoining, Returned
 from potluck.engine.pipeline.remote import Event, Remote
-from potluck.engine.pipeline.under_way import PipelineStep, StepFailed
+from potluck.engine.pipeline.under_way import PipelineStep, StepFailed, must_be_sound
 from potluck.engine.pipeline.wire import Bytes
 
 LAST_WORD_S = 2.0
@@ -52,8 +54,10 @@ LAST_WORD_S = 2.0
 @dataclass(frozen=True, slots=True)
 class _Row:
     path: Path
+    remotes: tuple[Remote, ...]
+    """Its workers, also those that are lost and have a successor in their place."""
     locals: tuple[int, ...]
-    """Its row at each of its workers."""
+    """Its row at each of them."""
 
 
 class PipelineExecutor:
@@ -62,7 +66,7 @@ class PipelineExecutor:
         config: Config,
         fingerprint: str,
         size: Size,
-        stages: Sequence[Sequence[Remote]],
+        stages: Sequence[list[Remote]],
         weights: Sequence[Sequence[float]],
         inbox: queue.SimpleQueue[Event],
         *,
@@ -72,11 +76,16 @@ class PipelineExecutor:
         worth_tokens: int,
         lanes: int = 1,
         exact: Exactness,
+        reach: Reach | None = None,
     ) -> None:
+        """`reach` makes a worker in the place of one that is lost; without it none comes back."""
         self.config, self.fingerprint, self.size = config, fingerprint, size
         self.lanes, self.exact = lanes, exact
         self._stages, self._inbox, self._wait_s, self._batches = stages, inbox, wait_s, batches
         self._layers, self._worth = layers, worth_tokens
+        self._weights = weights
+        self._rejoining = None if reach is None else Rejoining(reach, inbox)
+        self._back: list[tuple[Remote, Returned]] = []
         self._flying: list[PipelineStep] = []
         self._calls = itertools.count(1)
         self._answers: dict[int, tuple[Answer, bytearray] | None] = {}
@@ -109,8 +118,8 @@ class PipelineExecutor:
                 raise CapacityError(f"no worker is left: {next(each.lost for each in stage)}")
             path.append(place)
         row = self._free.pop()
-        locals_ = tuple(stage[place].open() for stage, place in zip(self._stages, path, strict=True))
-        self._rows[row] = _Row(tuple(path), locals_)
+        remotes = tuple(stage[place] for stage, place in zip(self._stages, path, strict=True))
+        self._rows[row] = _Row(tuple(path), remotes, tuple(each.open() for each in remotes))
         return row
 
     def close(self, row: int) -> None:
@@ -135,10 +144,7 @@ class PipelineExecutor:
         if row not in self._rows:
             raise InputError(f"row {row}", "is not open")
         entry = self._rows[row]
-        return [
-            (stage[place], local)
-            for stage, place, local in zip(self._stages, entry.path, entry.locals, strict=True)
-        ]
+        return list(zip(entry.remotes, entry.locals, strict=True))
 
     # Steps.
 
@@ -170,7 +176,7 @@ class PipelineExecutor:
     ) -> PipelineStep:
         """Begin a step. Others may be begun before it is collected, of other rows: so that all stages have work."""
         self._look()
-        self._check_works(works, draws)
+        must_be_sound(works, draws, self.config.model.vocab, self.workers)
         gone = [work.row for work in works if self._lost_of(work.row)]
         if gone:
             raise WorkerLost(self._rows_lost(), self._lost_of(gone[0]) or "")
@@ -218,22 +224,6 @@ class PipelineExecutor:
             self._hear((remote, said, body))
             if isinstance(said, str):
                 return remote.lost or said
-
-    def _check_works(self, works: Sequence[Work], draws: Sequence[Draw]) -> None:
-        """What a worker would refuse is refused here, before anything has changed."""
-        vocab = self.config.model.vocab
-        if not works or len({work.row for work in works}) != len(works):
-            raise InputError("step", "must have one work for each of some rows")
-        for work in works:
-            strange = next((token for token in work.tokens if not 0 <= token < vocab), None)
-            if strange is not None:
-                raise InputError("tokens", f"{strange} is not in the vocabulary of {vocab}")
-            for remote, local in self.workers(work.row):
-                check([replace(work, row=local)], remote.tables)
-        if any(work.logits == "all" for work in works):
-            raise InputError("logits", "of all tokens are not brought back from a pipeline")
-        if len(draws) != sum(work.logits == "last" for work in works):
-            raise InputError("draws", "must be one for each work that asks for its last logits")
 
     def _settle(self, works: Sequence[Work], run: PipelineStep, failure: StepFailed) -> WorkerLost:
         """After a step that failed: which rows are lost; the others are as they were before."""
@@ -290,7 +280,7 @@ class PipelineExecutor:
         """A stage without workers ends it all; while each has one, the others' requests go to those."""
         for place, stage in enumerate(self._stages):
             gone = [each.gone for each in stage]
-            if all(gone):
+            if all(gone) and not (self._rejoining is not None and self._rejoining.awaited(place)):
                 return f"stage {place} has no worker left: {gone[-1]}"
         return ""
 
@@ -311,6 +301,8 @@ class PipelineExecutor:
         }
 
     def shutdown(self) -> None:
+        if self._rejoining is not None:
+            self._rejoining.close()
         for remote in self._remotes:
             remote.stop()
 
@@ -353,14 +345,34 @@ class PipelineExecutor:
         """Take note of what came in meanwhile."""
         while not self._inbox.empty():
             self._hear(self._inbox.get())
+        while self._back:
+            self._take_in(*self._back.pop(0))
+
+    def _take_in(self, remote: Remote, at: Returned) -> None:
+        """A worker is there again: those of the stage before send it states, and new rows may go to it."""
+        before = self._stages[remote.stage - 1] if remote.stage else []
+        if self._rejoining is not None:
+            self._rejoining.taken_in(remote.stage)
+        self._stages[remote.stage][remote.place] = remote
+        for each in before:
+            if each.lost is None and remote.lost is None:
+                with suppress(WorkerLost):  # it will connect by itself when it comes back
+                    self.ask(None, each, lambda call: Reconnect(call, remote.place, at.host, at.port))
+        if remote.lost is None:
+            self._turns[remote.stage].set(remote.place, self._weights[remote.stage][remote.place])
 
     def _hear(self, event: Event) -> bool:
         """The one place where what workers say has consequences."""
         remote, answer, body = event
+        if isinstance(answer, Returned):
+            self._back.append((remote, answer))
+            return True
         if isinstance(answer, str):
             if remote.lost is None:
                 remote.lose(answer)
                 self._turns[remote.stage].set(remote.place, 0.0)
+                if self._rejoining is not None:
+                    self._rejoining.miss(remote)
             for run in self._flying:
                 if run.involves(remote):
                     run.fail(0, remote.lost or answer)

@@ -30,6 +30,15 @@ class Inputs:
         """With the time before which a slower network, which is acted, would not have brought them."""
         self.hop_s = self.hop_s_per_row = 0.0
         self._lost: dict[int, str] = {}
+        self._joined: dict[int, int] = {}
+        """How often each sender has connected: one that comes back ends what its last connection was."""
+
+    def join(self, sender: int) -> int:
+        """A worker of the stage before has connected; the number of its connection."""
+        with self._changed:
+            self._lost.pop(sender, None)
+            self._joined[sender] = self._joined.get(sender, 0) + 1
+            return self._joined[sender]
 
     def put(self, step: int, sender: int, states: Arrived) -> None:
         due = self._clock() + self.hop_s + self.hop_s_per_row * states.rows
@@ -37,11 +46,12 @@ class Inputs:
             self._arrived[step, sender] = states, due
             self._changed.notify_all()
 
-    def lose(self, sender: int, why: str) -> None:
-        """Nothing more will come from a worker."""
+    def lose(self, sender: int, why: str, number: int) -> None:
+        """Nothing more will come over one of a worker's connections."""
         with self._changed:
-            self._lost[sender] = why
-            self._changed.notify_all()
+            if self._joined.get(sender, 0) == number:
+                self._lost[sender] = why
+                self._changed.notify_all()
 
     def take(self, step: int, sender: int, within_s: float) -> Arrived:
         """What a worker sent for a step; an error when it said that there is none, is gone, or is late."""

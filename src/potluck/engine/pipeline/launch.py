@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from potluck.core.errors import InputError
 from potluck.engine.compute.runner import Size
-from potluck.engine.memory.cache import groups_of
-from potluck.engine.memory.tables import Tables
 from potluck.engine.model.config import Config
-from potluck.engine.numbers.exactness import Exactness
-from potluck.engine.numbers.filling import together
 from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.driver import PipelineExecutor
-from potluck.engine.pipeline.messages import Connect, Done, Emulated, Failed, Ready, Setup, error_of
-from potluck.engine.pipeline.remote import Event, Remote
-from potluck.engine.pipeline.serving import DRIVER
-from potluck.engine.pipeline.wire import LinkError, connect
+from potluck.engine.pipeline.messages import Emulated
+from potluck.engine.pipeline.starter import Means, Reached, Starter
 
-LOAD_S = 600.0
-"""Reading weights and making room for caches takes a while."""
 WAIT_S = 60.0
 WORTH_TOKENS = 128
 """From so many tokens on, a GPU's or a CPU's time for a step grows with them."""
@@ -84,18 +75,23 @@ def launch(
     wait_s: float = WAIT_S,
     batches: int | None = None,
     worth_tokens: int = WORTH_TOKENS,
+    returns: bool = True,
 ) -> PipelineExecutor:
     """A pipeline that is ready to run. Weights come from a directory that every worker can read, or from a seed.
 
     A step is cut into at most `batches` micro-batches, by default one per stage, of at least `worth_tokens` each.
+    Workers that are lost come back unless `returns` is False.
     """
     layers = _ranges(config, stages)
     key = secrets.token_hex(32).encode() if secret is None else secret
     processes: list[subprocess.Popen[bytes]] = []
-    starter = _Starter(config, stages, layers, size)
+    means = Means(directory, seed, threads, device, wait_s, key)
+    starter = Starter(
+        config, layers, size, means, lambda stage, place: stages[stage].places[place].emulate, devices_of
+    )
     try:
-        starter.reach(_addresses(stages, key, processes), key)
-        fingerprint, exact = starter.set_up(directory, seed, threads, device, wait_s)
+        starter.reach(_addresses(stages, key, processes))
+        fingerprint, exact = starter.set_up()
         starter.join()
     except BaseException:
         for remote in (each for row in starter.remotes for each in row):
@@ -116,6 +112,7 @@ def launch(
         worth_tokens=worth_tokens,
         lanes=lanes_of(stages),
         exact=exact,
+        reach=partial(starter.again, fingerprint=fingerprint) if returns else None,
     )
 
 
@@ -168,105 +165,3 @@ def _addresses(
         ]
         for stage, row in zip(stages, started, strict=True)
     ]
-
-
-Reached = tuple[tuple[str, int], subprocess.Popen[bytes] | None]
-"""Where a worker listens, and its process if it is ours."""
-
-
-class _Starter:
-    """The workers while they get ready."""
-
-    def __init__(
-        self,
-        config: Config,
-        stages: Sequence[PipelineStage],
-        layers: Sequence[range],
-        size: Size,
-    ) -> None:
-        self._config, self._stages, self._layers, self._size = config, stages, layers, size
-        self._addresses: Sequence[Sequence[Reached]] = ()
-        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.remotes: list[list[Remote]] = []
-
-    def reach(self, addresses: Sequence[Sequence[Reached]], key: bytes) -> None:
-        """Connect to every worker."""
-        self._addresses = addresses
-        size, layers = self._size, self._layers
-        for stage, row in enumerate(addresses):
-            groups = groups_of(
-                self._config.model,
-                layers[stage].start,
-                layers[stage].stop,
-                blocks=size.blocks,
-                rows=size.rows,
-                max_chunk_tokens=size.max_chunk_tokens,
-            )
-            self.remotes.append([])
-            for place, (address, process) in enumerate(row):
-                name = f"stage {stage} worker {place}"
-                link = connect(address, key, DRIVER, name)
-                tables = Tables(groups, size.rows, size.max_tokens)
-                self.remotes[-1].append(Remote(name, stage, place, link, tables, self.inbox, process))
-
-    def set_up(
-        self, directory: str | None, seed: int, threads: int, device: str, wait_s: float
-    ) -> tuple[str, Exactness]:
-        """Give each worker its layers; the fingerprint that all of them must have, and how exact they are."""
-        size, asked = self._size, 0
-        mine = [remote for row in self.remotes for remote in row if remote.process is not None]
-        devices = dict(zip(map(id, mine), devices_of(device, len(mine)), strict=True))
-        for stage, row in enumerate(self.remotes):
-            for place, remote in enumerate(row):
-                asked += 1
-                remote.post(
-                    Setup(
-                        asked,
-                        stage,
-                        place,
-                        self._config,
-                        directory,
-                        seed,
-                        self._layers[stage].start,
-                        self._layers[stage].stop,
-                        size.rows,
-                        size.blocks,
-                        size.max_tokens,
-                        size.max_chunk_tokens,
-                        wait_s,
-                        threads,
-                        devices.get(id(remote), device),
-                        self._stages[stage].places[place].emulate,
-                    )
-                )
-        ready = [answer for answer in self._answers(asked) if isinstance(answer, Ready)]
-        prints = {answer.fingerprint for answer in ready}
-        if len(prints) != 1:
-            raise InputError("workers", "do not have the same weights; is the directory the same everywhere?")
-        return prints.pop(), together([Exactness(each.exact, each.products) for each in ready])
-
-    def join(self) -> None:
-        """Connect each stage to the next."""
-        asked = 0
-        for row, behind in zip(self.remotes, self._addresses[1:], strict=False):
-            for remote in row:
-                asked += 1
-                hosts, ports = zip(*(address for address, _ in behind), strict=True)
-                remote.post(Connect(asked, tuple(hosts), tuple(ports)))
-        self._answers(asked)
-
-    def _answers(self, count: int) -> list[Ready | Done]:
-        deadline = time.monotonic() + LOAD_S
-        found: list[Ready | Done] = []
-        while len(found) < count:
-            try:
-                _, answer, _ = self.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise LinkError(f"workers: {count - len(found)} are not ready after {LOAD_S:g} s") from None
-            if isinstance(answer, str):
-                raise LinkError(f"{answer} while it was set up; does it serve another driver?")
-            if isinstance(answer, Failed):
-                raise error_of(answer)
-            if isinstance(answer, Ready | Done):
-                found.append(answer)
-        return found

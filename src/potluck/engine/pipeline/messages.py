@@ -67,11 +67,21 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Connect to the workers of the next stage."""
+    """Connect to the workers of the next stage; no host: to none in that place, which is lost."""
 
     call: int
     hosts: tuple[str, ...]
     ports: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnect:
+    """One of the workers of the next stage is another from now on."""
+
+    call: int
+    place: int
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +172,7 @@ class Stop:
     call: int
 
 
-Command = Setup | Connect | RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Stop
+Command = Setup | Connect | Reconnect | RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import queue
 import subprocess
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from potluck.core.errors import PotluckError
 from potluck.engine.memory.tables import Tables
@@ -25,8 +26,11 @@ from potluck.engine.pipeline.messages import (
 )
 from potluck.engine.pipeline.wire import Bytes, Connection, LinkError
 
-Event = tuple["Remote", Answer | str, bytearray]
-"""A worker's answer with its body; or, as text, why there will be no more."""
+if TYPE_CHECKING:
+    from potluck.engine.pipeline.rejoin import Returned
+
+Event = tuple["Remote", "Answer | str | Returned", bytearray]
+"""A worker's answer with its body; or, as text, why there will be no more; or that it is one that has come back."""
 
 
 class Remote:
@@ -51,6 +55,12 @@ class Remote:
         self._link, self._inbox, self.process = link, inbox, process
         self._ops: list[tuple[int, int, int, int]] = []
         threading.Thread(target=self._read, daemon=True).start()
+
+    def report_to(self, inbox: queue.SimpleQueue[Event]) -> None:
+        """What it says is heard there from now on; that it has ended meanwhile, too."""
+        self._inbox = inbox
+        if self._silent is not None:
+            inbox.put((self, self._silent, bytearray()))
 
     @property
     def gone(self) -> str | None:

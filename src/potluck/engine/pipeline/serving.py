@@ -73,6 +73,7 @@ class Door:
 
 def read_into(inputs: Inputs, link: Connection, sender: int) -> None:
     """What one worker of the stage before sends, until it ends."""
+    number = inputs.join(sender)
     try:
         while True:
             head, body = link.receive()
@@ -80,7 +81,7 @@ def read_into(inputs: Inputs, link: Connection, sender: int) -> None:
             inputs.put(states.step, sender, Arrived(states.dtype, states.rows, body, states.failed))
     except PotluckError as error:
         link.close()
-        inputs.lose(sender, f"a worker of the stage before is gone ({error})")
+        inputs.lose(sender, f"a worker of the stage before is gone ({error})", number)
 
 
 def serve(listener: socket.socket, secret: bytes, stay: bool = False) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from potluck.core.errors import FormatError
+from potluck.core.errors import FormatError, InputError
 from potluck.core.values.sampling import Choice, Sampling
 from potluck.engine.compute.executor import Deliver, Draw, Export
 from potluck.engine.compute.runner import Work
+from potluck.engine.compute.step import check
 from potluck.engine.memory.handover import Parcel
 from potluck.engine.pipeline.batches import Piece
 from potluck.engine.pipeline.messages import (
@@ -157,3 +158,24 @@ def _plain(way: Sampling) -> Sampling:
     if way.temperature > 0:
         return way
     return Sampling(logprobs=way.logprobs, barred=way.barred, barred_before=way.barred_before)
+
+
+def must_be_sound(
+    works: Sequence[Work],
+    draws: Sequence[Draw],
+    vocab: int,
+    workers: Callable[[int], Sequence[tuple[Remote, int]]],
+) -> None:
+    """What a worker would refuse is refused here, before anything has changed."""
+    if not works or len({work.row for work in works}) != len(works):
+        raise InputError("step", "must have one work for each of some rows")
+    for work in works:
+        strange = next((token for token in work.tokens if not 0 <= token < vocab), None)
+        if strange is not None:
+            raise InputError("tokens", f"{strange} is not in the vocabulary of {vocab}")
+        for remote, local in workers(work.row):
+            check([replace(work, row=local)], remote.tables)
+    if any(work.logits == "all" for work in works):
+        raise InputError("logits", "of all tokens are not brought back from a pipeline")
+    if len(draws) != sum(work.logits == "last" for work in works):
+        raise InputError("draws", "must be one for each work that asks for its last logits")

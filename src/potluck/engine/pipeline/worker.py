@@ -44,6 +44,7 @@ from potluck.engine.pipeline.messages import (
     Pack,
     Parcels,
     Ready,
+    Reconnect,
     RowChanges,
     Setup,
     States,
@@ -72,7 +73,7 @@ class Worker:
         self._runner: Runner | None = None
         self._setup: Setup | None = None
         self._pacer: Pacer | None = None
-        self._next: list[Connection] = []
+        self._next: list[Connection | None] = []
         self._arrivals: dict[int, Arrival] = {}
         self._out_of_step: Exception | None = None
         self._commands: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
@@ -84,7 +85,8 @@ class Worker:
             self._obey()
         finally:
             for link in (self._driver, *self._next):
-                link.close()
+                if link is not None:
+                    link.close()
 
     def _obey(self) -> None:
         while (received := self._commands.get()) is not None:
@@ -107,7 +109,8 @@ class Worker:
                 head, body = self._driver.receive()
                 command = read_command(head)
                 if not isinstance(
-                    command, RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Setup | Connect
+                    command,
+                    RowChanges | Step | Pack | Arrive | Accept | Finish | Check | Setup | Connect | Reconnect,
                 ):
                     break
                 self._commands.put((command, body))
@@ -118,7 +121,7 @@ class Worker:
     def _do(self, command: Command, body: bytearray) -> tuple[Answer, Sequence[Bytes]]:
         if isinstance(command, Setup):
             return self._set_up(command), ()
-        if isinstance(command, Connect):
+        if isinstance(command, Connect | Reconnect):
             return self._connect(command), ()
         if isinstance(command, Step):
             return self._step(command, body)
@@ -174,14 +177,22 @@ class Worker:
         exact, dtype = self._runner.exact, str(self._runner.dtype).removeprefix("torch.")
         return Ready(setup.call, self._runner.fingerprint, dtype, exact.holds, exact.products)
 
-    def _connect(self, command: Connect) -> Done:
+    def _connect(self, command: Connect | Reconnect) -> Done:
+        if isinstance(command, Reconnect):
+            before, self._next[command.place] = self._next[command.place], None
+            if before is not None:
+                before.close()
+            self._next[command.place] = self._behind(command.place, command.host, command.port)
+            return Done(command.call)
+        for place, address in enumerate(zip(command.hosts, command.ports, strict=True)):
+            self._next.append(self._behind(place, *address) if address[0] else None)
+        return Done(command.call)
+
+    def _behind(self, place: int, host: str, port: int) -> Connection:
         if self._setup is None:
             raise InputError("worker", "has not been set up yet")
-        who = f"{self._setup.place}"
-        stage = self._setup.stage + 1
-        for place, address in enumerate(zip(command.hosts, command.ports, strict=True)):
-            self._next.append(connect(address, self._secret, who, f"stage {stage} worker {place}"))
-        return Done(command.call)
+        who, name = f"{self._setup.place}", f"stage {self._setup.stage + 1} worker {place}"
+        return connect((host, port), self._secret, who, name)
 
     def _rows(self, command: RowChanges, body: bytearray) -> None:
         """Changes that the driver has made to its copy of the tables already, and must succeed here too."""
@@ -268,11 +279,13 @@ class Worker:
         for target in sorted(set(part.behind) - {NOBODY}):
             works = [work for work, behind in enumerate(part.behind) if behind == target]
             message, data = states(works)
+            link = self._next[target]
             try:
-                self._next[target].send(to_bytes(message), data)
+                if link is not None:
+                    link.send(to_bytes(message), data)
             except LinkError:
                 # The driver sees that it is gone, too; others may be served.
-                self._next[target].close()
+                link.close()  # type: ignore[union-attr]
 
     def _exporter(self, part: _Part) -> Callable[[int], None]:
         runner, layers = self._ready, self._ready.stack.last - self._ready.stack.first

@@ -44,6 +44,8 @@ class Engine:
     """Those it was told of last."""
     drained: bool = False
     """Whether it was told to take nothing new."""
+    drained_elsewhere: bool = False
+    """Whether somebody else told it so: another gateway, or a person."""
     watching: asyncio.Task[None] | None = None
     links: dict[str, tuple[float, float]] = field(default_factory=dict)
     resent: dict[str, float] = field(default_factory=dict)

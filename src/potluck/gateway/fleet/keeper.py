@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.core.brain.actions import Action, Drain, Flip, Move, Recast, Recount, Replan, Start, Stop
-from potluck.core.brain.events import Drained, Event, ReplicaLost, ReplicaReady
+from potluck.core.brain.events import Drained, Event, Ordered, ReplicaLost, ReplicaReady
 from potluck.core.errors import PotluckError
 from potluck.core.values.member import Member
 from potluck.core.values.types import Role
@@ -205,6 +205,7 @@ class Keeper:
         """It answered; `engine.said` is new."""
         engine.up = True
         engine.heard_s = time.monotonic()
+        self._emptied_elsewhere(engine)
         if not engine.replica:
             self.bind()
             return
@@ -217,6 +218,15 @@ class Keeper:
         if endpoint is not None and endpoint.adapters != said.adapters:
             self._endpoints[engine.replica] = replace(endpoint, adapters=said.adapters)
             self._changed()
+
+    def _emptied_elsewhere(self, engine: Engine) -> None:
+        """Somebody else empties it, another gateway perhaps: so do we, and use it for nothing until that is over."""
+        empties = engine.said is not None and engine.said.state in ("draining", "drained")
+        engine.drained_elsewhere = engine.drained_elsewhere and empties
+        post = self._posts.get(engine.replica)
+        if empties and not engine.drained and post is not None and post.ready and not post.draining:
+            engine.drained_elsewhere = True
+            self._tell(Ordered(engine.replica, "drain"))
 
     def lost(self, engine: Engine, why: str) -> None:
         """It does not answer, is not who it was, or is not listed any more."""
@@ -251,7 +261,7 @@ class Keeper:
             if post.draining and post.ready and not self._busy(replica):
                 post.ready = False
                 engine = post.engine
-                if engine is not None and engine.entry.kind == "face":
+                if engine is not None and engine.entry.kind == "face" and not engine.drained_elsewhere:
                     engine.drained = True
                     self._spawn(self._call(self.caller.drain(engine, resume=False)))
                 self._tell(Drained(replica))
@@ -277,7 +287,8 @@ class Keeper:
             self._binding = False
 
     def _is_free(self, engine: Engine) -> bool:
-        return engine.up and not engine.replica and (engine.said is None or engine.said.state != "failed")
+        usable = engine.said is None or engine.said.state != "failed"
+        return engine.up and not engine.replica and usable and not engine.drained_elsewhere
 
     def _unsuited(self, engine: Engine, member: Member) -> str:
         """Why an engine cannot be a replica beside those that are there; empty when it can."""

@@ -1,0 +1,134 @@
+"""A pipeline over three hosts beside an engine in one process: the same answers, and stages that die come back.
+
+    stage 0    2 layers, on the engine's own host
+    stage 1    4 layers, two workers on hosts of their own that share the requests
+
+Both compute the model that ships. Workers are started again by whoever looks after them, as systemd would.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from hosts_fleet import ENGINE_KEY, HostsFleet
+from live_fleet import Process
+from live_plans import MODEL, WHOLE, write_plans
+
+import hosts
+from parts.hosts_load import Load, wrong
+from parts.hosts_troubles import within
+
+WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
+PORT = 7000
+SECRET = "what the workers of this pipeline know"
+
+
+class PipelineFleet(HostsFleet):
+    """The first replica is the pipeline, the second one process; hosts 2 and 3 have the second stage's workers."""
+
+    def __init__(self, bed: hosts.Bed, plan: Path, spec: Path) -> None:
+        super().__init__(bed, plan, spec, gateway=("--files", f"{MODEL}={WORDS}"))
+        self._secret_file = self.folder / "pipeline.secret"
+        self._secret_file.write_text(SECRET)
+        self.places = [self.engine_hosts[place] for place in (0, 2, 3)]
+        self.workers = [self._worker(host) for host in self.places]
+        self._enough = threading.Event()
+        self._upkeep = threading.Thread(target=self._look_after, daemon=True)
+
+    def _worker(self, host: hosts.Host) -> Process:
+        at = f"{host.address}:{PORT}"
+        line = shlex.join([sys.executable, "-m", "potluck.engine.pipeline", "--listen", at, "--stay"])
+        words = ["sh", "-c", f"exec {line} < {shlex.quote(str(self._secret_file))}"]
+        return Process(host.inside(words), self.folder / f"worker-{host.address}.log", self._env)
+
+    def _start_engines(self) -> None:
+        for each in self.workers:
+            each.start()
+        for each in self.workers:
+            assert each.popen is not None
+            assert each.popen.stdout is not None
+            each.popen.stdout.readline()
+        self._upkeep.start()
+        super()._start_engines()
+
+    def _look_after(self) -> None:
+        while not self._enough.wait(0.1):
+            for each in self.workers:
+                if each.popen is not None and each.popen.poll() is not None and not self._enough.is_set():
+                    assert each.popen.stdout is not None
+                    each.popen.stdout.close()
+                    each.start()
+
+    def _engine_process(self, like: str, model: str, name: str) -> Process:
+        process = super()._engine_process(like, model, name)
+        words = process.arguments
+        place = words.index("--emulate")
+        del words[place : place + 2]
+        words.remove("--pretend")
+        if not self.engines:
+            one, two, three = (f"{host.address}:{PORT}" for host in self.places)
+            words += ["--stages", f"2@{one},4@{two}+{three}", "--secret-file", str(self._secret_file)]
+        return process
+
+    def status(self) -> dict[str, Any]:
+        """What the pipeline says of itself."""
+        url = str(self.roster[0]["url"])
+        request = urllib.request.Request(f"{url}/status", headers={"Authorization": f"Bearer {ENGINE_KEY}"})
+        with urllib.request.urlopen(request, timeout=10, context=self.tls) as answer:
+            return dict(json.load(answer))
+
+    def close(self) -> None:
+        self._enough.set()
+        if self._upkeep.ident is not None:
+            self._upkeep.join()
+        super().close()
+        for each in self.workers:
+            each.end()
+
+
+def pipeline(quick: bool) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name, hosts.Bed(5) as bed:
+        plan, spec = write_plans(Path(name), WHOLE * 2)
+        with PipelineFleet(bed, plan, spec) as fleet:
+            load = Load(fleet, 1.0, output=24)
+            load.start()
+            for what, worker in (("one_of_two", 1), ("only", 0)):
+                lasts(load, 4 if quick else 20)
+                fleet.workers[worker].send(signal.SIGKILL)
+                began_s = time.monotonic()
+                within(lambda: fleet.status()["state"] in ("degraded", "failed"))
+                figures[f"pipeline_{what}_noticed_s"] = time.monotonic() - began_s
+                within(lambda: settled(fleet), 240.0)
+                figures[f"pipeline_{what}_back_s"] = time.monotonic() - began_s
+            lasts(load, 4 if quick else 20)
+            served = float(fleet.status()["output_tokens"])
+            shots = load.end()
+            found = wrong(fleet, shots, by=1)
+    for line in found:
+        print(f"wrong: {line}", file=sys.stderr)
+    share = served / sum(24 for _ in shots)
+    return figures | {
+        "pipeline_requests": len(shots),
+        "pipeline_wrong": len(found),
+        "pipeline_share_of_tokens": share,
+    }
+
+
+def settled(fleet: PipelineFleet) -> bool:
+    """Whether all workers are there, and the gateway sends to both engines."""
+    return fleet.status()["state"] == "ready" and fleet.serving() == 2
+
+
+def lasts(load: Load, requests: int) -> None:
+    sent = len(load.shots)
+    within(lambda: len(load.shots) >= sent + requests, 240.0)
