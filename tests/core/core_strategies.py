@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from hypothesis import strategies as st
 
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.model import (
     DenseFfn,
@@ -20,7 +21,6 @@ from potluck.core.values.model import (
 from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
-    Confidence,
     Deployment,
     Flow,
     NodeCount,

@@ -17,7 +17,7 @@ from potluck.catalog import models, nodes
 from potluck.cli.serving.emulate import emulation, executor_maker
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
-from potluck.core.values.plan import Confidence
+from potluck.core.values.confidence import Confidence
 from potluck.engine.compute.executor import Executor, Export
 from potluck.engine.compute.local import LocalExecutor
 from potluck.engine.compute.paced import KvPace, Paced, Pacer, card_of, emulated_blocks, steps_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from potluck.catalog import models, nodes
-from potluck.core.values.plan import Confidence
+from potluck.core.values.confidence import Confidence
 from potluck.perf.serving.closed_loop import Client, RunWork, run_work, served, together
 from potluck.perf.step import Floats, Steps, steps
 from potluck.perf.timers.host import DEFAULT_HOST, NO_HOST, Host, hosts

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from potluck.core.replica.batch import FINISHED, Limits
-from potluck.core.values.plan import Confidence
+from potluck.core.values.confidence import Confidence
 from potluck.perf.step import Floats, Steps
 from potluck.sim.replicas.replica import Replica
 from potluck.sim.replicas.rounds import step_table

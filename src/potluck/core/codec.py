@@ -107,6 +107,9 @@ def _decode_tuple(arguments: tuple[Any, ...], data: object, path: str) -> tuple[
     if not isinstance(data, list | tuple):
         raise FormatError(path, f"must be a list, not {_name(data)}")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
+        # Most of what a calibration holds; item by item it would take a tenth of a second.
+        if arguments[0] is float and all(type(item) is float and math.isfinite(item) for item in data):
+            return tuple(data)
         return tuple(_decode(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(data))
     if len(arguments) != len(data):
         raise FormatError(path, f"must have {len(arguments)} items, not {len(data)}")

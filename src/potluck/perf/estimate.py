@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from potluck.core.errors import CapacityError, InputError
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import Model
-from potluck.core.values.plan import Confidence
 from potluck.core.values.types import NodeType, Role, Slo
 from potluck.perf.fits.bars import METRICS, Bar, bar
 from potluck.perf.serving.phases import decode_step_s, prefill_s
@@ -19,8 +19,10 @@ from potluck.perf.serving.throughput import Limit, Operating, best_operating
 from potluck.perf.sizes.arithmetic import step_sums
 from potluck.perf.sizes.capacity import max_requests, require_fit, stage_memory
 from potluck.perf.step import Steps, StepTimer, steps
-from potluck.perf.timers.profile import Profile, ProfileTimer, profile_for
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
+
+if TYPE_CHECKING:
+    from potluck.perf.timers.profile import Profile
 
 Bound = Literal["compute", "bandwidth"]
 
@@ -117,6 +119,14 @@ def _degrees(model: Model, node: NodeType, ep: Ep) -> list[int]:
     return degrees
 
 
+def _profiled(profiles: Sequence[Profile], line: RooflineTimer) -> tuple[Profile | None, StepTimer]:
+    """What was measured of this model on such a node, where something was."""
+    from potluck.perf.timers.profile import ProfileTimer, profile_for  # most estimates have none
+
+    found = profile_for(profiles, line.model, line.node, line.tp)
+    return found, line if found is None else ProfileTimer(found)
+
+
 def _at(
     model: Model,
     node: NodeType,
@@ -133,8 +143,7 @@ def _at(
     memory = stage_memory(model, node, tp, ep=ep)
     require_fit(model, memory, node, tp)
     line = roofline(model, node, tp, ep=ep)
-    profile = profile_for(profiles, model, node, tp) if ep == "none" else None
-    timer: StepTimer = line if profile is None else ProfileTimer(profile)
+    profile, timer = _profiled(profiles, line) if profiles and ep == "none" else (None, line)
     batch = max_requests(model, memory, tp, input_tokens + output_tokens, ep=ep)
     operating = best_operating(timer, input_tokens, output_tokens, batch, slo, role)
     replicas = node.gpus // tp

@@ -15,9 +15,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from potluck.core.errors import InputError
-from potluck.core.values.plan import Confidence
+from potluck.core.values.confidence import Confidence
 
 Floats = NDArray[np.float64]
+
+
+def once(values: ArrayLike) -> Floats:
+    """Sorted, each once. NumPy's `unique` would load masked arrays for it, which `estimate` has no time for."""
+    return np.array(sorted(set(np.ravel(np.asarray(values, np.float64)).tolist())))
 
 
 @dataclass(frozen=True, slots=True)

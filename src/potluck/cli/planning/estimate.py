@@ -141,11 +141,13 @@ def measured(problem: Problem, paths: tuple[Path, ...]) -> Problem:
 
 def find_model(name: str) -> Model:
     """A catalog model, or the one that a directory or a config.json describes."""
-    from potluck.catalog import huggingface, models
-
     path = Path(name)
     if path.exists() or name.endswith(".json") or name.startswith((".", "/")):
+        from potluck.catalog import huggingface
+
         return huggingface.read_model(path)
+    from potluck.catalog import models
+
     return models.model(name)
 
 

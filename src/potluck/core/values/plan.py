@@ -10,6 +10,7 @@ from typing import Literal
 
 from potluck.core.codec import dumps, loads
 from potluck.core.errors import InputError
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout
 from potluck.core.values.precision import Format
 from potluck.core.values.types import Codec, Role
@@ -17,9 +18,6 @@ from potluck.core.values.types import Codec, Role
 PLAN_VERSION = 1
 
 TemplateKind = Literal["homogeneous", "pipeline", "combo", "pair", "remote_prefill", "group"]
-Confidence = Literal["measured", "transferred", "assumed"]
-"""measured: this GPU was measured; transferred: predicted from measurements of its relatives;
-assumed: nothing near it was measured."""
 
 
 @dataclass(frozen=True, slots=True)

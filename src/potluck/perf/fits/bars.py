@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from math import exp, hypot
-from statistics import NormalDist
 from typing import Literal
 
 from potluck.core.codec import loads
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model, MoeFfn
-from potluck.core.values.plan import Confidence
 
 FORMAT = "potluck.bars"
 VERSION = 1
@@ -139,6 +138,8 @@ def _quantile(errors: RunErrors, share: float, more: float) -> float:
     """Of the runs' errors together with a normal one that is independent of them."""
     middle = _between(errors.quantiles, 0.5)
     own = _between(errors.quantiles, share) - middle
+    from statistics import NormalDist  # slow to import
+
     added = more * NormalDist().inv_cdf(share)
     sign = 1.0 if share >= 0.5 else -1.0
     return middle + sign * hypot(own, added)

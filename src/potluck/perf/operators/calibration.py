@@ -22,7 +22,7 @@ from importlib import resources
 import numpy as np
 
 from potluck.core.codec import loads
-from potluck.core.values.plan import Confidence
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.kernels import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
 from potluck.perf.operators.residual import Residual

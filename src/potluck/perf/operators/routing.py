@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from potluck.perf.step import Floats
+from potluck.perf.step import Floats, once
 
 UNEVEN = 1.01
 """What serving takes for a router: nearly every load equally likely on a logarithmic scale."""
@@ -86,7 +86,7 @@ def _uneven(tokens: Floats, experts: Floats, active: Floats, ranks: Floats, skew
     loads = drawn / drawn.mean(axis=1, keepdims=True) * (total / experts)[:, None]
     if (ranks > 1).any():
         deviation = loads.std(axis=1) / np.maximum(loads.mean(axis=1), 1e-12)
-        blom = {float(n): _blom(float(n)) if n > 1 else 0.0 for n in np.unique(ranks)}
+        blom = {float(n): _blom(float(n)) if n > 1 else 0.0 for n in once(ranks)}
         above = 1.0 + np.array([blom[float(n)] for n in ranks]) * deviation / np.sqrt(
             np.maximum(experts / ranks, 1.0)
         )

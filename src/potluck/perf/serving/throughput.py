@@ -31,7 +31,7 @@ from potluck.perf.serving.phases import (
     prompts_s,
 )
 from potluck.perf.sizes.capacity import STEP_TOKENS
-from potluck.perf.step import Floats, StepTimer
+from potluck.perf.step import Floats, StepTimer, once
 from potluck.perf.timers.host import Host
 
 Limit = Literal["memory", "tpot", "ttft", "compute", "batch"]
@@ -191,7 +191,7 @@ def _prefill(timer: StepTimer, new_tokens: int, cached_tokens: int, slo: Slo | N
 
 def _candidates(largest: int) -> Floats:
     """1, 2, 3, ... growing by an eighth: fine enough that nothing better lies between by more than that."""
-    grid = np.unique(np.geomspace(1, largest, 64).round())
+    grid = once(np.geomspace(1, largest, 64).round())
     return np.asarray(grid, np.float64)
 
 

@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model
-from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.operators.calibration import Calibration, Curves, ExpectedError, chip_of, curves_for
 from potluck.perf.operators.kernels import Chip

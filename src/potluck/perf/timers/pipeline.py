@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout, Stage
 from potluck.core.values.model import Model
-from potluck.core.values.plan import Confidence
 from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import NodeType
 from potluck.perf.operators.calibration import Calibration

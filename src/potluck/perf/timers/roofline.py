@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Ep
 from potluck.core.values.model import FullAttention, LatentAttention, LinearAttention, Model, MoeFfn
-from potluck.core.values.plan import Confidence
 from potluck.core.values.types import Gpu, NodeType
 from potluck.perf.fits.bars import slower
 from potluck.perf.operators.calibration import Calibration, Curves, bundled, curves_for
@@ -28,12 +28,12 @@ from potluck.perf.operators.kernels import decode_attention_s, prefill_attention
 from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
 from potluck.perf.operators.products import experts_time_s, gemm_time_s, latent_decode_s, latent_prefill_s
-from potluck.perf.step import Floats, Steps
+from potluck.perf.step import Floats, Steps, once
 from potluck.perf.timers.host import DEFAULT_HOST, Host
 
-TOKEN_GRID = np.unique(
+TOKEN_GRID = once(
     np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
-).astype(np.float64)
+)
 LIKE_LINK = 0.15
 """How far a link's rate may be from a measured one of its kind to count as measured."""
 BLOCK_ROWS = 16384

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from potluck.core.errors import UnknownNameError
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
-    Confidence,
     Deployment,
     Flow,
     Plan,

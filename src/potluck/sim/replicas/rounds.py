@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from potluck.core.values.plan import Confidence
+from potluck.core.values.confidence import Confidence
 from potluck.perf.step import Floats, Steps, StepTimer, steps
 from potluck.perf.timers.pipeline import PipelineTimer
 from potluck.perf.timers.roofline import RooflineTimer
