@@ -29,6 +29,8 @@ from potluck.perf.operators.residual import Residual
 
 CALIBRATION_VERSION = 1
 FORMAT = "potluck.calibration"
+WINDOWED = "windowed:prefill"
+"""Attention of prompts to the last tokens alone, among a GPU's extras."""
 FAMILIES = {"volta": "volta", "turing": "volta", "ampere": "ampere", "ada": "ampere", "hopper": "hopper"}
 """Architectures that share an energy per FLOP, by the generation of their matrix units and process."""
 
@@ -224,21 +226,25 @@ def _extras(
 ) -> dict[str, Extra]:
     """Formats, experts and latent attention: as measured, else from GPUs with like kernels, else from all.
 
-    Shares carry over as ratios to those of the 16-bit product, which know about power and memory already.
+    Shares carry over as ratios to those of the 16-bit product, which know about power and memory already; but
+    experts' share of the arithmetic as it is, for their kernels stay below what power allows. Windowed attention
+    does not carry over: it follows the GPU's own.
     """
     found = {extra.name: extra for extra in (own.extras if own else ())}
-    for name in sorted({extra.name for s in calibration.gpus for extra in s.extras} - set(found)):
+    known = {extra.name for s in calibration.gpus for extra in s.extras} - set(found) - {WINDOWED}
+    for name in sorted(known):
         # H100 has a kernel for experts with per-tensor FP8 that takes thrice as long as its relatives.
         like = "experts:fp8_block" if name == "experts:fp8" and _kernels(gpu) != "hopper" else name
         seen = [(s, extra) for s in calibration.gpus for extra in s.extras if extra.name == like and s.gemm]
         alike = [(s, e) for s, e in seen if _kernels(calibration.spec(s.gpu)) == _kernels(gpu)]
+        own_share = name.startswith("experts")
         ratios = [
-            (e.values[0] / s.gemm[0], e.values[1] / s.gemm[1], *e.values[2:])
+            (e.values[0] / (1.0 if own_share else s.gemm[0]), e.values[1] / s.gemm[1], *e.values[2:])
             for s, e in alike or seen
             if s.gemm is not None
         ]
         compute, bandwidth, *rest = _mean(ratios)
-        found[name] = Extra(name, (compute * gemm[0], bandwidth * gemm[1], *rest))
+        found[name] = Extra(name, (compute * (1.0 if own_share else gemm[0]), bandwidth * gemm[1], *rest))
     return found
 
 

@@ -32,6 +32,8 @@ EXPERT_WIDE = {64: 0.9, 128: 1.0}
 """Rows and columns of a grouped product's tiles, and the share of the best tile's rate that each reaches."""
 UNPACKED = 0.8
 """Weights of 4 bits unpacked to 16 in the time of an exponential (16 of which an SM has a clock)."""
+FETCHED_BYTES = 2.0
+"""That an SM gets from the L2 cache in the time of an exponential: 32 of the 64 a clock that its port has."""
 QUANTISE_ROW_S = 0.75e-6
 QUANTISE_ELEMENT_S = 0.22e-9
 """Making a row of inputs small: an SM's time for a row, and for each of its elements (H100, L40S)."""
@@ -209,16 +211,19 @@ def expert_product_s(
 ) -> Floats:
     """Seconds of one of an expert layer's two products, (rows, k) x (k, n) for each expert with its own matrix.
 
-    Weights that are smaller than their inputs are unpacked in every tile, which a fast GPU's other units limit.
+    Weights that are smaller than their inputs are unpacked in every tile, which a fast GPU's other units limit. A
+    tile fetches its inputs and its weights from the L2 cache, so small ones, which share little, are held up there.
     """
     cols, depth = _floats(n), _floats(k)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     unpack_s = chip.sm_count / (UNPACKED * chip.exp_per_s) if weight_bytes < input_bytes else 0.0
+    fetched = FETCHED_BYTES * chip.exp_per_s / chip.sm_count
     best: Floats | None = None
     for tall, tall_share in EXPERT_TALL.items():
         for wide, wide_share in EXPERT_WIDE.items():
             waves = np.ceil(load.tiles[tall] * np.ceil(cols / wide) / chip.sm_count)
             work = np.maximum(2.0 * tall * wide / (rate * tall_share * wide_share), wide * unpack_s)
+            work = np.maximum(work, (tall * input_bytes + wide * weight_bytes) / fetched)
             time = waves * work * (depth + curve.extra_depth)
             best = time if best is None else np.minimum(best, time)
     assert best is not None
@@ -276,9 +281,10 @@ def prefill_attention_s(
     tile, h, hk = _last(chip.query_tile), _last(heads), _last(kv_heads)
     dims = _last(qk_dim) + _last(v_dim)
     blocks_of = np.ceil(q / tile)
-    behind = c if window is None else np.minimum(c, window)
-    seen = mean_keys(q, c, window)
-    keys = behind + _last(curve.diagonal) * (seen - behind) + np.minimum(tile, KEY_TILE + q) / 2
+    if window is None:
+        keys = c + _last(curve.diagonal) * (mean_keys(q, c, None) - c) + np.minimum(tile, KEY_TILE + q) / 2
+    else:
+        keys = _spanned_keys(q, c, window, tile, blocks_of) + KEY_TILE / 2
     reach = c + q if window is None else np.minimum(c + q, window + tile)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     softmax = curve.softmax * chip.flops_per_s / chip.exp_per_s
@@ -299,6 +305,16 @@ def prefill_attention_s(
     memory = moved / (chip.bytes_per_s * curve.bandwidth)
     # Each block first waits for its queries, so here the two add up instead of hiding one another.
     return _floats(np.where(blocks > 0, curve.fixed_s + compute + memory, 0.0))
+
+
+def _spanned_keys(new: Floats, cached: Floats, window: float, tile: Floats, tiles: Floats) -> Floats:
+    """Mean number of keys that a tile of queries goes over: from the first that its first row sees to its last row.
+
+    A tile computes what any of its rows sees and masks the rest, so behind a window it goes over as many and its own.
+    """
+    growing = np.clip(np.ceil((window - cached) / tile), 0.0, tiles)
+    total = growing * (cached + tile * (growing + 1.0) / 2.0) + (tiles - growing) * (window + tile)
+    return _floats(np.minimum(total / np.maximum(tiles, 1.0), np.minimum(cached + new, window + tile)))
 
 
 def decode_attention_s(

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from potluck.core.values.precision import FORMAT_BITS, Format
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import Curves, Extra
+from potluck.perf.operators.calibration import WINDOWED, Curves, Extra
 from potluck.perf.operators.formats import Units, units_for
 from potluck.perf.operators.kernels import (
     DecodeCurve,
@@ -139,7 +139,7 @@ def expert_time_s(
     )
     if extra.residual is not None:
         held = np.multiply(hidden, inner) * np.divide(experts, ranks)
-        time = time * extra.residual.factor(np.atleast_1d(count), held, active)
+        time = time * extra.residual.factor(np.atleast_1d(count), held, ranks)
     return np.reshape(time, np.shape(count))
 
 
@@ -154,6 +154,43 @@ def _experts_of(units: Units, curves: Curves) -> Extra:
     if extra is not None:
         return extra
     return Extra("experts", (float(curves.gemm.compute), float(curves.gemm.bandwidth), 2e-5, 0.6))
+
+
+def windowed_prefill_s(
+    new: Floats,
+    cached: Floats,
+    shape: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
+    window: float,
+    features: tuple[ArrayLike, ArrayLike, ArrayLike],
+    curves: Curves,
+) -> Floats:
+    """Attention of prompts to the last tokens alone: the same kernels, with figures of their own where measured.
+
+    `shape` is query heads, KV heads and the widths of keys and values; `features` are those of the plain surface.
+    """
+    extra = curves.extras.get(WINDOWED)
+    curve, surface = curves.prefill, curves.prefill_residual
+    if extra is not None:
+        compute, bandwidth, fixed_s = extra.values
+        curve, surface = replace(curve, compute=compute, bandwidth=bandwidth, fixed_s=fixed_s), extra.residual
+        features = window_features(new.sum(axis=-1), *shape)
+    time = prefill_attention_s(new, cached, *shape, curves.chip, curve, window=window)
+    return time if surface is None else time * surface.factor(*features)
+
+
+def window_features(
+    new: ArrayLike, heads: ArrayLike, kv_heads: ArrayLike, qk_dim: ArrayLike, v_dim: ArrayLike
+) -> tuple[Floats, Floats, Floats]:
+    """Of windowed attention's surface: rows of queries, their width, and how many heads share a KV head."""
+    width = (np.asarray(qk_dim, np.float64) + np.asarray(v_dim, np.float64)) / 2.0
+    return np.multiply(new, heads), width, np.divide(heads, kv_heads)
+
+
+def chunk_features(work: SoftmaxWork, new: Floats) -> tuple[Floats, ArrayLike, float]:
+    """Of a launch over chunks, as its residual surface is kept: the longest, the heads of all, their width."""
+    longest = new[:, 0] if new.shape[1] == 1 else new.max(axis=1)
+    heads = work.heads if new.shape[1] == 1 else work.heads * np.maximum((new > 0).sum(axis=1), 1)
+    return longest, heads, (work.qk_dim + work.v_dim) / 256.0
 
 
 def latent_prefill_s(

@@ -57,6 +57,7 @@ Kind = Literal[
     "FP8 GEMM",
     "experts",
     "latent module",
+    "windowed attention",
 ]
 Progress = Callable[[str], None]
 OPERATORS: tuple[Kind, ...] = ("prefill GEMM", "prefill attention", "decode GEMM", "decode attention")

@@ -12,7 +12,7 @@ import numpy as np
 
 from potluck.core.values.model import DenseFfn, LatentAttention, Layer, Model
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import Calibration, Curves, Extra, curves_for
+from potluck.perf.operators.calibration import WINDOWED, Calibration, Curves, Extra, curves_for
 from potluck.perf.operators.layers import latent_gemms, latent_work
 from potluck.perf.operators.products import (
     expert_time_s,
@@ -20,9 +20,11 @@ from potluck.perf.operators.products import (
     latent_decode_s,
     latent_prefill_s,
     product_s,
+    window_features,
+    windowed_prefill_s,
 )
 from potluck.perf.operators.residual import fit_residual
-from potluck.perf.step import Floats
+from potluck.perf.step import Floats, once
 from potluck.perf.study.measured import Measurements
 
 SAMPLE = 700
@@ -31,6 +33,7 @@ START: dict[str, tuple[float, ...]] = {
     "gemm": (0.75, 0.8, 3e-6, 400.0),
     "experts": (0.5, 0.8, 2e-5, 0.6),
     "latent": (0.6, 0.8, 4e-5),
+    "windowed": (0.6, 0.8, 6e-6),
 }
 ATTENTION = LatentAttention(128, 512, 128, 64, 128, 1536)
 DEEPSEEK = Model("DeepSeek-V3", 7168, 129280, (Layer(ATTENTION, DenseFfn(18432)),), 163840)
@@ -108,14 +111,14 @@ def _start(operator: str, curves: Curves) -> tuple[Floats, Floats]:
 
 def predict(rows: Measurements, gpu: Gpu, curves: Curves, extra: Extra | None = None) -> Floats:
     """Seconds of one GPU's rows, with the operator's own figures or those that the curves hold."""
-    given = curves.extras.get(rows.operator) if extra is None else extra
-    assert given is not None
-    held = replace(curves, extras={**curves.extras, rows.operator: given})
+    held = curves if extra is None else replace(curves, extras={**curves.extras, rows.operator: extra})
     kind = rows.operator.split(":")[0]
     if kind == "gemm":
         return _gemms(rows, gpu, held)
     if kind == "experts":
         return _experts(rows, gpu, held)
+    if kind == "windowed":
+        return _windowed(rows, held)
     around, attention = _latent(rows, gpu, held)
     return around + attention
 
@@ -126,7 +129,10 @@ def features(rows: Measurements) -> tuple[Floats, Floats, Floats]:
     if rows.operator.startswith("gemm"):
         return c["m"], c["n"] * c["k"], c["n"] / c["k"]
     if rows.operator.startswith("experts"):
-        return c["tokens"], c["hidden"] * c["inner"] * c["experts"] / c["ranks"], c["active"]
+        return c["tokens"], c["hidden"] * c["inner"] * c["experts"] / c["ranks"], c["ranks"]
+    if rows.operator == WINDOWED:
+        many, dim = c["requests"], c["head_dim"]
+        return window_features(c["new"], many * c["heads"], many * c["kv_heads"], dim, dim)
     if rows.operator == "latent:prefill":
         return c["new"], c["requests"] * c["heads"], np.ones(len(rows))
     return c["requests"] * (c["cached"] + 1.0), c["requests"] * c["heads"], np.ones(len(rows))
@@ -151,6 +157,20 @@ def _experts(rows: Measurements, gpu: Gpu, curves: Curves) -> Floats:
         ranks=c["ranks"],
         skew=c["skew"],
     )
+
+
+def _windowed(rows: Measurements, curves: Curves) -> Floats:
+    c, seconds = rows.columns, np.empty(len(rows))
+    for window in once(c["window"]):
+        mask = c["window"] == window
+        part = {name: column[mask] for name, column in c.items()}
+        # A batch of equal prompts is one launch over as many heads more.
+        many, dim, new = part["requests"], part["head_dim"], part["new"]
+        shape = (part["heads"] * many, part["kv_heads"] * many, dim, dim)
+        kept = (new, part["heads"] * many, dim / 128.0)
+        alone = np.zeros((len(new), 1))
+        seconds[mask] = windowed_prefill_s(new[:, None], alone, shape, float(window), kept, curves)
+    return seconds
 
 
 def _latent(rows: Measurements, gpu: Gpu, curves: Curves) -> tuple[Floats, Floats]:

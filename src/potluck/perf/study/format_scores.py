@@ -9,12 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from potluck.core.values.types import Gpu
-from potluck.perf.operators.calibration import Calibration, curves_for
+from potluck.perf.operators.calibration import WINDOWED, Calibration, curves_for
 from potluck.perf.step import Floats
 from potluck.perf.study.format_fits import predict, with_extras
 from potluck.perf.study.measured import Measurements
 
-KINDS = {"gemm": "FP8 GEMM", "experts": "experts", "latent": "latent module"}
+KINDS = {
+    "gemm": "FP8 GEMM",
+    "experts": "experts",
+    "latent": "latent module",
+    "windowed": "windowed attention",
+}
 
 
 class FormatError(NamedTuple):
@@ -61,7 +66,10 @@ def _errors(gpu: Gpu, calibration: Calibration, rows: dict[str, Measurements]) -
 
 
 def _served(rows: Measurements) -> NDArray[np.bool_]:
-    """Products of sizes that models have, as elsewhere."""
+    """Products of sizes that models have, and prompts of 256 tokens or more, as elsewhere."""
+    if rows.operator == WINDOWED:
+        long: NDArray[np.bool_] = rows.columns["new"] >= 256
+        return long
     if not rows.operator.startswith("gemm"):
         return np.ones(len(rows), bool)
     served: NDArray[np.bool_] = (rows.columns["n"] >= 1024) & (rows.columns["k"] >= 1024)

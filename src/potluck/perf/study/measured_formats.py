@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from potluck.perf.operators.calibration import WINDOWED
 from potluck.perf.step import Floats
 from potluck.perf.study.measured import AIC_GPUS, AIC_WARM, Measurements, joined, read_table, rows_of, valid
 
@@ -34,7 +35,7 @@ def read_formats(folder: Path) -> dict[str, Measurements]:
     """Every operator's rows; a missing file is an error that names it."""
     parts: dict[str, list[Measurements]] = {}
     for name, gpu in FORMAT_GPUS.items():
-        for rows in (*_gemms(folder, name, gpu), *_latent(folder, name, gpu)):
+        for rows in (*_gemms(folder, name, gpu), *_latent(folder, name, gpu), _windowed(folder, name, gpu)):
             parts.setdefault(rows.operator, []).append(rows)
     for name, gpu in AIC_GPUS.items():
         for rows in _experts(folder, name, gpu):
@@ -84,6 +85,23 @@ def _experts(folder: Path, name: str, gpu: str) -> list[Measurements]:
         seconds = _column(table, "latency")[mask] * 1e-3
         found.append(rows_of(f"experts:{called}", gpu, HARNESS, seconds, tokens, columns))
     return found
+
+
+def _windowed(folder: Path, name: str, gpu: str) -> Measurements:
+    """Prompts that see the last 128, 1,024 or 8,192 tokens; heads of at most 256, as of plain attention."""
+    table = read_table(folder, f"aic_{name}_context_attention_perf")
+    rows = {
+        "requests": _column(table, "batch_size"),
+        "new": _column(table, "isl"),
+        "heads": _column(table, "num_heads"),
+        "kv_heads": _column(table, "num_key_value_heads"),
+        "head_dim": _column(table, "head_dim"),
+        "window": _column(table, "window_size"),
+    }
+    mask = (rows["window"] > 0) & (rows["head_dim"] <= 256)
+    columns: dict[str, Floats | float] = {key: column[mask] for key, column in rows.items()}
+    seconds = _column(table, "latency")[mask] * 1e-3
+    return rows_of(WINDOWED, gpu, HARNESS, seconds, rows["new"][mask], columns)
 
 
 def _latent(folder: Path, name: str, gpu: str) -> list[Measurements]:

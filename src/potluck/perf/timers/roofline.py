@@ -27,7 +27,14 @@ from potluck.perf.operators.formats import units_for
 from potluck.perf.operators.kernels import decode_attention_s, prefill_attention_s, stream_s
 from potluck.perf.operators.layers import LayerWork, LinearWork, SoftmaxWork, head_gemm, layer_works
 from potluck.perf.operators.network import all_reduce_s, all_to_all_s, network_for
-from potluck.perf.operators.products import experts_time_s, gemm_time_s, latent_decode_s, latent_prefill_s
+from potluck.perf.operators.products import (
+    chunk_features,
+    experts_time_s,
+    gemm_time_s,
+    latent_decode_s,
+    latent_prefill_s,
+    windowed_prefill_s,
+)
 from potluck.perf.step import Floats, Steps, once
 from potluck.perf.timers.host import DEFAULT_HOST, Host
 
@@ -164,13 +171,11 @@ class RooflineTimer:
         if work.latent_up:
             return latent_prefill_s(work, new, cached, curves)
         shape = (work.heads, work.kv_heads, work.qk_dim, work.v_dim)
-        time = prefill_attention_s(new, cached, *shape, curves.chip, curves.prefill, window=work.window)
-        if curves.prefill_residual is None:
-            return time
-        longest = new[:, 0] if new.shape[1] == 1 else new.max(axis=1)
-        heads = work.heads if new.shape[1] == 1 else work.heads * np.maximum((new > 0).sum(axis=1), 1)
-        dim = (work.qk_dim + work.v_dim) / 256.0
-        return time * curves.prefill_residual.factor(longest, heads, dim)
+        features = chunk_features(work, new)
+        if work.window is not None:
+            return windowed_prefill_s(new, cached, shape, work.window, features, curves)
+        time = prefill_attention_s(new, cached, *shape, curves.chip, curves.prefill)
+        return time if curves.prefill_residual is None else time * curves.prefill_residual.factor(*features)
 
     def _decode_s(self, work: SoftmaxWork, batch: Steps) -> Floats:
         curves, count = self.curves, batch.decodes
