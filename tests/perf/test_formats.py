@@ -13,9 +13,10 @@ from potluck.catalog import gpus, models, nodes
 from potluck.core.errors import InputError
 from potluck.core.values.model import in_format
 from potluck.core.values.precision import CHOSEN, FORMAT_BITS, format_named, format_of_bits
-from potluck.perf.operators.calibration import bundled, curves_for
+from potluck.perf.operators.calibration import WINDOWED, bundled, curves_for
 from potluck.perf.operators.formats import units_for
-from potluck.perf.operators.products import expert_time_s, product_s
+from potluck.perf.operators.kernels import prefill_attention_s
+from potluck.perf.operators.products import expert_time_s, product_s, windowed_prefill_s
 from potluck.perf.operators.routing import EVEN, TALL, UNEVEN, spread
 from potluck.perf.step import Steps
 from potluck.perf.study.scores import stored_scores
@@ -111,12 +112,51 @@ def test_what_was_not_measured_on_a_gpu_is_carried_over_by_ratio() -> None:
 
 
 def test_stored_errors_are_within_what_was_promised() -> None:
-    """Left out: FP8 within 20 %, latent modules within 25 %; calibrated within 8 % and 12 %."""
+    """Left out: FP8 within 20 %, latent modules within 25 %; calibrated within 8 % and 12 %.
+
+    Of experts the A100's, left out, are 26.6 % off: a kernel of its own (docs/accuracy.md).
+    """
     found = {(s.question, s.kind, s.gpu): s.median for s in stored_scores() if s.group == ""}
     for gpu in ("H100-SXM", "L40S"):
         assert found["GPU left out", "FP8 GEMM", gpu] <= 0.20
         assert found["calibrated", "FP8 GEMM", gpu] <= 0.08
         assert found["GPU left out", "latent module", gpu] <= 0.25
         assert found["calibrated", "latent module", gpu] <= 0.12
+        assert found["GPU left out", "windowed attention", gpu] <= 0.25
+        assert found["calibrated", "windowed attention", gpu] <= 0.10
+        assert found["GPU left out", "experts", gpu] <= 0.25
         assert found["calibrated", "experts", gpu] <= 0.12
-    assert found["GPU left out", "experts", "L40S"] <= 0.25
+    assert found["GPU left out", "experts", "A100-80"] <= 0.27
+    assert found["calibrated", "experts", "A100-80"] <= 0.12
+
+
+def test_windowed_attention_has_its_own_figures_only_where_it_was_measured() -> None:
+    new, cached = np.array([[4096.0]]), np.array([[0.0]])
+    shape, plain = (64.0, 8.0, 64.0, 64.0), (np.array([4096.0]), 64.0, 0.5)
+    own, other = curves_for(H100, bundled()), curves_for(gpus.gpu("A100-80"), bundled())
+    assert WINDOWED in own.extras
+    assert WINDOWED not in other.extras
+    for curves in (own, other):
+        seconds = [
+            float(windowed_prefill_s(new, cached, shape, w, plain, curves)[0])
+            for w in (128.0, 1024.0, 4096.0)
+        ]
+        assert sorted(seconds) == seconds, "a wider window is more work"
+    bare = replace(own, extras={}, prefill_residual=None)
+    whole = prefill_attention_s(new, cached, *shape, bare.chip, bare.prefill)
+    assert float(windowed_prefill_s(new, cached, shape, 128.0, plain, bare)[0]) < 0.5 * float(whole[0])
+
+
+def test_products_that_nobody_measured_are_assumed() -> None:
+    """int8 everywhere, FP8 without units for it; FP8 on an H100 was measured."""
+    model, a100, h100 = models.model("Llama-3.1-8B"), nodes.node_type("1xA100-80"), nodes.node_type("1xH100")
+    found = {
+        (node.gpu.name, kind): roofline(in_format(model, kind), node, 1).confidence
+        for node in (a100, h100)
+        for kind in ("bf16", "fp8", "int8", "int4")
+    }
+    assert {key for key, said in found.items() if said == "measured"} == {
+        ("A100-80", "bf16"),
+        ("H100-SXM", "bf16"),
+        ("H100-SXM", "fp8"),
+    }

@@ -21,6 +21,7 @@ from potluck.perf.operators.kernels import (
     gemm_s,
     mean_keys,
     prefill_attention_s,
+    spanned_keys,
     stream_s,
 )
 
@@ -122,6 +123,20 @@ def test_arguments_broadcast() -> None:
     table = gemm_s(m, n, 4096, CHIP, GEMM)
     assert table.shape == (2, 3)
     assert table[1, 2] == gemm(512, 14336, 4096)
+
+
+@given(st.integers(1, 700), st.integers(0, 700), st.integers(1, 600), st.sampled_from([16, 64, 128]))
+def test_a_tile_goes_over_all_that_its_rows_see(new: int, cached: int, window: int, tile: int) -> None:
+    """Against a count of every tile's keys; where the last tile is not full, within what it lacks."""
+    tiles = ceil(new / tile)
+    spans = []
+    for first in range(0, new, tile):
+        last = min(first + tile, new)
+        spans.append(cached + last - max(0, cached + first - window))
+    got = spanned_keys(
+        *(np.array(float(x)) for x in (new, cached)), window, np.array(float(tile)), np.array(float(tiles))
+    )
+    assert abs(float(got) - sum(spans) / tiles) <= tile
 
 
 @given(lengths, lengths, st.none() | windows)

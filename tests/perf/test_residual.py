@@ -11,7 +11,7 @@ from potluck.core.codec import dumps, loads
 from potluck.perf.operators.residual import Residual, fit_residual
 from potluck.perf.step import Floats
 
-SURFACE = Residual((0.0, 2.0, 5.0), (1.0, 4.0), ((0.0, 0.3), (-0.2, 0.1), (0.5, -0.4)), z_power=0.05)
+SURFACE = Residual((0.0, 2.5, 5.0), (1.0, 4.0), ((0.0, 0.3), (-0.2, 0.1), (0.5, -0.4)), z_power=0.05)
 features = st.floats(1e-3, 1e9)
 
 
@@ -23,8 +23,8 @@ def test_knots_give_their_own_value(i: int, x: float, j: int, y: float) -> None:
 
 def test_between_knots_the_logarithm_is_bilinear() -> None:
     middle = (0.0 + 0.3 - 0.2 + 0.1) / 4
-    assert SURFACE.factor(2**1.0, 2**2.5) == pytest.approx(np.exp(middle))
-    third = (-0.2 * 2 + 0.5) / 3
+    assert SURFACE.factor(2**1.25, 2**2.5) == pytest.approx(np.exp(middle))
+    third = (-0.2 * 4 + 0.5) / 5
     assert SURFACE.factor(2**3.0, 2**1.0) == pytest.approx(np.exp(third))
 
 

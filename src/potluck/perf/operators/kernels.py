@@ -284,7 +284,7 @@ def prefill_attention_s(
     if window is None:
         keys = c + _last(curve.diagonal) * (mean_keys(q, c, None) - c) + np.minimum(tile, KEY_TILE + q) / 2
     else:
-        keys = _spanned_keys(q, c, window, tile, blocks_of) + KEY_TILE / 2
+        keys = spanned_keys(q, c, window, tile, blocks_of) + KEY_TILE / 2
     reach = c + q if window is None else np.minimum(c + q, window + tile)
     rate = chip.flops_per_s / chip.sm_count * curve.compute
     softmax = curve.softmax * chip.flops_per_s / chip.exp_per_s
@@ -307,7 +307,7 @@ def prefill_attention_s(
     return _floats(np.where(blocks > 0, curve.fixed_s + compute + memory, 0.0))
 
 
-def _spanned_keys(new: Floats, cached: Floats, window: float, tile: Floats, tiles: Floats) -> Floats:
+def spanned_keys(new: Floats, cached: Floats, window: float, tile: Floats, tiles: Floats) -> Floats:
     """Mean number of keys that a tile of queries goes over: from the first that its first row sees to its last row.
 
     A tile computes what any of its rows sees and masks the rest, so behind a window it goes over as many and its own.
@@ -334,11 +334,13 @@ def decode_attention_s(
     `flops` matters for latent attention alone, whose many heads share one small cache.
     """
     count, moved = _floats(requests), _floats(kv_bytes)
-    warm = _warm(moved, _floats(warm_share) * chip.l2_bytes)
-    memory = moved * warm / (chip.bytes_per_s * curve.bandwidth)
+    memory = moved / (chip.bytes_per_s * curve.bandwidth)
+    if np.any(warm_share):
+        memory = memory * _warm(moved, _floats(warm_share) * chip.l2_bytes)
     blocks = curve.block_s * count * _floats(kv_heads) / chip.sm_count
-    math = _floats(flops) / (chip.flops_per_s * compute)
-    busy = _corner(_corner(memory, blocks, curve.p), math, curve.p)
+    busy = _corner(memory, blocks, curve.p)
+    if np.any(flops):
+        busy = _corner(busy, _floats(flops) / (chip.flops_per_s * compute), curve.p)
     split = np.clip(_floats(mean_context) / 128.0 - 1.0, 0.0, 1.0)
     time = curve.fixed_s + curve.combine_s * split + busy
     return _floats(np.where(count > 0, time, 0.0))

@@ -67,10 +67,12 @@ def fit_residual(
 def _position(
     knots: tuple[float, ...], value: ArrayLike
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.intp]], Floats]:
-    edges = np.asarray(knots)
-    at = np.clip(np.log2(np.maximum(np.asarray(value, np.float64), 1e-12)), edges[0], edges[-1])
-    index = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
-    share: Floats = (at - edges[index]) / (edges[index + 1] - edges[index])
+    """Which knot lies before, and how far it is to the next; knots lie evenly (`_knots`), so none is looked for."""
+    last = len(knots) - 1
+    at = np.log2(np.maximum(np.asarray(value, np.float64), 1e-12))
+    at = np.clip((at - knots[0]) * (last / (knots[-1] - knots[0])), 0.0, float(last))
+    index = np.minimum(at.astype(np.intp), last - 1)
+    share: Floats = at - index
     return index, share
 
 
