@@ -31,8 +31,12 @@ OWN = {
 """Pages that do not lie where the book has them."""
 DECISIONS = "decisions/index.md"
 GENERATED = {
-    "Reference": ("reference/spec.md", "commands/index.md", "reference/values.md"),
-    "For researchers": (DECISIONS,),
+    "Reference": {
+        "reference/spec.md": "Spec reference",
+        "commands/index.md": "Command reference",
+        "reference/values.md": "Values in JSON",
+    },
+    "For researchers": {DECISIONS: "Decisions"},
 }
 """Room of the cover, to pages in it that nobody wrote."""
 BARE = re.compile(r"(?<![\w/`\[.])(?<!\]\()docs/([\w-]+)\.md(?![\w`\]])")
@@ -66,13 +70,13 @@ def is_outside(target: str) -> bool:
     return bool(re.match(r"[a-z]+:", target))
 
 
-def rooms(cover: str) -> Iterator[tuple[str, list[str]]]:
-    """Headings of the cover, each with the pages that its list links to first, as the book has them."""
+def rooms(cover: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Headings of the cover, each with the pages that its list links to first, and what they are called there."""
     for part in re.split(r"^## ", cover, flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
-        firsts = re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", body, flags=re.MULTILINE)
-        pages = [place_of(resolved(COVER, first)) for first in firsts]
-        yield title, [*pages, *GENERATED.get(title, ())]
+        firsts = re.findall(r"^- \[([^\]]+)\]\(([^)#]+)\)", body, flags=re.MULTILINE)
+        pages = {place_of(resolved(COVER, target)): name for name, target in firsts}
+        yield title, pages | GENERATED.get(title, {})
 
 
 def assemble(into: Path) -> None:
@@ -139,7 +143,8 @@ def _pointing(text: str, page: str) -> str:
 def _contents(text_of_cover: str) -> str:
     parts = []
     for title, pages in rooms(text_of_cover):
-        lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```", ""]
+        entries = [f"{name} <{page}>" for page, name in pages.items()]
+        lines = ["```{toctree}", ":hidden:", f":caption: {title}", "", *entries, "```", ""]
         parts.append("\n".join(lines))
     return "\n" + "\n".join(parts)
 

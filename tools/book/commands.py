@@ -120,6 +120,8 @@ def _row(option: click.Option, context: click.Context) -> str:
 
 def _default(option: click.Option, context: click.Context) -> str:
     said = option.get_default(context, call=False)
+    if said is True:
+        return f"`{option.opts[0]}`"
     plain = isinstance(said, str | int | float) and said is not False and said != ""
     return f"`{said}`" if plain else ""
 

@@ -18,6 +18,7 @@ highlight_language = "none"
 # Output of commands and shortened YAML are no valid programs; all else is worth a failure.
 suppress_warnings = ["misc.highlighting_failure"]
 nitpicky = True
+smartquotes = False  # options begin with two hyphens
 
 html_theme = "furo"
 html_title = "Potluck"
