@@ -68,7 +68,8 @@ def test_more_layers_or_a_smaller_budget_never_give_more(both: tuple[StageRates,
         # From two stages on: a whole model on one node also has both tables to keep.
         assert (np.diff(rates.units[1:], axis=0) <= 0).all()
         assert rates.units.max() > 0
-        assert rates.units.min() == 0
+        # The small mixture is in time on every node, whatever part of the budget a stage has.
+        assert (rates.units.min() == 0) == (rates.model.name != "GPT-OSS-20B" or rates.phase == "decode")
 
 
 @pytest.mark.parametrize("name", ["Phi-4", "Llama-3-70B"])
