@@ -128,7 +128,9 @@ def upgraded(quick: bool) -> dict[str, float]:
 def upgrade(fleet: HostsFleet) -> None:
     said = ("--at", fleet.gateways[0].admin, "--key-file", str(fleet.folder / "admin.key"))
     command = [sys.executable, "-m", "potluck.cli.main", "upgrade", *said, "--ca", str(fleet.authority)]
-    subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"potluck upgrade: {done.stderr}")
 
 
 def spread(times: dict[str, Times]) -> dict[str, float]:

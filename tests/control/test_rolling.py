@@ -8,7 +8,8 @@ import click
 import pytest
 
 from potluck.cli.serving import upgrade
-from potluck.control.rolling import Turn, lacks, turns
+from potluck.control.rolling import Turn, due, lacks, turns
+from potluck.core.errors import PotluckError
 
 
 class Fleet:
@@ -26,7 +27,7 @@ class Fleet:
         self.asked: list[str] = []
         self.late = 0
         """Looks until a copy that was drained is replaced."""
-        self.stuck = False
+        self.stuck = self.busy = False
 
     def put(self, template: str, unit: str, index: int, url: str, uptime_s: float) -> None:
         row = {"replica": f"{unit}/{index}", "unit": unit, "template": template, "index": index}
@@ -46,6 +47,9 @@ class Fleet:
 
     def drain(self, replica: str) -> None:
         assert len(self.replicas) == len(self.engines), "only one copy at a time is away"
+        if not self.asked and not self.busy:
+            self.busy = True
+            raise PotluckError("the gateway does not answer")
         self.asked.append(replica)
         self.late = 3
 
@@ -64,6 +68,14 @@ def test_a_copy_that_does_not_come_back_ends_it(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(click.exceptions.Exit):
         upgrade._all(fleet, fleet.drain, 0.05)  # type: ignore[arg-type]
     assert len(fleet.asked) == 1, "the others are left as they are"
+
+
+def test_what_came_back_by_itself_is_not_replaced_again() -> None:
+    fleet = Fleet({"a": 3})
+    assert len(due(fleet.snapshot(), 60.0)) == 3
+    for place in range(2):
+        fleet.engines[f"http://a-1-{place}"]["uptime_s"] = 20.0
+    assert [turn.replicas[0] for turn in due(fleet.snapshot(), 60.0)] == ["a#0/0", "a#2/0"]
 
 
 def test_what_is_waited_for_is_named() -> None:

@@ -73,6 +73,7 @@ COMMANDS = {
     "drain": ("potluck.cli.serving.orders:drain", "Empty a replica and put a fresh one in its place."),
     "flip": ("potluck.cli.serving.orders:flip", "Give a replica another role, weights and requests kept."),
     "scale": ("potluck.cli.serving.orders:scale", "Have so many copies of a template in a region."),
+    "hosts": ("potluck.cli.serving.hosts:hosts", "What hosts have and how fast their network is: a pool."),
     "upgrade": (
         "potluck.cli.serving.upgrade:upgrade",
         "Replace all engines, one copy at a time, while they serve.",

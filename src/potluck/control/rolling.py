@@ -34,6 +34,15 @@ def turns(snapshot: Snapshot) -> tuple[Turn, ...]:
     )
 
 
+def due(snapshot: Snapshot, passed_s: float) -> tuple[Turn, ...]:
+    """Copies with an engine that was there before the upgrade began, so long ago. One that was lost meanwhile and
+    came back is a new one already."""
+    since = {str(each["url"]): float(each["uptime_s"]) for each in snapshot["engines"]}
+    return tuple(
+        turn for turn in turns(snapshot) if any(since.get(url, 0.0) >= passed_s for url in turn.urls)
+    )
+
+
 def lacks(snapshot: Snapshot, before: Snapshot, turn: Turn, passed_s: float) -> str:
     """What is still waited for, so long after a copy was asked to drain; empty when another is in its place."""
     left = {str(each["replica"]) for each in snapshot["replicas"]} & set(turn.replicas)

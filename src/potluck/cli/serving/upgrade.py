@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from potluck.api.tls import client_tls
 from potluck.cli.serving.doorstep import key_in
 from potluck.cli.serving.service import nothing, opened, state_option
-from potluck.core.errors import InputError
+from potluck.core.errors import InputError, PotluckError
 
 if TYPE_CHECKING:
     from potluck.control.gateway import GatewayClient
@@ -67,19 +67,44 @@ def upgrade(
 
 
 def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float) -> None:
-    from potluck.control.rolling import lacks, turns
+    """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
+    from potluck.control.rolling import due, lacks
 
-    first = client.snapshot()
-    todo = turns(first)
-    if not todo:
+    start_s, done = time.monotonic(), 0
+    if not due(client.snapshot(), 0.0):
         raise nothing("no replica serves; nothing was changed")
-    for place, turn in enumerate(todo):
-        before, began_s = client.snapshot(), time.monotonic()
-        drain(turn.replicas[0])
-        while problem := lacks(client.snapshot(), before, turn, time.monotonic() - began_s):
-            if time.monotonic() - began_s > within_s:
-                left = len(todo) - place - 1
-                raise nothing(f"{problem} after {within_s:g} s; {left} copies were left as they are")
-            time.sleep(LOOK_S)
+    while True:
+        before = _within(client.snapshot, within_s)
+        left = due(before, time.monotonic() - start_s)
+        if not left:
+            click.echo(f"{done} copies were replaced")
+            return
+        turn, began_s = left[0], time.monotonic()
+        problem = "it cannot be drained"
+        drained = False
+        while problem:
+            try:
+                if not drained:
+                    drain(turn.replicas[0])
+                    drained = True
+                problem = lacks(client.snapshot(), before, turn, time.monotonic() - began_s)
+            except PotluckError as error:
+                problem = str(error)
+            if problem and time.monotonic() - began_s > within_s:
+                raise nothing(f"{problem} after {within_s:g} s; {len(left) - 1} copies were left as they are")
+            time.sleep(LOOK_S if problem else 0.0)
+        done += 1
         took_s = time.monotonic() - began_s
-        click.echo(f"{place + 1} of {len(todo)}: {', '.join(turn.replicas)} replaced after {took_s:.1f} s")
+        click.echo(f"{', '.join(turn.replicas)} replaced after {took_s:.1f} s; {len(left) - 1} to go")
+
+
+def _within(ask: Callable[[], dict[str, Any]], within_s: float) -> dict[str, Any]:
+    """An answer, asked for again while there is none."""
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            return ask()
+        except PotluckError:
+            if time.monotonic() > until_s:
+                raise
+        time.sleep(LOOK_S)
