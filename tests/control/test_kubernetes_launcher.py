@@ -173,7 +173,7 @@ def test_a_cordoned_node_is_a_notice_and_a_watch_that_is_too_old_begins_anew(kub
 
 
 def test_the_example_is_valid_and_its_command_is_known() -> None:
-    text = (Path(__file__).parents[2] / "examples" / "kubernetes-up.yaml").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "examples" / "kubernetes" / "up.yaml").read_text("utf-8")
     manifests = list(yaml.safe_load_all(text))
     for each in manifests:
         kubernetes_validate.validate(each, "1.33", strict=True)

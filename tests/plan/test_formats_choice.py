@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from json import dumps
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.cli.serving.emulate import pretence
 from potluck.control.launch.command import EngineMaker, Weights
 from potluck.control.values import Make
+from potluck.core.codec import encode
 from potluck.core.errors import InputError
 from potluck.core.values.layout import single
+from potluck.core.values.likeness import Likeness
 from potluck.core.values.plan import Plan, plan_from_json, plan_to_json
 from potluck.core.values.precision import Format
 from potluck.plan.check.verify import verify
@@ -194,6 +198,18 @@ def test_engines_are_told_or_what_they_cannot_make_is_refused(
     command = EngineMaker(style, weights=weights).command(Make("m", single("1xL4", 1, 32), "east"), 1, 2)
     assert [word for word in words if word not in command] == []
     assert ("--quantization" in command) == ("--quantization" in words)
+
+
+def test_an_engine_that_acts_as_another_is_told_the_format() -> None:
+    said = Likeness("Llama-3.1-8B", single("1xL40S", 1, 32), weights="int8")
+    for text, weights in (
+        ("1xL40S:llama-3.1-8b@fp8:1", "fp8"),
+        ("1xL40S:llama-3.1-8b:1", "bf16"),
+        (dumps(encode(said)), "int8"),
+    ):
+        assert pretence(text).model.weights_are == weights
+    with pytest.raises(InputError, match="fp9"):
+        pretence("1xL40S:llama-3.1-8b@fp9:1")
 
 
 SPEC = """
