@@ -14,22 +14,22 @@ from potluck.plan.strategies import Workshop
 from potluck.rehearse.factors import restored, scaled
 from potluck.rehearse.loop import Rules, rehearse
 from potluck.rehearse.margins import SURE, TRIES, margined
-from potluck.rehearse.queueing import APART, Lane, _late, lanes_of, late
+from potluck.rehearse.queueing import APART, Queue, _late, late, queues_of
 
 PROBLEM = a_problem()
 ASK = PROBLEM.asks[0]
-LANE = Lane("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
+QUEUE = Queue("prefill", 1, 0.7, 0.1, 1.0, 0.0, 0.0, 0.3, 1.0)
 
 
 def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
     """M/M/1: P(wait > w) = u exp(-(1 - u) w / S), but for the fitted factor in the exponent."""
-    left_s = 0.9 * ASK.slo.ttft_s - LANE.own_s
-    assert _late(LANE, ASK, 1.0, 1.0) == pytest.approx(0.7 * exp(-APART * 0.3 * left_s / 0.1))
+    left_s = 0.9 * ASK.slo.ttft_s - QUEUE.own_s
+    assert _late(QUEUE, ASK, 1.0, 1.0) == pytest.approx(0.7 * exp(-APART * 0.3 * left_s / 0.1))
 
 
 @given(
     st.builds(
-        Lane,
+        Queue,
         st.sampled_from(["closed", "prefill", "decode"]),
         st.integers(1, 20),
         st.floats(0.01, 1.2),
@@ -43,20 +43,22 @@ def test_one_server_with_chance_service_is_the_textbook_queue() -> None:
     st.floats(0.0, 5.0),
     st.floats(1.0, 3.0),
 )
-def test_more_headroom_and_smoother_arrivals_never_make_more_late(lane: Lane, cv: float, more: float) -> None:
-    seen = _late(lane, ASK, cv, 1.0)
+def test_more_headroom_and_smoother_arrivals_never_make_more_late(
+    queue: Queue, cv: float, more: float
+) -> None:
+    seen = _late(queue, ASK, cv, 1.0)
     assert 0.0 <= seen <= 1.0
-    assert _late(lane, ASK, cv, more) <= seen + 1e-9
-    assert _late(lane, ASK, cv + 1.0, 1.0) >= seen - 1e-9
-    if lane.phase != "decode":
-        assert _late(replace(lane, servers=2 * lane.servers), ASK, cv, 1.0) <= seen + 1e-9
+    assert _late(queue, ASK, cv, more) <= seen + 1e-9
+    assert _late(queue, ASK, cv + 1.0, 1.0) >= seen - 1e-9
+    if queue.phase != "decode":
+        assert _late(replace(queue, servers=2 * queue.servers), ASK, cv, 1.0) <= seen + 1e-9
 
 
-def test_lanes_are_as_busy_as_planned_and_carry_all_requests() -> None:
+def test_queues_are_as_busy_as_planned_and_carry_all_requests() -> None:
     plan = melange(Workshop(PROBLEM), SETTINGS).plan
-    lanes = list(lanes_of(PROBLEM, plan, ASK))
-    assert sum(lane.share for lane in lanes) == pytest.approx(1.0)
-    assert all(0 < lane.busy <= PROBLEM.headroom + 1e-6 for lane in lanes)
+    queues = list(queues_of(PROBLEM, plan, ASK))
+    assert sum(queue.share for queue in queues) == pytest.approx(1.0)
+    assert all(0 < queue.busy <= PROBLEM.headroom + 1e-6 for queue in queues)
 
 
 def test_bursts_ask_for_margins_until_few_enough_are_expected_late() -> None:

@@ -188,7 +188,10 @@ class _Search:
         """Run a plan, unless the very same was run before."""
         number, plan = len(self.steps) + 1, restored(outcome.plan, self.workshop.problem, factors)
         parts = _parts(plan, self.brackets)
-        if not all(key in self.seen for key in parts.values()):
+        known = [self.seen[key] for key in parts.values() if key in self.seen]
+        # Where any plan that holds will do, one with a part that is known to miss need not be run.
+        hopeless = self.rules.first and not all(each.holds for each in known)
+        if len(known) < len(parts) and not hopeless:
             runs = range(self.rules.runs)
             named = partial(self._named, f"round {number}:")
             shown = evidence_of(self.trial, plan, runs, named, self.far)
@@ -240,6 +243,8 @@ class _Search:
             if step.short and not holds:
                 continue  # it asked for more than there is; it asks again when others have given some up
             at = step.factors[model]
+            if self.rules.first and holds:
+                continue  # the first that will do: nobody gives headroom back before all hold
             self.brackets[model] = told(bracket, at, cost[model], holds, self.rules.tolerance)
             if holds and self.brackets[model].held == at and self._better(model, step):
                 self.held_in[model] = step

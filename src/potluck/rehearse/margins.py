@@ -1,7 +1,7 @@
 """Headroom before anything is tried: how much more demand to plan for so that chance makes few enough late.
 
-The plan for the demand as it is says which lanes there are; queueing says how busy they may be for what was promised
-(`queueing.late`); the plan for so much more demand has other lanes, so both are done again, a few times.
+The plan for the demand as it is says which queues there are; theory says how busy they may be for what was promised
+(`queueing.late`); the plan for so much more demand has other queues, so both are done again, a few times.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def margined(
 
 
 def asked(problem: Problem, plan: Plan, cv: float) -> dict[str, float]:
-    """By how much each model's lanes should be less busy; 1 where they are idle enough."""
+    """By how much each model's replicas should be less busy; 1 where they are idle enough."""
     allowed = {ask.name: SURE * (1.0 - ask.slo.attainment) for ask in problem.asks}
     found = dict.fromkeys(late(problem, plan, cv), 1.0)
     waiting = set(found)

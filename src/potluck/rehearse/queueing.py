@@ -1,8 +1,8 @@
 """What share of a plan's requests will be late by chance, from queueing alone: a guess before anything is simulated.
 
-A lane is what one deployment does in one phase: n copies of r replicas, busy a share u of the time. Arrivals have
-gaps with a coefficient of variation c, and work per request varies with its length, by v (squared coefficient of
-variation). Requests are late that find
+A queue is before what one deployment does in one phase: n copies of r replicas, busy a share u of the time. Gaps
+between arrivals have a coefficient of variation c, and work per request varies with its length, by v (squared
+coefficient of variation). Requests are late that find
 
     answers   no room: N places of which a = u N are taken on average. With peakedness z = 1 + (c^2 - 1) / 2 these are
               1 / (1 + b F(b) / f(b)),  b = (1 - u) sqrt(N / z)      (Halfin and Whitt; F, f: the normal law)
@@ -38,8 +38,8 @@ PHASES: tuple[Phase, ...] = ("closed", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """What one deployment does in one phase for one model."""
+class Queue:
+    """What requests of one model wait for: one deployment, in one phase."""
 
     phase: Phase
     servers: int
@@ -61,17 +61,17 @@ class Lane:
 def late(
     problem: Problem, plan: Plan, cv: float = 1.0, headroom: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Model to the share of its requests that is expected to be late. `headroom` divides how busy lanes are."""
+    """Model to the share of its requests that is expected to be late. `headroom` divides how busy they are."""
     found = {}
     for ask in problem.asks:
         if ask.rate_per_s > 0:
             less = (headroom or {}).get(ask.name, 1.0)
-            lanes = tuple(lanes_of(problem, plan, ask))
-            found[ask.name] = min(1.0, sum(lane.share * _late(lane, ask, cv, less) for lane in lanes))
+            queues = tuple(queues_of(problem, plan, ask))
+            found[ask.name] = min(1.0, sum(queue.share * _late(queue, ask, cv, less) for queue in queues))
     return found
 
 
-def lanes_of(problem: Problem, plan: Plan, ask: Ask) -> Iterator[Lane]:
+def queues_of(problem: Problem, plan: Plan, ask: Ask) -> Iterator[Queue]:
     demands = {demand.bucket: demand for demand in ask.demands}
     for deployment in plan.deployments:
         template = plan.template(deployment.template)
@@ -92,7 +92,7 @@ def lanes_of(problem: Problem, plan: Plan, ask: Ask) -> Iterator[Lane]:
             )
             own_s = sum(each * capacity[bucket].ttft_s for bucket, each in shares.items()) / rate
             replicas = len(template.replicas)
-            yield Lane(
+            yield Queue(
                 phase,
                 deployment.count * replicas,
                 rate * mean_s / deployment.count,
@@ -122,25 +122,25 @@ def _rate(capacity: BucketCapacity, phase: str) -> float:
     return capacity.prefill_per_s if phase == "prefill" else capacity.decode_per_s
 
 
-def _late(lane: Lane, ask: Ask, cv: float, headroom: float) -> float:
-    busy, ttft_s = min(lane.busy / headroom, MOST_BUSY), ask.slo.ttft_s
+def _late(queue: Queue, ask: Ask, cv: float, headroom: float) -> float:
+    busy, ttft_s = min(queue.busy / headroom, MOST_BUSY), ask.slo.ttft_s
     kept = 1.0
-    if lane.phase != "prefill" and lane.answers > 0:
+    if queue.phase != "prefill" and queue.answers > 0:
         peaked = 1.0 + max(0.0, cv * cv - 1.0) / 2.0
-        room = max(lane.answers / busy, 1.0)
-        left_s = max(ttft_s - lane.own_s, LEAST_LEFT * ttft_s)
-        waits = exp(-max(0.0, room - lane.answers) * left_s / (peaked * lane.answer_s))
+        room = max(queue.answers / busy, 1.0)
+        left_s = max(ttft_s - queue.own_s, LEAST_LEFT * ttft_s)
+        waits = exp(-max(0.0, room - queue.answers) * left_s / (peaked * queue.answer_s))
         kept *= 1.0 - _no_room(room, busy, peaked) * waits
-    if lane.phase != "decode":
-        apart = lane.phase == "prefill"
-        left_s = max(ttft_s * (1.0 - HANDOVER_SHARE * apart) - lane.own_s, LEAST_LEFT * ttft_s)
-        vary = max((cv * cv + lane.spread) / 2.0, 1e-3)
-        service_s = lane.service_s
-        if not apart and lane.own_s < service_s:
-            service_s, busy = lane.own_s, busy * lane.own_s / service_s
-        queue = busy ** (sqrt(2.0 * (lane.servers + 1)) - 1.0)
-        rate = (APART if apart else BESIDE) * lane.servers * (1.0 - busy) / (service_s * vary)
-        kept *= 1.0 - queue * exp(-rate * left_s)
+    if queue.phase != "decode":
+        apart = queue.phase == "prefill"
+        left_s = max(ttft_s * (1.0 - HANDOVER_SHARE * apart) - queue.own_s, LEAST_LEFT * ttft_s)
+        vary = max((cv * cv + queue.spread) / 2.0, 1e-3)
+        service_s = queue.service_s
+        if not apart and queue.own_s < service_s:
+            service_s, busy = queue.own_s, busy * queue.own_s / service_s
+        waits = busy ** (sqrt(2.0 * (queue.servers + 1)) - 1.0)
+        rate = (APART if apart else BESIDE) * queue.servers * (1.0 - busy) / (service_s * vary)
+        kept *= 1.0 - waits * exp(-rate * left_s)
     return 1.0 - kept
 
 

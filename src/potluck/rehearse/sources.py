@@ -24,8 +24,8 @@ LEAST_SPAN_S = 300.0
 """Of a run: several times as long as the longest answers take, so that batches fill up."""
 PER_MODEL, MOST_REQUESTS = 2_000, 40_000
 
-SHORT_REQUESTS, SHORT_LEAST, SHORT_MOST = 1_500, 150, 6_000
-"""Of a run of a short rehearsal: usually, of the model with the fewest, and at most."""
+SHORT_REQUESTS, SHORT_LEAST, SHORT_LATE, SHORT_MOST = 1_500, 150, 12, 6_000
+"""Of a run of a short rehearsal: usually, of every model, of every model that may be late, and at most."""
 
 Source = Callable[[int], Workload]
 
@@ -51,11 +51,20 @@ def enough(traffic: Sequence[Traffic]) -> int:
     return round(min(max(PER_MODEL * len(rates), for_all, for_long), MOST_REQUESTS))
 
 
-def few(traffic: Sequence[Traffic]) -> int:
-    """Requests of a run that tells, in seconds, whether a plan misses by much: some of every model."""
-    rates = [each.rate_per_s for each in traffic if each.rate_per_s > 0]
-    for_all = SHORT_LEAST * sum(rates) / min(rates, default=1.0)
-    return round(min(max(SHORT_REQUESTS, for_all), SHORT_MOST))
+def few(traffic: Sequence[Traffic], promised: Mapping[str, float]) -> int:
+    """Requests of a run that tells, in seconds, whether a plan misses by much: some of every model.
+
+    The more is promised, the more it takes to see it kept: `promised` has the share that must be in time.
+    """
+    asked = [each for each in traffic if each.rate_per_s > 0]
+    rate = sum(each.rate_per_s for each in asked)
+    for_all = [short_of(promised.get(each.model, 0.0)) * rate / each.rate_per_s for each in asked]
+    return round(min(max([SHORT_REQUESTS, *for_all]), SHORT_MOST))
+
+
+def short_of(promised: float) -> float:
+    """Requests of one model in a short run."""
+    return max(SHORT_LEAST, SHORT_LATE / max(1.0 - promised, 1e-3))
 
 
 def recorded(

@@ -28,8 +28,8 @@ MOST_LINES = 6
 SEED_STRIDE = 10_000_000
 """Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
 RUNS, SHORT_RUNS = 5, 3
-SHORT_S, SHORT_ROUNDS = 12.0, 4
-"""CPU-seconds after which a short rehearsal begins no further round, and how many it begins at most."""
+SHORT_S, SHORT_PLAN_S, SHORT_ROUNDS = 14.0, 5.0, 6
+"""CPU-seconds after which a short rehearsal begins no further round; those that each plan takes at most; rounds."""
 Said = Callable[[str], None]
 Far = Callable[[int, int], None]
 
@@ -121,10 +121,10 @@ def rehearsed(
         rules = Rules(runs=runs, verdict_runs=runs if recorded else 2 * runs)
         known = [(plain, outcome)]
         return rehearse(workshop, planner, settings, trial, rules, workshop.said, far=far, known=known)
-    short = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_S))
+    began_s = time.process_time()
+    short = replace(settings, time_limit_s=min(settings.time_limit_s, SHORT_PLAN_S))
     more = margined(workshop, outcome, planner, short, 1.0 if asked.cv is None else asked.cv)
     known = [(more.factors, more.outcome), (plain, outcome)]
-    began_s = time.process_time()
     rules = Rules(runs=runs, most_rounds=SHORT_ROUNDS, first=True)
     return rehearse(
         workshop,
@@ -198,22 +198,23 @@ def _source(spec: Spec, asked: Asked, seed: int) -> tuple[Source, bool]:
     """The spec's own traces where it has some with times; everything else is made up. And whether it has."""
     from potluck.cli.common.workloads import Asked as Wanted
     from potluck.cli.common.workloads import of_trace
-    from potluck.rehearse.sources import few, made_up, recorded
+    from potluck.rehearse.sources import few, made_up, recorded, short_of
     from potluck.spec.traces import load_trace
 
     traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
-    count = asked.requests or (None if asked.rehearse else few(traffic))
+    promised = {model.name: model.slo.attainment for model in spec.models}
+    count = asked.requests or (None if asked.rehearse else few(traffic, promised))
     traces = {}
     for model in spec.models:
         trace = None if model.trace is None else load_trace(model.trace, blocks=True)
         if trace is not None and trace.span_s > 0 and asked.cv is None and model.traffic.rate_per_s > 0:
             traces[model.name] = of_trace(trace, model.name, Wanted())
-    if traces:
-        try:
-            return recorded(traces, traffic, asked.of_runs, most=count), True
-        except InputError:
-            if asked.rehearse:
-                raise  # a short one does with made-up arrivals where a trace has too few
+    # A short rehearsal does with made-up arrivals where a trace has too few: in a few requests nothing is seen.
+    pieces = 2 * asked.of_runs
+    if traces and (
+        asked.rehearse or all(len(made) >= pieces * short_of(promised[name]) for name, made in traces.items())
+    ):
+        return recorded(traces, traffic, asked.of_runs, most=count), True
     made = made_up(traffic, 1.0 if asked.cv is None else asked.cv, count)
     return (lambda run: made(run + SEED_STRIDE * seed)), False
 
