@@ -204,10 +204,15 @@ def pages() -> dict[str, str]:
     for kind in sections():
         name = kind.__name__
         lines = [f"({anchor(name)})=", f"## {words()[name]['at']}", "", inspect.getdoc(kind) or "", ""]
-        lines += ["| field | what it is | written as | default |", "|---|---|---|---|"]
+        lines += ["| field | what it is |", "|---|---|"]
         for row in rows(kind):
             also = f"<br>also {', '.join(f'`{other}`' for other in row.others)}" if row.others else ""
-            cells = (f"`{row.name}`{also}", f"{row.says}<br>`{shown(row.example)}`", row.kind, row.default)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            default = (
+                "; needed" if row.default == "needed" else f"; default {row.default}" if row.default else ""
+            )
+            told = f"{row.says}<br>*{row.kind}{default}*<br>`{shown(row.example)}`"
+            lines.append(
+                "| " + " | ".join(each.replace("|", "\\|") for each in (f"`{row.name}`{also}", told)) + " |"
+            )
         parts.append("\n".join(lines) + "\n")
     return {"reference/spec.md": "\n".join(parts)}

@@ -40,7 +40,7 @@ def as_directive(page: str) -> str:
     for room in rooms:
         lines = [room.splitlines()[0], "", "```{glossary}"]
         for entry in entries(room):
-            lines += [*entry.words, f"  : {entry.meaning}", ""]
+            lines += [*entry.words, f"  {entry.meaning}", ""]
         parts.append("\n".join([*lines, "```", ""]))
     return "\n".join(parts)
 
@@ -90,7 +90,6 @@ ALONE = (
         "controller",
         "Brain",
         "route",
-        "pace",
         "recast",
         "roster",
         "standby",
