@@ -22,7 +22,7 @@ from potluck.control.values import Make
 from potluck.core.errors import CapacityError
 from potluck.core.values.layout import Layout, Stage, StageNode, single
 
-WITHIN_S = 120.0
+WITHIN_S = 300.0
 SPELLINGS = {f"1x{name}": Spelling(1, (name,)) for name in ("L4", "A10", "L40S", "H100-SXM")}
 ENGINE = """
 import http.server, sys
@@ -115,6 +115,10 @@ def test_an_engine_is_on_the_node_that_has_its_gpu_and_is_found_again(
     assert come_to(successor, {"L4": places["L4"]}, "dead").problem == "was asked to end"
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{url}/health", timeout=5)
+    # So does whoever only came to end them.
+    third = made()
+    third.stop("L40S", places["L40S"])
+    assert come_to(third, {"L40S": places["L40S"]}, "dead").problem == "was asked to end"
 
 
 def test_a_pipeline_has_all_of_its_nodes_and_is_given_up_when_one_falls_silent(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.cli.main import run
 from potluck.control.cluster import ClusterMarket, ClusterNode, Spelling, quotes_of
 from potluck.control.launch.ray.nodes import ask_of, cluster_nodes, must_name_regions
 from potluck.control.market import Market, Quote
@@ -113,3 +116,12 @@ def test_several_regions_need_nodes_that_say_theirs() -> None:
     must_name_regions([node("a", {"L4": 1.0})], {"east"})
     with pytest.raises(InputError, match="ray start --labels=region=NAME"):
         must_name_regions([node("a", {"L4": 1.0})], {"east", "west"})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is here")
+def test_without_ray_it_is_said_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["up", "--on", "ray", "--engine", "pretended", "--state", str(tmp_path)]) == 2
+    assert "--on: ray: needs Ray; install potluck[ray]" in capsys.readouterr().err
+    assert run(["up", "--on", "kubernetes", "--cluster", "/no/file", "--state", str(tmp_path)]) == 2
+    assert "--cluster: /no/file cannot be read; name a kubeconfig, or a URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()), "nothing was begun"

@@ -70,6 +70,11 @@ def stop_all(store: Store, why: str, within_s: float = DRAIN_S, launcher: Launch
     return len(left) + elsewhere
 
 
+def _dead(launcher: Launcher, places: dict[str, Place]) -> set[str]:
+    """Those that are known to be; one that nothing is heard of may still be there."""
+    return {each.name for each in launcher.look(places) if each.state == "dead"}
+
+
 def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
     """A launcher's engines are asked to end, and made to; how many had to be."""
     for name, place in places.items():
@@ -77,7 +82,7 @@ def _ended(launcher: Launcher, places: dict[str, Place]) -> int:
     made = 0
     for within_s in (ENGINES_S, INSIST_S):
         until_s = time.monotonic() + within_s
-        while left := [each.name for each in launcher.look(places) if each.state != "dead"]:
+        while left := sorted(places.keys() - _dead(launcher, places)):
             if time.monotonic() > until_s:
                 break
             time.sleep(0.2)

@@ -112,16 +112,18 @@ class Crew:
     def ask(self) -> list[Any]:
         """Ask all who owe no answer; what is awaited."""
         for member in self.members:
-            if member.gone or member.asked is not None:
-                continue
-            if member.handle is None:
-                try:
-                    member.handle = self._ray.get_actor(member.name, self._space)
-                except ValueError:
-                    member.gone = "is not there any more"
-                    continue
-            member.asked = member.handle.report.remote(member.said["log_at"])
+            if member.asked is None and self._found(member):
+                member.asked = member.handle.report.remote(member.said["log_at"])
         return [member.asked for member in self.members if member.asked is not None]
+
+    def _found(self, member: Member) -> bool:
+        """Whether it can be asked: one that another controller started is looked up by its name."""
+        if member.handle is None and not member.gone:
+            try:
+                member.handle = self._ray.get_actor(member.name, self._space)
+            except ValueError:
+                member.gone = "is not there any more"
+        return not member.gone
 
     def hear(self, ready: set[Any], now_s: float) -> bytes:
         """Take the answers that have come; what was written since the last."""
@@ -142,7 +144,7 @@ class Crew:
 
     def tell(self, member: Member, method: str, *values: object) -> None:
         """Ask for something without waiting for it."""
-        if member.handle is not None and not member.gone:
+        if self._found(member):
             getattr(member.handle, method).remote(*values)
 
     def end(self) -> None:

@@ -175,14 +175,19 @@ class RayLauncher:
     def look(self, places: dict[str, Place]) -> tuple[Sighting, ...]:
         now_s = self._clock()
         for name, place in places.items():
-            if name not in self._crews and place.get("ray") == self._space:
-                count = int(str(place.get("workers", 0)))
-                self._crews[name] = Crew(self._ray, self._space, name, count, now_s)
+            self._crew(name, place)
         self._hear(places, now_s)
         self._look_at_nodes(now_s)
         found = tuple(self._seen(name, place, now_s) for name, place in places.items())
         self._sweep(places, now_s)
         return found
+
+    def _crew(self, name: str, place: Place) -> Crew | None:
+        """An engine's actors, also where another controller started them."""
+        if name not in self._crews and place.get("ray") == self._space:
+            count = int(str(place.get("workers", 0)))
+            self._crews[name] = Crew(self._ray, self._space, name, count, self._clock())
+        return self._crews.get(name)
 
     def _hear(self, places: Mapping[str, Place], now_s: float) -> None:
         crews = [crew for name, crew in self._crews.items() if name in places]
@@ -223,7 +228,7 @@ class RayLauncher:
 
     def _problem(self, crew: Crew, now_s: float) -> str:
         """Why an engine is dead; empty where it is not."""
-        if crew.stopped_s is not None and crew.lead.heard_s is None:
+        if crew.stopped_s is not None and crew.lead.heard_s is None and now_s - crew.stopped_s > self._lost_s:
             return "was asked to end before it began"
         for member in crew.members:
             if member.gone:
@@ -277,13 +282,13 @@ class RayLauncher:
     # Ending.
 
     def stop(self, name: str, place: Place) -> None:
-        crew = self._crews.get(name)
+        crew = self._crew(name, place)
         if crew is not None and crew.stopped_s is None:
             crew.stopped_s = self._clock()
             crew.tell(crew.lead, "stop")
 
     def kill(self, name: str, place: Place) -> None:
-        crew = self._crews.get(name)
+        crew = self._crew(name, place)
         if crew is not None:
             crew.tell(crew.lead, "stop", True)
 
