@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,14 +13,17 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from book import sample
 from book.assemble import ROOT
 from book.text import blocks
 
+from potluck.cli.main import run
 from potluck.control.ending import stop_all
 from potluck.control.store.store import Store
 from potluck.core.values.plan import Plan, plan_from_json
@@ -92,11 +96,20 @@ class Reader:
         with urllib.request.urlopen(asked, timeout=WITHIN_S) as answer:
             return str(json.load(answer)["choices"][0]["message"]["content"])
 
+    def status(self) -> dict[str, Any]:
+        """Asked for often, so in this process."""
+        (state,) = (path.parent for path in self.home.rglob("state.db"))
+        with redirect_stdout(io.StringIO()) as printed:
+            assert run(["status", "--json", "--state", str(state)]) == 0
+        found = json.loads(printed.getvalue())
+        assert isinstance(found, dict)
+        return found
+
     def fleet(self) -> list[str]:
         """Replicas that serve, once nothing is missing and nothing is too much."""
         until_s = time.monotonic() + WITHIN_S
         while True:
-            found = json.loads(self.run("potluck status --json"))
+            found = self.status()
             if not found["lacking"] and {each["state"] for each in found["replicas"]} == {"ready"}:
                 return sorted(each["replica"] for each in found["replicas"])
             assert time.monotonic() < until_s, found
@@ -139,7 +152,7 @@ def test_the_tutorial_can_be_followed(reader: Reader) -> None:
             said[command] = reader.run(command)
     assert "potluck.yaml is valid" in said["potluck check potluck.yaml"]
     printed = said[" ".join(("potluck", *sample.COMMAND))]
-    assert sample.shape(printed) == sample.shape(sample.in_page()), "run: python -m book.sample"
+    assert sample.heads(printed) == sample.heads(sample.in_page()), "run: python -m book.sample"
     _must_be_as_told((reader.home / "plan.json").read_text())
     assert [("L40S" in name, "L4 " in name) for name in before] == [(True, False)], "it begins with the L40S"
     assert after, "something serves at the end"

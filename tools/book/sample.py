@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from book.text import blocks
@@ -32,11 +33,10 @@ def in_page() -> str:
     return next(block.text for block in blocks(PAGE.read_text("utf-8")) if block.language == "text")
 
 
-def shape(output: str) -> list[str]:
-    """The output without what differs from run to run: how a search went, widths, figures."""
-    lines = [line for line in output.splitlines() if not line.startswith("search in")]
-    masked = (re.sub(r"\d[\d.,]*", "#", re.sub(r"[─ ]+", " ", line)).strip() for line in lines)
-    return [line for line in masked if line]
+def heads(output: str) -> list[list[str]]:
+    """The columns of each table that was printed."""
+    found = [above for above, below in pairwise(output.splitlines()) if below.startswith("───")]
+    return [re.split(r"\s{2,}", line.strip()) for line in found]
 
 
 def main() -> None:
