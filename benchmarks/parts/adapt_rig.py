@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from potluck.control.ending import owner_of, stop_all
+from potluck.control.ending import owner_of, pid_of, stop_all
 from potluck.control.gateway import GatewayClient
-from potluck.control.launch.local import NAME_MARK, OWNER_MARK
-from potluck.control.launch.process import Pid, marked
+from potluck.control.launch.local import engines_of
+from potluck.control.launch.process import Pid
 from potluck.control.store.store import Happening, Store
 from potluck.core.errors import PotluckError
 from potluck.core.values.types import Slo
@@ -226,12 +226,9 @@ class Rig:
     # Processes.
 
     def engines(self) -> list[tuple[Pid, str]]:
-        """Those that run and carry this service's mark, each with its name."""
-        return [
-            (pid, marks[NAME_MARK])
-            for pid, marks in marked(OWNER_MARK, owner_of(self.store))
-            if NAME_MARK in marks
-        ]
+        """Those that run and carry this service's mark, each with its name; one that nobody wrote down has none."""
+        names = {pid_of(place): name for name, place in self.store.places().items()}
+        return [(pid, names.get(pid, f"process {pid.number}")) for pid in engines_of(owner_of(self.store))]
 
     def again(self) -> None:
         """Start the controller again over the same state."""

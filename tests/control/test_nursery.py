@@ -17,7 +17,7 @@ WITHIN_S = 60.0
 TINY = """
 import threading, time
 from potluck.cli.serving import nursery
-nursery.load = lambda: {load}
+nursery.load = lambda style: {load}
 nursery.main()
 """
 

@@ -66,6 +66,7 @@ COMMANDS = {
         "A paper's experiments, its figures beside ours.",
     ),
     "up": ("potluck.cli.serving.up:up", "Plan, start and look after a whole service on this machine."),
+    "demo": ("potluck.cli.demo.command:demo", "Two minutes of a service's life, told on its page; no GPU."),
     "status": ("potluck.cli.serving.operators:status", "What a running service is doing, and what it lacks."),
     "top": ("potluck.cli.serving.top:top", "The same, live: rates, latencies, replicas, links, dollars."),
     "logs": ("potluck.cli.serving.operators:logs", "What engines, gateway and controller wrote."),

@@ -61,9 +61,16 @@ class GatewayClient:
     def drain(self, replica: str) -> dict[str, Any]:
         return self._ask("POST", "/drain", {"replica": replica})
 
-    def note(self, what: str, why: str) -> None:
+    def note(self, what: str, why: str, kind: str = "note") -> None:
         """A line in its log of decisions."""
-        self._ask("POST", "/note", {"what": what, "why": why})
+        self._ask("POST", "/note", {"what": what, "why": why, "kind": kind})
+
+    def kill(self, replica: str) -> dict[str, Any]:
+        return self._ask("POST", "/kill", {"replica": replica})
+
+    def history(self) -> dict[str, Any]:
+        """The last hour's figures and decisions."""
+        return self._ask("GET", "/history")
 
     def flip(self, replica: str, role: str) -> dict[str, Any]:
         return self._ask("POST", "/flip", {"replica": replica, "role": role})

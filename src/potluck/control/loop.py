@@ -107,6 +107,7 @@ class Controller:
             self._tell_plan(wanted)
             self._kill(frozenset(wanted.get("kill", ())))
         instances = self._seen()
+        self._let_go(instances, frozenset(wanted.get("leave", ())))
         self._heed_notices(instances, wanted)
         self._learn_of(wanted)
         wants = wants_of(wanted, self._templates)
@@ -216,6 +217,15 @@ class Controller:
             kill = self._launcher.kill if isinstance(self._launcher, Killer) else self._launcher.stop
             kill(each.name, place)
             self._note_once(f"kill {each.name}", "kill", f"{each.replica} by hand")
+
+    def _let_go(self, instances: tuple[Instance, ...], urls: frozenset[str]) -> None:
+        """Somebody had these engines' replicas drained: they are not used again, and fresh ones come."""
+        going = {each.name for each in instances if each.url in urls and each.state != "dead"}
+        new = going - leaving(self._store)
+        if new:
+            leave(self._store, new)
+            for name in sorted(new):
+                self._note("drain", name, "its replica was drained by hand")
 
     def _one(self, name: str) -> Instance | None:
         return next((each for each in self._store.instances() if each.name == name), None)

@@ -45,6 +45,8 @@ GATEWAY_S = 90.0
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8000
 GATEWAY_MARK = "POTLUCK_GATEWAY"
+FORKED = ("emulated", "pretended")
+"""Styles of engines that share what they loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class StandSettings:
     """Who starts engines elsewhere; None: they are processes of this machine."""
     host: str = LOOPBACK
     """Where the gateway listens."""
+    why: str = "potluck up"
+    """The reason for the plan that is begun with."""
 
 
 class Stand:
@@ -141,7 +145,8 @@ class Stand:
             if living(place)
         )
         more = 0 if living(self.store.get("gateway")) else GATEWAY_BYTES
-        must_have_room("forked" if self._nursery is not None else style, planned - there, more_bytes=more)
+        forked = self._nursery is not None and style == "emulated"
+        must_have_room("forked" if forked else style, planned - there, more_bytes=more)
 
     def _chosen(self, plan: Plan) -> Plan:
         """The plan that was made, unless a gateway serves one for this spec, or one that somebody made by hand."""
@@ -158,7 +163,7 @@ class Stand:
                 time.time(), "plan", f"version {newest.version}, made by hand, goes", "potluck up"
             )
         if newest is None or newest.plan != plan:
-            self.store.add_plan(plan, time.time(), "potluck up")
+            self.store.add_plan(plan, time.time(), self._settings.why)
         return plan
 
     # The gateway.
@@ -207,6 +212,7 @@ class Stand:
             *("--history", str(self._history()), "--usage", str(self.folder / USAGE_FILE)),
             *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
             *(f"--profile={path}" for path in settings.profiles),
+            f"--why={settings.why if newest is None else newest.reason}",
             *settings.gateway,
         ]
         log = self.folder / "logs" / "gateway.log"
@@ -279,11 +285,13 @@ class Stand:
         self.store.close()
 
 
-def nursery_of(folder: Path) -> Nursery | None:
-    """One for the engines of this state; None where it cannot be."""
+def nursery_of(folder: Path, style: str) -> Nursery | None:
+    """One for the engines of this state; None where it cannot be, or they are of a style that is not forked."""
+    if style not in FORKED:
+        return None
     marks = {OWNER_MARK: str((folder / "state.db").resolve()), FORK_MARK: "1"}
     try:
-        return Nursery(marks, folder / "logs" / "nursery.log")
+        return Nursery(marks, folder / "logs" / "nursery.log", style=style)
     except OSError:
         return None
 

@@ -206,7 +206,9 @@ async def serve(
     allow_open_files()
     outgoing = calls_of(settings)
     memory = None if post is None else Memory(post.home)
-    center = Center(scene, policy, outgoing, roster=settings.engines, log=settings.log, memory=memory)
+    center = Center(
+        scene, policy, outgoing, roster=settings.engines, log=settings.log, memory=memory, why=settings.why
+    )
     operators = Operators(center, settings)
     entries = () if center.roster is None else center.roster.entries
     notes = notes_of(scene, settings.files, entries, settings.pretended)

@@ -49,6 +49,8 @@ class Settings:
     """What engines ask for that a controller tells."""
     secret: bytes = field(default_factory=lambda: token_bytes(32), repr=False)
     """From which tenants' salts are made: the same in all workers."""
+    why: str = ""
+    """The reason for the plan that it begins with."""
     drain_s: float = 30.0
     """How long open requests may take when it ends."""
     gateways: int = 1

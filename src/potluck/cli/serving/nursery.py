@@ -1,4 +1,4 @@
-"""A process that loads the engine once and forks engines from itself: `python -m potluck.cli.serving.nursery`.
+"""A process that loads the engine once and forks engines from itself: `python -m potluck.cli.serving.nursery STYLE`.
 
 Whoever started it writes lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and reads one for each:
 {"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded. It ends when its input does;
@@ -30,13 +30,26 @@ MODULES = (
     "potluck.perf.timers.roofline",
 )
 """What an engine imports when it starts, beside what is used here."""
+PRETENDED = (
+    "potluck.cli.serving.engine",
+    "potluck.cli.serving.emulate",
+    "potluck.catalog.models",
+    "potluck.catalog.nodes",
+    "potluck.engine.pretend.engine",
+    "potluck.engine.serve",
+    "potluck.perf.throughput",
+)
+"""The same for one that pretends: no torch, nothing that computes."""
 
 ENGINE_TITLE = "potluck-engine"
 """What the system calls an engine that was forked; the nursery itself keeps the interpreter's name."""
 
 
-def load() -> None:
+def load(style: str = "emulated") -> None:
     """Everything that an engine of the shipped model needs, its machine code too."""
+    if style == "pretended":
+        load_pretended()
+        return
     import torch
 
     torch.set_num_threads(1)
@@ -67,6 +80,20 @@ def load() -> None:
             kept.read(torch.zeros(1, dtype=torch.int64))
     gc.collect()
     gc.freeze()  # what is shared with the engines is not written to by collecting
+
+
+def load_pretended() -> None:
+    """Everything that an engine needs which makes its tokens up."""
+    from potluck.api.tokens import Text
+    from potluck.engine.shipped import shipped_model
+    from potluck.kv.wire import check
+
+    for module in PRETENDED:
+        import_module(module)
+    check.load()
+    Text.read(shipped_model())
+    gc.collect()
+    gc.freeze()
 
 
 def _threads() -> int:
@@ -115,7 +142,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system clears engines away that end
     answers = sys.stdout
-    load()
+    load(*sys.argv[1:2])
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(_answer(line)), file=answers, flush=True)

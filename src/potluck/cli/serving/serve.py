@@ -81,6 +81,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--history", type=_file, help="Rates of the past for forecasts: a JSON object, model to rates of 10 min."
 )
+@click.option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
 @profile_option
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
@@ -107,6 +108,7 @@ def serve(
     otlp: str | None,
     policy: tuple[str, ...],
     history: Path | None,
+    why: str,
     profile_paths: tuple[Path, ...],
     as_json: bool,
 ) -> None:
@@ -144,6 +146,7 @@ def serve(
         pretended=pretended,
         engine_key="" if engine_key_file is None else api_key(engine_key_file, "--engine-key-file") or "",
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
+        why=why,
     )
     scene = replace(scene_of(inputs), history=_history(history, inputs.spec))
     serve_forever(scene, rules, settings, announced(as_json))

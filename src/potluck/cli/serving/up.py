@@ -157,7 +157,7 @@ def _up(
     with ExitStack() as whole, ExitStack() as until_ready:
         said = until_ready.enter_context(startup(2 * SHORT_RUNS + 12))
         # It loads while the plan is made.
-        nursery = nursery_of(folder) if style == "emulated" and model is None and here else None
+        nursery = nursery_of(folder, style if model is None and here else "gpu")
         if nursery is not None:
             whole.callback(nursery.close)
         wishes = Wishes(time_limit_s, averages)
@@ -183,6 +183,7 @@ def _up(
             profiles=ready.profiles,
             start_s=start_s(ready),
             host=elsewhere.host,
+            why="; ".join((f"potluck up {ready.spec_path.name}", *ready.prepared.lines)),
         )
         settings = elsewhere.settled(settings, spec)
         shop = partial(workshop_of, wishes=ready.wishes)

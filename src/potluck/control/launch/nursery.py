@@ -24,13 +24,16 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 class Nursery:
     """Loads from when it is made, and says no where it cannot fork: whoever asks then starts a process instead."""
 
-    def __init__(self, marks: Mapping[str, str], log: Path, module: str = MODULE) -> None:
+    def __init__(
+        self, marks: Mapping[str, str], log: Path, module: str = MODULE, style: str = "emulated"
+    ) -> None:
+        """`style`: of the engines that are to come, as `EngineMaker` has it."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._ready = False
         self._read = b""
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", module, style],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,

@@ -16,7 +16,7 @@ from potluck.core.brain.fleet import Fleet, View
 from potluck.core.brain.flight import Flight
 from potluck.core.brain.policy import Policy
 from potluck.core.scale import AskReplan, FlipRole, Resize, SetLengths, SetThreshold, scaler_of
-from potluck.core.scale.base import available_nodes
+from potluck.core.scale.base import LEAST_SEEN, available_nodes
 from potluck.core.scale.capacity import Blueprint, Key, blueprints
 from potluck.core.scale.naps import Naps
 from potluck.core.scale.progress import Progress
@@ -27,9 +27,6 @@ from potluck.core.scale.window import Observed, Window
 from potluck.core.values.member import Member
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import Region, Role
-
-LEAST_SEEN = 50
-"""Answers that must have ended before lengths mean something to the planner."""
 
 
 class Steward:

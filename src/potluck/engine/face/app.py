@@ -68,6 +68,7 @@ def build(service: Service, api_key: str | None = None, served: Served | None = 
     app.router.add_get("/role", control.show_role)
     app.router.add_post("/role", control.change_role)
     app.router.add_post("/pace", control.change_pace)
+    app.router.add_post("/network", control.change_network)
     app.router.add_get("/peers", peers.show_peers)
     app.router.add_put("/peers", peers.change_peers)
     app.router.add_get("/grants", grants.show_grants)

@@ -1,4 +1,4 @@
-"""Control: /status, /cache, /role, /pace, /drain, /health, /metrics.
+"""Control: /status, /cache, /role, /pace, /network, /drain, /health, /metrics.
 
 A role is changed in two steps, after CAUCHY: `init` says which role comes next, `activate` takes it on, `show` tells,
 `stop` goes back to mixed. A body with only a role does both steps. Weights stay, and what runs runs on. A role
@@ -8,6 +8,7 @@ engine answers no clients of its own (409 at /v1/...).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 from aiohttp import web
@@ -86,15 +87,30 @@ def _shown(service: Service) -> dict[str, object]:
 
 async def change_pace(request: web.Request) -> web.Response:
     """`{"pace": 3}`: an engine that pretends takes three times as long from now on, as a sick GPU would."""
-    service = request.app[SERVICE]
+    return await _changed(request, "pace", (0.01, 100.0), request.app[SERVICE].change_pace)
+
+
+async def change_network(request: web.Request) -> web.Response:
+    """`{"gbps": 0.2}`: caches come to and leave an engine that pretends as over so thin a link from now on."""
+    return await _changed(request, "gbps", (0.001, 10_000.0), request.app[SERVICE].change_network)
+
+
+async def _changed(
+    request: web.Request, name: str, bounds: tuple[float, float], change: Callable[[float], None] | None
+) -> web.Response:
+    """A number that an engine which pretends goes by from now on."""
     body = await read_object(request)
-    pace = body.get("pace")
-    if set(body) != {"pace"} or type(pace) not in (int, float) or not 0.01 <= float(str(pace)) <= 100:
-        raise InputError("pace", "is the only key, a number from 0.01 to 100")
-    if service.change_pace is None:
-        raise InputError("pace", "only an engine that pretends can be slower than it is")
-    service.change_pace(float(str(pace)))
-    return web.json_response({"pace": pace})
+    value = body.get(name)
+    if (
+        set(body) != {name}
+        or type(value) not in (int, float)
+        or not bounds[0] <= float(str(value)) <= bounds[1]
+    ):
+        raise InputError(name, f"is the only key, a number from {bounds[0]:g} to {bounds[1]:g}")
+    if change is None:
+        raise InputError(name, "can only be changed where an engine pretends")
+    change(float(str(value)))
+    return web.json_response({name: value})
 
 
 async def drain(request: web.Request) -> web.Response:

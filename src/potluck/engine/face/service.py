@@ -88,6 +88,8 @@ class Service:
         """Whether it ends once it was drained, so that whoever looks after it starts another."""
         self.change_pace: Callable[[float], None] | None = None
         """Makes an engine that pretends slower or faster than what it pretends to be."""
+        self.change_network: Callable[[float], None] | None = None
+        """The same for its network card: Gbit/s."""
         self.started_s = time.monotonic()
         self.created_s = int(time.time())
         self.metrics = Metrics(name, self)

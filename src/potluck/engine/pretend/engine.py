@@ -162,4 +162,5 @@ def pretend(
     service = Service(name, loop, driver, hub, text, limits, kv, generation, freight)
     service.role = settings.role
     service.change_pace = executor.change_pace
+    service.change_network = freight.change_rate
     return service

@@ -48,9 +48,13 @@ class PretendFreight:
         self._alpha_s = link.alpha_s / speed_up
         self._free_s = -float("inf")
         self._taken_s = -float("inf")
-        """When the last parcel that came was here."""
+        """When the card has taken all that came, as far as it depends on the card."""
         self._taking = threading.Lock()
         self._books: dict[str, _Book] = {}
+
+    def change_rate(self, gbps: float) -> None:
+        """From now on what crosses here has so much of the way; what is on its way was reckoned before."""
+        self._bytes_per_s = gbps * 1e9 / 8 * self._speed_up
 
     def kv_bytes(self, parcel: Parcel) -> int:
         since = since_of(parcel)
@@ -93,14 +97,11 @@ class PretendFreight:
         now_s, took_s = self._clock(), self._took_s(parcel)
         left = times_of(parcel) or Times(took_s, 0.0, 0.0)
         one_s = took_s / self._cargo.stands_for(parcel)
+        began_s = now_s - left.first_s
         with self._taking:
-            self._taken_s = max(
-                self._taken_s + took_s,
-                now_s - left.first_s + took_s,
-                now_s - left.last_s + one_s,
-                now_s - left.end_s,
-            )
-            return self._taken_s
+            # What is still to leave somewhere keeps nobody else from coming meanwhile.
+            self._taken_s = max(self._taken_s, min(now_s, began_s)) + took_s
+            return max(self._taken_s, began_s + took_s, now_s - left.last_s + one_s, now_s - left.end_s)
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         self._moved(peer, kv_bytes, wall_s)

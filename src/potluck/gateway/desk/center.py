@@ -41,8 +41,10 @@ class Center:
         roster: Path | None = None,
         log: Path | None = None,
         memory: Memory | None = None,
+        why: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`why`: the reason for the scene's plan, as it is shown."""
         self.policy = policy
         self.kits = Kits(scene)
         self.kits.learn(scene.plan)
@@ -51,10 +53,12 @@ class Center:
         """Grows with every plan that is adopted."""
         self.plan_mark = plan_mark(scene.plan)
         """By which a controller knows it again."""
-        self.plan_why = "it was started with this plan"
+        self.plan_why = why or "it was started with this plan"
         """Why this one; whoever told it may say so."""
         self.kills: set[str] = set()
         """Replicas whose engines somebody wants killed, for whoever started them."""
+        self.drains: dict[str, float] = {}
+        """Engines of replicas that somebody had drained, and when; for whoever started them: others come instead."""
         self.asked_s = -inf
         """When whoever starts and stops engines last asked what is wanted; by the desk's time."""
         facts = self.kits.facts()
@@ -78,7 +82,7 @@ class Center:
             grants=policy.grants,
         )
         self.roster = None if roster is None else RosterFile(roster)
-        self.herald = Herald(self.brain.steward.why)
+        self.herald = Herald(self.brain.steward.why, lambda: self.plan_why)
         self.desk.watchers.append(self.herald)
         self.market: tuple[Region, ...] | None = None
         """What nodes cost and how many can be had, where somebody told since the start."""

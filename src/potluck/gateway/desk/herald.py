@@ -39,7 +39,9 @@ from potluck.core.brain.events import (
     SegmentDone,
     Tick,
 )
+from potluck.core.values.difference import copies_changed
 from potluck.core.values.member import Member
+from potluck.core.values.plan import Plan
 
 MOST_KEPT = 1_000
 MOST_LOST = 200
@@ -63,9 +65,14 @@ class Herald:
     Numbers begin at 1 with each epoch, which is this process's.
     """
 
-    def __init__(self, thinks: Callable[[], str], clock: Callable[[], float] = time.time) -> None:
-        """`thinks` is what scaling last thought: the reason of what it does at a tick."""
-        self._thinks, self._clock = thinks, clock
+    def __init__(
+        self,
+        thinks: Callable[[], str],
+        plan_why: Callable[[], str] = str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`thinks` is what scaling last thought: the reason of what it does at a tick; `plan_why` why a plan came."""
+        self._thinks, self._plan_why, self._clock = thinks, plan_why, clock
         self.decided: Callable[[str, str], None] = lambda what, why: None
         self.epoch = secrets.token_hex(8)
         self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
@@ -74,6 +81,8 @@ class Herald:
         self._number = 0
         self._standby: set[str] = set()
         """Replicas that are on standby."""
+        self._plan: Plan | None = None
+        """The one that was adopted last."""
 
     def say(self, kind: str, what: str, why: str) -> None:
         self._number += 1
@@ -100,11 +109,18 @@ class Herald:
             case Ordered(replica, what):
                 self.say("order", f"{replica}: {what}", "by hand")
             case Planned(plan):
-                self.say("plan", f"plan of {plan.strategy} adopted", f"${plan.cost_usd_per_h:.2f}/h")
+                self._adopted(plan)
             case Quoted():
                 self.say("market", "prices or nodes are others", "the market was told")
         for action in actions:
             self._act(action, event)
+
+    def _adopted(self, plan: Plan) -> None:
+        before, self._plan = self._plan, plan
+        cost = f"${plan.cost_usd_per_h:.2f}/h"
+        if before is not None:
+            cost += f" instead of ${before.cost_usd_per_h:.2f}/h: {copies_changed(before, plan)}"
+        self.say("plan", f"plan of {plan.strategy} adopted, {cost}", self._plan_why())
 
     def _stands_by(self, member: Member) -> bool:
         """Whether it did before."""

@@ -22,7 +22,11 @@ from potluck.gateway.fleet.roster import read_roster
 
 CONTROLLER_S = 10.0
 """Without a question for so long, nobody is there who starts and stops engines."""
+DRAINED_S = 60.0
+"""For so long a controller may hear whose engines were drained by hand."""
 MOST_NOTE = 400
+NOTES = ("note", "act", "outcome")
+"""Kinds of lines that come from outside."""
 
 
 class Oversight:
@@ -208,6 +212,11 @@ class Oversight:
         view = self._ready(body)
         unit = self._center.brain.fleet.units[view.member.unit]
         others = sorted(each.member.id for each in unit.views if each is not view)
+        drains, keeper = self._center.drains, self._center.keeper
+        for name in (view.member.id, *others):  # before it is empty, which it may be at once
+            endpoint = keeper.find(name)
+            if endpoint is not None:
+                drains[f"http://{endpoint.address.host}:{endpoint.address.port}"] = self._center.desk.now_s()
         self._center.desk.tell(Ordered(view.member.id, "drain"))
         return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
 
@@ -248,14 +257,16 @@ class Oversight:
         return {"replica": name, "open_requests": view.open_requests}
 
     def note(self, body: Json) -> Json:
-        """A line of an operator's in the log of decisions."""
-        what, why = body.get("what"), body.get("why", "")
+        """A line of an operator's in the log of decisions; an act is followed by its outcome."""
+        what, why, kind = body.get("what"), body.get("why", ""), body.get("kind", NOTES[0])
         if not isinstance(what, str) or not isinstance(why, str) or not what.strip():
             raise InputError("what", "must be a line of text; `why` another")
+        if kind not in NOTES:
+            raise InputError("kind", f"must be one of {', '.join(NOTES)}")
         if max(len(what), len(why)) > MOST_NOTE:
             raise InputError("what", f"and why have at most {MOST_NOTE} characters")
-        self._center.herald.say("note", what, why)
-        return {"what": what, "why": why}
+        self._center.herald.say(str(kind), what, why)
+        return {"what": what, "why": why, "kind": kind}
 
     def _ready(self, body: Json) -> View:
         """The replica that an order names."""
@@ -280,6 +291,9 @@ class Oversight:
 
     def _wanted(self) -> Json:
         self._center.kills &= self._center.brain.fleet.views.keys()
+        now_s, drains = self._center.desk.now_s(), self._center.drains
+        for url in [url for url, at_s in drains.items() if now_s - at_s > DRAINED_S]:
+            del drains[url]
         found = self._center.keeper.wanted()
         return {
             "version": found.version,
@@ -297,6 +311,7 @@ class Oversight:
             ],
             "idle": list(found.stop),
             "kill": sorted(self._center.kills),
+            "leave": sorted(drains),
             "replan": None
             if found.replan is None
             else {
@@ -336,7 +351,13 @@ class Oversight:
         return {
             "epoch": herald.epoch,
             "decisions": [
-                {"number": each.number, "at_s": each.at_s, "what": each.what, "why": each.why}
+                {
+                    "number": each.number,
+                    "at_s": each.at_s,
+                    "kind": each.kind,
+                    "what": each.what,
+                    "why": each.why,
+                }
                 for each in herald.kept
                 if each.number > after
             ],

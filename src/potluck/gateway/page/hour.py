@@ -73,8 +73,11 @@ class Hour:
     def _figures(self, ended: list[Told], span_s: float, model: str, row: Mapping[str, Any]) -> Point:
         slo = self._slos.get(model)
         ttft_s, tpot_s, in_time, tokens = [], [], 0, 0
+        classes: dict[str, list[int]] = {}
         for told in ended:
             tokens += told.output_tokens
+            mine = classes.setdefault(told.request_class, [0, 0])
+            mine[0] += 1
             if told.first_s is None:
                 continue
             waited_s = told.first_s - told.came_s
@@ -87,6 +90,7 @@ class Hour:
                 slo is None or slo.kept(waited_s, gap_s, told.ended_s - told.came_s)
             ):
                 in_time += 1
+                mine[1] += 1
         answered = sum(told.outcome in ANSWERED for told in ended)
         prompts = sum(told.prompt_tokens for told in ended if told.outcome in ANSWERED)
         usd_per_h = float(row.get("usd_per_h") or 0.0)
@@ -100,6 +104,10 @@ class Hour:
             "ttft_p90_s": quantile(ttft_s, 0.9),
             "tpot_p50_s": quantile(tpot_s, 0.5),
             "tpot_p90_s": quantile(tpot_s, 0.9),
+            "classes": {
+                name: [round(all_of / span_s, 3), round(kept / span_s, 3)]
+                for name, (all_of, kept) in sorted(classes.items())
+            },
             "usd_per_h": round(usd_per_h, 3),
             "usd_per_mtok": round(usd_per_h * span_s / 3600 / whole * 1e6, 3) if whole else None,
         }

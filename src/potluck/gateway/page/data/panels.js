@@ -52,6 +52,22 @@ export function lately(model, figure, over_s = 60) {
   return found.length ? found.reduce((sum, each) => sum + each, 0) / found.length : null;
 }
 
+/** Goodput of each class, where there are several: [all, in time] a second. */
+function perClass(model, slo) {
+  const sums = new Map();
+  const { at_s, models } = state.points;
+  const until = state.past ? state.past.at_s : at_s.at(-1) ?? 0;
+  (models[model]?.classes || []).forEach((each, at) => {
+    if (!each || at_s[at] > until || at_s[at] < until - 60) return;
+    for (const [name, [all, kept]] of Object.entries(each)) {
+      const sum = sums.get(name) || [0, 0];
+      sums.set(name, [sum[0] + all, sum[1] + kept]);
+    }
+  });
+  if (sums.size < 2) return [];
+  return [...sums].sort().map(([name, [all, kept]]) => [`${model}: in time, class ${name}`, slo ? percent(slo.attainment) : "–", "–", all ? percent(kept / all) : "–", ""]);
+}
+
 function promises(tables) {
   const rows = [];
   for (const [name, each] of Object.entries(tables.models || {})) {
@@ -64,6 +80,7 @@ function promises(tables) {
       [`${name}: time per token, 9 of 10`, seconds(slo?.tpot_s), seconds(said?.tpot_s), seconds(tpot), verdict(tpot, slo?.tpot_s)],
       [`${name}: requests`, "–", said ? `${count(said.demand_per_s)}/s of ${count(said.capacity_per_s)}/s` : "–", all === null ? "–" : `${count(all)}/s`, ""],
       [`${name}: in time`, slo ? percent(slo.attainment) : "–", "–", all ? percent(timely / all) : "–", all && slo ? (timely / all >= slo.attainment ? "✓ kept" : "✗ missed") : ""],
+      ...perClass(name, slo),
       [`${name}: cost`, "–", "–", `${usd(each.usd_per_h)}/h, ${usd(lately(name, "usd_per_mtok"))} per million tokens`, ""]);
   }
   table($("promises"), [{ name: "" }, { name: "Objective", right: true }, { name: "Planned", right: true }, { name: "Observed", right: true }, { name: "" }], rows, "Planned beside observed");
@@ -113,11 +130,30 @@ const repaintEvents = draws($("events"), ["events"], () => {
 kind.addEventListener("change", repaintEvents);
 find.addEventListener("input", repaintEvents);
 
+// What happens, what was chosen, what it saved: the lines of an act, or the latest decision.
+
+const TOLD = { act: "what happens", outcome: "what it saved", note: "note" };
+const QUIET = ["ready", "start", "stop", "cache", "drain"];
+const MOST_CHOSEN = 3;
+
+function storyLine(each) {
+  return h("p", { class: each.kind }, h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
+    h("b", {}, TOLD[each.kind] || "what was chosen"), h("span", {}, each.what, each.why ? h("span", { class: "why" }, ` — ${each.why}`) : null));
+}
+
+let told = "";
 draws(null, ["events"], () => {
   const until = state.past ? state.past.at_s + 1 : Infinity;
-  const loud = state.events.filter((each) => each.at_s <= until && !["ready", "start", "cache"].includes(each.kind));
-  const last = loud.findLast((each) => each.kind === "note" && state.at_s - each.at_s < 12) || loud.at(-1);
-  const line = last ? `${clock(last.at_s)}  ${last.what}${last.why ? ` — ${last.why}` : ""}` : "";
-  text($("story"), line);
-  $("story").hidden = !line;
+  const loud = state.events.filter((each) => each.at_s <= until && !QUIET.includes(each.kind));
+  const act = loud.findLastIndex((each) => each.kind === "act");
+  let lines = loud.slice(-1);
+  if (act >= 0 && (loud.at(-1).kind !== "note" || loud.length - act < 40)) {
+    const since = loud.slice(act + 1);
+    lines = [loud[act], ...since.filter((each) => !(each.kind in TOLD)).slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
+  }
+  const now = JSON.stringify(lines.map((each) => each.number));
+  if (now === told) return;
+  told = now;
+  $("story").hidden = !lines.length;
+  $("story").replaceChildren(...lines.map(storyLine));
 }, 800);

@@ -1,0 +1,106 @@
+"""The fleet as the demo sees it: what the gateway says at one moment, and what it decided since another."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from potluck.control.gateway import GatewayClient
+
+MOVED_KV = "potluck_kv_bytes_total"
+RETRIED = "potluck_retries_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A replica."""
+
+    name: str
+    role: str
+    state: str
+    region: str
+    template: str
+    url: str
+    open_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A line of the log of decisions."""
+
+    number: int
+    kind: str
+    what: str
+    why: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.what} ({self.why})" if self.why else self.what
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One moment."""
+
+    at_s: float
+    replicas: tuple[Standing, ...]
+    usd_per_h: float
+    thresholds: tuple[float, ...]
+    """From which lengths on prompts may cross, link by link."""
+    crossed_bytes: float
+    """KV that came from another region so far."""
+    moved: int
+    """Attempts beyond requests' first so far."""
+    last: int
+    """Number of the latest decision."""
+
+    def ready(self, role: str = "", region: str = "") -> tuple[Standing, ...]:
+        return tuple(
+            each
+            for each in self.replicas
+            if each.state == "ready" and role in ("", each.role) and region in ("", each.region)
+        )
+
+    def count_on(self, node: str, region: str) -> int:
+        return sum(node in each.template and each.region == region for each in self.replicas)
+
+
+def look_at(client: GatewayClient, far: str, last: int) -> Look:
+    """`far` is where KV comes from that crosses; `last` the latest decision that is known."""
+    said = client.snapshot()
+    metrics = client.metrics().splitlines()
+    return Look(
+        time.time(),
+        tuple(_standing(each) for each in said["replicas"]),
+        sum(each["usd_per_h"] for each in said["models"].values()),
+        tuple(each["tokens"] for each in said["thresholds"]),
+        _total(metrics, MOVED_KV, f'source="[^"]*@{far}#'),
+        round(_total(metrics, RETRIED, "")),
+        last,
+    )
+
+
+def _total(lines: Sequence[str], name: str, label: str) -> float:
+    """Of a counter, of its lines those that have such a label. To read all of them takes longer than all else."""
+    mine = re.compile(rf"{name}{{.*{label}")
+    return sum(float(line.rpartition(" ")[2]) for line in lines if mine.match(line))
+
+
+def decided_since(client: GatewayClient, number: int) -> tuple[Decided, ...]:
+    found: Sequence[dict[str, Any]] = client.decisions(number)["decisions"]
+    return tuple(Decided(each["number"], each["kind"], each["what"], each["why"]) for each in found)
+
+
+def _standing(each: dict[str, Any]) -> Standing:
+    return Standing(
+        each["replica"],
+        each["role"],
+        each["state"],
+        each["region"],
+        each["template"],
+        each["url"] or "",
+        each["open_requests"],
+    )

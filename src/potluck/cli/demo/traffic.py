@@ -1,0 +1,151 @@
+"""The requests of the demo's day: as many as its act says, until told otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from potluck.core.values.types import Slo
+from potluck.load.client import Range, Shot
+from potluck.load.measured import kept, whole
+
+TOKENS = range(5, 200)
+WITHIN_S = 180.0
+IDLE_S = 0.05
+EVEN = 12.0
+"""Of the gamma distribution of gaps: a variation of 0.3."""
+REFUSED = (429, 503, 504)
+"""Answers that say no, and when to come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """So many requests a second of one tenant, of such mean lengths."""
+
+    tenant: str
+    rate_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    request_class: str = "standard"
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that was sent, and during which act."""
+
+    act: str
+    tenant: str
+    shot: Shot
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What came of some requests."""
+
+    requests: int = 0
+    in_time: int = 0
+    refused: int = 0
+    lost: int = 0
+    """Neither answered whole nor told no."""
+
+    @property
+    def attained(self) -> float:
+        """Share within the objective."""
+        return self.in_time / self.requests if self.requests else 1.0
+
+
+def counted(sent: Iterable[Sent], slo: Slo) -> Counts:
+    """All of them have ended."""
+    requests = in_time = refused = lost = 0
+    for each in sent:
+        requests += 1
+        in_time += kept(each.shot, slo)
+        if not whole(each.shot):
+            no = each.shot.status in REFUSED
+            refused, lost = refused + no, lost + (not no)
+    return Counts(requests, in_time, refused, lost)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Sends in a thread of its own. `ask` changes what is sent from now on; `close` waits for all answers."""
+
+    url: str
+    model: str
+    keys: Mapping[str, str]
+    """Tenant to key."""
+    chance: random.Random = field(default_factory=lambda: random.Random(1))
+    sent: list[Sent] = field(default_factory=list)
+    _act: str = ""
+    _asks: tuple[Ask, ...] = ()
+    _over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+    _wait: bool = True
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="potluck-demo-traffic", daemon=True)
+        self._thread.start()
+
+    def ask(self, act: str, asks: tuple[Ask, ...]) -> None:
+        self._act, self._asks = act, asks
+
+    def of(self, act: str, tenant: str = "") -> list[Sent]:
+        return [each for each in list(self.sent) if each.act == act and tenant in ("", each.tenant)]
+
+    def ended(self, act: str) -> bool:
+        """Whether every request of an act has had its answer."""
+        return all(each.shot.done_s >= 0 for each in self.of(act))
+
+    def close(self, wait: bool = True) -> None:
+        """Send no more; those under way are waited for, or given up."""
+        self._wait = wait
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._send())
+
+    async def _send(self) -> None:
+        to = Range(self.url, False, WITHIN_S)
+        under_way: set[asyncio.Task[None]] = set()
+        due_s = 0.0
+        while not self._over.is_set():
+            asks = self._asks
+            rate = sum(each.rate_per_s for each in asks)
+            if rate <= 0:
+                due_s = to.now_s
+                await asyncio.sleep(IDLE_S)
+                continue
+            # Even rather than by chance: what the acts do is what is to be noticed, not noise.
+            due_s = max(due_s + self.chance.gammavariate(EVEN, 1.0 / (EVEN * rate)), to.now_s - 1.0)
+            await to.wait(due_s)
+            ask = self.chance.choices(asks, [each.rate_per_s for each in asks])[0]
+            shot = self._shot(ask, due_s)
+            self.sent.append(Sent(self._act, ask.tenant, shot))
+            task = asyncio.create_task(to.shoot(shot))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+        if under_way and self._wait:
+            await asyncio.wait(under_way, timeout=WITHIN_S)
+
+    def _shot(self, ask: Ask, at_s: float) -> Shot:
+        prompt = self.chance.choices(TOKENS, k=self._about(ask.prompt_tokens))
+        return Shot(
+            at_s,
+            self.model,
+            prompt,
+            self._about(ask.output_tokens),
+            key=self.keys[ask.tenant],
+            headers=(("x-potluck-class", ask.request_class),),
+        )
+
+    def _about(self, mean: int) -> int:
+        """Some are long: about half as much spread as the mean."""
+        return max(2, round(mean * self.chance.lognormvariate(-0.12, 0.5)))

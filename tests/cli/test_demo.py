@@ -1,0 +1,139 @@
+"""`potluck demo`, a short day: every act shows its answer, no request is lost, nothing stays. And its pure parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from potluck.cli.demo.acts import LAB, SHOP, Seen, chosen, the_day
+from potluck.cli.demo.looks import Decided, Look, Standing
+from potluck.cli.demo.play import Outcome
+from potluck.cli.demo.told import told
+from potluck.cli.demo.traffic import Counts, Sent, counted
+from potluck.core.values.types import Slo
+from potluck.load.client import Shot
+
+WITHIN_S = 900.0
+NONE = {SHOP: Counts(), LAB: Counts()}
+
+
+def standing(name: str, role: str = "prefill", state: str = "ready", node: str = "1xL4") -> Standing:
+    return Standing(name, role, state, "near", f"words: {role} {node} tp1", "http://127.0.0.1:1", 0)
+
+
+def look(
+    *replicas: Standing, usd: float = 2.0, thresholds: tuple[float, ...] = (1000.0,), moved: int = 0
+) -> Look:
+    return Look(0.0, replicas, usd, thresholds, 0.0, moved, 0)
+
+
+def seen(before: Look, now: Look, *decided: tuple[str, str], victim: str = "") -> Seen:
+    lines = tuple(Decided(at + 1, kind, what, "why") for at, (kind, what) in enumerate(decided))
+    return Seen(before, now, lines, NONE, victim)
+
+
+ACTS = {act.name: act for act in the_day()}
+
+
+def test_an_answer_shows_only_where_the_service_said_and_did_it() -> None:
+    one, two = look(standing("a")), look(standing("a"), standing("b"), usd=3.0)
+    assert not ACTS["burst"].shown(seen(one, two)), "more replicas, and no plan that says why"
+    assert not ACTS["burst"].shown(seen(one, one, ("plan", "p"))), "a plan, and no replica yet"
+    assert ACTS["burst"].shown(seen(one, two, ("plan", "p")))
+    assert "1 more replicas for $1.00/h" in ACTS["burst"].saved(seen(one, two, ("plan", "p")))
+    assert ACTS["calm"].shown(seen(two, one, ("plan", "p")))
+    assert not ACTS["calm"].shown(seen(one, two, ("plan", "p")))
+    assert ACTS["shift"].shown(seen(one, one, ("plan", "p"), ("recast", "r")))
+    assert not ACTS["shift"].shown(seen(one, one, ("plan", "p")))
+
+
+def test_a_dead_node_is_answered_after_its_own_loss() -> None:
+    before, act = look(standing("a"), standing("b")), ACTS["killed"]
+    assert not act.shown(seen(before, before, ("lost", "b is lost"), ("ready", "b is ready"), victim="a"))
+    assert not act.shown(seen(before, before, ("ready", "b is ready"), ("lost", "a is lost"), victim="a"))
+    assert act.shown(seen(before, before, ("lost", "a is lost"), ("ready", "a is ready"), victim="a"))
+    after = replace(before, moved=3)
+    assert "3 attempts went on elsewhere" in act.saved(seen(before, after, victim="a"))
+
+
+def test_a_thin_link_a_flood_and_a_sale() -> None:
+    before = look(standing("a"))
+    raised = look(standing("a"), thresholds=(1300.0,))
+    assert ACTS["thin"].shown(seen(before, raised, ("remark", "r")))
+    assert not ACTS["thin"].shown(seen(before, look(standing("a"), thresholds=(1100.0,)), ("remark", "r")))
+    fair = replace(seen(before, before), by_tenant={SHOP: Counts(20, 19), LAB: Counts(90, 9, refused=80)})
+    assert ACTS["flood"].shown(fair)
+    unfair = replace(fair, by_tenant={SHOP: Counts(20, 1, refused=19), LAB: Counts(90, 9, refused=80)})
+    assert not ACTS["flood"].shown(unfair)
+    moved = look(standing("b", node="1xA10"), usd=1.0)
+    assert ACTS["cheaper"].shown(seen(before, moved, ("plan", "p")))
+    both = look(standing("a"), standing("b", node="1xA10"), usd=1.0)
+    assert not ACTS["cheaper"].shown(seen(before, both, ("plan", "p"))), "something is still on the dear GPU"
+
+
+def test_what_was_chosen_is_told_in_the_services_own_words() -> None:
+    said = seen(look(), look(), ("plan", "first"), ("plan", "second"), ("replan", "asked"), ("start", "x"))
+    assert chosen(ACTS["burst"], said) == "second (why); asked (why)"
+
+
+def test_requests_are_answered_told_no_or_lost() -> None:
+    whole = Shot(0.0, "m", [1], 2, first_s=0.1, last_s=0.2, ended=True, status=200, done_s=0.2)
+    late = Shot(0.0, "m", [1], 2, first_s=5.0, last_s=5.1, ended=True, status=200, done_s=5.1)
+    no = Shot(0.0, "m", [1], 2, status=429, problem="overloaded", done_s=0.1)
+    cut = Shot(0.0, "m", [1], 2, status=200, problem="cut off", done_s=0.1)
+    sent = [Sent("a", SHOP, each) for each in (whole, late, no, cut)]
+    assert counted(sent, Slo(3.0, 0.2)) == Counts(4, 1, 1, 1)
+
+
+@pytest.mark.parametrize(("shown", "lost", "code"), [(True, 0, 0), (False, 0, 1), (True, 1, 1)])
+def test_only_a_whole_day_without_a_lost_request_ends_well(
+    shown: bool, lost: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = [
+        (Outcome(act, shown, "chosen", "saved", 1.0, 0, (1, 2), (1.0, 2.0)), Counts(10, 9, lost=lost))
+        for act in the_day()
+    ]
+    assert told(outcomes, as_json=True) == code
+    assert json.loads(capsys.readouterr().out)["lost"] == lost * len(outcomes)
+    assert told(outcomes[:-1], as_json=False) == 1, "a day that was cut short"
+
+
+def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "potluck.cli.main", "demo", "--seconds", "12", "--json"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=WITHIN_S, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    rows = {row["act"]: row for row in said["acts"]}
+    assert list(rows) == list(ACTS)
+    assert said["lost"] == 0
+    assert all(row["shown"] and row["requests"] > 0 for row in rows.values())
+    assert rows["burst"]["replicas"][1] > rows["burst"]["replicas"][0]
+    assert "moved from" in rows["burst"]["chosen"], "the reason is the rule's own"
+    assert rows["calm"]["usd_per_h"][1] < rows["calm"]["usd_per_h"][0]
+    assert "tokens" in rows["shift"]["chosen"], "that lengths moved is why"
+    assert "is lost" in rows["killed"]["chosen"]
+    assert "may go over far->near" in rows["thin"]["chosen"]
+    assert rows["flood"]["refused"] > 0
+    assert rows["cheaper"]["usd_per_h"][1] < rows["cheaper"]["usd_per_h"][0]
+    assert list(tmp_path.iterdir()) == []
+    assert not _with_mark(str(tmp_path)), "no process of it is left"
+
+
+def _with_mark(mark: str) -> list[str]:
+    """Processes whose command line names a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark in (line := path.read_bytes().decode(errors="replace")):
+                found.append(line)
+        except OSError:
+            continue
+    return found
