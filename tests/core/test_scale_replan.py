@@ -13,7 +13,7 @@ from potluck.core.brain.facts import Facts
 from potluck.core.brain.policy import Policy, Scaling
 from potluck.core.errors import InputError
 from potluck.core.scale import NoScaling, scaler_of
-from potluck.core.scale.base import AskReplan, ScaleDecision
+from potluck.core.scale.base import LEAST_SEEN, AskReplan, ScaleDecision
 from potluck.core.scale.cauchy import Cauchy
 from potluck.core.scale.inside import WithInside
 from potluck.core.scale.prfaas import PrfaasSplit
@@ -85,6 +85,27 @@ def test_a_missing_copy_and_a_queue_count() -> None:
     assert isinstance(more, AskReplan)
     assert isinstance(each, AskReplan)
     assert more.rates_per_s[0][1] == pytest.approx(each.rates_per_s[0][1] + 10.0)
+
+
+def test_other_lengths_are_a_reason_too_and_their_noise_is_not() -> None:
+    rule = PeriodicReplan(POLICY)
+    assert asked(rule, 0, 370, traffic(10.0, prompt=1000, output=100)) == [], "lengths that are seen first"
+    noisy = traffic(10.0, prompt=1300, prompt_error_tokens=150.0)
+    assert asked(rule, 370, 730, noisy) == [], "within three deviations"
+    few = traffic(10.0, prompt=3000, finished=LEAST_SEEN - 1)
+    assert asked(rule, 730, 1090, few) == [], "of too few answers"
+    ((_, each),) = asked(rule, 1090, 1450, traffic(10.0, prompt=1000, output=30))
+    assert isinstance(each, AskReplan)
+    assert each.reason == "answers of m moved from 100 to 30 tokens"
+    assert asked(rule, 1450, 1810, traffic(10.0, prompt=1000, output=30)) == [], "asked for already"
+
+
+def test_nobody_who_has_come_yet_is_no_reason_to_let_copies_go() -> None:
+    rule = PeriodicReplan(Policy(scaling="replan", replan_s=10.0))
+    nobody = traffic(0.0)
+    assert asked(rule, 0, 600, nobody) == []
+    assert asked(rule, 600, 700, traffic(1.0)) == [], "a window that is mostly of before"
+    assert asked(rule, 700, 900, traffic(1.0)) != []
 
 
 @pytest.mark.parametrize("rate", [0.3, 5.0])

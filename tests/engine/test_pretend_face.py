@@ -279,6 +279,11 @@ def test_a_pretended_engine_can_be_made_slower_and_a_real_one_cannot() -> None:
                 status, said = await one.post("/pace", wrong)
                 assert (status, "pace" in said["error"]["message"]) == (400, True)
             status, said = await real.post("/pace", {"pace": 3})
-            assert (status, "only an engine that pretends" in said["error"]["message"]) == (400, True)
+            assert (status, "where an engine pretends" in said["error"]["message"]) == (400, True)
+            status, said = await one.post("/network", {"gbps": 0.5})
+            assert (status, said) == (200, {"gbps": 0.5})
+            for wrong in ({"gbps": 0}, {"pace": 1}, {}):
+                assert (await one.post("/network", wrong))[0] == 400
+            assert (await real.post("/network", {"gbps": 1}))[0] == 400
 
     played(scene)

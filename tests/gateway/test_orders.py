@@ -72,7 +72,13 @@ class Fleet:
             for name in self.names:
                 self.desk.tell(ReplicaReady(name))
         self.done.clear()
-        self.oversight = Oversight(SimpleNamespace(brain=self.brain, desk=self.desk))  # type: ignore[arg-type]
+        self.drains: dict[str, float] = {}
+        keeper = SimpleNamespace(find=self._endpoint)
+        center = SimpleNamespace(brain=self.brain, desk=self.desk, keeper=keeper, drains=self.drains)
+        self.oversight = Oversight(center)  # type: ignore[arg-type]
+
+    def _endpoint(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(address=SimpleNamespace(host="h", port=self.names.index(name)))
 
 
 def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
@@ -83,6 +89,7 @@ def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     assert Drain(first) in fleet.done
     assert (f"{first}: drain", "by hand") in fleet.told
     assert (f"{first} drains", "by hand") in fleet.told
+    assert list(fleet.drains) == ["http://h:0"], "for whoever started its engine"
 
 
 def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
@@ -199,8 +206,11 @@ def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
         plan_mark="",
         market=None,
         kills={"gone"},
+        drains={"http://h:1": 0.0, "http://h:2": -60.0},
         brain=SimpleNamespace(fleet=SimpleNamespace(views={})),
         desk=SimpleNamespace(now_s=lambda: 7.0),
     )
-    (found,) = Oversight(center).wanted()["replicas"]  # type: ignore[arg-type]
+    wanted = Oversight(center).wanted()  # type: ignore[arg-type]
+    (found,) = wanted["replicas"]
     assert (found["id"], found["step_tokens"]) == ("a", 192)
+    assert wanted["leave"] == ["http://h:1"], "whose engines were drained by hand, for a minute"

@@ -77,6 +77,7 @@ def test_an_hour_counts_what_was_in_time_and_forgets_what_is_older() -> None:
     figures = hour.columns()["models"]["m"]
     assert figures["ended_per_s"] == [3 / POINT_S]
     assert figures["in_time_per_s"] == [0.5], "one was late to begin, one late with its tokens"
+    assert figures["classes"] == [{"standard": [3 / POINT_S, 0.5]}]
     assert figures["ttft_p90_s"] == [2.0]
     assert figures["usd_per_mtok"] == [pytest.approx(3.6 * POINT_S / 3600 / 333 * 1e6, abs=1e-3)]
     assert hour.tenants == {"co": 333}

@@ -29,7 +29,7 @@ L4_COUNT, L4_USD_PER_H = 8, 0.6
 """As in the spec."""
 RAISED = 1.2
 LEAST_USD = 0.01
-LEAST_ASKED = 10
+LEAST_ASKED = 4
 MOST_TOLD = 2
 """Decisions that are told of one answer."""
 
@@ -185,9 +185,8 @@ def _fair(seen: Seen) -> bool:
     return min(mine.requests, flood.requests) >= LEAST_ASKED and _answered(mine) > _answered(flood)
 
 
-def _moved_house(seen: Seen) -> bool:
-    ready = seen.now.ready(region=NEAR)
-    return _shrunk(seen) and bool(ready) and all("1xA10" in each.template for each in ready)
+def _moving_house(seen: Seen) -> bool:
+    return _shrunk(seen) and any("1xA10" in each.template for each in seen.now.ready(region=NEAR))
 
 
 def _answered(counts: Counts) -> float:
@@ -205,10 +204,6 @@ def _far_share(seen: Seen) -> str:
 def _peak(seen: Seen) -> str:
     more = seen.now.usd_per_h - seen.before.usd_per_h
     return f"{seen.more} more replicas for ${more:.2f}/h, paid while the burst lasts and not all day"
-
-
-def _given_back(seen: Seen) -> str:
-    return f"${seen.saved_usd_per_h:.2f}/h is given back"
 
 
 def _in_place(seen: Seen) -> str:
@@ -258,11 +253,10 @@ def the_day() -> tuple[Act, ...]:
             ("plan", "replan"),
             _peak,
         ),
-        Act("calm", "Calm again", "the burst is over", (usual,), _shrunk, ("plan", "replan"), _given_back),
         Act(
             "shift",
             "Chats become coding",
-            f"prompts of {CODE[0]} tokens instead of {CHAT[0]}, answers of {CODE[1]} instead of {CHAT[1]}",
+            f"no burst; prompts of {CODE[0]} tokens instead of {CHAT[0]}, answers of {CODE[1]}, not {CHAT[1]}",
             (shop(RATE_PER_S, CODE),),
             _recast,
             ("plan", "recast", "flip"),
@@ -306,7 +300,7 @@ def the_day() -> tuple[Act, ...]:
             "A cheaper GPU",
             f"{CHEAP_COUNT} A10 can be had in {NEAR}, for ${CHEAP_USD_PER_H:.2f}/h each",
             (shop(RATE_PER_S, CODE),),
-            _moved_house,
+            _moving_house,
             ("plan", "replan"),
             _cheaper_now,
             _cheaper,

@@ -14,7 +14,7 @@ from potluck.control.gateway import GatewayAway
 from potluck.core.values.types import Slo
 
 LOOK_S = 0.4
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 """So long an act waits for its answer to show, on a machine that has much else to do."""
 MOST_WORDS = 400
 Result = TypeVar("Result")
