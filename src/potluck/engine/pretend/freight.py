@@ -48,7 +48,7 @@ class PretendFreight:
         self._alpha_s = link.alpha_s / speed_up
         self._free_s = -float("inf")
         self._taken_s = -float("inf")
-        """When the card has taken all that came, as far as it depends on the card."""
+        """When the last parcel that came was here."""
         self._taking = threading.Lock()
         self._books: dict[str, _Book] = {}
 
@@ -97,11 +97,14 @@ class PretendFreight:
         now_s, took_s = self._clock(), self._took_s(parcel)
         left = times_of(parcel) or Times(took_s, 0.0, 0.0)
         one_s = took_s / self._cargo.stands_for(parcel)
-        began_s = now_s - left.first_s
         with self._taking:
-            # What is still to leave somewhere keeps nobody else from coming meanwhile.
-            self._taken_s = max(self._taken_s, min(now_s, began_s)) + took_s
-            return max(self._taken_s, began_s + took_s, now_s - left.last_s + one_s, now_s - left.end_s)
+            self._taken_s = max(
+                self._taken_s + took_s,
+                now_s - left.first_s + took_s,
+                now_s - left.last_s + one_s,
+                now_s - left.end_s,
+            )
+            return self._taken_s
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         self._moved(peer, kv_bytes, wall_s)
