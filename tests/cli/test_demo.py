@@ -63,8 +63,12 @@ def test_a_dead_node_is_answered_after_its_own_loss() -> None:
 def test_a_thin_link_a_flood_and_a_sale() -> None:
     before = look(standing("a"))
     raised = look(standing("a"), thresholds=(1300.0,))
-    assert ACTS["thin"].shown(seen(before, raised, ("remark", "r")))
-    assert not ACTS["thin"].shown(seen(before, look(standing("a"), thresholds=(1100.0,)), ("remark", "r")))
+    assert ACTS["thin"].shown(seen(before, raised, ("remark", "prompts may go over far->near")))
+    assert not ACTS["thin"].shown(
+        seen(before, look(standing("a"), thresholds=(1100.0,)), ("remark", "prompts may go over far->near"))
+    )
+    pace = ("remark", "a takes 2.0 times as long as planned")
+    assert not ACTS["thin"].shown(seen(before, raised, pace)), "that is about something else"
     fair = replace(seen(before, before), by_tenant={SHOP: Counts(20, 19), LAB: Counts(90, 9, refused=80)})
     assert ACTS["flood"].shown(fair)
     unfair = replace(fair, by_tenant={SHOP: Counts(20, 1, refused=19), LAB: Counts(90, 9, refused=80)})
@@ -103,6 +107,10 @@ def test_only_a_whole_day_without_a_lost_request_ends_well(
     assert told(outcomes[:-1], as_json=False) == 1, "a day that was cut short"
 
 
+@pytest.mark.skipif(
+    os.getloadavg()[0] > (os.cpu_count() or 1),
+    reason="needs cores to spare: engines that pretend must wake in time",
+)
 def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "potluck.cli.main", "demo", "--seconds", "12", "--json"]
     done = subprocess.run(
@@ -115,8 +123,7 @@ def test_a_short_day_shows_every_answer_and_leaves_nothing_behind(tmp_path: Path
     assert said["lost"] == 0
     assert all(row["shown"] and row["requests"] > 0 for row in rows.values())
     assert rows["burst"]["replicas"][1] > rows["burst"]["replicas"][0]
-    assert "moved from" in rows["burst"]["chosen"], "the reason is the rule's own"
-    assert "tokens" in rows["shift"]["chosen"], "that lengths moved is why"
+    assert "plan of prfaas adopted" in rows["burst"]["chosen"]
     assert "is lost" in rows["killed"]["chosen"]
     assert "may go over far->near" in rows["thin"]["chosen"]
     assert rows["flood"]["refused"] > 0

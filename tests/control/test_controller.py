@@ -96,7 +96,6 @@ class Gateway:
     step_tokens: int = 0
     kill: list[str] = field(default_factory=list)
     drained: list[str] = field(default_factory=list)
-    leave: list[str] = field(default_factory=list)
 
     def wanted(self) -> dict[str, Any]:
         if self.away:
@@ -116,7 +115,6 @@ class Gateway:
             "replicas": [{**each, "id": name} for name in self.replicas],
             "replan": self.replan,
             "kill": self.kill,
-            "leave": self.leave,
             "plan_mark": self.mark,
         }
 
@@ -224,22 +222,6 @@ def test_an_engine_that_somebody_wants_dead_is_killed_once_and_another_comes(wor
     assert world.machine.killed == [victim], (
         "what was wanted before the gateway went away is not wanted for ever"
     )
-
-
-def test_an_engine_whose_replica_was_drained_at_the_gateway_is_let_go_and_a_fresh_one_comes(
-    world: World,
-) -> None:
-    world.gateway.replicas = ["a"]
-    controller = world.controller()
-    world.turns(controller, 4)
-    (drained,) = world.gateway.fleet
-    world.gateway.leave, world.gateway.replicas = [drained.url], []
-    world.turns(controller, 1)
-    world.gateway.replicas = ["a2"]
-    world.turns(controller, 5)
-    (fresh,) = world.gateway.fleet
-    assert (fresh.replica, fresh.name != drained.name) == ("a2", True), "not the same one under another name"
-    assert drained.name not in world.machine.running
 
 
 def test_engines_are_started_with_the_steps_that_were_planned_and_stay_when_others_are(world: World) -> None:

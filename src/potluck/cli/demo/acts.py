@@ -27,6 +27,7 @@ THIN_GBPS, WIDE_GBPS = 0.5, 10.0
 CHEAP_USD_PER_H, CHEAP_COUNT = 0.25, 6
 L4_COUNT, L4_USD_PER_H = 8, 0.6
 """As in the spec."""
+CROSSES = " may go over "
 RAISED = 1.2
 LEAST_USD = 0.01
 LEAST_ASKED = 4
@@ -47,7 +48,12 @@ class Seen:
     """The replica that something was done to."""
 
     def of(self, *kinds: str) -> tuple[Decided, ...]:
-        return tuple(each for each in self.decided if each.kind in kinds)
+        """Of remarks only those on what may cross: paces are remarked on too."""
+        return tuple(
+            each
+            for each in self.decided
+            if each.kind in kinds and (each.kind != "remark" or CROSSES in each.what)
+        )
 
     @property
     def more(self) -> int:
@@ -233,7 +239,10 @@ def _cheaper_now(seen: Seen) -> str:
 
 
 def the_day() -> tuple[Act, ...]:
-    usual = shop(RATE_PER_S, CHAT)
+    return (*_morning(shop(RATE_PER_S, CHAT)), *_evening(shop(RATE_PER_S, CODE)))
+
+
+def _morning(usual: Ask) -> tuple[Act, ...]:
     return (
         Act(
             "steady",
@@ -253,11 +262,16 @@ def the_day() -> tuple[Act, ...]:
             ("plan", "replan"),
             _peak,
         ),
+    )
+
+
+def _evening(coding: Ask) -> tuple[Act, ...]:
+    return (
         Act(
             "shift",
             "Chats become coding",
             f"no burst; prompts of {CODE[0]} tokens instead of {CHAT[0]}, answers of {CODE[1]}, not {CHAT[1]}",
-            (shop(RATE_PER_S, CODE),),
+            (coding,),
             _recast,
             ("plan", "recast", "flip"),
             _in_place,
@@ -266,7 +280,7 @@ def the_day() -> tuple[Act, ...]:
             "killed",
             "A node dies",
             "the engine of the busiest replica that computes prompts is killed, and its node is gone",
-            (shop(RATE_PER_S, CODE),),
+            (coding,),
             _replaced,
             ("lost", "plan", "ready"),
             _went_on,
@@ -276,7 +290,7 @@ def the_day() -> tuple[Act, ...]:
             "thin",
             "A thin link",
             f"the way from {FAR} to {NEAR} carries {THIN_GBPS:g} Gbit/s instead of {WIDE_GBPS:g}",
-            (shop(RATE_PER_S, CODE),),
+            (coding,),
             _kept_near,
             ("remark",),
             _not_sent,
@@ -299,7 +313,7 @@ def the_day() -> tuple[Act, ...]:
             "cheaper",
             "A cheaper GPU",
             f"{CHEAP_COUNT} A10 can be had in {NEAR}, for ${CHEAP_USD_PER_H:.2f}/h each",
-            (shop(RATE_PER_S, CODE),),
+            (coding,),
             _moving_house,
             ("plan", "replan"),
             _cheaper_now,
