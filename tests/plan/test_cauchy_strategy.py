@@ -65,7 +65,7 @@ def test_a_model_beyond_the_closed_form_is_ranked_by_what_it_serves() -> None:
 def test_gpus_of_one_phase_are_one_instance_and_nodes_are_filled() -> None:
     each = an_ask()
     workshop = Workshop(a_fleet(each, gpus=8))
-    made = gpu_combos(workshop.problem, each, workshop.ranked(each)[:4])
+    made = gpu_combos(workshop.problem, each, workshop.ranked(each)[:4], unwritten(each))
     assert made
     for template in made:
         gpus = sum(n.tp for r in template.replicas for s in r.layout.stages for n in s.nodes)
@@ -83,12 +83,12 @@ def test_two_sides_on_one_node_use_no_network_card() -> None:
     thin = replace(fleet, nodes=tuple(replace(node, network_gbps=0.01) for node in fleet.nodes))
     pairs = Workshop(fleet).ranked(each)
     alike = [pair for pair in pairs if pair.prefill == pair.decode]
-    inside = {t.name: t for t in gpu_combos(thin, each, alike) if t.nodes[0].count == 1}
+    inside = {t.name: t for t in gpu_combos(thin, each, alike, unwritten(each)) if t.nodes[0].count == 1}
     assert inside
-    before = {t.name: t for t in gpu_combos(fleet, each, alike)}
+    before = {t.name: t for t in gpu_combos(fleet, each, alike, unwritten(each))}
     for name, template in inside.items():
         assert template.capacity == before[name].capacity
-    assert not [t for t in gpu_combos(thin, each, pairs) if sum(n.count for n in t.nodes) > 1]
+    assert not [t for t in gpu_combos(thin, each, pairs, unwritten(each)) if sum(n.count for n in t.nodes) > 1]
 
 
 def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:

@@ -14,6 +14,7 @@ from potluck.perf.operators.calibration import bundled
 from potluck.plan.templates import library
 from potluck.plan.templates.library import cached_library, cached_stage_rates, library_key, pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary, pipeline_library
+from potluck.plan.timing.kept import default_folder
 from potluck.plan.timing.stage_rates import StageRates, stage_rates
 
 MODEL = models.model("Qwen3-32B")
@@ -138,7 +139,7 @@ def test_without_a_place_to_write_it_works_all_the_same(rates: StageRates, tmp_p
 
 def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library.default_folder() == tmp_path / "potluck"
+    assert default_folder() == tmp_path / "potluck"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert library.default_folder() == tmp_path / "home" / ".cache" / "potluck"
+    assert default_folder() == tmp_path / "home" / ".cache" / "potluck"

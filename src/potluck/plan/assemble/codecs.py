@@ -21,6 +21,7 @@ from potluck.plan.allocate.solve import reroute, solve
 from potluck.plan.assemble.columns import EXACT, Columns, columns, hands_over
 from potluck.plan.assemble.priorities import by_priority, levels
 from potluck.plan.problem import Problem
+from potluck.plan.timing.book import Books
 
 SAME = 1e-6
 SETTLE_S = 10.0
@@ -38,6 +39,7 @@ def solved(
     time_limit_s: float = 60.0,
     gap_target: float = 0.0,
     clock: Callable[[], float] = time.process_time,
+    books: Books | None = None,
 ) -> tuple[Columns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
 
@@ -55,6 +57,7 @@ def solved(
             time_limit_s=time_limit_s,
             gap_target=gap_target,
             clock=clock,
+            books=books,
         )
 
     found, answer = once(problem)
@@ -74,9 +77,12 @@ def _solved(
     time_limit_s: float,
     gap_target: float,
     clock: Callable[[], float],
+    books: Books | None,
 ) -> tuple[Columns, Allocation]:
     smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
-    found = columns(problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest)
+    found = columns(
+        problem, templates, running=running, pins=pins, exactly=exactly, codecs=smallest, books=books
+    )
     answer = solve(
         found.program,
         starts=[counts for plan in starts if (counts := found.counts_of(plan)) is not None],
@@ -126,6 +132,7 @@ def _rerouted(
         problem,
         {each.name: [found.templates[m][t] for t in used[m]] for m, each in enumerate(problem.asks)},
         codecs=codecs,
+        books=found.books,
     )
     counts = {Key(key.group, used[key.group].index(key.template), key.region): n for key, n in answer.counts}
     routed = reroute(few.program, counts, answer.found, deadline)

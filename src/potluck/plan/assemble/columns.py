@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from potluck.plan.assemble.terms import charges_of, with_terms
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.templates.combo import combo_capacity
 from potluck.plan.templates.pair import pair_capacity
+from potluck.plan.timing.book import Book, Books
 from potluck.plan.timing.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
 from potluck.plan.timing.machines import machine_of
 from potluck.plan.timing.ranges import range_per_s
@@ -47,6 +49,8 @@ class Columns:
     """In which each model's KV crosses."""
     fractions: Mapping[str, float] = field(default_factory=dict)
     """Of each model's demand, what the program was asked for, where that is not all."""
+    books: Books = field(default_factory=partial(Books, None))
+    """What layouts were timed to do."""
 
     def key(self, template: str, region: str) -> Key | None:
         """The column of a template in a region, by name."""
@@ -74,7 +78,7 @@ class Columns:
 
 
 EXACT: Codec = "fp16"
-CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec], tuple[BucketCapacity, ...]]] = {
+CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec, Book], tuple[BucketCapacity, ...]]] = {
     "combo": combo_capacity,
     "pair": pair_capacity,
 }
@@ -114,16 +118,19 @@ def columns(
     pins: Sequence[Deployment] = (),
     exactly: bool = False,
     codecs: Mapping[str, Codec] | None = None,
+    books: Books | None = None,
 ) -> Columns:
     """The program over some templates of each model; running ones that are still known keep their price.
 
     Pins ask for at least so many copies, or for exactly so many. `codecs` says in which each model's KV crosses;
     what is not named crosses as it is.
     """
+    books = Books(None) if books is None else books
     chosen = {each.name: (codecs or {}).get(each.name, EXACT) for each in problem.asks}
     groups = tuple(
         tuple(
-            _in_codec(problem, each, template, chosen[each.name]) for template in templates.get(each.name, ())
+            _in_codec(problem, each, template, chosen[each.name], books)
+            for template in templates.get(each.name, ())
         )
         for each in problem.asks
     )
@@ -135,7 +142,7 @@ def columns(
     )
     links = links_of(problem.links, fleet.regions, problem.headroom)
     bare = with_terms(problem, groups, FlowProgram(fleet, models, links))
-    found = Columns(problem, groups, bare, chosen)
+    found = Columns(problem, groups, bare, chosen, books=books)
     counts = tuple(
         Count(key, deployment.count)
         for deployment in (running.deployments if running else ())
@@ -149,14 +156,14 @@ def columns(
         headroom=problem.headroom,
         budget_usd_per_h=problem.budget_usd_per_h,
     )
-    return Columns(problem, groups, program, chosen)
+    return Columns(problem, groups, program, chosen, books=books)
 
 
-def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec) -> Template:
+def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec, books: Books) -> Template:
     """A template whose parts hand KV over in this codec; groups of machines have one of their own."""
     if template.codec == codec or template.kind not in CROSSING or not hands_over(template):
         return template
-    capacity = CROSSING[template.kind](problem, each, template.replicas, codec)
+    capacity = CROSSING[template.kind](problem, each, template.replicas, codec, books.of(problem, each))
     return replace(template, capacity=capacity, codec=codec)
 
 

@@ -17,6 +17,7 @@ from potluck.plan.check.verify_terms import broken_terms
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.templates.aggregated import aggregated_capacity
 from potluck.plan.templates.group import group_capacity
+from potluck.plan.timing.book import unwritten
 from potluck.plan.timing.cards import busy_limits, cards_of, link_bits_per_s, wire_bits
 from potluck.plan.timing.machines import machine_of, timer_of
 from potluck.plan.timing.rates import fits, replica_capacity
@@ -177,7 +178,7 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
     of a part of the prefill; in a group of named machines the links between them count.
     """
     if template.kind in CROSSING and hands_over(template):
-        return CROSSING[template.kind](problem, ask, template.replicas, template.codec)
+        return CROSSING[template.kind](problem, ask, template.replicas, template.codec, unwritten(ask))
     if template.kind == "pipeline" and template.replicas[0].role == "mixed":
         return aggregated_capacity(problem, ask, template.replicas[0].layout)
     if template.kind == "group":

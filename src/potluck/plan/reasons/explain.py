@@ -233,7 +233,7 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
             fewer = None
             if count and not _last_node(problem, offer, count):
                 less = without_nodes(problem, region.name, offer.node, count - 1)
-                other = planner(Workshop(less, workshop.made), settings)
+                other = planner(Workshop(less, workshop.made, books=workshop.books), settings)
                 if other.plan.fraction >= 1:
                     fewer = other.plan.total_usd_per_h - plan.total_usd_per_h
             found.append(

@@ -27,6 +27,7 @@ from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.mixed import Timed
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.shelf import Shelf, shelf_of
+from potluck.plan.timing.book import Book, Books
 
 LEAST_SHARE = 0.05
 FIRST_FEW = 3
@@ -110,6 +111,8 @@ class Workshop:
     """Key of a model to all its pipelines, also those that nobody has asked for."""
     enough: Callable[[], bool] = lambda: False
     """Asked before a kind of templates is made: whether there is no time for it."""
+    books: Books = field(default_factory=Books)
+    """What layouts were timed to do, here and before."""
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(kind, model) for which there was no time."""
 
@@ -133,8 +136,11 @@ class Workshop:
                     found[offer.node] = min(found.get(offer.node, float("inf")), offer.price_usd_per_h)
         return found
 
+    def book(self, ask: Ask) -> Book:
+        return self.books.of(self.problem, ask)
+
     def homogeneous(self, ask: Ask) -> list[Template]:
-        return self._once("homogeneous", ask, lambda: homogeneous(self.problem, ask))
+        return self._once("homogeneous", ask, lambda: homogeneous(self.problem, ask, self.book(ask)))
 
     def mixed(self, ask: Ask) -> list[Template]:
         """Aggregated single-node templates only."""
@@ -149,7 +155,7 @@ class Workshop:
 
     def ranked(self, ask: Ask) -> list[Ranked]:
         """Pairs of node types by CAUCHY's equation 15, the most cost-efficient first."""
-        return ranked(self.problem, ask, self.homogeneous(ask), self.prices)
+        return ranked(self.problem, ask, self.homogeneous(ask), self.prices, self.book(ask))
 
     def gpu_combos(self, ask: Ask) -> list[Template]:
         """Combos of the pairs that equation 15 shortlists, counted in GPUs; and aggregated ones of their types."""
@@ -159,18 +165,20 @@ class Workshop:
             alike = {each.prefill for each in pairs if each.prefill == each.decode}
             alone = [t for t in self.combos(ask) if len(t.nodes) == 1 and t.nodes[0].node in alike]
             alone = [t for t in alone if t.replicas[0].role == "mixed"]
-            return [*alone, *gpu_combos(self.problem, ask, pairs)]
+            return [*alone, *gpu_combos(self.problem, ask, pairs, self.book(ask))]
 
         return self._once("gpu combo", ask, make)
 
     def pairs(self, ask: Ask) -> list[Template]:
-        return self._once("pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask)))
+        return self._once(
+            "pair", ask, lambda: pairs(self.problem, ask, self.homogeneous(ask), self.book(ask))
+        )
 
     def pipelines(self, ask: Ask) -> list[Template]:
         """Those timed so far: at first the cheapest of each bucket, then what the program asks for (`grow`)."""
 
         def make() -> list[Template]:
-            shelf = shelf_of(self.problem, ask, timed=self.timed)
+            shelf = shelf_of(self.problem, ask, timed=self.timed, books=self.books)
             prices = np.array([self.prices[node.name] for node in self.problem.offered])
             shelf.take(shelf.cheapest(prices, FIRST_FEW))
             self.shelves[ask.key] = shelf
@@ -181,7 +189,9 @@ class Workshop:
     def aggregated(self, ask: Ask) -> list[Template]:
         """Pipelines that do both phases."""
         return self._once(
-            "mixed pipeline", ask, lambda: list(aggregated(self.problem, ask, self.pipelines(ask)))
+            "mixed pipeline",
+            ask,
+            lambda: list(aggregated(self.problem, ask, self.pipelines(ask), self.book(ask))),
         )
 
     def groups(self, ask: Ask, settings: Settings) -> list[Template]:
@@ -214,6 +224,7 @@ class Workshop:
             self.left_out.discard(key)
             self.said(f"{kind.split(' of ')[0]} templates of {ask.name}")
             self.made[key] = make()
+            self.books.keep()
         # They may have been made for a problem that had more node types than this one.
         here = self.prices
         found = [each for each in self.made[key] if all(count.node in here for count in each.nodes)]
@@ -239,7 +250,9 @@ def allocated(
         time_limit_s=settings.left_s,
         gap_target=settings.gap_target,
         clock=settings.clock,
+        books=workshop.books,
     )
+    workshop.books.keep()
     plan = plan_of(found, answer, strategy)
     if (
         found.program.guarded and answer.found

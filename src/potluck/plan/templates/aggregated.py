@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import BucketCapacity, Replica, Template
 from potluck.perf.serving.together import Lengths, together
 from potluck.perf.timers.pipeline import PipelineTimer, layout_requests
 from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.timing.book import Book, Rated, layout_text
 from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, useful
 
 
-def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template]) -> Iterator[Template]:
+def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template], book: Book) -> Iterator[Template]:
     """Of each placement of several stages the same nodes doing both; one name for one placement."""
     seen: set[Layout] = set()
     names: set[str] = set()
@@ -27,7 +29,7 @@ def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template]) -> Ite
         if layout in seen or len(layout.stages) < 2:
             continue
         seen.add(layout)
-        capacity = aggregated_capacity(problem, ask, layout)
+        capacity = book.rated(f"both {layout_text(layout)}", partial(_rated, problem, ask, template)).capacity
         if not useful(capacity):
             continue
         listed = " + ".join(f"{each.count} {each.node}" for each in template.nodes)
@@ -36,6 +38,11 @@ def aggregated(problem: Problem, ask: Ask, pipelines: Iterable[Template]) -> Ite
             name += f", {'+'.join(str(stage.layers) for stage in layout.stages)} layers"
         names.add(name)
         yield replace(template, name=name, replicas=(Replica("mixed", layout),), capacity=capacity)
+
+
+def _rated(problem: Problem, ask: Ask, template: Template) -> Rated:
+    layout = template.replicas[0].layout
+    return Rated(aggregated_capacity(problem, ask, layout), template.confidence)
 
 
 def aggregated_capacity(problem: Problem, ask: Ask, layout: Layout) -> tuple[BucketCapacity, ...]:

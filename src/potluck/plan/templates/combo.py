@@ -20,8 +20,9 @@ from potluck.core.values.types import Codec, Role
 from potluck.perf.step import Floats
 from potluck.perf.timers.pipeline import ORDER
 from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.timing.book import Book
 from potluck.plan.timing.cards import Cards, busy_limit, cards_of, sojourn_s, wire_bits
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, replica_capacity, useful, wait_factor
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, useful, wait_factor
 
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 3), (2, 5), (2, 6))
 """(prefill nodes, decode nodes), from 1:1 to 2:6."""
@@ -85,11 +86,11 @@ def _total(template: Template) -> float:
 
 
 def combo_capacity(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec, book: Book
 ) -> tuple[BucketCapacity, ...]:
     """What replicas of the two phases, and mixed ones beside them, serve together, from their layouts alone."""
-    mixed = _side(problem, ask, replicas, "mixed")
-    prefill, decode = (_side(problem, ask, replicas, role) for role in ("prefill", "decode"))
+    mixed = _side(problem, ask, replicas, "mixed", book)
+    prefill, decode = (_side(problem, ask, replicas, role, book) for role in ("prefill", "decode"))
     closed = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
     if prefill is not None and decode is not None:
         bits = wire_bits(ask, codec)
@@ -120,14 +121,14 @@ class _Side:
     cards: Cards
 
 
-def _side(problem: Problem, ask: Ask, replicas: Sequence[Replica], role: Role) -> _Side | None:
+def _side(problem: Problem, ask: Ask, replicas: Sequence[Replica], role: Role, book: Book) -> _Side | None:
     members = [replica for replica in replicas if replica.role == role]
     if not members:
         return None
     total = [BucketCapacity(demand.bucket, 0.0, 0.0, 0.0, 0.0, 0.0) for demand in ask.demands]
     for layout in {replica.layout for replica in members}:
         copies = sum(1 for replica in members if replica.layout == layout)
-        found = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies)
+        found = book.replica(problem, ask, layout, role).times(copies).capacity
         total = [_added(one, other) for one, other in zip(total, found, strict=True)]
     return _Side(total, len(members), cards_of(members, problem.by_name))
 

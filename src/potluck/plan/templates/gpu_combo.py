@@ -26,7 +26,8 @@ from potluck.perf.timers.pipeline import ORDER
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.templates.combo import combo_capacity, efficiency_tokens_per_usd
-from potluck.plan.timing.rates import fits, layout_timer, useful
+from potluck.plan.timing.book import Book
+from potluck.plan.timing.rates import fits, useful
 
 SHORTLIST = 4
 """Pairs of types that are passed on, as in the paper's example."""
@@ -46,7 +47,7 @@ class Ranked:
 
 
 def ranked(
-    problem: Problem, ask: Ask, single_node: Sequence[Template], prices: Mapping[str, float]
+    problem: Problem, ask: Ask, single_node: Sequence[Template], prices: Mapping[str, float], book: Book
 ) -> list[Ranked]:
     """All pairs whose sides keep the objective, in their better direction, the most efficient first."""
     able = {
@@ -56,29 +57,30 @@ def ranked(
     found: dict[frozenset[str], Ranked] = {}
     for first in able["prefill"]:
         for second in able["decode"]:
-            value = _efficiency(problem, ask, single_node, prices, first, second)
+            value = _efficiency(problem, ask, single_node, prices, first, second, book)
             best = found.get(frozenset((first, second)))
             if best is None or value.ce_tokens_per_usd > best.ce_tokens_per_usd:
                 found[frozenset((first, second))] = value
     return sorted(found.values(), key=lambda each: (-each.ce_tokens_per_usd, each.prefill, each.decode))
 
 
-def gpu_combos(problem: Problem, ask: Ask, pairs: Sequence[Ranked]) -> list[Template]:
+def gpu_combos(problem: Problem, ask: Ask, pairs: Sequence[Ranked], book: Book) -> list[Template]:
     """The combos of some pairs of types, counted in GPUs."""
     found: dict[str, Template] = {}
     for pair in pairs:
         first, second = problem.node(pair.prefill), problem.node(pair.decode)
         for n_p in PREFILL_UNITS:
             for n_d in DECODE_UNITS:
-                template = _combo(problem, ask, first, second, n_p, n_d)
+                template = _combo(problem, ask, (first, second), n_p, n_d, book)
                 if template is not None:
                     found.setdefault(template.name, template)
     return list(found.values())
 
 
 def _combo(
-    problem: Problem, ask: Ask, first: NodeType, second: NodeType, n_p: int, n_d: int
+    problem: Problem, ask: Ask, types: tuple[NodeType, NodeType], n_p: int, n_d: int, book: Book
 ) -> Template | None:
+    first, second = types
     prefill = _instances(problem, ask, first, "prefill", n_p)
     decode = _instances(problem, ask, second, "decode", n_d)
     if prefill is None or decode is None:
@@ -97,10 +99,10 @@ def _combo(
             nodes = (NodeCount(first.name, sum(counts)),)
     replicas = tuple(prefill) * times + tuple(decode) * times
     codec = problem.codecs[-1]
-    capacity = combo_capacity(problem, ask, replicas, codec)
+    capacity = combo_capacity(problem, ask, replicas, codec, book)
     if not useful(capacity):
         return None
-    timers = [layout_timer(ask, side[0].layout, problem.by_name) for side in (prefill, decode)]
+    known = [book.replica(problem, ask, side[0].layout, side[0].role) for side in (prefill, decode)]
     name = f"{times} x <{gpus_p} {first.gpu.name}, {gpus_d} {second.gpu.name}>"
     on = " + ".join(f"{each.count} {each.node}" for each in nodes)
     return Template(
@@ -110,7 +112,7 @@ def _combo(
         nodes=nodes,
         replicas=replicas,
         capacity=capacity,
-        confidence=max((timer.confidence for timer in timers), key=ORDER.index),
+        confidence=max((each.confidence for each in known), key=ORDER.index),
         codec=codec,
     )
 
@@ -153,6 +155,7 @@ def _efficiency(
     prices: Mapping[str, float],
     first: str,
     second: str,
+    book: Book,
 ) -> Ranked:
     rate = ask.rate_per_s or 1.0
     r_in = sum(d.rate_per_s * d.input_tokens for d in ask.demands) / rate or ask.demands[0].input_tokens
@@ -165,7 +168,7 @@ def _efficiency(
         ]
     except InputError:  # not covered, or free of charge
         pair = [Ranked(first, second, 0.0, False)]
-        made = gpu_combos(problem, ask, pair)
+        made = gpu_combos(problem, ask, pair, book)
         best = max((efficiency_tokens_per_usd(ask, each, dict(prices)) for each in made), default=0.0)
         return Ranked(first, second, best, False)
     batch = max(_batch(ask, t) for t in single_node if _is(t, second, "decode"))

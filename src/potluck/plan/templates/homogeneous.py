@@ -16,38 +16,36 @@ from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Templat
 from potluck.core.values.types import NodeType, Role
 from potluck.perf.timers.roofline import check_tp
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.timing.rates import fits, layout_timer, replica_capacity, useful
+from potluck.plan.timing.book import Book
+from potluck.plan.timing.rates import useful
 
 ROLES: tuple[Role, ...] = ("mixed", "prefill", "decode")
 WORDS: dict[Ep, str] = {"none": "tp{}", "tp": "tp{0} ep{0}", "dp": "dp{0} ep{0}"}
 
 
-def homogeneous(problem: Problem, ask: Ask) -> list[Template]:
+def homogeneous(problem: Problem, ask: Ask, book: Book) -> list[Template]:
     """All useful single-node templates of a model."""
     found: list[Template] = []
     for node in problem.offered:
         for role in ROLES:
-            found += best_of(_of_node(problem, ask, node, role))
+            found += best_of(_of_node(problem, ask, node, role, book))
     return found
 
 
-def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role) -> Iterable[Template]:
+def _of_node(problem: Problem, ask: Ask, node: NodeType, role: Role, book: Book) -> Iterable[Template]:
     for tp, ep in layouts_on(ask.model, node, role):
         layout = single(node.name, tp, ask.model.layer_count, ep)
-        if not fits(ask, layout, problem.by_name):
-            continue
         copies = node.gpus // tp
-        timer = layout_timer(ask, layout, problem.by_name)
-        capacity = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, copies, timer=timer)
-        if useful(capacity):
+        rated = book.replica(problem, ask, layout, role).times(copies)
+        if useful(rated.capacity):
             yield Template(
                 name=f"{ask.name}: {role} {node.name} {WORDS[ep].format(tp)}",
                 kind="homogeneous",
                 model=ask.name,
                 nodes=(NodeCount(node.name, 1),),
                 replicas=(Replica(role, layout),) * copies,
-                capacity=capacity,
-                confidence=timer.confidence,
+                capacity=rated.capacity,
+                confidence=rated.confidence,
             )
 
 

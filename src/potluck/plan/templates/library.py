@@ -2,30 +2,17 @@
 
 Two kinds of file, each named by a hash of everything its content depends on: the stage rates (model, node
 types, objective, lengths, calibration, the source of `perf`) and the templates (stage rates, node memory,
-limits, the source of this package's search). Whatever changes has another name, so nothing is ever out of
-date. Files are arrays only, written aside and moved into place; one that cannot be read is made anew, and
-where the folder cannot be written to, everything works without it.
+limits, the source of this package's search). `timing/kept.py` says how files are kept.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from importlib import resources
-from io import BytesIO
 from json import dumps
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.lib.npyio import NpzFile
-from numpy.typing import NDArray
 
-from potluck import __version__
 from potluck.core.codec import encode
 from potluck.core.values.model import Model
 from potluck.core.values.types import NodeType, Slo
@@ -40,27 +27,15 @@ from potluck.plan.templates.pipeline import (
     pipeline_library,
     with_running,
 )
+from potluck.plan.timing.kept import Arrays, default_folder, load, name_of, own, save, sources
 from potluck.plan.timing.stage_rates import Rule, StageRates, largest_tp, stage_rates
 
-FORMAT = 1
 RATES = ("timing/stage_rates.py", "timing/stage_rates_kernel.py", "timing/rates.py")
 SEARCH = (
     "templates/multisets.py",
     *(f"templates/pipeline{part}.py" for part in ("", "_kernel", "_partitions")),
 )
 """What is stored follows from this code, besides `perf`."""
-Arrays = dict[str, NDArray[Any]]
-
-
-def default_folder() -> Path | None:
-    """`$XDG_CACHE_HOME/potluck` or `~/.cache/potluck`; None where there is no such place."""
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(chosen):
-        return Path(chosen) / "potluck"
-    try:
-        return Path.home() / ".cache" / "potluck"
-    except RuntimeError:
-        return None
 
 
 def pipeline_libraries(
@@ -119,8 +94,8 @@ def cached_stage_rates(
     """`stage_rates`, from disk where they are there."""
     given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages, rule, sure))
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
-    code = sources("potluck.perf") + b"".join(map(_own, RATES))
-    key = _hash(b"stage rates", dumps(given).encode(), fitted, code)
+    code = sources("potluck.perf") + b"".join(map(own, RATES))
+    key = name_of(b"stage rates", dumps(given).encode(), fitted, code)
     shape = (max_stages, len(nodes), model.layer_count)
     stored = load(folder, key)
     if stored is not None and _are_rates(stored, shape):
@@ -171,69 +146,8 @@ def library_key(rates: StageRates, max_nodes: int, memory_ratio: float, *, prune
     """A name for the templates that follow from all this."""
     node_bytes, most_bytes = memory_limit(rates, memory_ratio)
     numbers = np.array([*rates.units.shape, max_nodes, most_bytes, int(prune)], np.int64)
-    search = b"".join(map(_own, SEARCH))
-    return _hash(b"library", numbers.tobytes(), rates.units.tobytes(), node_bytes.tobytes(), search)
-
-
-def load(folder: Path | None, key: str) -> Arrays | None:
-    """The arrays of a file; None when it is not there or not whole."""
-    if folder is None:
-        return None
-    try:
-        stored = np.load(BytesIO((folder / f"{key}.npz").read_bytes()), allow_pickle=False)
-        return {name: stored[name] for name in stored.files} if isinstance(stored, NpzFile) else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-
-
-def save(folder: Path | None, key: str, arrays: Arrays) -> bool:
-    """Write a file as a whole or not at all; False where that is not possible."""
-    if folder is None:
-        return False
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(suffix=".tmp", dir=folder)
-    except OSError:
-        return False
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-        os.replace(aside, folder / f"{key}.npz")
-    except OSError:
-        Path(aside).unlink(missing_ok=True)
-        return False
-    return True
-
-
-@lru_cache(maxsize=8)
-def sources(package: str) -> bytes:
-    """A hash of a package's own files, data included: a change of code gives results of another name."""
-    files = _files(resources.files(package))
-    each = sorted(
-        entry.name.encode() + b"\0" + hashlib.sha256(entry.read_bytes()).digest() for entry in files
-    )
-    return hashlib.sha256(b"".join(each)).digest()
-
-
-def _files(folder: Any) -> Iterable[Any]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            if entry.name != "__pycache__":
-                yield from _files(entry)
-        else:
-            yield entry
-
-
-@lru_cache(maxsize=8)
-def _own(path: str) -> bytes:
-    return hashlib.sha256(resources.files("potluck.plan").joinpath(path).read_bytes()).digest()
-
-
-def _hash(*parts: bytes) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {__version__} {np.__version__}".encode())
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:40]
+    search = b"".join(map(own, SEARCH))
+    return name_of(b"library", numbers.tobytes(), rates.units.tobytes(), node_bytes.tobytes(), search)
 
 
 def _are_rates(stored: Arrays, shape: tuple[int, int, int]) -> bool:

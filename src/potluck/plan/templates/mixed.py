@@ -19,14 +19,8 @@ from potluck.core.values.types import Role
 from potluck.plan.problem import Ask, Demand, Problem
 from potluck.plan.templates.library import pipeline_libraries
 from potluck.plan.templates.pipeline import PipelineLibrary
-from potluck.plan.timing.rates import (
-    HANDOVER_SHARE,
-    fits,
-    layout_timer,
-    replica_capacity,
-    useful,
-    wait_factor,
-)
+from potluck.plan.timing.book import Book
+from potluck.plan.timing.rates import HANDOVER_SHARE, useful, wait_factor
 from potluck.plan.timing.stage_rates import Rule
 
 MAX_NODES = 6
@@ -63,13 +57,10 @@ def libraries(
         return ()
 
 
-def timed_template(problem: Problem, ask: Ask, phase: Role, layout: Layout) -> Template | None:
+def timed_template(problem: Problem, ask: Ask, phase: Role, layout: Layout, book: Book) -> Template | None:
     """A placement timed stage by stage for every bucket; None where it can do nothing."""
-    if not fits(ask, layout, problem.by_name):
-        return None
-    timer = layout_timer(ask, layout, problem.by_name)
-    capacity = replica_capacity(ask, layout, problem.by_name, phase, problem.headroom, timer=timer)
-    if not useful(capacity):
+    rated = book.replica(problem, ask, layout, phase)
+    if not useful(rated.capacity):
         return None
     nodes = tuple(NodeCount(name, count) for name, count in sorted(layout.node_counts.items()))
     listed = " + ".join(f"{each.count} {each.node}" for each in nodes)
@@ -79,6 +70,6 @@ def timed_template(problem: Problem, ask: Ask, phase: Role, layout: Layout) -> T
         model=ask.name,
         nodes=nodes,
         replicas=(Replica(phase, layout),),
-        capacity=capacity,
-        confidence=timer.confidence,
+        capacity=rated.capacity,
+        confidence=rated.confidence,
     )

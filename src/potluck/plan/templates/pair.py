@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import Codec, NodeType
@@ -26,14 +27,15 @@ from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import StepTimer
 from potluck.perf.timers.pipeline import ORDER, layout_requests
 from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.timing.book import Book, Rated, layout_text
 from potluck.plan.timing.cards import Cards, cards_of, sides, sojourn_s
-from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, replica_capacity, useful, wait_factor
+from potluck.plan.timing.rates import UNPROMISED_TTFT_S, layout_timer, useful, wait_factor
 
 GRID = tuple(i / 16 for i in range(1, 17))
 """Shares of a prompt that the low-end GPU may take."""
 
 
-def pairs(problem: Problem, ask: Ask, single: Sequence[Template]) -> list[Template]:
+def pairs(problem: Problem, ask: Ask, single: Sequence[Template], book: Book) -> list[Template]:
     """One low-end and one high-end node, for every two unlike GPU types that can take their parts."""
     low = {t.nodes[0].node: t for t in single if t.replicas[0].role == "prefill" and t.model == ask.name}
     high = {t.nodes[0].node: t for t in single if t.replicas[0].role == "mixed" and t.model == ask.name}
@@ -42,7 +44,7 @@ def pairs(problem: Problem, ask: Ask, single: Sequence[Template]) -> list[Templa
         for strong, second in high.items():
             if not _weaker(problem.node(weak), problem.node(strong)):
                 continue
-            template = _pair(problem, ask, first, second)
+            template = _pair(problem, ask, first, second, book)
             if useful(template.capacity):
                 found.append(template)
     return found
@@ -55,7 +57,7 @@ def _weaker(low: NodeType, high: NodeType) -> bool:
     return low.gpu.name != high.gpu.name and compute and bandwidth
 
 
-def _pair(problem: Problem, ask: Ask, first: Template, second: Template) -> Template:
+def _pair(problem: Problem, ask: Ask, first: Template, second: Template, book: Book) -> Template:
     low, high = first.nodes[0].node, second.nodes[0].node
     replicas, codec = first.replicas + second.replicas, problem.codecs[-1]
     return Template(
@@ -64,19 +66,31 @@ def _pair(problem: Problem, ask: Ask, first: Template, second: Template) -> Temp
         model=ask.name,
         nodes=(NodeCount(low, 1), NodeCount(high, 1)),
         replicas=replicas,
-        capacity=pair_capacity(problem, ask, replicas, codec),
+        capacity=pair_capacity(problem, ask, replicas, codec, book),
         confidence=max((first.confidence, second.confidence), key=ORDER.index),
         codec=codec,
     )
 
 
 def pair_capacity(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec, book: Book
 ) -> tuple[BucketCapacity, ...]:
     """What low-end and high-end replicas serve together, bucket by bucket."""
     low, high = sides(replicas)
+    both = " + ".join(f"{len(side)} x {layout_text(side[0].layout)}" for side in (low, high))
+    return book.rated(f"pair {codec} {both}", partial(_rated, problem, ask, low, high, codec, book)).capacity
+
+
+def _rated(
+    problem: Problem,
+    ask: Ask,
+    low: Sequence[Replica],
+    high: Sequence[Replica],
+    codec: Codec,
+    book: Book,
+) -> Rated:
     layout = high[0].layout
-    alone = replica_capacity(ask, layout, problem.by_name, "mixed", problem.headroom, len(high))
+    alone, sure = book.replica(problem, ask, layout, "mixed").times(len(high))
     both = (cards_of(low, problem.by_name), cards_of(high, problem.by_name))
     work = _Work(
         problem,
@@ -92,10 +106,11 @@ def pair_capacity(
         layout_requests(ask.model, layout, problem.by_name, d.longest_tokens + d.output_tokens)
         for d in ask.demands
     ]
-    return tuple(
+    served = tuple(
         _balanced(work, demand, room, alone[demand.bucket])
         for demand, room in zip(ask.demands, rooms, strict=True)
     )
+    return Rated(served, sure)
 
 
 @dataclass(frozen=True, slots=True)

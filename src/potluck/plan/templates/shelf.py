@@ -24,6 +24,7 @@ from potluck.core.values.types import Role
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.templates.mixed import MAX_NODES, Timed, libraries, timed_template
 from potluck.plan.templates.pipeline import PipelineLibrary
+from potluck.plan.timing.book import Book, Books
 from potluck.plan.timing.stage_rates import Integers
 
 Floats = NDArray[np.float64]
@@ -49,6 +50,7 @@ class Shelf:
     libraries: list[PipelineLibrary]
     open: NDArray[np.bool_]
     """Rows that were not timed yet."""
+    book: Book
     timed: Timed
     """What is known of placements, this model's and others'; added to."""
     mine: dict[tuple[str, Role, Layout], Template] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class Shelf:
             role, phase = PHASES[self.phase[row]], int(self.phase[row])
             key = (self.ask.key, role, self.libraries[self.library[row]].placement(int(self.index[row])))
             if key not in self.timed:
-                self.timed[key] = timed_template(self.problem, self.ask, role, key[2])
+                self.timed[key] = timed_template(self.problem, self.ask, role, key[2], self.book)
             made = self.timed[key]
             if made is None:
                 continue
@@ -147,6 +149,7 @@ def shelf_of(
     max_nodes: int = MAX_NODES,
     folder: Path | None = None,
     timed: Timed | None = None,
+    books: Books | None = None,
 ) -> Shelf:
     """Every pipeline of several nodes for every bucket that something is asked of."""
     found: list[PipelineLibrary] = []
@@ -169,7 +172,8 @@ def shelf_of(
     phase, bucket, library_of, index, uses = columns
     open_ = np.ones(len(per_s), bool)
     known: Timed = {} if timed is None else timed
-    return Shelf(problem, ask, uses, phase, bucket, per_s, library_of, index, found, open_, known)
+    book = (Books(None) if books is None else books).of(problem, ask)
+    return Shelf(problem, ask, uses, phase, bucket, per_s, library_of, index, found, open_, book, known)
 
 
 def demand_tokens(library: PipelineLibrary) -> int:
