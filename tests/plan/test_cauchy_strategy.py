@@ -14,6 +14,7 @@ from potluck.plan.problem import Ask, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.base import with_running
 from potluck.plan.templates.gpu_combo import _batch, gpu_combos
+from potluck.plan.timing.book import unwritten
 
 USD_PER_H = {"H800": 2.69, "A800-PCIe": 1.19, "H20": 1.50}
 """Of one GPU: the paper's Table 1."""
@@ -88,7 +89,9 @@ def test_two_sides_on_one_node_use_no_network_card() -> None:
     before = {t.name: t for t in gpu_combos(fleet, each, alike, unwritten(each))}
     for name, template in inside.items():
         assert template.capacity == before[name].capacity
-    assert not [t for t in gpu_combos(thin, each, pairs, unwritten(each)) if sum(n.count for n in t.nodes) > 1]
+    assert not [
+        t for t in gpu_combos(thin, each, pairs, unwritten(each)) if sum(n.count for n in t.nodes) > 1
+    ]
 
 
 def test_how_far_a_choice_is_from_the_cheapest_combos_is_said() -> None:

@@ -16,6 +16,7 @@ from potluck.plan.assemble.codecs import solved
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.shelf import pipelines
+from potluck.plan.timing.book import unwritten
 from potluck.plan.timing.rates import fits, replica_capacity, useful
 
 FLEET = {"east": {"1xL4": (0.8, 8), "1xL40S": (1.86, 4)}}

@@ -162,6 +162,9 @@ class Model:
         _positive(self, "hidden", "vocab", "max_context_tokens", "weight_bits", "expert_bits", "kv_bits")
         if not self.layers:
             raise InputError("layers", "a model needs at least one layer")
+        # Equal layers are one object, so that whoever counts them need not compare what is in them.
+        once: dict[Layer, Layer] = {}
+        object.__setattr__(self, "layers", tuple(once.setdefault(layer, layer) for layer in self.layers))
 
     @property
     def layer_count(self) -> int:

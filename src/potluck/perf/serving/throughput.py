@@ -17,6 +17,7 @@ here: at the rate returned the replica is busy all the time, and a planner keeps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -87,6 +88,29 @@ def best_operating(
     return _choose(batches, chunk, step_s, ttft_s, rate, slo, memory_batch)
 
 
+def best_shared(
+    timer: StepTimer,
+    input_tokens: int,
+    output_tokens: int,
+    memory_batch: int,
+    slos: Sequence[Slo],
+    cached_tokens: Sequence[int],
+) -> list[Operating | None]:
+    """`best_operating` of a mixed replica for prompts of which more or less is there, each with its objective."""
+    if memory_batch < 1 or not slos:
+        return [None] * len(slos)
+    batches = _candidates(min(memory_batch, MAX_BATCH))
+    cached = np.array(cached_tokens, np.float64)[:, None]
+    new = np.maximum(1.0, input_tokens - cached)
+    mixed = mixed_steps(timer, batches, new, output_tokens, cached)
+    chunk, step_s, ttft_s = mixed.chunk_tokens, mixed.step_s, mixed.wait_s + mixed.prompt_s
+    rate = batches / (output_tokens * step_s)
+    return [
+        _choose(batches, chunk[i], step_s[i], ttft_s[i], rate[i], slo, memory_batch)
+        for i, slo in enumerate(slos)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class MixedSteps:
     """Steps of a mixed replica, for each of several numbers of decodes."""
@@ -141,16 +165,19 @@ class MixedSteps:
 def mixed_steps(
     timer: StepTimer,
     batches: Floats,
-    new_tokens: int,
+    new_tokens: int | Floats,
     output_tokens: float,
-    cached_tokens: int = 0,
+    cached_tokens: int | Floats = 0,
     budget_tokens: int = CHUNK_TOKENS,
 ) -> MixedSteps:
-    """Whole chunks under a token budget beside so many decodes."""
+    """Whole chunks under a token budget beside so many decodes.
+
+    New and cached tokens may be columns, of many kinds of prompts at once; then all figures have a row for each.
+    """
     context = cached_tokens + new_tokens + output_tokens / 2
     wanted = batches * new_tokens / output_tokens
     room = np.maximum(budget_tokens - batches, 1.0)
-    chunk = np.minimum(np.maximum(wanted, float(new_tokens)), room)
+    chunk = np.minimum(np.maximum(wanted, new_tokens), room)
     behind = cached_tokens + np.maximum(new_tokens - chunk, 0.0) / 2
     prompts = _prompts(chunk, new_tokens)
     turns = np.ceil(new_tokens / room)
@@ -158,21 +185,31 @@ def mixed_steps(
     return MixedSteps(
         batches,
         chunk,
-        np.asarray((prompts > 0).sum(axis=1), np.float64),
+        np.asarray((prompts > 0).sum(axis=-1), np.float64),
         wanted / chunk,
-        chunked_iteration_s(timer, prompts, behind[:, None], batches, context),
-        decode_step_s(timer, batches, context),
+        _iteration_s(timer, prompts, behind, batches, context),
+        _iteration_s(timer, np.zeros((*chunk.shape, 1)), np.zeros(1), batches, context),
         turns,
-        chunked_iteration_s(timer, own, cached_tokens + (new_tokens - own) / 2, batches, context),
+        _iteration_s(timer, own[..., None], cached_tokens + (new_tokens - own) / 2, batches, context),
     )
 
 
-def _prompts(chunk: Floats, new_tokens: int) -> Floats:
+def _iteration_s(
+    timer: StepTimer, prompts: Floats, cached: Floats, batches: Floats, context: float | Floats
+) -> Floats:
+    """`chunked_iteration_s` for figures in rows, one for each kind of prompt."""
+    shape = prompts.shape[:-1]
+    behind, count, each = (np.broadcast_to(one, shape).ravel() for one in (cached, batches, context))
+    rows = prompts.reshape(-1, prompts.shape[-1])
+    return chunked_iteration_s(timer, rows, behind[:, None], count, each).reshape(shape)
+
+
+def _prompts(chunk: Floats, new_tokens: int | Floats) -> Floats:
     """An iteration's prompt tokens as prompts, one column each: attention stays within a prompt."""
-    most = float(chunk.max())
-    width = max(float(new_tokens), most / MAX_COLUMNS)
-    starts = np.arange(int(np.ceil(most / width))) * width
-    columns: Floats = np.clip(chunk[:, None] - starts, 0.0, width)
+    most = chunk.max(axis=-1, keepdims=True)
+    width = np.maximum(new_tokens, most / MAX_COLUMNS)[..., None]
+    starts = np.arange(int(np.ceil(most[..., None] / width).max())) * width
+    columns: Floats = np.clip(chunk[..., None] - starts, 0.0, width)
     return columns
 
 

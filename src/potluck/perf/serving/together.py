@@ -75,19 +75,19 @@ def together(
     context = batches * (lengths.cached + lengths.new + lengths.output / 2)
     needed = batches * lengths.new / lengths.output
 
-    def turn_s(chunk: Floats) -> Floats:
-        cached = lengths.cached + np.maximum(lengths.new - chunk, 0.0) / 2
-        batch = steps(chunk, cached, batches, context)
-        return np.maximum(lanes * timer.interval_s(batch), timer.step_s(batch))
+    def turns_s(chunks: Floats) -> Floats:
+        cached = lengths.cached + np.maximum(lengths.new - chunks, 0.0) / 2
+        cached[chunks == 0] = 0.0
+        asked = (np.broadcast_to(each, chunks.shape).ravel() for each in (chunks, cached, batches, context))
+        step_s, interval_s = timer.both_s(steps(*asked))
+        return np.maximum(lanes * interval_s, step_s).reshape(chunks.shape)
 
-    plain = steps(decodes=batches, decode_context=context)
-    plain_s = np.maximum(lanes * timer.interval_s(plain), timer.step_s(plain))
+    whole = np.ceil(np.outer(CHUNKS, needed) / CHUNK_STEP) * CHUNK_STEP
+    chunks = np.clip(whole, LEAST_CHUNK, max(LEAST_CHUNK, min(CHUNK_TOKENS, lengths.new)))
+    plain_s, *taken_s = turns_s(np.vstack([np.zeros_like(batches), chunks]))
     best: Together | None = None
-    for times in CHUNKS:
-        whole = np.ceil(times * needed / CHUNK_STEP) * CHUNK_STEP
-        chunk = np.clip(whole, LEAST_CHUNK, max(LEAST_CHUNK, min(CHUNK_TOKENS, lengths.new)))
+    for chunk, full_s in zip(chunks, taken_s, strict=True):
         used = needed / chunk
-        full_s = turn_s(chunk)
         tpot_s = used * full_s + (1.0 - used) * plain_s
         busy = np.minimum(headroom * used, 0.99)
         ttft_s = np.ceil(lengths.new / chunk) * full_s * (1.0 + busy / (2.0 * (1.0 - busy))) + full_s / 2

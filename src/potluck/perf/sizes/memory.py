@@ -14,7 +14,6 @@ share of one tensor-parallel rank. Counts are exact: they equal the tensors of t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -353,7 +352,17 @@ def _table_bits(model: Model) -> float:
 def _counted(model: Model, layers: Layers) -> list[tuple[Layer, int]]:
     """Unlike layers with how often each occurs: a stack of 94 layers has one or two kinds."""
     chosen = _range(model, layers)
-    return list(Counter(model.layers[chosen.start : chosen.stop]).items())
+    counts: dict[Layer, int] = {}
+    last, times = None, 0
+    for layer in model.layers[chosen.start : chosen.stop]:
+        if layer is not last:  # most are the very same, and hashing one takes longer than all the rest
+            if last is not None:
+                counts[last] = counts.get(last, 0) + times
+            last, times = layer, 0
+        times += 1
+    if last is not None:
+        counts[last] = counts.get(last, 0) + times
+    return list(counts.items())
 
 
 def _range(model: Model, layers: Layers) -> range:

@@ -15,7 +15,7 @@ import numpy as np
 
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.confidence import Confidence
-from potluck.core.values.layout import Layout, Stage
+from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.model import Model
 from potluck.core.values.pool import RTT_S
 from potluck.core.values.types import NodeType
@@ -63,14 +63,25 @@ class PipelineTimer:
 
     def step_s(self, batch: Steps) -> Floats:
         """Latency of a step through all stages."""
-        compute = sum((stage_s.max(axis=0) for stage_s in self._stages_s(batch)), np.zeros(len(batch)))
-        layers = sum(stage[0].layers for stage in self.stages)
-        return self.host.whole_s(compute + self._handovers_s(batch), batch, layers)
+        return self._whole_s(batch, self._stages_s(batch))
 
     def interval_s(self, batch: Steps) -> Floats:
         """Time between two steps that follow each other: the slowest stage, its nodes sharing the work."""
+        return self._apart_s(batch, self._stages_s(batch))
+
+    def both_s(self, batch: Steps) -> tuple[Floats, Floats]:
+        """`step_s` and `interval_s`, whose stages are timed once."""
+        stages_s = self._stages_s(batch)
+        return self._whole_s(batch, stages_s), self._apart_s(batch, stages_s)
+
+    def _whole_s(self, batch: Steps, stages_s: list[Floats]) -> Floats:
+        compute = sum((stage_s.max(axis=0) for stage_s in stages_s), np.zeros(len(batch)))
+        layers = sum(stage[0].layers for stage in self.stages)
+        return self.host.whole_s(compute + self._handovers_s(batch), batch, layers)
+
+    def _apart_s(self, batch: Steps, stages_s: list[Floats]) -> Floats:
         shared = []
-        for stage, stage_s in zip(self.stages, self._stages_s(batch), strict=True):
+        for stage, stage_s in zip(self.stages, stages_s, strict=True):
             # Every node's own engine spends its time between steps.
             each_s = [self.host.whole_s(node_s, batch, stage[0].layers) for node_s in stage_s]
             shared.append(1.0 / (1.0 / np.maximum(each_s, 1e-12)).sum(axis=0))
@@ -79,7 +90,9 @@ class PipelineTimer:
         return np.where(batch.tokens > 0, np.max(shared, axis=0), 0.0)
 
     def _stages_s(self, batch: Steps) -> list[Floats]:
-        return [np.stack([timer.step_s(batch) for timer in stage]) for stage in self.stages]
+        timers = {id(timer): timer for stage in self.stages for timer in stage}
+        times = {which: timer.step_s(batch) for which, timer in timers.items()}
+        return [np.stack([times[id(timer)] for timer in stage]) for stage in self.stages]
 
     def _handovers_s(self, batch: Steps) -> Floats:
         size = batch.tokens * self.model.hidden * 2.0
@@ -132,25 +145,30 @@ def pipeline(
     sure: float = 0.5,
 ) -> PipelineTimer:
     """A timer for a layout; an unknown node or a layer too many is an error."""
-    stages = []
-    for stage, layers in stage_layers(model, layout):
-        timers = []
-        for member in stage.nodes:
-            node = _node(nodes, member.node)
-            timers.append(
-                roofline(
-                    model,
-                    node,
-                    member.tp,
-                    layers=layers,
-                    calibration=calibration,
-                    host=NO_HOST,
-                    ep=member.ep,
-                    sure=sure,
-                )
+    made: dict[tuple[object, ...], RooflineTimer] = {}
+
+    def timer(member: StageNode, layers: range) -> RooflineTimer:
+        """One for all nodes that have the same layers on as many of the same GPUs."""
+        alike = tuple(map(id, model.layers[layers.start : layers.stop]))
+        key = (member.node, member.tp, member.ep, alike, layers.stop == model.layer_count)
+        if key not in made:
+            made[key] = roofline(
+                model,
+                _node(nodes, member.node),
+                member.tp,
+                layers=layers,
+                calibration=calibration,
+                host=NO_HOST,
+                ep=member.ep,
+                sure=sure,
             )
-        stages.append(tuple(timers))
-    return PipelineTimer(model, tuple(stages), hops, host)
+        return made[key]
+
+    stages = tuple(
+        tuple(timer(member, layers) for member in stage.nodes)
+        for stage, layers in stage_layers(model, layout)
+    )
+    return PipelineTimer(model, stages, hops, host)
 
 
 def layout_hops(

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from potluck.core.values.plan import BucketCapacity, NodeCount, Replica, Template
 from potluck.core.values.types import Codec, NodeType
 from potluck.perf.moves.transfer import crossing_bytes
 from potluck.perf.serving.phases import prefill_s
-from potluck.perf.serving.throughput import best_operating
+from potluck.perf.serving.throughput import best_shared
 from potluck.perf.sizes.memory import kv_bytes
 from potluck.perf.step import StepTimer
 from potluck.perf.timers.pipeline import ORDER, layout_requests
@@ -129,37 +130,48 @@ class _Work:
 
 def _balanced(work: _Work, demand: Demand, room: int, alone: BucketCapacity) -> BucketCapacity:
     """The best split of this bucket's prompts; no split at all where that serves more."""
-    best, whole = alone, alone.closed_per_s
-    for share in GRID:
-        part = min(max(1, round(demand.new_tokens * share)), demand.new_tokens - 1)
-        if part < 1:
+    best, whole, new = alone, alone.closed_per_s, demand.new_tokens
+    parts = sorted({min(max(1, round(new * share)), new - 1) for share in GRID} - {0})
+    firsts = _firsts(work, demand, parts)
+    slos = [replace(work.ask.slo, ttft_s=each.left_s) for each in firsts]
+    there = [demand.cached_tokens + each.tokens for each in firsts]
+    rests = best_shared(work.high, demand.input_tokens, demand.output_tokens, room, slos, there)
+    for first, rest in zip(firsts, rests, strict=True):
+        if rest is None:
             continue
-        found = _split(work, demand, part, room, whole)
-        if found is not None and found.closed_per_s > best.closed_per_s:
-            best = found
+        split_rate = rest.requests_per_s * work.high_copies
+        spare = 1.0 - min(1.0, first.per_s / split_rate)
+        rate = min(first.per_s, split_rate) + spare * whole
+        if rate > best.closed_per_s:
+            ttft_s = first.taken_s + rest.ttft_s
+            best = BucketCapacity(demand.bucket, 0.0, 0.0, rate, ttft_s, rest.tpot_s)
     return best
 
 
-def _split(work: _Work, demand: Demand, part: int, room: int, whole_per_s: float) -> BucketCapacity | None:
+class _First(NamedTuple):
+    """The low-end side with so many tokens of each prompt."""
+
+    tokens: int
+    per_s: float
+    taken_s: float
+    left_s: float
+    """Of TTFT, for the other side."""
+
+
+def _firsts(work: _Work, demand: Demand, parts: Sequence[int]) -> list[_First]:
+    """Those that leave any time."""
     ask, headroom = work.ask, work.problem.headroom
-    service_s = float(prefill_s(work.low, part, demand.cached_tokens)[0])
-    bits = _wire_bits(ask, part + demand.cached_tokens, work.codec)
-    low_rate = min(work.low_copies / service_s, work.cards.all_bits_per_s / max(bits, 1e-9))
-    busy = headroom * low_rate * bits / work.cards.all_bits_per_s
-    crossing_s = sojourn_s(bits / work.cards.one_bits_per_s, busy)
-    first_s = service_s * (wait_factor(headroom) - 1.0) + max(service_s, crossing_s)
     limit_s = ask.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S
-    if first_s >= limit_s:
-        return None
-    slo = replace(ask.slo, ttft_s=limit_s - first_s)
-    lengths = (demand.input_tokens, demand.output_tokens)
-    rest = best_operating(work.high, *lengths, room, slo, "mixed", cached_tokens=demand.cached_tokens + part)
-    if rest is None:
-        return None
-    split_rate = rest.requests_per_s * work.high_copies
-    spare = 1.0 - min(1.0, low_rate / split_rate)
-    rate = min(low_rate, split_rate) + spare * whole_per_s
-    return BucketCapacity(demand.bucket, 0.0, 0.0, rate, first_s + rest.ttft_s, rest.tpot_s)
+    found = []
+    for part, service_s in zip(parts, prefill_s(work.low, parts, demand.cached_tokens).tolist(), strict=True):
+        bits = _wire_bits(ask, part + demand.cached_tokens, work.codec)
+        low_rate = min(work.low_copies / service_s, work.cards.all_bits_per_s / max(bits, 1e-9))
+        busy = headroom * low_rate * bits / work.cards.all_bits_per_s
+        crossing_s = sojourn_s(bits / work.cards.one_bits_per_s, busy)
+        first_s = service_s * (wait_factor(headroom) - 1.0) + max(service_s, crossing_s)
+        if first_s < limit_s:
+            found.append(_First(part, low_rate, first_s, limit_s - first_s))
+    return found
 
 
 def _wire_bits(ask: Ask, tokens: int, codec: Codec) -> float:

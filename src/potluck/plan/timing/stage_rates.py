@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -147,14 +148,18 @@ def stage_rates(
     shares = {
         tp: _share(model, nodes[tps.index(tp)], tp, cached + input_tokens, output_tokens) for tp in set(tps)
     }
-    prompts = _prompt_steps(input_tokens, cached)
-    decodes = _decode_steps(cached + input_tokens, output_tokens)
+    lengths = (input_tokens, output_tokens, cached)
     shape = (max_stages, len(nodes), model.layer_count)
     prefill, decode = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     by_stages = np.arange(1.0, max_stages + 1)
     confidences: list[Confidence] = []
     for g, (node, tp) in enumerate(zip(nodes, tps, strict=True)):
-        timer, share = roofline(model, node, tp, calibration=calibration, sure=sure), shares[tp]
+        timed = (
+            _bundled_times(model, node, tp, sure, lengths)
+            if calibration is None
+            else _times(roofline(model, node, tp, calibration=calibration, sure=sure), lengths)
+        )
+        timer, share = timed.timer, shares[tp]
         confidences.append(timer.confidence)
         most = _most_requests(node, share, share.kv_prefill, shape, tied=model.tied_embeddings)
         within_s, answering = slo.ttft_s / by_stages, 1.0
@@ -162,7 +167,7 @@ def stage_rates(
             mean_s, longest_s = prefill_s(timer, [input_tokens, rule.longest_tokens], [cached, 0])
             within_s = rule.prompt_s(slo.ttft_s, input_tokens, max_stages, float(longest_s / mean_s))
             answering = output_tokens * slo.tpot_s / (output_tokens * slo.tpot_s + float(mean_s))
-        prefill[:, g] = _node_rates(timer, prompts, input_tokens, most, within_s)
+        prefill[:, g] = _node_rates(timer, timed.prompts, input_tokens, most, within_s)
         most = _most_requests(node, share, share.kv_decode, shape, tied=model.tied_embeddings)
         if rule is not None:
             room = most * np.arange(1, max_stages + 1)[:, None]
@@ -173,12 +178,51 @@ def stage_rates(
                 most[1:], axis=0
             )  # rounding apart, more stages never have more room
         within_s = slo.tpot_s / by_stages * (1.0 if rule is None else rule.unlike(max_stages))
-        decode[:, g] = _node_rates(timer, decodes, 1, most, within_s)
+        decode[:, g] = _node_rates(timer, timed.decodes, 1, most, within_s)
     shared = (model, tuple(nodes), tps, tuple(confidences))
     return (
         StageRates(*shared, "prefill", slo.ttft_s, input_tokens, output_tokens, prefill),
         StageRates(*shared, "decode", slo.tpot_s, input_tokens, output_tokens, decode),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Phase:
+    """Steps of 1, 2, ... requests of one phase on one node."""
+
+    whole_s: Floats
+    layers_s: Floats
+    """Without the output head and what a step takes once."""
+    wire_s: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Times:
+    timer: RooflineTimer
+    prompts: _Phase
+    decodes: _Phase
+
+
+@lru_cache(maxsize=256)
+def _bundled_times(
+    model: Model, node: NodeType, tp: int, sure: float, lengths: tuple[int, int, int]
+) -> _Times:
+    """One for all rules: they differ in what a stage may take, not in what it takes."""
+    return _times(roofline(model, node, tp, sure=sure), lengths)
+
+
+def _times(timer: RooflineTimer, lengths: tuple[int, int, int]) -> _Times:
+    input_tokens, output_tokens, cached = lengths
+    prompts = _prompt_steps(input_tokens, cached)
+    decodes = _decode_steps(cached + input_tokens, output_tokens)
+    return _Times(timer, _phase(timer, prompts), _phase(timer, decodes))
+
+
+def _phase(timer: RooflineTimer, batch: Steps) -> _Phase:
+    copies = timer.node.gpus // timer.tp
+    layers_s = replace(timer, head_s=None, host=timer.host.launching).step_s(batch)
+    wire_s = handover_s(copies * batch.tokens * timer.model.hidden * 2.0, timer.node, timer.node)
+    return _Phase(timer.step_s(batch), layers_s, wire_s)
 
 
 def largest_tp(model: Model, node: NodeType) -> int:
@@ -231,29 +275,20 @@ def _most_requests(
     return np.asarray(np.floor(np.maximum(room, 0.0) / (kv_bytes * j * stages)), np.int64)
 
 
-def _node_rates(timer: RooflineTimer, batch: Steps, tokens: int, most: Integers, stage_s: Floats) -> Integers:
-    """(S_max, L) T̂ of one node type; `batch` are steps of 1, 2, ... requests of so many tokens each.
+def _node_rates(
+    timer: RooflineTimer, timed: _Phase, tokens: int, most: Integers, stage_s: Floats
+) -> Integers:
+    """(S_max, L) T̂ of one node type; `timed` are steps of 1, 2, ... requests of so many tokens each.
 
     `stage_s` (S_max) is what one of S stages may take.
     """
     from potluck.plan.timing.stage_rates_kernel import best_rates  # numba is slow to load
 
-    model, node, copies = timer.model, timer.node, timer.node.gpus // timer.tp
-    widest = min(len(batch), int(most.max()))
     found = np.zeros(most.shape)
-    if widest:
-        rows = Steps(
-            batch.chunk_new[:widest],
-            batch.chunk_cached[:widest],
-            batch.decodes[:widest],
-            batch.decode_context[:widest],
-        )
-        whole_s = timer.step_s(rows)
-        layers_s = replace(timer, head_s=None, host=timer.host.launching).step_s(rows)
-        wire_s = handover_s(copies * rows.tokens * model.hidden * 2.0, node, node)
-        units = float(UNITS_PER_TOKEN * tokens * copies)
-        each_s = layers_s / model.layer_count
-        best_rates(each_s, whole_s - layers_s, wire_s, most, stage_s, units, found)
+    if most.max() > 0:
+        units = float(UNITS_PER_TOKEN * tokens * (timer.node.gpus // timer.tp))
+        each_s = timed.layers_s / timer.model.layer_count
+        best_rates(each_s, timed.whole_s - timed.layers_s, timed.wire_s, most, stage_s, units, found)
     return np.floor(found).astype(np.int64)
 
 

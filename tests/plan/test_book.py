@@ -1,0 +1,121 @@
+"""Rates that are kept: the same as timed anew, named by all they follow from, never trusted when damaged."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_problems import a_problem, an_ask
+
+from potluck.core.values.layout import single
+from potluck.core.values.plan import Template
+from potluck.plan.problem import Ask, Problem
+from potluck.plan.strategies.base import Workshop
+from potluck.plan.timing import book as books_module
+from potluck.plan.timing.book import Books, unwritten
+from potluck.plan.timing.kept import load, save, trim
+from potluck.plan.timing.rates import replica_capacity
+
+
+def made(problem: Problem, folder: Path) -> list[Template]:
+    workshop = Workshop(problem, books=Books(folder))
+    ask = problem.asks[0]
+    return [*workshop.homogeneous(ask), *workshop.pairs(ask), *workshop.gpu_combos(ask)]
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return a_problem(an_ask())
+
+
+def test_what_is_kept_is_what_is_timed(
+    problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = made(problem, tmp_path)
+    assert first
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("timed although it is kept")
+
+    monkeypatch.setattr(books_module, "layout_timer", never)
+    busier = replace(problem, asks=(times(problem.asks[0], 3.0),))
+    assert made(problem, tmp_path) == first
+    assert {t.name for t in made(busier, tmp_path)} == {t.name for t in first}, "rates have no part in it"
+
+
+def times(ask: Ask, factor: float) -> Ask:
+    demands = tuple(replace(each, rate_per_s=each.rate_per_s * factor) for each in ask.demands)
+    return replace(ask, demands=demands)
+
+
+def test_several_of_one_do_as_much_as_are_timed_together(problem: Problem) -> None:
+    ask, node = problem.asks[0], problem.offered[0]
+    layout = single(node.name, 1, ask.model.layer_count)
+    for role in ("prefill", "decode", "mixed"):
+        direct = replica_capacity(ask, layout, problem.by_name, role, problem.headroom, 3)
+        known = unwritten(ask).replica(problem, ask, layout, role).times(3).capacity
+        for one, other in zip(direct, known, strict=True):
+            assert other.prefill_per_s == pytest.approx(one.prefill_per_s)
+            assert other.decode_per_s == pytest.approx(one.decode_per_s)
+            assert other.closed_per_s == pytest.approx(one.closed_per_s)
+            assert (other.ttft_s, other.tpot_s) == (one.ttft_s, one.tpot_s)
+
+
+def test_what_times_follow_from_has_another_book(problem: Problem) -> None:
+    ask, opened = problem.asks[0], Books(None)
+    demand = ask.demands[0]
+    longer = replace(ask, demands=(replace(demand, input_tokens=demand.input_tokens + 1), *ask.demands[1:]))
+    stricter = replace(ask, slo=replace(ask.slo, tpot_s=ask.slo.tpot_s / 2))
+    other = [
+        opened.of(problem, ask),
+        opened.of(problem, longer),
+        opened.of(problem, stricter),
+        opened.of(problem, replace(ask, sure=0.9)),
+        opened.of(replace(problem, headroom=0.7), ask),
+        opened.of(replace(problem, nodes=problem.nodes[:-1]), ask),
+        opened.of(problem, replace(ask, model=replace(ask.model, weight_bits=8.0))),
+    ]
+    assert len({each.key for each in other}) == len(other)
+    assert opened.of(problem, replace(times(ask, 2.0), name="another")) is other[0]
+
+
+@pytest.mark.parametrize("harm", ["cut", "shape", "names", "nan", "foreign"])
+def test_a_damaged_book_is_written_anew(problem: Problem, tmp_path: Path, harm: str) -> None:
+    ask = problem.asks[0]
+    layout = single(problem.offered[0].name, 1, ask.model.layer_count)
+    first = Books(tmp_path)
+    known = first.of(problem, ask).replica(problem, ask, layout, "mixed")
+    first.keep()
+    (path,) = tmp_path.iterdir()
+    stored = load(tmp_path, path.stem)
+    assert stored is not None
+    if harm == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    elif harm == "foreign":
+        path.write_text("not an archive")
+    else:
+        bad = {
+            "shape": {"figures": stored["figures"][:, :, :4]},
+            "names": {"names": np.array([255, 254], np.uint8)},
+            "nan": {"figures": stored["figures"] * np.nan},
+        }[harm]
+        save(tmp_path, path.stem, stored | bad)
+    again = Books(tmp_path)
+    assert not again.of(problem, ask).known
+    assert again.of(problem, ask).replica(problem, ask, layout, "mixed") == known
+    again.keep()
+    assert Books(tmp_path).of(problem, ask).known == again.of(problem, ask).known
+
+
+def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
+    for place in range(6):
+        save(tmp_path, f"{place}", {"x": np.zeros(1000)})
+        os.utime(tmp_path / f"{place}.npz", (place, place))
+    assert load(tmp_path, "0") is not None  # used just now
+    size = (tmp_path / "0.npz").stat().st_size
+    trim(tmp_path, 4 * size)
+    assert {path.stem for path in tmp_path.iterdir()} == {"0", "4", "5"}
+    trim(tmp_path / "none")
