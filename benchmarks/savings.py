@@ -1,22 +1,32 @@
-"""What joint planning saves: CORAL's two settings, every strategy, beside the paper's figures.
+"""What joint planning saves: CORAL's two settings at its rates, beside the paper's figures.
 
-CORAL reports the hourly cost of its plans against Homo and Cauchy: 1.62 and 1.60 times less in its core setting,
-3.14 and 2.66 times less in the extended one, averaged over epochs of traces that are not published. Here every model
-gets the same steady rate at its trace's mean lengths, nodes are ample, and prices are the catalog's, so the ratios
-need not agree; that `auto` and `coral` are cheaper must.
+    python benchmarks/savings.py [--quick] [--json] [--only core|extended] [--limit 60]
+
+CORAL reports the hourly cost of Homo and Cauchy over that of its own plans: 1.62 and 1.60 in its core setting (10
+requests/s a model), 3.14 and 2.66 in the extended one (25), averaged over epochs of traces and prices that are not
+published. Here every model has that rate at its trace's mean lengths, nodes are ample, prices are the catalog's.
+
+Baselines are made twice. *As printed*: a replica is one whole node of one type, which does one phase; Homo takes
+for each model and phase the type that does most for a dollar, Cauchy combos of such nodes by CO-LP. *As strong as
+there are*: all degrees of tensor parallelism, several replicas on a node, both phases on one node where that is
+cheaper, and counts by the same integer program as ours (`single`); Cauchy's combos for the least cost (`cauchy-mc`).
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from collections.abc import Iterator, Sequence
 
 from parts.common import run
 from potluck.catalog import models, nodes, prices
+from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem, ask
-from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
+from potluck.plan.strategies.base import allocated
 
 LENGTHS = {"conv": (1155, 211), "code": (2048, 28), "burst": (768, 195)}
 CORE = {
@@ -30,22 +40,29 @@ EXTENDED = CORE | {
     "Qwen3-235B-A22B": (1.8, 0.120, "code"),
 }
 COUNTS = (1, 2, 4, 8)
-AMPLE = 60
-RATE_PER_S = 40.0
+AMPLE = 200
+RATES_PER_S = {"core": 10.0, "extended": 25.0}
+REGIONS = ("aws/us-east-2", "aws/ap-northeast-2", "gcp/us-central1")
 PAPER = {"core": {"homo": 1.62, "cauchy": 1.60}, "extended": {"homo": 3.14, "cauchy": 2.66}}
+RIVALS = {
+    "homo": ("homo as printed", "homo", "single"),
+    "cauchy": ("cauchy as printed", "cauchy", "cauchy-mc"),
+}
 
 
-def problem(
-    asked: dict[str, tuple[float, float, str]], gpus: tuple[str, ...], places: tuple[str, ...]
-) -> Problem:
+def problem(setting: str) -> Problem:
     """CORAL's setting: some models, GPU types times 1, 2, 4, 8, and regions with the catalog's prices."""
+    core = setting == "core"
+    asked, gpus = (
+        (CORE, ("L40S", "L4", "A10G")) if core else (EXTENDED, ("H100", "A100", "L40S", "L4", "A10G"))
+    )
     asks = []
     for name, (ttft_s, tpot_s, trace) in asked.items():
-        traffic = Traffic(name, RATE_PER_S, (LengthBin(*LENGTHS[trace], 1.0),))
+        traffic = Traffic(name, RATES_PER_S[setting], (LengthBin(*LENGTHS[trace], 1.0),))
         asks.append(ask(name, models.model(name), Slo(ttft_s, tpot_s), traffic))
     types = [nodes.node_type(f"{count}x{gpu}") for gpu in gpus for count in COUNTS]
     regions = []
-    for place in places:
+    for place in REGIONS[:2] if core else REGIONS:
         offers = []
         for node in types:
             found = [price for price in prices.in_region(place) if price.node == node.name]
@@ -55,36 +72,114 @@ def problem(
     return Problem(tuple(asks), tuple(regions), tuple(types))
 
 
-def measure(quick: bool) -> dict[str, float]:
-    settings = {"core": problem(CORE, ("L40S", "L4", "A10G"), ("aws/us-east-2", "aws/ap-northeast-2"))}
-    if not quick:
-        everywhere = ("aws/us-east-2", "aws/ap-northeast-2", "gcp/us-central1")
-        settings["extended"] = problem(EXTENDED, ("H100", "A100", "L40S", "L4", "A10G"), everywhere)
+def as_printed(each: Problem) -> Workshop:
+    """A workshop whose nodes are one replica each, which does one phase."""
+    shop = Workshop(each)
+    for one in each.asks:
+        whole = [t for t in shop.phased(one) if len(t.replicas) == 1]
+        there = {t.replicas[0].role for t in whole}
+        shop.made["homogeneous", one.name] = whole + [
+            t for t in shop.phased(one) if t.replicas[0].role not in there
+        ]
+    return shop
+
+
+def homo_as_printed(shop: Workshop, settings: Settings) -> Outcome:
+    """For each model and phase the type that does most for a dollar."""
+
+    def worth(template: Template) -> float:
+        (rates,) = template.capacity
+        return (rates.prefill_per_s + rates.decode_per_s) / shop.prices[template.nodes[0].node]
+
+    chosen = {}
+    for one in shop.problem.asks:
+        made = shop.homogeneous(one)
+        phases = [[t for t in made if t.replicas[0].role == role] for role in ("prefill", "decode")]
+        chosen[one.name] = [max(phase, key=worth) for phase in phases if phase]
+    return allocated(shop, settings, "homo", chosen)
+
+
+def single(shop: Workshop, settings: Settings) -> Outcome:
+    """Single nodes of every kind, by the program: the best there is without a replica of several nodes."""
+    made = {one.name: shop.homogeneous(one) for one in shop.problem.asks}
+    return allocated(shop, settings, "single", made)
+
+
+def plans(each: Problem, limit_s: float) -> Iterator[tuple[str, Plan, float]]:
+    """(name, plan, CPU-seconds) of every strategy."""
+    ours, theirs = Workshop(each), as_printed(each)
+    ways = {
+        "homo as printed": (theirs, homo_as_printed),
+        "cauchy as printed": (theirs, STRATEGIES["cauchy"]),
+        "homo": (ours, STRATEGIES["homo"]),
+        "single": (ours, single),
+        "cauchy": (ours, STRATEGIES["cauchy"]),
+        "cauchy-mc": (ours, STRATEGIES["cauchy-mc"]),
+        "coral": (ours, STRATEGIES["coral"]),
+        "auto": (ours, STRATEGIES["auto"]),
+    }
+    for name, (shop, strategy) in ways.items():
+        start_s = time.process_time()
+        yield name, strategy(shop, Settings(time_limit_s=limit_s)).plan, time.process_time() - start_s
+
+
+def measure(quick: bool, settings: Sequence[str], limit_s: float) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for setting, each in settings.items():
-        workshop = Workshop(each)
-        for name in ("homo", "melange", "cauchy", "coral", "auto"):
-            start = time.process_time()
-            plan = STRATEGIES[name](workshop, Settings(time_limit_s=60.0)).plan
-            figures[f"{setting}_{name}_usd_per_h"] = plan.cost_usd_per_h
-            figures[f"{setting}_{name}_gap"] = plan.gap
-            figures[f"{setting}_{name}_served"] = plan.fraction
-            figures[f"{setting}_{name}_cpu_s"] = time.process_time() - start
-            figures[f"{setting}_{name}_violations"] = len(verify(each, plan))
+    for setting in settings[:1] if quick else settings:
+        each = problem(setting)
+        for name, plan, cpu_s in plans(each, 4.0 if quick else limit_s):
+            key = f"{setting}_{name.replace(' ', '_')}"
+            figures[f"{key}_usd_per_h"] = plan.cost_usd_per_h
+            figures[f"{key}_gap"] = plan.gap
+            figures[f"{key}_served"] = plan.fraction
+            figures[f"{key}_cpu_s"] = cpu_s
+            figures[f"{key}_gpus"] = gpus(each, plan)
+            figures[f"{key}_violations"] = len(verify(each, plan))
+            for (model, role), usd in sorted(by_phase(each, plan).items()):
+                figures[f"{key}_{model}_{role}_usd_per_h"] = usd
         for baseline, published in PAPER[setting].items():
-            for mine in ("coral", "auto"):
-                ratio = figures[f"{setting}_{baseline}_usd_per_h"] / figures[f"{setting}_{mine}_usd_per_h"]
-                figures[f"{setting}_{baseline}_over_{mine}"] = ratio
             figures[f"{setting}_{baseline}_over_coral_published"] = published
+            for rival in RIVALS[baseline]:
+                for mine in ("coral", "auto"):
+                    theirs, own = (
+                        figures[f"{setting}_{one.replace(' ', '_')}_usd_per_h"] for one in (rival, mine)
+                    )
+                    figures[f"{setting}_{rival.replace(' ', '_')}_over_{mine}"] = theirs / own
     return figures
 
 
+def gpus(each: Problem, plan: Plan) -> int:
+    return sum(each.node(node).gpus * count for (_, node), count in plan.nodes.items())
+
+
+def by_phase(each: Problem, plan: Plan) -> dict[tuple[str, str], float]:
+    """Rent of each model's prefill, decode and other nodes."""
+    paid = {
+        (region.name, offer.node): offer.price_usd_per_h for region in each.regions for offer in region.offers
+    }
+    found: dict[tuple[str, str], float] = {}
+    for deployment in plan.deployments:
+        template = plan.template(deployment.template)
+        roles = {replica.role for replica in template.replicas}
+        key = (template.model, roles.pop() if len(roles) == 1 else "both")
+        usd = (
+            sum(paid[deployment.region, node.node] * node.count for node in template.nodes) * deployment.count
+        )
+        found[key] = found.get(key, 0.0) + usd
+    return found
+
+
 if __name__ == "__main__":
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--only", choices=tuple(PAPER), action="append", default=[])
+    own.add_argument("--limit", type=float, default=60.0)
+    options, rest = own.parse_known_args()
     sys.exit(
         run(
             "savings",
-            measure,
+            lambda quick: measure(quick, options.only or tuple(PAPER), options.limit),
             {"core_homo_over_auto": (">=", 1.0), "core_cauchy_over_auto": (">=", 1.0)},
+            arguments=rest,
             quick_without="the extended setting",
         )
     )

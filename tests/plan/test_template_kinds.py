@@ -21,13 +21,14 @@ from potluck.plan.templates.combo import combos, efficiency_tokens_per_usd, serv
 from potluck.plan.templates.homogeneous import homogeneous
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.shelf import pipelines
+from potluck.plan.timing.book import unwritten
 from potluck.plan.timing.rates import layout_timer, replica_capacity, wait_factor
 from potluck.plan.timing.stage_rates import UNITS_PER_TOKEN, stage_rates
 
 ASK = an_ask()
 PROBLEM = a_problem(ASK)
 PRICES = {o.node: o.price_usd_per_h for o in PROBLEM.regions[0].offers}
-SINGLE = homogeneous(PROBLEM, ASK)
+SINGLE = homogeneous(PROBLEM, ASK, unwritten(ASK))
 
 
 def of(role: str) -> list[Template]:
@@ -79,7 +80,11 @@ def test_a_prefill_replica_does_as_many_prompts_as_the_library_says() -> None:
 
 def test_a_tight_objective_leaves_only_what_can_meet_it() -> None:
     tight = an_ask(slo=Slo(0.12, 0.02))
-    names = {t.nodes[0].node for t in homogeneous(a_problem(tight), tight) if t.replicas[0].role == "decode"}
+    names = {
+        t.nodes[0].node
+        for t in homogeneous(a_problem(tight), tight, unwritten(tight))
+        if t.replicas[0].role == "decode"
+    }
     assert names == {"1xH100-SXM"}
 
 
@@ -115,7 +120,7 @@ def test_efficiency_is_tokens_over_dollars() -> None:
 
 def test_a_pair_is_never_worse_than_its_high_end_alone() -> None:
     alone = {t.nodes[0].node: t for t in of("mixed")}
-    found = pairs(PROBLEM, ASK, SINGLE)
+    found = pairs(PROBLEM, ASK, SINGLE, unwritten(ASK))
     assert found
     better = 0
     for template in found:
@@ -134,7 +139,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
     big = an_ask("big", "Qwen3-32B", 0.5, Slo(6.0, 0.15))
     problem = a_problem(big, offers={"east": {"1xL40S": (1.86, 8), "1xA10G": (1.0, 16)}})
     prices = {"1xL40S": 1.86, "1xA10G": 1.0}
-    assert not homogeneous(problem, big)
+    assert not homogeneous(problem, big, unwritten(big))
     found = pipelines(problem, big, prices, few=20)
     assert {t.replicas[0].role for t in found} == {"prefill", "decode"}
     for template in found:
@@ -143,7 +148,7 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
         assert {n.node: n.count for n in template.nodes} == layout.node_counts
     unlike = [t for t in found if len(t.nodes) > 1]
     assert unlike, "pipelines of unlike nodes are the point"
-    both = list(aggregated(problem, big, found))
+    both = list(aggregated(problem, big, found, unwritten(big)))
     assert both
     assert len({t.name for t in both}) == len({t.replicas[0].layout for t in both}) == len(both)
     for template in both:
@@ -159,9 +164,9 @@ def test_pipelines_serve_a_model_that_fits_no_single_node() -> None:
 def test_a_looser_objective_never_offers_less(ttft_s: float, tpot_s: float, looser: float) -> None:
     few = {"east": {"1xL40S": (1.86, 8), "2xL4": (1.6, 8)}}
     tight, loose = an_ask(slo=Slo(ttft_s, tpot_s)), an_ask(slo=Slo(ttft_s * looser, tpot_s * looser))
-    before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight)}
+    before = {t.name: t for t in homogeneous(a_problem(tight, offers=few), tight, unwritten(tight))}
     best: dict[tuple[str, str, int], float] = {}
-    for template in homogeneous(a_problem(loose, offers=few), loose):
+    for template in homogeneous(a_problem(loose, offers=few), loose, unwritten(loose)):
         for c in template.capacity:
             key = (template.nodes[0].node, template.replicas[0].role, c.bucket)
             best[key] = max(best.get(key, 0.0), c.prefill_per_s + c.decode_per_s + c.closed_per_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from plan_problems import a_problem, an_ask
 
@@ -46,11 +48,32 @@ def test_the_budget_that_would_do_is_what_a_plan_without_one_costs() -> None:
 
 
 def test_nothing_is_rented_for_nothing() -> None:
-    """Where not even one copy of each can be had, no copy is rented; where some is served, every copy has work."""
+    """Where not even one copy can be had, no copy is rented; where some is served, every copy has work."""
     two = (an_ask(rate_per_s=2.0), an_ask("second", rate_per_s=2.0))
-    none = PLAN(Workshop(a_problem(*two, budget_usd_per_h=1.5)), QUICK).plan
+    none = PLAN(Workshop(a_problem(*two, budget_usd_per_h=0.5)), QUICK).plan
     assert none.fraction == 0
     assert none.deployments == ()
     some = PLAN(Workshop(a_problem(an_ask(rate_per_s=500.0), budget_usd_per_h=17.0)), QUICK).plan
     busy = {(share.template, share.region) for share in some.shares if share.rate_per_s > 0}
     assert {(each.template, each.region) for each in some.deployments} == busy
+
+
+@pytest.mark.parametrize("strategy", ["melange", "auto"])
+def test_where_not_a_copy_of_each_fits_the_budget_what_can_be_served_is(strategy: str) -> None:
+    one = ((500, 200, 1.0),)
+    small = an_ask("small", lengths=one)
+    large = an_ask("large", model="Llama-3-70B", slo=Slo(5.0, 0.1), lengths=one)
+    offers = {"east": {"1xL40S": (1.86, 8), "8xH100": (50.0, 2)}}
+    problem = a_problem(large, small, offers=offers, budget_usd_per_h=8.0)
+    outcome = STRATEGIES[strategy](Workshop(problem), Settings(20.0))
+    plan = outcome.plan
+    assert (plan.fraction_of("small"), plan.fraction_of("large")) == (1.0, 0.0)
+    assert 0 < plan.cost_usd_per_h <= 8.0
+    assert not verify(problem, plan)
+    alone = STRATEGIES[strategy](Workshop(a_problem(small, offers=offers)), Settings(20.0)).plan
+    assert plan.cost_usd_per_h == pytest.approx(alone.cost_usd_per_h), "and for no more than it costs"
+    urgent = replace(large, terms=replace(large.terms, priority=1))
+    first = STRATEGIES[strategy](
+        Workshop(a_problem(urgent, small, offers=offers, budget_usd_per_h=60.0)), Settings(20.0)
+    ).plan
+    assert first.fraction_of("large") == pytest.approx(1.0)

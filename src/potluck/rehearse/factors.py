@@ -29,7 +29,7 @@ def scaled(problem: Problem, factors: Factors) -> Problem:
 
 def reached(plan: Plan, factors: Factors) -> dict[str, float]:
     """The factors that a plan really has capacity for: less than asked for where the fleet does not suffice."""
-    return {model: factor * plan.fraction for model, factor in factors.items()}
+    return {model: factor * plan.fraction_of(model) for model, factor in factors.items()}
 
 
 def restored(plan: Plan, problem: Problem, factors: Factors) -> Plan:

@@ -162,7 +162,7 @@ def _row(problem: Problem, name: str, solved: Solved, shown: tuple[Evidence, ...
     from potluck.plan.reasons.explain import usd_range
 
     found = solved.outcome.plan
-    tokens_per_h = sum(ask.tokens_per_s for ask in problem.asks) * found.fraction * 3600
+    tokens_per_h = sum(ask.tokens_per_s * found.fraction_of(ask.name) for ask in problem.asks) * 3600
     low, high = usd_range(problem, found)
     worst = min(shown, key=lambda each: each.mean - each.promised, default=None)
     return Compared(
@@ -170,7 +170,7 @@ def _row(problem: Problem, name: str, solved: Solved, shown: tuple[Evidence, ...
         cost_usd_per_h=found.cost_usd_per_h,
         usd_per_million_tokens=found.cost_usd_per_h / tokens_per_h * 1e6 if tokens_per_h else None,
         served_fraction=found.fraction,
-        goodput_per_s=max(0.0, sum(ask.rate_per_s for ask in problem.asks) * found.fraction),
+        goodput_per_s=max(0.0, sum(ask.rate_per_s * found.fraction_of(ask.name) for ask in problem.asks)),
         nodes=sum(found.nodes.values()),
         gap=found.gap,
         cpu_s=solved.cpu_s,

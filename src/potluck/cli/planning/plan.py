@@ -200,7 +200,8 @@ def require_service(problem: Problem, outcome: Outcome, limit_s: float, notes: t
 
     if outcome.allocation.status == "unknown":
         raise CapacityError(f"no plan was found within {limit_s:g} s; allow more with --time-limit")
-    if outcome.plan.fraction > 0 or not any(ask.rate_per_s > 0 for ask in problem.asks):
+    asked = [ask.name for ask in problem.asks if ask.rate_per_s > 0]
+    if not asked or any(outcome.plan.fraction_of(name) > 0 for name in asked):
         return
     shortfall = outcome.allocation.shortfall
     unserved = () if shortfall is None else shortfall.unserved

@@ -205,7 +205,8 @@ def _show_deployments(problem: Problem, outcome: Outcome, basis: str) -> None:
     if found.strategy == "thunderserve" and found.gap < 1e-6:
         proof = "the cheapest use of the groups found"  # a search proves nothing about others
     if found.fraction < 1:
-        proof = f"for {percent(found.fraction)} of the demand"
+        part = percent(found.fraction) if found.fraction > 0 else "what can be served"
+        proof = f"for {part} of the demand"
     title = f"Plan ({found.strategy}): {usd(found.cost_usd_per_h)}/h, {proof}"
     if problem.init_penalty > 0:
         starts = f"{usd(found.start_usd_per_h)}/h for starts (K = {problem.init_penalty:.2g})"

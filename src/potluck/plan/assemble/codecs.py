@@ -19,11 +19,13 @@ from potluck.plan.allocate.program import Count, Key
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import reroute, solve
 from potluck.plan.assemble.columns import EXACT, Columns, columns, hands_over
-from potluck.plan.assemble.priorities import by_priority, levels
+from potluck.plan.assemble.priorities import alike, by_priority, levels
 from potluck.plan.problem import Problem
 from potluck.plan.timing.book import Books
 
 SAME = 1e-6
+LEAST_SHARE = 0.1
+"""Of the time limit, for a level of priority that comes when nothing is left of it."""
 SETTLE_S = 10.0
 """For the linear programs that put codecs back."""
 
@@ -46,6 +48,8 @@ def solved(
     Where not all demand fits, models of a higher priority come first (`plan.assemble.priorities`).
     """
 
+    deadline = Deadline(time_limit_s, clock)
+
     def once(asked: Problem) -> tuple[Columns, Allocation]:
         return _solved(
             asked,
@@ -54,16 +58,19 @@ def solved(
             pins=pins,
             exactly=exactly,
             starts=starts,
-            time_limit_s=time_limit_s,
+            time_limit_s=max(deadline.left_s / parts, LEAST_SHARE * time_limit_s),
             gap_target=gap_target,
             clock=clock,
             books=books,
         )
 
+    parts = len(levels(problem)) + 1 if len(levels(problem)) > 1 else 1
     found, answer = once(problem)
-    if answer.shortfall is None or len(levels(problem)) < 2:
+    if answer.shortfall is None or alike(problem, answer.shortfall):
         return found, answer
-    return by_priority(problem, once, answer.shortfall) or (found, answer)
+    parts = len(problem.asks)
+    first = {each.name: found.first_usd_per_h(m) for m, each in enumerate(problem.asks)}
+    return by_priority(problem, once, answer.shortfall, first) or (found, answer)
 
 
 def _solved(

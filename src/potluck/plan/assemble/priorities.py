@@ -2,7 +2,8 @@
 
 Level by level, the largest fraction of its models' demand is asked for, while what the levels above were given must
 be met whole (`Demand.firm`) and the levels below are asked for nothing. Models of one level share alike, as all do
-where none has a priority.
+where none has a priority. But where that leaves nothing to any of them, since not even a copy of each fits, they come
+one after another, those whose first copy costs least before others: what can be served is.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from potluck.core.values.plan import Plan
 from potluck.plan.allocate.result import Allocation, Shortfall
 from potluck.plan.assemble.columns import Columns
 from potluck.plan.problem import Ask, Problem
 
+NOUGHT = 1e-9
 SPARE = 1e-6
 """By as much as a solver may err, less is held than was found."""
 
@@ -25,28 +28,58 @@ def levels(problem: Problem) -> list[int]:
     return sorted({ask.terms.priority for ask in problem.asks if ask.rate_per_s > 0}, reverse=True)
 
 
-def by_priority(problem: Problem, solve: Solve, short: Shortfall) -> tuple[Columns, Allocation] | None:
-    """The program and its answer for as much of each level as there is room for; None where nothing differs."""
-    ranks = levels(problem)
-    if len(ranks) < 2:
-        return None
+def alike(problem: Problem, short: Shortfall) -> bool:
+    """Whether a shortfall that is the same for all is the last word."""
+    asked = sum(ask.rate_per_s > 0 for ask in problem.asks)
+    return len(levels(problem)) < 2 and (short.fraction > NOUGHT or asked < 2)
+
+
+def by_priority(
+    problem: Problem, solve: Solve, short: Shortfall, first_usd_per_h: Mapping[str, float]
+) -> tuple[Columns, Allocation] | None:
+    """The program and its answer for as much of each level as there is room for; None where nothing differs.
+
+    `first_usd_per_h` is what a first copy of each model costs.
+    """
     given: dict[str, float] = {ask.name: 0.0 for ask in problem.asks}
     found: tuple[Columns, Allocation] | None = None
-    told = short
-    for rank in ranks:
-        mine = [ask.name for ask in problem.asks if ask.terms.priority == rank]
-        found = solve(_at(problem, given, mine))
-        cut = found[1].shortfall
-        if cut is None and not found[1].found:
-            return None  # no time
-        fraction = 1.0 if cut is None else cut.fraction
-        told = told if cut is None else cut
-        given.update(dict.fromkeys(mine, fraction if fraction >= 1 else fraction * (1 - SPARE)))
-    assert found is not None
+    told, ranks = short, levels(problem)
+    todo = [[a.name for a in problem.asks if a.terms.priority == rank and a.rate_per_s > 0] for rank in ranks]
+    fraction, nothing = 0.0, len(ranks) < 2  # one level, and it is known that nothing is left to all of it
+    while todo:
+        mine = todo.pop(0)
+        if not nothing:
+            tried = solve(_at(problem, given, mine))
+            cut = tried[1].shortfall
+            if cut is None and not tried[1].found:
+                return None  # no time
+            fraction = 1.0 if cut is None else cut.fraction
+            told = told if cut is None else cut
+            found = tried if fraction > NOUGHT or found is None else found
+            given.update(dict.fromkeys(mine, fraction if fraction >= 1 else fraction * (1 - SPARE)))
+        if len(mine) > 1 and (nothing or fraction <= NOUGHT):
+            todo = [[name] for name in sorted(mine, key=lambda name: first_usd_per_h[name])] + todo
+        nothing = False
+    if found is None or not any(given.values()):
+        return None
     least = min(given[ask.name] for ask in problem.asks if ask.rate_per_s > 0)
-    words = replace(told, fraction=least, fraction_bound=max(least, told.fraction_bound))
+    bound = max(least, told.fraction_bound)
+    words = replace(told, fraction=least, fraction_bound=bound, unserved=short.unserved)
     answer = replace(found[1], status="infeasible", shortfall=words)
     return replace(found[0], problem=problem, fractions=given), answer
+
+
+def served(problem: Problem, plan: Plan) -> tuple[float, ...]:
+    """How much a plan serves, for comparing: level by level the least share of a model, then the mean of all."""
+    found: list[float] = []
+    for rank in levels(problem):
+        mine = [ask for ask in problem.asks if ask.terms.priority == rank and ask.rate_per_s > 0]
+        shares = [plan.fraction_of(ask.name) for ask in mine]
+        found += [round(min(shares), DIGITS), round(sum(shares) / len(shares), DIGITS)]
+    return tuple(found)
+
+
+DIGITS = 6
 
 
 def _at(problem: Problem, given: Mapping[str, float], mine: list[str]) -> Problem:

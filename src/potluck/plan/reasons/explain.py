@@ -179,9 +179,10 @@ def copy_tokens_per_usd(problem: Problem, plan: Plan, deployment: Deployment) ->
 def tokens_json(problem: Problem, plan: Plan) -> dict[str, object]:
     """Prompt and answer tokens per dollar: of the whole plan, of each model and of each deployment."""
     models = {each.model: tokens_per_usd(problem, plan, each.model) for each in plan.predictions}
-    served = plan.fraction * 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
-    prompts = sum(d.rate_per_s * d.input_tokens for ask in problem.asks for d in ask.demands)
-    answers = sum(d.rate_per_s * d.output_tokens for ask in problem.asks for d in ask.demands)
+    served = 3600 / plan.cost_usd_per_h if plan.cost_usd_per_h > 0 else 0.0
+    shares = [(d, plan.fraction_of(ask.name)) for ask in problem.asks for d in ask.demands]
+    prompts = sum(d.rate_per_s * d.input_tokens * share for d, share in shares)
+    answers = sum(d.rate_per_s * d.output_tokens * share for d, share in shares)
     copies = [(each, copy_tokens_per_usd(problem, plan, each)) for each in plan.deployments]
     return {
         "plan": {"prompt": prompts * served, "answer": answers * served},

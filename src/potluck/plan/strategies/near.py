@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
+from potluck.plan.assemble.priorities import served
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
 
@@ -35,7 +36,7 @@ def near_users(strategy: Strategy) -> Strategy:
             raise CapacityError(
                 "no region is near enough to all users for the objective; allow a longer TTFT"
             )
-        best = max(found, key=lambda each: (round(each.plan.fraction, 9), -each.plan.total_usd_per_h))
+        best = max(found, key=lambda each: (served(workshop.problem, each.plan), -each.plan.total_usd_per_h))
         return replace(best, plan=_seen_by_users(problem, best.plan))
 
     return planned

@@ -17,6 +17,7 @@ from math import ceil
 
 from potluck.core.values.plan import Template
 from potluck.plan.assemble.even import evened
+from potluck.plan.assemble.priorities import served
 from potluck.plan.assemble.terms import require_rows, unsupported
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop, allocated
@@ -61,8 +62,8 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
         known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
         again = allocated(workshop, replace(settings, starts=(*settings.starts, *known)), "auto", templates)
         whole = _proven(again, whole)
-    best = max([whole, *tried], key=_rank)
-    return whole if best is whole or not _better(best, whole) else _proven(best, whole)
+    best = max([whole, *tried], key=lambda each: rank_of(problem, each))
+    return whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
 
 
 def _with_pipelines(
@@ -97,14 +98,17 @@ def _settled(outcome: Outcome) -> bool:
 PROVEN = 1e-6
 
 
-def _rank(outcome: Outcome) -> tuple[float, float]:
-    return (round(outcome.plan.fraction, 6), -outcome.plan.total_usd_per_h)
+def rank_of(problem: Problem, outcome: Outcome) -> tuple[tuple[float, ...], float]:
+    """What is served first, then what it costs."""
+    return served(problem, outcome.plan), -outcome.plan.total_usd_per_h
 
 
-def _better(one: Outcome, other: Outcome) -> bool:
+def _better(problem: Problem, one: Outcome, other: Outcome) -> bool:
     """By more than rounding."""
-    more = one.plan.fraction - other.plan.fraction
-    return more > 1e-6 or one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
+    more, less = served(problem, one.plan), served(problem, other.plan)
+    if more != less:
+        return more > less
+    return one.plan.total_usd_per_h < other.plan.total_usd_per_h * (1 - 1e-9)
 
 
 def _proven(best: Outcome, other: Outcome) -> Outcome:
