@@ -2,9 +2,9 @@
 
     python benchmarks/plan_time.py [--quick] [--json]
 
-CPU-seconds (user and system) of the whole process, reasons included, on averages (`--averages`: a rehearsal is counted
-apart). *Cold*: nothing was planned before on this machine; *warm*: the same again, with what the first run kept. Loops
-that numba compiles once after an installation are compiled before. Targets: 10 s cold, 2 s warm, for every example.
+CPU-seconds (user and system) of the whole process, reasons included, on averages (a rehearsal is counted apart).
+*Cold*: nothing was planned before on this machine; *warm*: the same again, with what the first run kept. Loops that
+numba compiles once after an installation are compiled before. Targets: 10 s cold, 2 s warm, for every example.
 """
 
 from __future__ import annotations

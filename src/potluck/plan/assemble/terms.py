@@ -20,7 +20,7 @@ from potluck.core.values.types import Offer
 from potluck.perf.moves.startup import startup_s
 from potluck.perf.sizes.memory import weight_bytes
 from potluck.plan.allocate.limits import Floats, Helper, Limit, Outage
-from potluck.plan.allocate.program import Fleet, FlowProgram, ModelColumns
+from potluck.plan.allocate.program import Fleet, FlowProgram
 from potluck.plan.problem import Ask, Problem
 
 HOURS_PER_MONTH = 730.0
@@ -66,11 +66,7 @@ def with_terms(problem: Problem, groups: Sequence[Sequence[Template]], program: 
         )
         for ask, group, columns in zip(problem.asks, groups, program.models, strict=True)
     )
-    rows = Rows(len(models))
-    for m, ask in enumerate(problem.asks):
-        _copies(rows, m, ask, models[m], len(program.fleet.regions))
-        _kinds(problem, rows, m, ask, models[m], program.fleet)
-    _fixed(problem, rows, models, program.fleet)
+    rows = _rows(problem, [model.uses for model in models], program.fleet)
     asks = problem.asks
     spare = tuple(a.terms.survive_share if a.terms.survive == "node" else 0.0 for a in asks)
     return replace(
@@ -81,6 +77,36 @@ def with_terms(problem: Problem, groups: Sequence[Sequence[Template]], program: 
         outages=_outages(problem, program.fleet),
         spare=spare if any(spare) else (),
     )
+
+
+def _rows(problem: Problem, uses: Sequence[NDArray[np.integer]], fleet: Fleet) -> Rows:
+    """All limits over columns that use so many nodes, per model [templates, node types]."""
+    rows = Rows(len(uses))
+    for m, ask in enumerate(problem.asks):
+        _copies(rows, m, ask, uses[m], len(fleet.regions))
+        _kinds(problem, rows, m, ask, uses[m], fleet)
+    _fixed(problem, rows, uses, fleet)
+    return rows
+
+
+def limit_prices(problem: Problem, fleet: Fleet, duals: Floats) -> list[tuple[Floats, Floats]]:
+    """What limits make of a copy of each model at these prices: (per region, per region and node of it).
+
+    Every limit counts a copy as so much, and so much more for each of its nodes. So it is asked what it makes of a
+    copy without nodes, and of copies with one node.
+    """
+    types = len(fleet.nodes)
+    probes = np.vstack([np.zeros((1, types), np.int64), np.eye(types, dtype=np.int64)])
+    limits = _rows(problem, [probes] * len(problem.asks), fleet).limits
+    found = []
+    for m in range(len(problem.asks)):
+        total = np.zeros((1 + types, len(fleet.regions)))
+        for limit, dual in zip(limits, duals.tolist(), strict=True):
+            table = limit.copies[m]
+            if table is not None and dual:
+                total -= dual * table
+        found.append((total[0], (total[1:] - total[0]).T))
+    return found
 
 
 def unsupported(problem: Problem) -> str:
@@ -139,10 +165,28 @@ def loss_usd_per_h(problem: Problem, ask: Ask, template: Template, region: str) 
             price += each.count * offer.price_usd_per_h
     if not often:
         return 0.0
+    return often * _lost_h(ask) * price
+
+
+def _lost_h(ask: Ask) -> float:
+    """Hours of a copy that one preemption costs."""
     start = startup_s(weight_bytes(ask.model)).total_s
     output = sum(d.rate_per_s * d.output_tokens for d in ask.demands) / max(ask.rate_per_s, 1e-12)
     twice_s = (ask.slo.ttft_s + output * ask.slo.tpot_s) / 2  # half of an answer is there, on average
-    return often * (start + twice_s) / 3600 * price
+    return (start + twice_s) / 3600
+
+
+def losses_usd_per_h(problem: Problem, ask: Ask, uses: NDArray[np.integer], fleet: Fleet) -> Floats:
+    """[regions, templates]: the same of copies that use so many nodes."""
+    offers = offers_of(problem)
+    found = np.zeros((len(fleet.regions), len(uses)))
+    for r, region in enumerate(fleet.regions):
+        there = [offers.get((region, node)) for node in fleet.nodes]
+        often = np.array([o.preemptions_per_h if o is not None and o.spot else 0.0 for o in there])
+        if often.any():
+            price = np.array([0.0 if o is None else o.price_usd_per_h for o in there])
+            found[r] = (uses @ often) * (uses @ price) * _lost_h(ask)
+    return found
 
 
 def _fees(problem: Problem, ask: Ask, group: Sequence[Template], fleet: Fleet) -> Floats | None:
@@ -152,25 +196,25 @@ def _fees(problem: Problem, ask: Ask, group: Sequence[Template], fleet: Fleet) -
     return np.array(table, dtype=np.float64).reshape(len(group), len(fleet.regions))
 
 
-def _copies(rows: Rows, m: int, ask: Ask, columns: ModelColumns, regions: int) -> None:
+def _copies(rows: Rows, m: int, ask: Ask, uses: NDArray[np.integer], regions: int) -> None:
     low, high = ask.terms.min_copies, ask.terms.max_copies
-    ones = np.ones((len(columns.uses), regions))
+    ones = np.ones((len(uses), regions))
     if low:
         rows.limit(f"at least {low} copies of {ask.name}", float(low), INFINITY, {m: ones})
     if high is not None:
         rows.limit(f"at most {high} copies of {ask.name}", -INFINITY, float(high), {m: ones})
 
 
-def _kinds(problem: Problem, rows: Rows, m: int, ask: Ask, columns: ModelColumns, fleet: Fleet) -> None:
+def _kinds(problem: Problem, rows: Rows, m: int, ask: Ask, uses: NDArray[np.integer], fleet: Fleet) -> None:
     most = ask.terms.max_gpu_kinds
     if most is None:
         return
     switches = []
     for gpu in sorted({node.gpu.name for node in problem.nodes}):
         cells = [c for c, name in enumerate(fleet.nodes) if _gpu_of(problem, name) == gpu]
-        uses = columns.uses[:, cells].astype(np.float64).sum(axis=1)
+        mine = uses[:, cells].astype(np.float64).sum(axis=1)
         total = float(fleet.available[:, cells].sum())
-        table = np.repeat(uses[:, None], len(fleet.regions), axis=1)
+        table = np.repeat(mine[:, None], len(fleet.regions), axis=1)
         switches.append(rows.switch(f"{gpu} for {ask.name}", {m: table}, total))
     name = f"at most {most} kinds of GPU for {ask.name}"
     rows.limit(name, -INFINITY, float(most), {}, tuple((place, 1.0) for place in switches))
@@ -187,13 +231,13 @@ def storage_usd_per_h(problem: Problem, ask: Ask, region: str) -> float:
     return float(weight_bytes(ask.model)) / 1e9 * price / HOURS_PER_MONTH
 
 
-def _fixed(problem: Problem, rows: Rows, models: Sequence[ModelColumns], fleet: Fleet) -> None:
+def _fixed(problem: Problem, rows: Rows, uses: Sequence[NDArray[np.integer]], fleet: Fleet) -> None:
     """Charges that are paid once: a region's head node, a model's weights in a region's storage."""
     for r, region in enumerate(problem.regions):
         most = float(fleet.available[r].sum())
         tables = {}
-        for m, columns in enumerate(models):
-            tables[m] = np.zeros((len(columns.uses), len(fleet.regions)))
+        for m, mine in enumerate(uses):
+            tables[m] = np.zeros((len(mine), len(fleet.regions)))
             tables[m][:, r] = 1.0
         if region.head_usd_per_h:
             rows.switch(f"head node of {region.name}", tables, most, region.head_usd_per_h)

@@ -179,7 +179,7 @@ class Workshop:
 
         def make() -> list[Template]:
             shelf = shelf_of(self.problem, ask, timed=self.timed, books=self.books)
-            prices = np.array([self.prices[node.name] for node in self.problem.offered])
+            prices = np.array([self.prices.get(node.name, 0.0) for node in self.problem.nodes])
             shelf.take(shelf.cheapest(prices, FIRST_FEW))
             self.shelves[ask.key] = shelf
             return shelf.templates

@@ -16,10 +16,12 @@ import numpy as np
 from potluck.core.values.plan import Template
 from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow_price import Duals, Pricer, relax_flow
-from potluck.plan.allocate.program import Floats, FlowProgram, Key
+from potluck.plan.allocate.program import Fleet, Floats, FlowProgram, Key
 from potluck.plan.assemble.columns import columns
+from potluck.plan.assemble.terms import limit_prices, losses_usd_per_h
 from potluck.plan.problem import Problem
 from potluck.plan.strategies.base import Settings, Workshop
+from potluck.plan.timing.stage_rates import Integers
 
 FEW = 4
 """Pipelines per model, bucket and phase that join in a round."""
@@ -91,13 +93,13 @@ def _relaxed(
 def _taken(workshop: Workshop, program: FlowProgram, duals: Duals, factor: float, ceiling: float) -> int:
     """Time the rows that are worth it; how many templates came of it."""
     problem, added, first = workshop.problem, 0, 0
-    node_prices = _node_prices(problem, program, duals, factor)
-    for ask in problem.asks:
+    for m, ask in enumerate(problem.asks):
         buckets = len(ask.demands)
         shelf = workshop.shelves.get(ask.key)
         if shelf is not None:
             mine = duals.phase[:, first : first + buckets]
-            rows = shelf.worth(node_prices, mine, FEW, ceiling)
+            costs = copy_costs(problem, m, shelf.uses, program.fleet, duals, factor)
+            rows = shelf.worth(problem, ask, costs, mine, FEW, ceiling)
             if shelf.take(rows):
                 added += len(rows)
                 workshop.made["pipeline", ask.key] = shelf.templates
@@ -107,9 +109,15 @@ def _taken(workshop: Workshop, program: FlowProgram, duals: Duals, factor: float
     return added
 
 
-def _node_prices(problem: Problem, program: FlowProgram, duals: Duals, factor: float) -> Floats:
-    """[regions, offered types]"""
-    fleet = program.fleet
-    price = fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes
-    places = [fleet.nodes.index(node.name) for node in problem.offered]
-    return np.asarray(price[:, places], np.float64)
+def copy_costs(problem: Problem, m: int, uses: Integers, fleet: Fleet, duals: Duals, factor: float) -> Floats:
+    """[regions, placements]: what a copy costs at these prices, before what it earns, as `Pricer.reduced` has it.
+
+    `uses` is [placements, node types of the problem]: reserved nodes, limits and losses of spot nodes count.
+    """
+    places = [fleet.nodes.index(node.name) for node in problem.nodes]
+    price = fleet.price_usd_per_h * (factor + duals.budget) + duals.nodes - duals.paid
+    per_copy, per_node = limit_prices(problem, fleet, duals.limits)[m]
+    whole = np.zeros((len(uses), len(fleet.nodes)), np.int64)
+    whole[:, places] = uses
+    losses = losses_usd_per_h(problem, problem.asks[m], whole, fleet) * (float(factor > 0) + duals.budget)
+    return np.asarray((price + per_node) @ whole.T + per_copy[:, None] + losses, np.float64)

@@ -4,7 +4,8 @@ A library says of every placement what it does in one bucket of lengths and one 
 what its nodes cost, less what its time would earn at the duals of the program so far. Only those that might earn more
 than they cost are timed stage by stage, and become templates.
 
-    reduced_e = sum_c U_ec (k p_rc + mu_rc) - h q P_e pi_br      q: how much better pipelines prove than libraries say
+    reduced_e = cost_er - h q P_e pi_br        cost: its nodes and all that is asked (`strategies.grow`)
+                                               q: how much better pipelines prove than libraries say
 
 Libraries are on the safe side (`timing.stage_rates`), so q is the largest ratio seen among those that were timed.
 """
@@ -40,7 +41,8 @@ class Shelf:
     problem: Problem
     ask: Ask
     uses: Integers
-    """[rows, offered node types]"""
+    """[rows, node types of the problem]"""
+    stages: Integers
     phase: Integers
     bucket: Integers
     per_s: Floats
@@ -96,32 +98,40 @@ class Shelf:
         ranks = [np.where(self.open, -value / cost, 0.0) for value in (self.per_s, useful)]
         return np.unique(np.concatenate([self._best(rank, rank, few, 0.0) for rank in ranks]))
 
-    def worth(self, node_prices: Floats, duals: Floats, few: int, ceiling: float) -> Integers:
+    def worth(
+        self, problem: Problem, ask: Ask, costs: Floats, duals: Floats, few: int, ceiling: float
+    ) -> Integers:
         """Per bucket and phase a `few` open rows of a reduced cost below `ceiling`.
 
-        `node_prices` is [regions, offered types], `duals` [2, buckets, regions]. Copies are whole, so those come
-        first that lose least when a copy earns no more than all that is asked of its phase.
+        `costs` is [regions, rows], `duals` [2, buckets, regions]. Copies are whole, so those come first that lose
+        least when a copy earns no more than all that is asked of its phase. `problem` is that of the moment.
         """
         ratio = np.array(self.ratio)[self.phase]
         busy = self.problem.headroom * ratio * self.per_s
-        asked = np.array([demand.rate_per_s for demand in self.ask.demands])
+        asked = np.array([demand.rate_per_s for demand in ask.demands])
         least, rank = np.full(len(self.per_s), np.inf), np.full(len(self.per_s), np.inf)
-        for r, there in enumerate(self._there()):
-            cost = self.uses @ node_prices[r]
+        for r, there in enumerate(self._there(problem, ask)):
+            cost = costs[r]
             earned = busy * duals[self.phase, self.bucket, r]
             most = (duals[:, :, r] @ asked)[self.phase]
             least = np.minimum(least, np.where(there, cost - earned, np.inf))
             rank = np.minimum(rank, np.where(there, cost - np.minimum(earned, most), np.inf))
         return self._best(np.where(self.open, least, np.inf), rank, few, ceiling)
 
-    def _there(self) -> list[NDArray[np.bool_]]:
-        """Per region, whether it has the nodes of a row."""
-        names = [node.name for node in self.problem.offered]
+    def _there(self, problem: Problem, ask: Ask) -> list[NDArray[np.bool_]]:
+        """Per region, whether it has the nodes of a row, and the terms let it run there."""
+        names, terms = [node.name for node in problem.nodes], ask.terms
+        fine = np.ones(len(self.uses), bool)
+        if terms.max_nodes is not None:
+            fine &= self.uses.sum(axis=1) <= terms.max_nodes
+        if terms.max_stages is not None:
+            fine &= self.stages <= terms.max_stages
         found: list[NDArray[np.bool_]] = []
-        for region in self.problem.regions:
+        for region in problem.regions:
             offers = {offer.node: offer.available for offer in region.offers}
-            available = np.array([offers.get(name, 0) for name in names])
-            found.append(np.asarray((self.uses <= available).all(axis=1), bool))
+            usable = [terms.nodes is None or name in terms.nodes for name in names]
+            available = np.array([offers.get(name, 0) for name in names]) * usable * terms.allows(region.name)
+            found.append(fine & np.asarray((self.uses <= available).all(axis=1), bool))
         return found
 
     def _best(self, value: Floats, rank: Floats, few: int, ceiling: float) -> Integers:
@@ -139,7 +149,7 @@ def pipelines(
 ) -> list[Template]:
     """Per bucket, phase and library the `few` pipelines that do most for their price."""
     shelf = shelf_of(problem, ask, folder=folder)
-    shelf.take(shelf.cheapest(np.array([prices[node.name] for node in problem.offered]), few))
+    shelf.take(shelf.cheapest(np.array([prices.get(node.name, 0.0) for node in problem.nodes]), few))
     return shelf.templates
 
 
@@ -161,19 +171,30 @@ def shelf_of(
         tokens = demand_tokens(library)
         rows = np.ones(len(several), np.int64)
         parts.append(
-            (rows * (0 if prefill else 1), rows * demand, rows * len(found), several, library.counts[several])
+            (
+                rows * (0 if prefill else 1),
+                rows * demand,
+                rows * len(found),
+                several,
+                library.stages[several].astype(np.int64),
+                library.counts[several],
+            )
         )
         rates.append(library.tokens_per_s[several] / tokens)
         found.append(library)
     kinds = len(problem.offered)
-    empty = (*(np.zeros(0, np.int64) for _ in range(4)), np.zeros((0, kinds), np.int64))
+    empty = (*(np.zeros(0, np.int64) for _ in range(5)), np.zeros((0, kinds), np.int64))
     columns = [np.concatenate(each) for each in zip(empty, *parts, strict=True)]
     per_s = np.concatenate([np.zeros(0), *rates])
-    phase, bucket, library_of, index, uses = columns
+    phase, bucket, library_of, index, stages, offered = columns
+    uses = np.zeros((len(offered), len(problem.nodes)), np.int64)
+    uses[:, [problem.nodes.index(node) for node in problem.offered]] = offered
     open_ = np.ones(len(per_s), bool)
     known: Timed = {} if timed is None else timed
     book = (Books(None) if books is None else books).of(problem, ask)
-    return Shelf(problem, ask, uses, phase, bucket, per_s, library_of, index, found, open_, book, known)
+    return Shelf(
+        problem, ask, uses, stages, phase, bucket, per_s, library_of, index, found, open_, book, known
+    )
 
 
 def demand_tokens(library: PipelineLibrary) -> int:

@@ -1,0 +1,114 @@
+"""Pipelines are priced by all that the program knows: reserved nodes, limits, spot losses, charges paid once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask
+
+from potluck.core.values.plan import Template
+from potluck.core.values.terms import Terms
+from potluck.core.values.types import Slo
+from potluck.plan.allocate.flow_price import Duals, Pricer
+from potluck.plan.assemble.codecs import solved
+from potluck.plan.assemble.columns import Columns, columns
+from potluck.plan.problem import Problem
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies.grow import copy_costs
+from potluck.plan.templates.shelf import pipelines, shelf_of
+
+ONE = ((1500, 200, 1.0),)
+OFFERS = {
+    "east": {"1xL4": (0.8, 4), "1xL40S": (1.86, 2)},
+    "west": {"1xL4": (0.7, 3), "1xL40S": (1.7, 1)},
+}
+
+
+def the_problem(terms: Terms) -> Problem:
+    """Two models; reserved and spot nodes, head nodes and storage that are paid for."""
+    phi = an_ask("phi", model="Phi-4", rate_per_s=1.5, slo=Slo(3.0, 0.1), lengths=ONE)
+    problem = a_problem(replace(phi, terms=terms), an_ask("chat", lengths=ONE), offers=OFFERS)
+    east, west = problem.regions
+    l4, l40s = east.offers
+    cheap, other = west.offers
+    east = replace(east, offers=(replace(l4, reserved=3), l40s), head_usd_per_h=0.4)
+    spot = replace(cheap, spot=True, preemptions_per_h=0.2)
+    west = replace(west, offers=(spot, other), storage_usd_per_gb_month=0.1)
+    return replace(problem, regions=(east, west))
+
+
+TERMS = Terms(min_copies=1, max_copies=9, max_gpu_kinds=2)
+
+
+@cache
+def priced() -> tuple[Problem, Columns]:
+    problem = the_problem(TERMS)
+    return problem, columns(problem, {ask.name: every(problem, ask.name, 6) for ask in problem.asks})
+
+
+def every(problem: Problem, name: str, few: int) -> list[Template]:
+    ask = next(each for each in problem.asks if each.name == name)
+    return pipelines(problem, ask, Workshop(problem).prices, few=few)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 30), factor=st.sampled_from([0.0, 1.0, 1.3]))
+def test_a_placement_costs_what_its_column_would(seed: int, factor: float) -> None:
+    problem, found = priced()
+    program, draw = found.program, np.random.default_rng(seed)
+    bins = sum(len(model.buckets) for model in program.models)
+    shape = program.fleet.available.shape
+    duals = Duals(
+        draw.uniform(0, 1, (2, bins, len(program.fleet.regions))),
+        draw.uniform(0, 1, bins),
+        draw.uniform(0, 2, shape),
+        np.zeros(0),
+        float(draw.uniform(0, 1)),
+        draw.uniform(0, 1, shape),
+        draw.normal(0, 1, len(program.limits)),
+    )
+    pricer = Pricer(program)
+    assert len(program.limits) > 5
+    for m, group in enumerate(found.templates):
+        uses = np.array([[t.node_counts.get(node.name, 0) for node in problem.nodes] for t in group])
+        expected = pricer.reduced(m, duals, factor) + pricer.earnings(m, duals)
+        mine = copy_costs(problem, m, uses, program.fleet, duals, factor).T
+        there = np.isfinite(expected)
+        assert there.any()
+        assert mine[there] == pytest.approx(expected[there])
+
+
+@pytest.mark.parametrize("terms", [Terms(max_copies=3), Terms(max_nodes=3, max_gpu_kinds=1)])
+def test_what_prices_ask_for_is_as_good_as_everything(terms: Terms) -> None:
+    """`coral` with the pipelines that were asked for costs what it does with all of them."""
+    problem = the_problem(terms)
+    problem = replace(problem, asks=problem.asks[:1])
+    (ask,) = problem.asks
+    exact = Settings(time_limit_s=30.0, gap_target=1e-7)
+    grown = STRATEGIES["coral"](Workshop(problem), exact)
+    single = Workshop(problem).phased(ask)
+    _, answer = solved(problem, {ask.name: [*single, *every(problem, ask.name, 10_000)]}, gap_target=1e-7)
+    assert grown.allocation.found == answer.found
+    if answer.found:
+        assert grown.allocation.cost_usd_per_h == pytest.approx(answer.cost_usd_per_h, rel=1e-5)
+
+
+def test_rows_that_may_run_nowhere_are_not_asked_for() -> None:
+    problem = the_problem(Terms(max_nodes=2, nodes=("1xL4",), regions=("east",)))
+    ask = problem.asks[0]
+    shelf = shelf_of(problem, ask)
+    few = len(shelf.per_s)
+    costs = np.zeros((2, few))
+    chosen = shelf.worth(problem, ask, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)
+    names = [node.name for node in problem.nodes]
+    for row in chosen.tolist():
+        used = {names[c]: int(n) for c, n in enumerate(shelf.uses[row]) if n}
+        assert set(used) == {"1xL4"}
+        assert used["1xL4"] <= 2
+    free = replace(ask, terms=Terms())
+    assert len(shelf.worth(problem, free, costs, np.ones((2, len(ask.demands), 2)), few, 1.0)) > len(chosen)
