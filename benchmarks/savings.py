@@ -78,7 +78,7 @@ def as_printed(each: Problem) -> Workshop:
     for one in each.asks:
         whole = [t for t in shop.phased(one) if len(t.replicas) == 1]
         there = {t.replicas[0].role for t in whole}
-        shop.made["homogeneous", one.name] = whole + [
+        shop.made["homogeneous", one.key] = whole + [
             t for t in shop.phased(one) if t.replicas[0].role not in there
         ]
     return shop
