@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,8 +18,6 @@ from potluck.plan.assemble.even import evened
 from potluck.plan.assemble.terms import runs_in
 from potluck.plan.check.verify import retimed
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.search.attain import Estimate
-from potluck.plan.search.tabu import Found
 from potluck.plan.strategies.pools import machines_key, search_groups
 from potluck.plan.templates.aggregated import aggregated
 from potluck.plan.templates.combo import combos
@@ -28,6 +27,10 @@ from potluck.plan.templates.mixed import Timed
 from potluck.plan.templates.pair import pairs
 from potluck.plan.templates.shelf import Shelf, shelf_of
 from potluck.plan.timing.book import Book, Books
+
+if TYPE_CHECKING:
+    from potluck.plan.search.attain import Estimate
+    from potluck.plan.search.tabu import Found
 
 LEAST_SHARE = 0.05
 FIRST_FEW = 3

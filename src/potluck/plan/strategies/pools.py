@@ -8,17 +8,16 @@ so the search plans for a little less.
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.values.plan import Template
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.search.attain import Estimate, tried
-from potluck.plan.search.deduce import deducer
-from potluck.plan.search.evaluate import Evaluator
-from potluck.plan.search.pool import workload_of
-from potluck.plan.search.result import CODEC, to_templates
-from potluck.plan.search.tabu import Found, Limits, Settings, search_with
 from potluck.plan.timing.machines import gpus_of, region_pool
+
+if TYPE_CHECKING:
+    from potluck.plan.search.attain import Estimate
+    from potluck.plan.search.tabu import Found
 
 MAX_GPUS = 256
 """Beyond, a search takes too long to be of use."""
@@ -60,6 +59,14 @@ def search_groups(
 
     With an `estimate` the pairs of the best states are tried by it (`plan.search.attain`).
     """
+    # numba is slow to load, and most plans search no pool
+    from potluck.plan.search.attain import tried
+    from potluck.plan.search.deduce import deducer
+    from potluck.plan.search.evaluate import Evaluator
+    from potluck.plan.search.pool import workload_of
+    from potluck.plan.search.result import CODEC, to_templates
+    from potluck.plan.search.tabu import Limits, Settings, search_with
+
     templates: list[Template] = []
     searched: dict[str, Found] = {}
     if not ask.rate_per_s > 0:
