@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from potluck.core.codec import encode
+from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity, Confidence
+from potluck.core.values.plan import BucketCapacity
 from potluck.core.values.terms import NO_TERMS
 from potluck.core.values.types import Role
 from potluck.perf.timers.pipeline import ORDER
