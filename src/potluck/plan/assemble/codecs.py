@@ -19,7 +19,7 @@ from potluck.plan.allocate.program import Count, Key
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import reroute, solve
 from potluck.plan.assemble.columns import EXACT, Columns, columns, hands_over
-from potluck.plan.assemble.priorities import alike, by_priority, levels
+from potluck.plan.assemble.priorities import alike, by_priority, first_usd_per_h, levels
 from potluck.plan.problem import Problem
 from potluck.plan.timing.book import Books
 
@@ -69,7 +69,7 @@ def solved(
     if answer.shortfall is None or alike(problem, answer.shortfall):
         return found, answer
     parts = len(problem.asks)
-    first = {each.name: found.first_usd_per_h(m) for m, each in enumerate(problem.asks)}
+    first = {each.name: first_usd_per_h(found, m) for m, each in enumerate(problem.asks)}
     return by_priority(problem, once, answer.shortfall, first) or (found, answer)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.confidence import Confidence
@@ -61,17 +60,6 @@ class Columns:
                 if member.name == template and region in regions:
                     return Key(group, index, regions.index(region))
         return None
-
-    def first_usd_per_h(self, model: int) -> float:
-        """What the least costs that serves anything of a model: a copy that does both phases, or one of each."""
-        fleet, mine = self.program.fleet, self.program.models[model]
-        here = np.where((mine.uses[:, None, :] <= fleet.available[None]).all(axis=2), 1.0, np.inf)
-        cost = (mine.uses.astype(float) @ fleet.price_usd_per_h.T + 1e-9) * here
-
-        def least(rates: NDArray[np.float64]) -> float:
-            return float(cost[rates.max(axis=1, initial=0.0) > 0].min(initial=np.inf))
-
-        return min(least(mine.closed_per_s), least(mine.prefill_per_s) + least(mine.decode_per_s))
 
     def counts_of(self, plan: Plan) -> dict[Key, int] | None:
         """A plan's copies as columns; None where one of its templates is not among them."""

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from potluck.core.values.plan import Plan
 from potluck.plan.allocate.result import Allocation, Shortfall
 from potluck.plan.assemble.columns import Columns
@@ -34,12 +37,24 @@ def alike(problem: Problem, short: Shortfall) -> bool:
     return len(levels(problem)) < 2 and (short.fraction > NOUGHT or asked < 2)
 
 
+def first_usd_per_h(found: Columns, model: int) -> float:
+    """What the least costs that serves anything of a model: a copy that does both phases, or one of each."""
+    fleet, mine = found.program.fleet, found.program.models[model]
+    here = np.where((mine.uses[:, None, :] <= fleet.available[None]).all(axis=2), 1.0, np.inf)
+    cost = (mine.uses.astype(float) @ fleet.price_usd_per_h.T + 1e-9) * here
+
+    def least(rates: NDArray[np.float64]) -> float:
+        return float(cost[rates.max(axis=1, initial=0.0) > 0].min(initial=np.inf))
+
+    return min(least(mine.closed_per_s), least(mine.prefill_per_s) + least(mine.decode_per_s))
+
+
 def by_priority(
-    problem: Problem, solve: Solve, short: Shortfall, first_usd_per_h: Mapping[str, float]
+    problem: Problem, solve: Solve, short: Shortfall, first: Mapping[str, float]
 ) -> tuple[Columns, Allocation] | None:
     """The program and its answer for as much of each level as there is room for; None where nothing differs.
 
-    `first_usd_per_h` is what a first copy of each model costs.
+    `first` is what a first copy of each model costs.
     """
     given: dict[str, float] = {ask.name: 0.0 for ask in problem.asks}
     found: tuple[Columns, Allocation] | None = None
@@ -58,7 +73,7 @@ def by_priority(
             found = tried if fraction > NOUGHT or found is None else found
             given.update(dict.fromkeys(mine, fraction if fraction >= 1 else fraction * (1 - SPARE)))
         if len(mine) > 1 and (nothing or fraction <= NOUGHT):
-            todo = [[name] for name in sorted(mine, key=lambda name: first_usd_per_h[name])] + todo
+            todo = [[name] for name in sorted(mine, key=lambda name: first[name])] + todo
         nothing = False
     if found is None or not any(given.values()):
         return None
