@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -77,7 +78,8 @@ def test_a_worker_says_its_port_and_who_only_stands_is_there_at_once(
 
 
 def test_what_it_looks_after_ends_with_it(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, text=True)
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, text=True, env=variables)
     assert process.stdout is not None
     number = int(process.stdout.readline())
     pid = Pid(number, started_at(number) or 0)
