@@ -55,6 +55,7 @@ def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> N
         second = Heritage(path, new.sockets, (), handed.clear)
         taken.serving()
         await handed.wait()
+        assert (first.handed, second.handed) == (True, False)
         first.close()
         waiting = [asyncio.ensure_future(asked(new)) for _ in range(20)]
         await old.close(1.0)

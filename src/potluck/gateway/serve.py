@@ -43,7 +43,7 @@ from potluck.gateway.workers.worker import Worker, calls_of
 from potluck.worlds.scene import Scene
 
 HANDED_S = 600.0
-"""A gateway that may be followed by another ends when its last answer has, however long: as long as engines allow."""
+"""A gateway that another has followed ends when its last answer has, however long: as long as engines allow."""
 KNOWN_S = 30.0
 LOOK_S = 0.05
 Ready = Callable[[str, str], None]
@@ -228,7 +228,6 @@ async def serve(
     try:
         if isinstance(workers, Alone) and settings.takeover is not None:
             url, admin, heritage = await _succeed(center, workers, operators, settings.takeover, stop)
-            within_s = HANDED_S
         else:
             url, admin = await workers.start(), await operators.listen(() if post is None else post.operators)
             center.start()
@@ -239,6 +238,7 @@ async def serve(
     finally:
         if heritage is not None:
             heritage.close()
+            within_s = HANDED_S if heritage.handed else within_s
         await workers.close(within_s)
         await center.close()
         await operators.close()

@@ -69,7 +69,9 @@ class Heritage:
         operators: Sequence[socket.socket],
         handed: Callable[[], None],
     ) -> None:
-        self._path, self._handed = path, handed
+        self._path, self._on_handed = path, handed
+        self.handed = False
+        """Whether a successor serves."""
         self._clients, self._operators = clients, operators
         self._loop = asyncio.get_running_loop()
         self._links: set[socket.socket] = set()
@@ -111,7 +113,8 @@ class Heritage:
             said = b""
         self._drop(link)
         if said == SERVING:
-            self._handed()
+            self.handed = True
+            self._on_handed()
 
     def _drop(self, link: socket.socket) -> None:
         self._loop.remove_reader(link)
