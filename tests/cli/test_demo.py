@@ -46,7 +46,7 @@ def test_an_answer_shows_only_where_the_service_said_and_did_it() -> None:
     assert not ACTS["burst"].shown(seen(one, two)), "more replicas, and no plan that says why"
     assert not ACTS["burst"].shown(seen(one, one, ("plan", "p"))), "a plan, and no replica yet"
     assert ACTS["burst"].shown(seen(one, two, ("plan", "p")))
-    assert "1 more replicas for $1.00/h" in ACTS["burst"].saved(seen(one, two, ("plan", "p")))
+    assert "replicas more: 1, for $1.00/h" in ACTS["burst"].saved(seen(one, two, ("plan", "p")))
     assert ACTS["shift"].shown(seen(one, one, ("plan", "p"), ("recast", "r")))
     assert not ACTS["shift"].shown(seen(one, one, ("plan", "p")))
 

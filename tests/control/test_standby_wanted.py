@@ -75,6 +75,7 @@ class Gateway:
                 market=None,
                 kits=SimpleNamespace(kits={}),
                 kills=set(),
+                drains={},
             )  # type: ignore[arg-type]
         )
 

@@ -209,12 +209,12 @@ def _far_share(seen: Seen) -> str:
 
 def _peak(seen: Seen) -> str:
     more = seen.now.usd_per_h - seen.before.usd_per_h
-    return f"{seen.more} more replicas for ${more:.2f}/h, paid while the burst lasts and not all day"
+    return f"replicas more: {seen.more}, for ${more:.2f}/h, paid while the burst lasts and not all day"
 
 
 def _in_place(seen: Seen) -> str:
     changed = len(seen.of("recast", "flip"))
-    return f"{changed} replicas changed sides without loading weights"
+    return f"replicas that changed sides without loading weights: {changed}"
 
 
 def _went_on(seen: Seen) -> str:

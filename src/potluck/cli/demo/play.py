@@ -77,7 +77,11 @@ class Player:
                 break
         what, saved = chosen(act, seen), act.saved(seen) if shown else "nothing like it was seen"
         counts = self.counts(act)
-        in_time = f"{counts.attained:.0%} of {counts.requests} requests in time"
+        in_time = (
+            f"{counts.attained:.0%} of {counts.requests} requests in time"
+            if counts.requests
+            else "none ended yet"
+        )
         why = f"{what}; {in_time}".lstrip("; ")[:MOST_WORDS]
         patient(lambda: client.note(f"{act.title}: {saved}"[:MOST_WORDS], why, "outcome"))
         self.said(f"  {saved}; {in_time}" + (f"\n    {what}" if what else ""))

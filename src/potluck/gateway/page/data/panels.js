@@ -133,12 +133,13 @@ find.addEventListener("input", repaintEvents);
 // What happens, what was chosen, what it saved: the lines of an act, or the latest decision.
 
 const TOLD = { act: "what happens", outcome: "what it saved", note: "note" };
+const CAUSES = ["lost", "market", "order"];
 const QUIET = ["ready", "start", "stop", "cache", "drain"];
 const MOST_CHOSEN = 3;
 
 function storyLine(each) {
   return h("p", { class: each.kind }, h("a", { href: `#t=${Math.floor(each.at_s)}` }, clock(each.at_s)),
-    h("b", {}, TOLD[each.kind] || "what was chosen"), h("span", {}, each.what, each.why ? h("span", { class: "why" }, ` — ${each.why}`) : null));
+    h("b", {}, TOLD[each.kind] || (CAUSES.includes(each.kind) ? "what happened" : "what was chosen")), h("span", {}, each.what, each.why ? h("span", { class: "why" }, ` — ${each.why}`) : null));
 }
 
 let told = "";
