@@ -22,7 +22,9 @@ settings.load_profile("potluck")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache() -> Iterator[None]:
-    """Template libraries of tests go to a folder of their own, not to the user's cache."""
+    """Template libraries of tests go to a folder of their own, not to the user's cache; and what is printed is not
+    folded to the width of whoever runs them."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", folder)
+        patch.delenv("COLUMNS", raising=False)
         yield
