@@ -11,8 +11,10 @@ import pytest
 from plan_problems import a_problem, an_ask
 
 from potluck.core.values.layout import single
+from potluck.core.values.pace import Pace
 from potluck.core.values.plan import Template
 from potluck.plan.problem import Ask, Problem
+from potluck.plan.running.observed import observed
 from potluck.plan.strategies.base import Workshop
 from potluck.plan.timing import book as books_module
 from potluck.plan.timing.book import Books, unwritten
@@ -119,3 +121,13 @@ def test_a_folder_keeps_what_was_used_last(tmp_path: Path) -> None:
     trim(tmp_path, 4 * size)
     assert {path.stem for path in tmp_path.iterdir()} == {"0", "4", "5"}
     trim(tmp_path / "none")
+
+
+def test_speeds_that_were_seen_live_have_books_of_their_own(tmp_path: Path) -> None:
+    problem = a_problem(an_ask(), offers={"east": {"1xL4": (0.8, 8)}})
+    slower = observed(problem, (Pace(problem.asks[0].name, "1xL4", 1, 1.5),), "2031-01-01")
+    assert slower.asks[0].profiles
+    books = Books(tmp_path)
+    mine = books.of(slower, slower.asks[0])
+    assert mine is books.of(slower, slower.asks[0])
+    assert mine is not books.of(problem, problem.asks[0])

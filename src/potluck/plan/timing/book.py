@@ -103,11 +103,13 @@ class Books:
 
     def of(self, problem: Problem, ask: Ask) -> Book:
         asked = (_timeless(ask), problem.nodes, problem.headroom)
-        if asked not in self.opened:
+        # Profiles, an owner's or of speeds seen live, cannot be keys themselves; their header can.
+        place: tuple[object, ...] = (header(*asked),) if ask.profiles else asked
+        if place not in self.opened:
             key = header(*asked)
             known = _known(load(self.folder, key), len(ask.demands))
-            self.opened[asked] = Book(len(ask.demands), key, self.folder, known, len(known))
-        return self.opened[asked]
+            self.opened[place] = Book(len(ask.demands), key, self.folder, known, len(known))
+        return self.opened[place]
 
     def keep(self) -> None:
         for book in self.opened.values():
