@@ -18,7 +18,6 @@ import pytest
 from potluck.catalog import gpus
 from potluck.cli.common.problems import load_problem
 from potluck.cli.main import run
-from potluck.cli.serving import up as up_module
 from potluck.cli.serving import up_gpus
 from potluck.cli.serving.up_gpus import (
     Ready,
@@ -31,6 +30,7 @@ from potluck.cli.serving.up_gpus import (
     spec_text,
 )
 from potluck.cli.serving.up_plan import Prepared, Wishes, planned_for_all
+from potluck.cli.serving.up_ready import start_s
 from potluck.cli.trying.simulation import Inputs, startups_of
 from potluck.control.launch.chips import Chip, find_chips
 from potluck.control.launch.command import EngineMaker, stages_of
@@ -326,7 +326,7 @@ def test_weights_are_read_from_where_the_spec_says(
     command = maker.command(Make("words", single("1xL4", 1, 6), "here"), 1, 2)
     assert command[command.index("--model") + 1] == str(store / "words")
     inputs = Inputs(load_spec(spec), load_problem(load_spec(spec), 0.8, None, (), 0.0), PLAN)
-    slow = up_module._start_s(Ready(spec, Prepared(inputs), maker, ()))
+    slow = start_s(Ready(spec, Prepared(inputs), maker, ()))
     assert slow > 3 * weight_bytes(inputs.spec.models[0].model) / 1e6, "read at a megabyte a second"
     assert start_share(inputs.problem, startups=startups_of(inputs.spec)) > start_share(inputs.problem)
 
