@@ -47,7 +47,11 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     if settings.pins or settings.running or unsupported(problem):
         # Pins and what runs bind only here; the others pick their copies by rules that do not know what is asked.
         return allocated(workshop, settings, "auto", templates)
-    whole = allocated(workshop, settings.within(FIRST_SHARE), "auto", templates)
+    # Single nodes are few columns, soon solved: what they do is where all others begin.
+    single = {ask.name: workshop.homogeneous(ask) for ask in problem.asks}
+    alone = allocated(workshop, settings.within(SINGLE_SHARE), "auto", single)
+    first = (*settings.starts, *((alone.plan,) if alone.plan.deployments else ()))
+    whole = allocated(workshop, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
     if (
         whole.allocation.found
         and grow(workshop, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
@@ -55,7 +59,8 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
         templates = _with_pipelines(workshop, others)
         begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
         whole = allocated(workshop, begun, "auto", templates)
-    tried = [thunderserve(workshop, settings.within(RIVALS_SHARE))] if pooled and not inside else []
+    tried = [alone]
+    tried += [thunderserve(workshop, settings.within(RIVALS_SHARE))] if pooled and not inside else []
     if not _settled(whole):
         rivals = (*RIVALS, thunderserve) if inside else RIVALS
         tried += [each(workshop, settings.within(RIVALS_SHARE / len(rivals))) for each in rivals]
@@ -74,9 +79,10 @@ def _with_pipelines(
 
 LATER_ROUNDS = 3
 """Of pipelines that might undercut the first plan, for copies are whole."""
+SINGLE_SHARE = 0.2
 FIRST_SHARE = 0.35
 RIVALS_SHARE = 0.4
-"""Of the time that is left: for the first try, then for all single strategies together."""
+"""Of the time that is left: for single nodes alone, for the first try, then for all single strategies together."""
 
 
 def made_in_turn(workshop: Workshop) -> None:
