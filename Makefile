@@ -19,7 +19,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-sky test-ray lint format docs site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm test-sky test-ray environments lint format docs site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -59,6 +59,8 @@ docs: $(VENV)/.dev ## regenerate docs/accuracy.md from the measured data
 
 site: $(VENV)/.site ## the docs as a book, in site/; a link that leads nowhere fails it
 	PYTHONPATH=src:tools $(BIN)/python -m book
+
+environments: $(VLLM)/.made $(SKY)/.made $(RAY)/.made ## install vLLM, SkyPilot and Ray, each apart
 
 compiled: build/compiled/.made ## compile the hot code into build/compiled, beside the source (needs a C compiler)
 
@@ -129,7 +131,10 @@ $(RAY)/.made: pyproject.toml constraints.txt
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt ray==2.60.0 pytest hypothesis kubernetes-validate -e .[gateway]
 	@touch $@
 
+# From a copy of the source: environments that are made meanwhile write beside the source itself.
 build/compiled/.made: setup.py $(shell find src/potluck/core src/potluck/sim -name '*.py') | $(VENV)/.dev
-	rm -rf build/compiled
-	$(BUILD) install $(BUILD_OPTIONS) --target build/compiled .
+	rm -rf build/compiled build/source
+	mkdir -p build/source && cp -r pyproject.toml setup.py README.md LICENSE src build/source && rm -rf build/source/src/*.egg-info
+	$(BUILD) install $(BUILD_OPTIONS) --target build/compiled ./build/source
+	rm -rf build/source
 	@touch $@

@@ -224,8 +224,10 @@ def test_each_engine_has_a_gpu_of_its_own(launcher: LocalLauncher) -> None:
     places = {name: launcher.start(name, a10) for name in ("one", "two")}
     assert {place["chip"] for place in places.values()} == {"GPU-b", "GPU-c"}
     for place in places.values():
-        variables = Path(f"/proc/{place['pid']}/environ").read_bytes().split(b"\0")
-        assert f"CUDA_VISIBLE_DEVICES={place['chip']}".encode() in variables
+        environ = Path(f"/proc/{place['pid']}/environ")
+        while not (variables := environ.read_bytes()):
+            time.sleep(0.01)  # it has them from when it runs
+        assert f"CUDA_VISIBLE_DEVICES={place['chip']}".encode() in variables.split(b"\0")
     with pytest.raises(CapacityError, match="all 2 GPUs of type 1xA10"):
         launcher.start("three", a10)
     os.kill(int(str(places["one"]["pid"])), 9)
