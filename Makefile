@@ -30,7 +30,7 @@ up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, w
 	@exec $(BIN)/potluck up $(ARGS)
 
 test: lint ## install, lint, type-check, run all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)

@@ -86,6 +86,8 @@ class Fetching:
         self._opening: Opening | None = None
         self._ready: deque[tuple[int, Parcel]] = deque()
         self._failure: Exception | None = None
+        self._other = ""
+        """What was said last of another version."""
         self._over = False
         self._strands: dict[int, Strand] = {}
         self._attached: set[int] = set()
@@ -227,7 +229,10 @@ class Fetching:
             sound = intake.run()
             return None
         except OtherVersion as error:
-            return Final(error)
+            # Once it may be a byte that was harmed on the way; what is said twice is meant.
+            with self._changed:
+                before, self._other = self._other, str(error)
+            return Final(error) if before == str(error) else error
         except (OSError, PotluckError, Final) as error:
             stale = used and intake is not None and not intake.attached
             return Stale(str(error)) if stale and not isinstance(error, Final) else error
