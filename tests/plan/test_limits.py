@@ -168,7 +168,7 @@ def test_plans_that_survive_the_loss_of_any_copy(seed: int) -> None:
     agree(replace(program, spare=spare))
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_plans_that_survive_the_loss_of_any_region_or_of_some_nodes(seed: int) -> None:
     program = small(seed)
     rng = np.random.default_rng(seed)
