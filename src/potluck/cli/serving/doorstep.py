@@ -17,10 +17,12 @@ KEY_VARIABLE = "POTLUCK_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def announce(name: str, role: str, as_json: bool) -> Callable[[str], None]:
+def announce(name: str, role: str, as_json: bool, host: str) -> Callable[[str], None]:
     """Says where an engine listens, once it does."""
 
     def ready(address: str) -> None:
+        if address.startswith("http:"):
+            warn_of_clear(host)
         if as_json:
             # On one line, since whoever started the engine reads it while it runs.
             click.echo(json.dumps({"url": address, "model": name, "role": role}))
@@ -49,14 +51,18 @@ tls_option = click.option(
 
 def tls_for(host: str, files: tuple[Path, Path] | None) -> ssl.SSLContext | None:
     """What a server shows, with a warning where others can reach it and listen in on the way."""
-    if files is not None:
-        return server_tls(*files)
+    if files is None:
+        warn_of_clear(host)
+        return None
+    return server_tls(*files)
+
+
+def warn_of_clear(host: str) -> None:
     if host not in LOOPBACK:
         click.echo(
             f"potluck: warning: {host} is served in clear; give --tls where the network is not your own",
             err=True,
         )
-    return None
 
 
 def api_key(file: Path | None, option: str = "--api-key-file") -> str | None:

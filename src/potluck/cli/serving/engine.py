@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.serving.doorstep import KEY_VARIABLE, announce, key_for, tls_for, tls_option
+from potluck.api.tls import server_tls
+from potluck.cli.serving.doorstep import KEY_VARIABLE, announce, key_for, tls_option
 from potluck.cli.serving.engine_kinds import Common, computing, pretending
 from potluck.cli.serving.engine_vllm import vllm
 from potluck.core.errors import InputError
@@ -152,7 +153,7 @@ def serve(
         from potluck.engine.shipped import shipped_model
     except ModuleNotFoundError as error:
         raise InputError("engine", f"needs {error.name}; install potluck[engine]") from error
-    key, secure = key_for(host, api_key_file), tls_for(host, tls)
+    key, secure = key_for(host, api_key_file), None if tls is None else server_tls(*tls)
     directory = model or shipped_model()
     common = Common(
         directory,
@@ -164,7 +165,7 @@ def serve(
     services = pretending(common, options) if pretend else [computing(common, options)]
     for each in services:
         each.ends_drained = end_when_drained
-    ready = announce(common.name, services[0].role, as_json)
+    ready = announce(common.name, services[0].role, as_json, host)
     asyncio.run(
         serve_all(services, host, port, api_key=key, ready=ready, names=frozenset(allow_host), tls=secure)
     )

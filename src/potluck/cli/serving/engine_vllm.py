@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from potluck.cli.serving.doorstep import announce, key_for, tls_for, tls_option
+from potluck.api.tls import server_tls
+from potluck.cli.serving.doorstep import announce, key_for, tls_option
 from potluck.core.errors import InputError
 
 
@@ -102,10 +103,10 @@ def vllm(
             api_key=key_for(host, api_key_file),
             always=always,
             limits=Limits(deadline_s=deadline_s, lease_s=lease_s, start_s=start_s),
-            ready=announce(shown, role, as_json),
+            ready=announce(shown, role, as_json, host),
             role=role,
             names=frozenset(allow_host),
-            tls=tls_for(host, tls),
+            tls=None if tls is None else server_tls(*tls),
         )
     )
 
