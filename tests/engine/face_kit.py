@@ -93,7 +93,7 @@ class Client:
 
     async def until_idle(self) -> None:
         """All requests have ended, and no block is lost."""
-        for _ in range(500):
+        for _ in range(6000):
             if await self.service.hub.ask(lambda loop, _: loop.idle):
                 break
             await asyncio.sleep(0.01)

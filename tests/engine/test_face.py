@@ -180,13 +180,14 @@ def test_wrong_segments_are_refused_in_one_line() -> None:
 
 
 def test_too_many_requests_are_told_so_and_a_deadline_ends_one() -> None:
-    limits = FaceLimits(open_requests=2, deadline_s=0.3, handover_s=5)
+    limits = FaceLimits(open_requests=2, deadline_s=1.5, handover_s=30)
 
     async def scene() -> None:
         async with face(make_service(limits=limits)) as one:
             # Two that wait until their caches are fetched, which nobody does.
             slow = [asyncio.create_task(one.segment(TOKENS, stop=50)) for _ in range(2)]
-            await asyncio.sleep(0.1)
+            while one.service.open_requests < 2:
+                await asyncio.sleep(0.01)
             status, body = await one.segment(TOKENS, max_tokens=1)
             assert (status, body["error"]["code"]) == (429, "overloaded")
             lines = [(await task)[1] for task in slow]

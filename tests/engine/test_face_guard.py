@@ -64,7 +64,7 @@ async def served(service: Service, visit: Callable[[str], Awaitable[None]]) -> N
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(service, "127.0.0.1", 0, api_key=None, ready=address.set_result))
     try:
-        await visit(await asyncio.wait_for(address, 20))
+        await visit(await asyncio.wait_for(address, 60))
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -116,7 +116,7 @@ def test_clients_that_do_not_speak_http_are_told_and_leave_no_traceback(
         for raw in BROKEN:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(raw)
-            replies.append(await asyncio.wait_for(reader.read(), 10))
+            replies.append(await asyncio.wait_for(reader.read(), 60))
             writer.close()
 
     played(lambda: served(make_service("full"), visit))
@@ -176,7 +176,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
             host, port = one.url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(b"POST /segments HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-            line = await asyncio.wait_for(reader.readline(), 5)
+            line = await asyncio.wait_for(reader.readline(), 60)
             assert b" 408 " in line
             writer.close()
 

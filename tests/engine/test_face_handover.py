@@ -79,7 +79,7 @@ def test_who_leaves_stops_its_hand_over(sends: bool) -> None:
             await asyncio.gather(receiver, return_exceptions=True)
             await one.until_idle()
             await two.until_idle()
-            for _ in range(300):
+            for _ in range(6000):
                 if not fetching():
                     break
                 await asyncio.sleep(0.01)

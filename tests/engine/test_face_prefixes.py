@@ -217,7 +217,7 @@ def test_nothing_is_left_when_either_dies(who: str) -> None:
 
             one.freight.due_s = due_s  # type: ignore[method-assign]
             fetching = asyncio.create_task(fetched(target, blocks, loan))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await held.wait()
             if who == "source":
                 await source.opened.close()

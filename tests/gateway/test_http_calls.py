@@ -61,7 +61,7 @@ def engine(talk: Talk, work: Callable[[Calls, Address], Awaitable[None]], **opti
         server = await asyncio.start_server(hold, "127.0.0.1", 0)
         calls = Calls(**options)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await work(calls, Address("127.0.0.1", server.sockets[0].getsockname()[1]))
         finally:
             await calls.close()

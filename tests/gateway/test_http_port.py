@@ -59,7 +59,7 @@ def serve(work: Work, limits: HttpLimits = LIMITS) -> None:
         desk = Desk()
         port = await open_port(desk, "127.0.0.1", 0, limits=limits)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await work(port, desk)
         finally:
             await port.close(0.1)

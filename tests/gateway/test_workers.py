@@ -166,7 +166,7 @@ def test_workers_share_the_brain_and_the_limits_and_are_replaced(tmp_path: Path)
         assert not home.exists()
 
     async def limited() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await run()
 
     uvloop.run(limited())

@@ -227,7 +227,7 @@ class Proxy:
             one.close()
 
 
-def until(what: Callable[[], bool], most_s: float = 5.0) -> bool:
+def until(what: Callable[[], bool], most_s: float = 60.0) -> bool:
     """Whether something comes true in time."""
     end_s = time.monotonic() + most_s
     while not what():

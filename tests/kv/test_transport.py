@@ -41,7 +41,7 @@ def test_every_parcel_comes_as_it_was_put(degree: int, shared: bool) -> None:
             assert (fetched.manifest, fetched.lost_connections) == (ABOUT, 0)
             assert fetched.shared_memory == shared
             assert fetched.moved_bytes == sum(len(p.data) + len(p.parameters) for p in parcels)
-            assert shipment.wait(1) == "fetched"
+            assert shipment.wait(30) == "fetched"
             assert pair.outbox.held_bytes == 0
         assert until(lambda: pair.outbox.connections <= degree)
 
@@ -59,10 +59,10 @@ def test_a_receiver_may_come_before_its_sender_and_gets_each_layer_as_it_is_made
                 return ABOUT
 
             shipment = pair.outbox.offer(handle, BOUND, open_up, 5.0)
-            assert opened.wait(2)
+            assert opened.wait(30)
             for parcel in parcels:
                 shipment.put(parcel)
-                assert came.wait(2)
+                assert came.wait(30)
                 came.clear()
             shipment.finish()
 
@@ -295,7 +295,7 @@ def test_a_sender_that_fails_says_why() -> None:
         failed = pair.outbox.offer(handle, BOUND, opened, 5.0)
         with pytest.raises(TransferError, match="no such row"):
             pair.fetch(handle)
-        assert failed.wait(1) == "failed"
+        assert failed.wait(30) == "failed"
 
 
 def test_a_sink_that_raises_ends_the_fetch_and_later_the_shipment() -> None:
@@ -307,7 +307,7 @@ def test_a_sink_that_raises_ends_the_fetch_and_later_the_shipment() -> None:
 
         with pytest.raises(InputError, match="was closed"):
             pair.fetch(handle, sink)
-        assert shipment.wait(5) == "gone"
+        assert shipment.wait(30) == "gone"
         assert until(lambda: pair.outbox.shipments == 0)
 
 

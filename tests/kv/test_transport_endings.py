@@ -181,7 +181,7 @@ def test_nothing_is_needed_that_only_linux_has(
         fetched, got = pair.fetch(handle, degree=degree)
         assert got == RIGHT
         assert not fetched.shared_memory
-        assert shipment.wait(3) == "fetched"
+        assert shipment.wait(30) == "fetched"
         assert all(link.rtt_s == 0.0 for link in (*pair.outbox.links(), *pair.links.reports()))
     monkeypatch.undo()
     monkeypatch.delattr(os, "posix_fallocate", raising=False)

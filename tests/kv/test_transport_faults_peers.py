@@ -180,7 +180,7 @@ def test_a_cache_that_nobody_fetches_is_let_go() -> None:
     with ends() as pair:
         _, shipment = pair.send(PARCELS, lasts_s=0.3)
         assert pair.outbox.held_bytes > 0
-        assert shipment.wait(3) == "gone"
+        assert shipment.wait(30) == "gone"
         assert until(lambda: pair.outbox.shipments == 0)
 
 

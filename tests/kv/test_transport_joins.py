@@ -62,7 +62,7 @@ class Late:
     def say(self, message: Message) -> None:
         self.connection.sendall(frame(message))
 
-    def hear(self, enough: Callable[[Late], bool], within_s: float = 5.0) -> bool:
+    def hear(self, enough: Callable[[Late], bool], within_s: float = 30.0) -> bool:
         """Whether it heard enough before long; beats alone never are."""
         end_s = time.monotonic() + within_s
         while not enough(self):
@@ -119,7 +119,7 @@ def _fetched(pair: Ends, handle: str, session: bytes) -> Shipment:
     with late(pair, handle, session) as first:
         assert first.hear(lambda one: one.has(End))
         first.say(Done())
-        assert shipment.wait(3) == "fetched"
+        assert shipment.wait(30) == "fetched"
     return shipment
 
 
@@ -181,7 +181,7 @@ def test_a_connection_whose_fetch_is_done_elsewhere_is_not_kept_for_ever() -> No
             assert first.hear(lambda one: one.has(Opening))
             assert second.hear(lambda one: one.has(Opening))
             first.say(Done())
-            assert shipment.wait(3) == "fetched"
+            assert shipment.wait(30) == "fetched"
             second.hear(lambda one: False)
             assert second.closed
 
@@ -202,7 +202,7 @@ def test_a_receiver_that_takes_smaller_chunks_gets_them() -> None:
         assert got == RIGHT
         feeding.join()
         finishing.join()
-        assert shipment.wait(3) == "fetched"
+        assert shipment.wait(30) == "fetched"
         assert pair.outbox.limits.chunk_bytes == 1 << 14
 
 

@@ -36,9 +36,12 @@ class Stand:
         self.client, self.service, self.channel = client, service, channel
         self.heard: list[dict[str, object]] = []
 
-    async def lines(self, **body: object) -> tuple[int, list[Any]]:
+    def asked(self, **body: object) -> Any:
         said = {"request": "r", "model": "m", "tokens": list(range(100)), **body}
-        async with self.client.post("/segments", json=said) as answer:
+        return self.client.post("/segments", json=said)
+
+    async def lines(self, **body: object) -> tuple[int, list[Any]]:
+        async with self.asked(**body) as answer:
             return answer.status, [json.loads(line) async for line in answer.content]
 
 

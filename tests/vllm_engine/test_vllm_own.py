@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -90,21 +91,26 @@ def test_an_answer_that_takes_long_shows_that_vllm_goes_on(
 ) -> None:
     monkeypatch.setattr("potluck.vllm.adapter.own.ALIVE_S", 0.05)
 
+    over = asyncio.Event()
+
     async def slow(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.5)
+        await over.wait()
         error = {"message": "no such grammar", "param": "tools", "code": 400}
         return web.json_response({"error": error}, status=400)
 
     async def play() -> None:
         async with standing(tmp_path, slow) as stand:
-            asking = asyncio.ensure_future(
-                stand.lines(own={"path": "/v1/chat/completions", "body": {"messages": [1]}})
-            )
-            await asyncio.sleep(0.1)
-            stand.service.ears.steps.add(5, 1, 0.0)
-            status, lines = await asking
-            assert (status, lines[0]) == (200, {"steps": 1})
-            assert lines[1]["refused"]["error"]["param"] == "tools"
+            own = {"path": "/v1/chat/completions", "body": {"messages": [1]}}
+            asking = asyncio.ensure_future(stand.asked(own=own).__aenter__())
+            while not asking.done():
+                stand.service.ears.steps.add(5, 1, 0.0)
+                await asyncio.sleep(0.01)
+            async with await asking as answer:
+                assert (answer.status, *json.loads(await answer.content.readline())) == (200, "steps")
+                over.set()
+                lines = [json.loads(line) async for line in answer.content]
+            refused = [line["refused"] for line in lines if "refused" in line]
+            assert [each["error"]["param"] for each in refused] == ["tools"]
             assert lines[-1]["ended"] == "error"
 
     asyncio.run(play())
