@@ -28,10 +28,10 @@ from parts.common import ROOT, run, skip
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+import host_bed
 from hosts_fleet import HostsFleet
 from live_plans import COMBO, MODEL, WHOLE, write_plans
 
-import hosts
 from parts.hosts_beside import beside
 from parts.hosts_load import Load, wrong
 from parts.hosts_pipeline import pipeline
@@ -58,7 +58,7 @@ def troubled(quick: bool, older: str | None) -> dict[str, float]:
     """All of it, one after the other: four engines that answer whole requests, and a prefill with a decode engine."""
     units = WHOLE * 4 + COMBO
     prefill, decode = 4, 5
-    with tempfile.TemporaryDirectory() as name, hosts.Bed(len(units) + 2) as bed:
+    with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + 2) as bed:
         folder = Path(name)
         source = None if older is None else source_of(older, folder)
         plan, spec = write_plans(folder, units)
@@ -88,12 +88,13 @@ def upgraded(quick: bool) -> dict[str, float]:
     """Everything again and again, for five minutes: engines copy by copy, gateways one after the other."""
     units = WHOLE * 2 + COMBO
     lasts_s = 20.0 if quick else 300.0
-    with tempfile.TemporaryDirectory() as name, hosts.Bed(len(units) + 3) as bed:
+    with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + 3) as bed:
         plan, spec = write_plans(Path(name), units)
         gateway = ("--files", f"{MODEL}={WORDS}", "--gateways", "2")
         engine = ("--pretend", "--end-when-drained")
         with HostsFleet(bed, plan, spec, gateways=2, gateway=gateway, engine=engine, takeover=True) as fleet:
-            upkeep, load = Upkeep(fleet, {"version": "9.9.9"}), Load(fleet, 4.0)
+            upkeep = Upkeep(fleet, lambda place: fleet.replace(place, {"version": "9.9.9"}))
+            load = Load(fleet, 4.0)
             upkeep.start()
             load.start()
             began_s, rounds, successors, troubles = time.monotonic(), 0, [], []
@@ -141,7 +142,7 @@ def spread(times: dict[str, Times]) -> dict[str, float]:
 
 
 def main() -> int:
-    why_not = hosts.missing()
+    why_not = host_bed.missing()
     if why_not:
         return skip("hosts", why_not)
     parser = argparse.ArgumentParser(add_help=False)

@@ -1,4 +1,4 @@
-"""A plan brought to life over several hosts (`hosts.py`): an engine on each, gateways on others, TLS between them.
+"""A plan brought to life over several hosts (`host_bed.py`): an engine on each, gateways on others, TLS between them.
 
 with HostsFleet(bed, plan, spec) as fleet:
     fleet.gateways[0].url, fleet.engine_hosts[2], fleet.ask(0, "/snapshot")
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from certificates import make_certificates
+from host_bed import Bed, Host
 from live_fleet import LiveFleet, Process
 
-from hosts import Bed, Host
 from potluck.gateway.door.keys import new_key
 
 ODD = str(Path(__file__).parent / "odd_process.py")
@@ -61,10 +61,10 @@ class HostsFleet(LiveFleet):
         self._gateway_hosts = bed.hosts[len(bed.hosts) - gateways :]
         self.gateways: list[Gateway] = []
         self._takeover = takeover
-        self._gone: list[Process] = []
         self._odd = dict(odd or {})
         self.authority = make_certificates(self.folder, [each.address for each in bed.hosts])
-        self.tls = ssl.create_default_context(cafile=str(self.authority))
+        self.engine_key = ENGINE_KEY
+        self.tls: ssl.SSLContext = ssl.create_default_context(cafile=str(self.authority))
         (self.folder / "engine.key").write_text(ENGINE_KEY)
         (self.folder / "admin.key").write_text(ADMIN_KEY)
         self.key, line = new_key("tests", **(limits or {}))
@@ -144,7 +144,11 @@ class HostsFleet(LiveFleet):
         made.log = self.folder / f"gateway-{place}.log"
         return Gateway(made, host)
 
-    def succeed(self, place: int) -> Process:
+    @property
+    def urls(self) -> list[str]:
+        return [each.url for each in self.gateways]
+
+    def succeed(self, place: int = 0) -> Process:
         """Start a gateway in the place of another; returns the one before, which ends by itself."""
         before = self.gateways[place]
         ports = (int(each.rsplit(":", 1)[1]) for each in (before.url, before.admin))
@@ -185,6 +189,6 @@ class HostsFleet(LiveFleet):
             time.sleep(0.1)
 
     def close(self) -> None:
-        for process in (*(each.process for each in self.gateways), *self._gone):
-            process.end()
+        for each in self.gateways:
+            each.process.end()
         super().close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -121,7 +122,18 @@ class LiveFleet:
         self.engines: list[Process] = []
         self.roster: list[dict[str, object]] = []
         self.gateway: Process | None = None
+        self._gone: list[Process] = []
+        """Gateways that others took the place of."""
         self.url = self.admin = ""
+
+        self.key = self.engine_key = ""
+        """What clients show the gateway, and the gateway engines."""
+        self.tls: ssl.SSLContext | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """Where clients may ask."""
+        return [self.url]
 
     def __enter__(self) -> Self:
         try:
@@ -205,9 +217,22 @@ class LiveFleet:
         self.engines[place].start()
         self.engines[place].hear()
 
+    def succeed(self) -> Process:
+        """Start a gateway in the place of another (`--takeover`); returns the one before, which ends by itself."""
+        before, after = self.gateway, self._gateway_process()
+        assert before is not None
+        for name, url in (("--port", self.url), ("--admin-port", self.admin)):
+            after.arguments[after.arguments.index(name) + 1] = url.rsplit(":", 1)[1]
+        after.start()
+        self._gone.append(before)
+        self.gateway = after
+        after.hear()
+        return before
+
     def close(self) -> None:
-        for process in ([self.gateway] if self.gateway else []) + self.engines:
+        every = ([self.gateway] if self.gateway else []) + self._gone + self.engines
+        for process in every:
             process.send(signal.SIGCONT)
             process.send(signal.SIGTERM)
-        for process in ([self.gateway] if self.gateway else []) + self.engines:
+        for process in every:
             process.end()

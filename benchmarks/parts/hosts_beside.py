@@ -9,11 +9,11 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import host_bed
 import uvloop
 from hosts_fleet import HostsFleet
 from live_plans import MODEL, WHOLE, write_plans
 
-import hosts
 from potluck.load.client import Range, Shot
 
 WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
@@ -38,7 +38,7 @@ def beside(quick: bool) -> dict[str, float]:
 
 def trial(quick: bool, count: int, balancer: str) -> dict[str, float]:
     units = WHOLE * 3
-    with tempfile.TemporaryDirectory() as name, hosts.Bed(len(units) + count) as bed:
+    with tempfile.TemporaryDirectory() as name, host_bed.Bed(len(units) + count) as bed:
         plan, spec = write_plans(Path(name), units)
         words = ("--files", f"{MODEL}={WORDS}", "--gateways", str(count))
         with HostsFleet(bed, plan, spec, gateways=count, gateway=words) as fleet:

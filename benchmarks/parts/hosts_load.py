@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
-from hosts_fleet import ENGINE_KEY, HostsFleet
+from live_fleet import LiveFleet
 from live_plans import MODEL
 
 from potluck.load.client import Range, Shot
@@ -33,7 +33,7 @@ class Load(threading.Thread):
 
     def __init__(
         self,
-        fleet: HostsFleet,
+        fleet: LiveFleet,
         rate_per_s: float,
         *,
         prompt: int = 60,
@@ -44,7 +44,7 @@ class Load(threading.Thread):
         self._fleet, self._rate_per_s = fleet, rate_per_s
         self._prompt, self._output, self._within_s = prompt, output, within_s
         self._enough = threading.Event()
-        self.urls = [each.url for each in fleet.gateways]
+        self.urls = fleet.urls
         """Those that the balancer sends to; may be changed meanwhile."""
         self.shots: list[Shot] = []
         self._problem: Exception | None = None
@@ -83,13 +83,13 @@ class Load(threading.Thread):
         return self.shots
 
 
-def wrong(fleet: HostsFleet, shots: Sequence[Shot], by: int) -> list[str]:
+def wrong(fleet: LiveFleet, shots: Sequence[Shot], by: int) -> list[str]:
     """What is wrong with answers, beside those of an engine that is asked directly."""
     url = str(fleet.roster[by]["url"])
 
     def right(shot: Shot) -> str:
         body = json.loads(shot.body()) | {"stream": False}
-        head = {"Content-Type": "application/json", "Authorization": f"Bearer {ENGINE_KEY}"}
+        head = {"Content-Type": "application/json", "Authorization": f"Bearer {fleet.engine_key}"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)
         with urllib.request.urlopen(request, timeout=300, context=fleet.tls) as answer:
             return str(json.load(answer)["choices"][0]["text"])

@@ -19,11 +19,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import host_bed
 from hosts_fleet import ENGINE_KEY, HostsFleet
 from live_fleet import Process
 from live_plans import MODEL, WHOLE, write_plans
 
-import hosts
 from parts.hosts_load import Load, wrong
 from parts.hosts_troubles import within
 
@@ -35,7 +35,7 @@ SECRET = "what the workers of this pipeline know"
 class PipelineFleet(HostsFleet):
     """The first replica is the pipeline, the second one process; hosts 2 and 3 have the second stage's workers."""
 
-    def __init__(self, bed: hosts.Bed, plan: Path, spec: Path) -> None:
+    def __init__(self, bed: host_bed.Bed, plan: Path, spec: Path) -> None:
         super().__init__(bed, plan, spec, gateway=("--files", f"{MODEL}={WORDS}"))
         self._secret_file = self.folder / "pipeline.secret"
         self._secret_file.write_text(SECRET)
@@ -44,7 +44,7 @@ class PipelineFleet(HostsFleet):
         self._enough = threading.Event()
         self._upkeep = threading.Thread(target=self._look_after, daemon=True)
 
-    def _worker(self, host: hosts.Host) -> Process:
+    def _worker(self, host: host_bed.Host) -> Process:
         at = f"{host.address}:{PORT}"
         line = shlex.join([sys.executable, "-m", "potluck.engine.pipeline", "--listen", at, "--stay"])
         words = ["sh", "-c", f"exec {line} < {shlex.quote(str(self._secret_file))}"]
@@ -97,7 +97,7 @@ class PipelineFleet(HostsFleet):
 
 def pipeline(quick: bool) -> dict[str, float]:
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as name, hosts.Bed(5) as bed:
+    with tempfile.TemporaryDirectory() as name, host_bed.Bed(5) as bed:
         plan, spec = write_plans(Path(name), WHOLE * 2)
         with PipelineFleet(bed, plan, spec) as fleet:
             load = Load(fleet, 1.0, output=24)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from hosts_fleet import HostsFleet
+from live_fleet import LiveFleet
 
 LOOK_S = 0.1
 
@@ -12,9 +13,10 @@ LOOK_S = 0.1
 class Upkeep(threading.Thread):
     """Starts the next release of whatever ended, until it is told to stop."""
 
-    def __init__(self, fleet: HostsFleet, odd: dict[str, object]) -> None:
+    def __init__(self, fleet: LiveFleet, again: Callable[[int], None]) -> None:
+        """`again` starts an engine by its place among the fleet's."""
         super().__init__(daemon=True)
-        self._fleet, self._odd = fleet, odd
+        self._fleet, self._again = fleet, again
         self._over = threading.Event()
         self.started = 0
         self.problem: Exception | None = None
@@ -24,7 +26,7 @@ class Upkeep(threading.Thread):
             while not self._over.wait(LOOK_S):
                 for place, process in enumerate(self._fleet.engines):
                     if process.popen is not None and process.popen.poll() is not None:
-                        self._fleet.replace(place, self._odd)
+                        self._again(place)
                         self.started += 1
         except Exception as error:
             self.problem = error

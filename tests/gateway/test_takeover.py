@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import ssl
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import uvloop
+from certificates import make_certificates
 
+from potluck.api.tls import server_tls
 from potluck.core.errors import InputError
+from potluck.gateway.http.limits import HttpLimits
 from potluck.gateway.http.port import Port, open_port
 from potluck.gateway.http.takeover import Heritage, take_over
 from potluck.gateway.parts import Exchange
@@ -24,11 +29,19 @@ def in_a_loop(work: Work) -> None:
         runner.run(work())
 
 
-async def gateway(name: bytes, taken: list | None = None) -> Port:  # type: ignore[type-arg]
+HANDSHAKE_S = 3.0
+
+
+async def gateway(
+    name: bytes,
+    taken: list | None = None,  # type: ignore[type-arg]
+    tls: ssl.SSLContext | None = None,
+) -> Port:
     def answer(exchange: Exchange) -> None:
         exchange.reply(200, name, [(b"content-type", b"text/plain")])
 
-    return await open_port(answer, "127.0.0.1", 0, taken=taken or ())
+    limits = HttpLimits(head_s=HANDSHAKE_S)
+    return await open_port(answer, "127.0.0.1", 0, taken=taken or (), tls=tls, limits=limits)
 
 
 async def asked(port: Port) -> bytes:
@@ -66,6 +79,54 @@ def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> N
         second.close()
         assert not path.exists()
         await new.close(1.0)
+
+    in_a_loop(scene)
+
+
+KEPT = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+def test_who_came_before_may_still_ask_and_is_told_that_it_is_the_last_time() -> None:
+    async def scene() -> None:
+        port = await gateway(b"old")
+        address = port.sockets[0].getsockname()[:2]
+        silent, one = await asyncio.open_connection(*address)
+        kept, two = await asyncio.open_connection(*address)
+        two.write(KEPT)
+        assert b"connection: close" not in await kept.readuntil(b"old")
+        while len(port) < 2:
+            await asyncio.sleep(0.001)
+        closing = asyncio.create_task(port.close(60.0, gently=True))
+        await asyncio.sleep(0)
+        with pytest.raises(OSError):
+            await asyncio.open_connection(*address)
+        for reader, writer in ((silent, one), (kept, two)):
+            writer.write(KEPT)
+            said = await reader.read()
+            assert said.endswith(b"old")
+            assert b"connection: close" in said
+            writer.close()
+        await closing
+
+    in_a_loop(scene)
+
+
+def test_who_shakes_hands_when_the_port_closes_is_answered(tmp_path: Path) -> None:
+    """Of such a connection nobody is told before it is made."""
+    authority = make_certificates(tmp_path, ["127.0.0.1"])
+
+    async def scene() -> None:
+        port = await gateway(b"old", tls=server_tls(tmp_path / "127.0.0.1.pem", tmp_path / "127.0.0.1.key"))
+        plain = socket.create_connection(port.sockets[0].getsockname()[:2])
+        await asyncio.sleep(0.05)  # it is accepted, and says nothing yet
+        closing = asyncio.create_task(port.close(60.0, gently=True))
+        await asyncio.sleep(0)
+        trusting = ssl.create_default_context(cafile=str(authority))
+        reader, writer = await asyncio.open_connection(sock=plain, ssl=trusting, server_hostname="127.0.0.1")
+        writer.write(KEPT)
+        assert (await reader.read()).endswith(b"old")
+        writer.close()
+        await closing
 
     in_a_loop(scene)
 

@@ -14,10 +14,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 import pytest
+from host_bed import Bed, missing
 from hosts_fleet import HostsFleet
 from live_plans import COMBO, MODEL, WHOLE, write_plans
-
-from hosts import Bed, missing
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORDS = ROOT / "src" / "potluck" / "engine" / "data" / "words"

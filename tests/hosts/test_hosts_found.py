@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from click.testing import CliRunner
+from host_bed import Bed, missing
 from live_fleet import Process
 
-from hosts import Bed, missing
 from potluck.cli.main import cli
 
 SLOW, FAST = 20e6, 200e6

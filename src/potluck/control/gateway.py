@@ -26,6 +26,10 @@ class GatewayAway(PotluckError):
     """It does not answer; what it wanted last still holds."""
 
 
+class KeyRefused(InputError):
+    """It has another operators' key, or none: to ask again is in vain."""
+
+
 class GatewayClient:
     """Its operators' port."""
 
@@ -132,8 +136,8 @@ class GatewayClient:
         if answer.status == 200:
             return answer
         said = answer.read(MOST_LINE_BYTES)
-        if answer.status in (400, 404, 422) and (line := _message(said)):
-            raise InputError("", line)
+        if answer.status in (400, 401, 403, 404, 422) and (line := _message(said)):
+            raise KeyRefused("", line) if answer.status in (401, 403) else InputError("", line)
         text = " ".join(said[:300].decode("utf-8", "replace").split())
         raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {text}")
 

@@ -138,6 +138,12 @@ class Operators:
         host, port = sockets[0].getsockname()[:2]
         return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
+    async def leave(self) -> None:
+        """Orders and questions are a successor's from now on; those who watch may go on."""
+        if self._runner is not None:
+            for site in tuple(self._runner.sites):
+                await site.stop()
+
     async def close(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
@@ -192,8 +198,8 @@ class Alone:
     def sockets(self) -> list[socket.socket]:
         return [] if self._worker.port is None else self._worker.port.sockets
 
-    async def close(self, within_s: float) -> None:
-        await self._worker.close(within_s)
+    async def close(self, within_s: float, followed: bool) -> None:
+        await self._worker.close(within_s, followed=followed)
 
 
 async def serve(
@@ -224,7 +230,6 @@ async def serve(
     if post is not None and post.life >= 0:
         loop.add_reader(post.life, _parent_is_gone, loop, post.life, stop)
     heritage: Heritage | None = None
-    within_s = settings.drain_s
     try:
         if isinstance(workers, Alone) and settings.takeover is not None:
             url, admin, heritage = await _succeed(center, workers, operators, settings.takeover, stop)
@@ -236,10 +241,15 @@ async def serve(
         ready(url, admin)
         await stop.wait()
     finally:
+        followed = heritage is not None and heritage.handed
         if heritage is not None:
             heritage.close()
-            within_s = HANDED_S if heritage.handed else within_s
-        await workers.close(within_s)
+        if followed:
+            await operators.leave()
+        if isinstance(workers, Alone):
+            await workers.close(HANDED_S if followed else settings.drain_s, followed)
+        else:
+            await workers.close(settings.drain_s)
         await center.close()
         await operators.close()
         await outgoing.close()

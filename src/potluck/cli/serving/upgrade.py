@@ -68,6 +68,7 @@ def upgrade(
 
 def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float) -> None:
     """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
+    from potluck.control.gateway import KeyRefused
     from potluck.control.rolling import due, lacks
 
     start_s, done = time.monotonic(), 0
@@ -88,6 +89,8 @@ def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float)
                     drain(turn.replicas[0])
                     drained = True
                 problem = lacks(client.snapshot(), before, turn, time.monotonic() - began_s)
+            except KeyRefused:
+                raise
             except PotluckError as error:
                 problem = str(error)
             if problem and time.monotonic() - began_s > within_s:

@@ -42,8 +42,8 @@ from potluck.engine.pipeline.messages import (
     error_of,
     parcels_of,
 )
-from potluck.engine.pipeline.rejoin import Reach, Rejoining, Returned
-from potluck.engine.pipeline.remote import Event, Remote
+from potluck.engine.pipeline.rejoin import Reach, Rejoining
+from potluck.engine.pipeline.remote import Event, Remote, Returned
 from potluck.engine.pipeline.under_way import PipelineStep, StepFailed, must_be_sound
 from potluck.engine.pipeline.wire import Bytes
 

@@ -9,20 +9,11 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
-from potluck.engine.pipeline.remote import Event, Remote
+from potluck.engine.pipeline.remote import Event, Remote, Returned
 
 RETRY_S, RETRY_MOST_S = 1.0, 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """In an answer's place: a worker that is there again, and where those of the stage before connect to it."""
-
-    host: str
-    port: int
 
 
 Reach = Callable[[Remote], tuple[Remote, Returned]]

@@ -6,7 +6,7 @@ import queue
 import subprocess
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from potluck.core.errors import PotluckError
 from potluck.engine.memory.tables import Tables
@@ -26,8 +26,14 @@ from potluck.engine.pipeline.messages import (
 )
 from potluck.engine.pipeline.wire import Bytes, Connection, LinkError
 
-if TYPE_CHECKING:
-    from potluck.engine.pipeline.rejoin import Returned
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """In an answer's place: a worker that is there again, and where those of the stage before connect to it."""
+
+    host: str
+    port: int
+
 
 Event = tuple["Remote", "Answer | str | Returned", bytearray]
 """A worker's answer with its body; or, as text, why there will be no more; or that it is one that has come back."""

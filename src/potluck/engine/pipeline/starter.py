@@ -17,8 +17,7 @@ from potluck.engine.numbers.exactness import Exactness
 from potluck.engine.numbers.filling import together
 from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.messages import Connect, Done, Emulated, Failed, Ready, Setup, error_of
-from potluck.engine.pipeline.rejoin import Returned
-from potluck.engine.pipeline.remote import Event, Remote
+from potluck.engine.pipeline.remote import Event, Remote, Returned
 from potluck.engine.pipeline.serving import DRIVER
 from potluck.engine.pipeline.wire import LinkError, connect
 

@@ -37,7 +37,8 @@ class Port:
 
     def __init__(self, handler: Handler, limits: HttpLimits) -> None:
         self.handler, self.limits = handler, limits
-        self.closing = False
+        self.closing = self._gentle = False
+        self._handshake_s = 0.0
         self.date = b""
         self.address = ""
         self.dropped: Counter[str] = Counter()
@@ -66,6 +67,7 @@ class Port:
         loop = asyncio.get_running_loop()
         self.sockets = sockets
         limit_s = None if tls is None else self.limits.head_s
+        self._handshake_s = limit_s or 0.0
         for each in sockets:
             made = await loop.create_server(
                 partial(Visit, self), sock=each, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=limit_s
@@ -73,13 +75,21 @@ class Port:
             self._servers.append(made)
         self._watching = loop.call_later(self._watch_s, self._watch)
 
-    async def close(self, within_s: float = 5.0) -> None:
-        """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off."""
-        self.closing = True
+    async def close(self, within_s: float = 5.0, *, gently: bool = False) -> None:
+        """Nobody comes in any more; what is being answered may end, for a while. Then the rest is cut off.
+
+        `gently`: whoever has come in may still ask, once; a request may be on its way, and would be lost. How long a
+        connection may wait is limited as ever.
+        """
+        self.closing, self._gentle = True, gently
         for server in self._servers:
             server.close()
-        for visit in self._crowd:
-            visit.close_idle()
+        if gently:
+            # Those that still shake hands are not among them yet, and do it in this time or not at all.
+            await asyncio.sleep(min(within_s, self._handshake_s))
+        else:
+            for visit in self._crowd:
+                visit.close_idle()
         if len(self._crowd):
             self._empty.clear()
             try:
@@ -99,7 +109,7 @@ class Port:
             visit.refuse(Refused(503, "too many requests are under way; try again", "overloaded"))
             return
         self._crowd.came(visit, visit.peer)
-        if self.closing:
+        if self.closing and not self._gentle:
             visit.close_idle()
 
     def left(self, visit: Visit) -> None:

@@ -72,11 +72,13 @@ class Worker:
         self.port = await open_port(self.door, places.host, places.port, tls=tls, shared=shared, taken=taken)
         return self.port.address
 
-    async def close(self, within_s: float) -> None:
-        """Nothing new is taken; what is open may end."""
-        self.door.closing = "the gateway is shutting down; try again"
+    async def close(self, within_s: float, *, followed: bool = False) -> None:
+        """Nothing new is taken; what is open may end. Where a successor has the port, what comes by connections that
+        were made before is answered too: their clients need not know."""
+        if not followed:
+            self.door.closing = "the gateway is shutting down; try again"
         if self.port is not None:
-            await self.port.close(within_s)
+            await self.port.close(within_s, gently=followed)
         self.door.close()
 
 
