@@ -91,7 +91,7 @@ class Ours:
     def __init__(self, directory: Path) -> None:
         import torch
 
-        from potluck.cli.serving.engine_kinds import described
+        from potluck.cli.serving.engine.kinds import described
         from potluck.core.replica.batch import Limits
         from potluck.engine.loop.loop import Loop
         from potluck.engine.memory.prefix import PrefixCache

@@ -161,7 +161,7 @@ def perplexities(name: str, dtype: str, most: int | None) -> Iterator[tuple[str,
     import torch
 
     import potluck.engine
-    from potluck.cli.serving.engine_kinds import described
+    from potluck.cli.serving.engine.kinds import described
     from potluck.engine.compute.runner import Runner, Size, Work
     from potluck.engine.memory.handover import pack
     from potluck.engine.model.checkpoint import Files

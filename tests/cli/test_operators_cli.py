@@ -331,7 +331,7 @@ def test_the_only_service_that_runs_need_not_be_named(
 ) -> None:
     home = tmp_path / "all"
     home.mkdir()
-    monkeypatch.setattr("potluck.cli.serving.service.STATE", home)
+    monkeypatch.setattr("potluck.cli.serving.operate.service.STATE", home)
     assert "nothing runs here" in _said(capsys, "status", rc=1)
     (home / "one").symlink_to(folder)
     Store(home / "two" / "state.db").close()

@@ -13,7 +13,7 @@ import pytest
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.main import run
 from potluck.cli.planning.plan import _hurried
-from potluck.cli.serving.up_plan import Wishes, prepared
+from potluck.cli.serving.up.plan import Wishes, prepared
 from potluck.core.values.plan import plan_from_json
 from potluck.plan.strategies import Workshop
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 
-from potluck.cli.serving.up_attach import asked, attach, planned_for, read_entries
-from potluck.cli.serving.up_gpus import must_have_chips
+from potluck.cli.serving.up.attach import asked, attach, planned_for, read_entries
+from potluck.cli.serving.up.gpus import must_have_chips
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher
 from potluck.control.launch.process import Pid

@@ -18,8 +18,8 @@ import pytest
 from potluck.catalog import gpus
 from potluck.cli.common.problems import load_problem
 from potluck.cli.main import run
-from potluck.cli.serving import up_gpus
-from potluck.cli.serving.up_gpus import (
+from potluck.cli.serving.up import gpus as up_gpus
+from potluck.cli.serving.up.gpus import (
     Ready,
     flags_of,
     for_this_machine,
@@ -29,8 +29,8 @@ from potluck.cli.serving.up_gpus import (
     must_run_here,
     spec_text,
 )
-from potluck.cli.serving.up_plan import Prepared, Wishes, planned_for_all
-from potluck.cli.serving.up_ready import start_s
+from potluck.cli.serving.up.plan import Prepared, Wishes, planned_for_all
+from potluck.cli.serving.up.ready import start_s
 from potluck.cli.trying.simulation import Inputs, startups_of
 from potluck.control.launch.chips import Chip, find_chips
 from potluck.control.launch.command import EngineMaker, stages_of

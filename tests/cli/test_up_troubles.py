@@ -17,8 +17,8 @@ import pytest
 from live_plans import WHOLE, write_plans
 
 from potluck.cli.main import run
-from potluck.cli.serving import up as up_module
-from potluck.cli.serving.up_plan import Prepared
+from potluck.cli.serving.up import command as up_module
+from potluck.cli.serving.up.plan import Prepared
 from potluck.cli.trying.simulation import read_one_spec, read_plan_and_spec
 from potluck.control import stand as stand_module
 from potluck.control.ending import owner_of, stop_all

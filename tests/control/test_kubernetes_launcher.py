@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kube_server import Kube
 
-from potluck.cli.serving.up import up
+from potluck.cli.serving.up.command import up
 from potluck.control.cluster import Spelling
 from potluck.control.launch.base import Place, Sighting
 from potluck.control.launch.command import EngineMaker

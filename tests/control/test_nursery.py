@@ -16,7 +16,7 @@ from potluck.control.launch.process import alive, end
 WITHIN_S = 60.0
 TINY = """
 import threading, time
-from potluck.cli.serving import nursery
+from potluck.cli.serving.engine import nursery
 nursery.load = lambda style: {load}
 nursery.main()
 """

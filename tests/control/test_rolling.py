@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from potluck.cli.serving import upgrade
+from potluck.cli.serving.operate import upgrade
 from potluck.control.rolling import Turn, due, lacks, turns
 from potluck.core.errors import PotluckError
 

@@ -19,8 +19,8 @@ from face_kit import NAME, Client, face, letters, make_service, played, tokens_i
 from loop_kit import desk
 
 from potluck.cli.main import run
-from potluck.cli.serving.doorstep import api_key
-from potluck.cli.serving.engine import serve
+from potluck.cli.serving.engine.command import serve
+from potluck.cli.serving.engine.doorstep import api_key
 from potluck.core.errors import InputError
 from potluck.engine.model.checkpoint import Seeded, save
 from potluck.engine.model.config import write_config

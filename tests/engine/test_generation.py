@@ -11,7 +11,7 @@ from engine_models import KINDS, VOCAB
 from face_kit import NAME, face, letters, played
 
 from potluck.api.generation import NEUTRAL, Generation, read_generation
-from potluck.cli.serving.engine import generation_of
+from potluck.cli.serving.engine.command import generation_of
 from potluck.core.errors import InputError, PotluckError
 from potluck.core.values.sampling import SamplingDefaults
 from potluck.engine.face.service import Service

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.cli.main import cli
-from potluck.cli.serving.engine import engine
+from potluck.cli.serving.engine.command import engine
 from potluck.cli.serving.serve import serve
 from potluck.control.launch.kubernetes.pods import Cluster
 from potluck.core.errors import InputError

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.cli.serving.keys import keys
+from potluck.cli.serving.operate.keys import keys
 from potluck.core.brain.actions import Run
 from potluck.core.errors import InputError
 from potluck.core.values.route import Route, Segment, aggregated, handed_over

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from door_kit import NAME, Scene, saying
 
-from potluck.cli.serving.engine_kinds import described
+from potluck.cli.serving.engine.kinds import described
 from potluck.engine.model.config import read_config
 from potluck.engine.shipped import shipped_model
 from potluck.gateway.door.cards import read_card

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
-from potluck.cli.serving.emulate import pretence
+from potluck.cli.serving.engine.emulate import pretence
 from potluck.control.launch.command import EngineMaker, Weights
 from potluck.control.values import Make
 from potluck.core.codec import encode

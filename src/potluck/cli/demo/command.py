@@ -154,7 +154,7 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     """All that a day needs, planned and not yet started."""
     from potluck.cli.common.problems import load_problem
     from potluck.cli.demo.acts import LAB, SHOP
-    from potluck.cli.serving.up_plan import HEADROOM
+    from potluck.cli.serving.up.plan import HEADROOM
     from potluck.cli.trying.simulation import Inputs, read_one_spec
     from potluck.control.launch.command import EngineMaker
     from potluck.control.market import MarketFile

@@ -12,8 +12,8 @@ import click
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, percent, table
 from potluck.cli.measuring.profile_live import write_live
-from potluck.cli.serving.emulate import emulation
-from potluck.cli.serving.service import state_option
+from potluck.cli.serving.engine.emulate import emulation
+from potluck.cli.serving.operate.service import state_option
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.errors import InputError
 from potluck.core.figures import seconds
@@ -120,7 +120,7 @@ def profile(
 def _local(options: Options) -> Profile:
     import torch
 
-    from potluck.cli.serving.engine_kinds import described
+    from potluck.cli.serving.engine.kinds import described
     from potluck.engine.compute.executor import Executor
     from potluck.engine.compute.local import LocalExecutor
     from potluck.engine.compute.runner import Runner, Size
@@ -157,7 +157,7 @@ def _remote(url: str, options: Options) -> Profile:
 
     from aiohttp import ClientSession
 
-    from potluck.cli.serving.doorstep import api_key
+    from potluck.cli.serving.engine.doorstep import api_key
     from potluck.engine.measure.http import HttpBench
     from potluck.engine.measure.local import grid
     from potluck.engine.measure.told import steps_told

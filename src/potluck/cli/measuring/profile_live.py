@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common.render import emit_json, table
-from potluck.cli.serving.service import nothing, opened
+from potluck.cli.serving.operate.service import nothing, opened
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from potluck.cli.planning.changes import Changes, changed_problem, changed_spec
 from potluck.cli.planning.estimate import measured
 from potluck.cli.planning.plan_show import show_groups
 from potluck.cli.planning.replan_live import apply, live_of, said_of, with_paces
-from potluck.cli.serving.service import opened, state_option
+from potluck.cli.serving.operate.service import opened, state_option
 from potluck.core.errors import CapacityError, InputError
 from potluck.core.figures import seconds
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from potluck.cli.serving.service import nothing
+from potluck.cli.serving.operate.service import nothing
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.service import running_url
+from potluck.cli.serving.operate.service import running_url
 from potluck.core import figures
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.types import Slo

@@ -12,7 +12,7 @@ from secrets import token_bytes
 import click
 
 from potluck.cli.planning.estimate import profile_option
-from potluck.cli.serving.doorstep import LOOPBACK, api_key, key_in, tls_for
+from potluck.cli.serving.engine.doorstep import LOOPBACK, api_key, key_in, tls_for
 from potluck.cli.trying.simulation import policy_of, read_inputs, scene_of
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.spec.values import SHIPPED, Spec

@@ -1,4 +1,4 @@
-"""The controller's side of a process that forks engines (`cli/serving/nursery.py`): quicker to start, and smaller."""
+"""The controller's side of a process that forks engines (`cli/serving/engine`): quicker to start, and smaller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from potluck.control.launch.process import Pid, started_at
 
-MODULE = "potluck.cli.serving.nursery"
+MODULE = "potluck.cli.serving.engine.nursery"
 READY_S = 120.0
 ANSWER_S = 4.0
 """To fork; less than a controller's lease lasts."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.service import opened, state_option
+from potluck.cli.serving.operate.service import opened, state_option
 from potluck.core.errors import InputError
 
 USUAL = ("key", "tenant", "model")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.service import nothing, opened, state_option
+from potluck.cli.serving.operate.service import nothing, opened, state_option
 from potluck.core.errors import InputError, PotluckError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _unless(controller_lives: bool, what: str) -> None:
 @click.option("--timeout", "within_s", default=CONTROLLER_S, show_default=True, type=click.FloatRange(1.0))
 def down(state: Path | None, within_s: float) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
-    from potluck.cli.serving.up_on import launcher_of
+    from potluck.cli.serving.up.on import launcher_of
     from potluck.control.ending import pid_of, stop_all, wait
     from potluck.control.store.lease import LASTS_S, Lease
 

@@ -54,7 +54,7 @@ def _said(line: str) -> None:
 def asked(entries: tuple[Entry, ...], file: Path, folder: Path) -> tuple[Inputs, Path]:
     """A spec and a plan of what the servers say they are, and the roster with it."""
     from potluck.cli.common.problems import load_problem
-    from potluck.cli.serving.up_asked import ask_all, plan_of, roster_text, spec_text
+    from potluck.cli.serving.up.asked import ask_all, plan_of, roster_text, spec_text
 
     found = ask_all(entries)
     for each in found:

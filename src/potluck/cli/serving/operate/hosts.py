@@ -12,7 +12,7 @@ import click
 from potluck import __version__
 from potluck.api.tls import client_tls, server_tls
 from potluck.cli.common import render
-from potluck.cli.serving.doorstep import key_in, tls_for, tls_option
+from potluck.cli.serving.engine.doorstep import key_in, tls_for, tls_option
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def serve(
 
 def _name(chip: Chip) -> str:
     """The catalog's, where it has one."""
-    from potluck.cli.serving.up_gpus import gpu_of
+    from potluck.cli.serving.up.gpus import gpu_of
 
     try:
         return gpu_of(chip)

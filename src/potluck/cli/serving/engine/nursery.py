@@ -1,5 +1,6 @@
-"""A process that loads the engine once and forks engines from itself: `python -m potluck.cli.serving.nursery STYLE`.
+"""A process that loads the engine once and forks engines from itself.
 
+It runs as `python -m potluck.cli.serving.engine.nursery STYLE`.
 Whoever started it writes lines of JSON, {"arguments": ["engine", "serve", ...], "log": PATH}, and reads one for each:
 {"pid": N} or {"refused": WHY}; before them {"ready": true}, once everything is loaded. It ends when its input does;
 its engines go on.
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 MODULES = (
-    "potluck.cli.serving.engine",
-    "potluck.cli.serving.emulate",
+    "potluck.cli.serving.engine.command",
+    "potluck.cli.serving.engine.emulate",
     "potluck.catalog.models",
     "potluck.catalog.nodes",
     "potluck.engine.compute.paced",
@@ -31,8 +32,8 @@ MODULES = (
 )
 """What an engine imports when it starts, beside what is used here."""
 PRETENDED = (
-    "potluck.cli.serving.engine",
-    "potluck.cli.serving.emulate",
+    "potluck.cli.serving.engine.command",
+    "potluck.cli.serving.engine.emulate",
     "potluck.catalog.models",
     "potluck.catalog.nodes",
     "potluck.engine.pretend.engine",
@@ -53,7 +54,7 @@ def load(style: str = "emulated") -> None:
     import torch
 
     torch.set_num_threads(1)
-    from potluck.cli.serving.engine_kinds import described
+    from potluck.cli.serving.engine.kinds import described
     from potluck.engine.compute.local import LocalExecutor
     from potluck.engine.compute.runner import Runner
     from potluck.engine.compute.work import Size

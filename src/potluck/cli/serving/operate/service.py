@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.cli.serving.up import STATE
+from potluck.cli.serving.up.command import STATE
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:

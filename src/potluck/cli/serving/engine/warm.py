@@ -1,10 +1,10 @@
-"""Machine code made ahead of its first use: `python -m potluck.cli.serving.warm`, for installers."""
+"""Machine code made ahead of its first use: `python -m potluck.cli.serving.engine.warm`, for installers."""
 
 from __future__ import annotations
 
-from potluck.cli.serving import nursery
-from potluck.cli.serving.up import demo
-from potluck.cli.serving.up_plan import Wishes, prepared
+from potluck.cli.serving.engine import nursery
+from potluck.cli.serving.up.command import demo
+from potluck.cli.serving.up.plan import Wishes, prepared
 from potluck.cli.trying.simulation import read_one_spec
 
 

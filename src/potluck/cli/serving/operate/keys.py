@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.service import opened, state_option
+from potluck.cli.serving.operate.service import opened, state_option
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:

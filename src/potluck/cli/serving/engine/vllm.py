@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from potluck.api.tls import server_tls
-from potluck.cli.serving.doorstep import announce, key_for, tls_option
+from potluck.cli.serving.engine.doorstep import announce, key_for, tls_option
 from potluck.core.errors import InputError
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from potluck.cli.serving.emulate import executor_maker, pretence
+from potluck.cli.serving.engine.emulate import executor_maker, pretence
 from potluck.core.errors import InputError
 from potluck.core.values.model import Model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from potluck.cli.common.formats import weights_in
-from potluck.cli.serving.up_gpus import (
+from potluck.cli.serving.up.gpus import (
     Ready,
     for_this_machine,
     found_chips,
@@ -18,13 +18,13 @@ from potluck.cli.serving.up_gpus import (
     must_run_here,
     vllm_maker,
 )
-from potluck.cli.serving.up_plan import Wishes, prepared
+from potluck.cli.serving.up.plan import Wishes, prepared
 from potluck.cli.trying.simulation import Inputs, policy_of, read_one_spec, startups_of
 from potluck.control.launch.chips import find_chips
 from potluck.core.errors import CapacityError, InputError
 
 if TYPE_CHECKING:
-    from potluck.cli.serving.up_on import Elsewhere
+    from potluck.cli.serving.up.on import Elsewhere
     from potluck.control.planning import Planner
     from potluck.core.brain.policy import Policy
     from potluck.plan.problem import Problem

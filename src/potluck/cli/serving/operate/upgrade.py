@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.api.tls import client_tls
-from potluck.cli.serving.doorstep import key_in
-from potluck.cli.serving.service import nothing, opened, state_option
+from potluck.cli.serving.engine.doorstep import key_in
+from potluck.cli.serving.operate.service import nothing, opened, state_option
 from potluck.core.errors import InputError, PotluckError
 
 if TYPE_CHECKING:

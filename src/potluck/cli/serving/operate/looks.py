@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.common import render
-from potluck.cli.serving.service import nothing, opened, state_option
+from potluck.cli.serving.operate.service import nothing, opened, state_option
 from potluck.core import figures
 from potluck.core.errors import UnknownNameError
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from potluck.cli.planning.rehearse import SHORT_RUNS
-from potluck.cli.serving.up_gpus import prepared_for_gpus
-from potluck.cli.serving.up_on import Elsewhere, elsewhere_options
-from potluck.cli.serving.up_plan import Prepared, Wishes, with_offers, workshop_of
-from potluck.cli.serving.up_ready import must_be_nobodys, planner_of, prepared_for, start_s
-from potluck.cli.serving.up_show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
+from potluck.cli.serving.up.gpus import prepared_for_gpus
+from potluck.cli.serving.up.on import Elsewhere, elsewhere_options
+from potluck.cli.serving.up.plan import Prepared, Wishes, with_offers, workshop_of
+from potluck.cli.serving.up.ready import must_be_nobodys, planner_of, prepared_for, start_s
+from potluck.cli.serving.up.show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import policy_of
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
@@ -117,7 +117,7 @@ def up(paths: tuple[Path, ...], attach: Path | None, **options: Any) -> None:
     if attach is None:
         _up(paths, elsewhere, **options)
         return
-    from potluck.cli.serving.up_attach import attach as attached
+    from potluck.cli.serving.up.attach import attach as attached
 
     attached(attach, paths, *(options[name] for name in ("port", "policy", "time_limit_s", "as_json")))
 

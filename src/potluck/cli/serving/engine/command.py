@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.api.tls import server_tls
-from potluck.cli.serving.doorstep import KEY_VARIABLE, announce, key_for, tls_option
-from potluck.cli.serving.engine_kinds import Common, computing, pretending
-from potluck.cli.serving.engine_vllm import vllm
+from potluck.cli.serving.engine.doorstep import KEY_VARIABLE, announce, key_for, tls_option
+from potluck.cli.serving.engine.kinds import Common, computing, pretending
+from potluck.cli.serving.engine.vllm import vllm
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from potluck.cli.planning.rehearse import Said
-from potluck.cli.serving.up_plan import Prepared, Wishes, planned_for_all, tried_as_it_is
+from potluck.cli.serving.up.plan import Prepared, Wishes, planned_for_all, tried_as_it_is
 from potluck.control.launch.chips import VISIBLE, Chip, find_chips
 from potluck.control.launch.command import EngineMaker, nodes_of, parallel_of
 from potluck.control.values import Make
