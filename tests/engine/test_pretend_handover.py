@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pretend_kit import LLAMA, TIMER, PretendDesk, executor
 
 from potluck.engine.compute.executor import Export
 from potluck.engine.compute.paced import steps_of
 from potluck.engine.compute.work import Size, Work
 from potluck.engine.loop.requests import Computed, Ended, RowReady, Sent
+from potluck.engine.pretend.bookings import Bookings
 from potluck.engine.pretend.cargo import Cargo
 from potluck.engine.pretend.freight import PretendFreight
 from potluck.engine.pretend.moved import lent
-from potluck.engine.pretend.parcels import Times, times_of
+from potluck.engine.pretend.parcels import Times, parcel_of, times_of
 from potluck.kv.parcels import Parcel
 from potluck.perf.moves.transfer import AlphaBeta, overlapped_transfer_s
 from potluck.perf.sizes.memory import kv_bytes
@@ -30,12 +33,54 @@ def test_what_comes_is_here_no_faster_than_the_receiver_s_card_takes_it() -> Non
     freight = PretendFreight(Cargo(LLAMA), AlphaBeta(0.0, 1e9), clock=lambda: now_s[0])
     parcels = [lent([1] * 62, layer, 0, 992) for layer in range(Cargo(LLAMA).layers)]
     each_s = freight.kv_bytes(parcels[0]) / 1e9
-    here_s = [freight.here_s(parcel) for parcel in parcels]
+    here_s = [freight.here_s("peer", parcel) for parcel in parcels]
     assert here_s == pytest.approx([10.0 + (place + 1 / 8) * each_s for place in range(len(parcels))])
     now_s[0] = 11.0
     for parcel in parcels:
-        assert freight.here_s(parcel) == pytest.approx(now_s[0] + each_s / 8)
+        assert freight.here_s("peer", parcel) == pytest.approx(now_s[0] + each_s / 8)
         now_s[0] += 2 * each_s
+
+
+def test_a_thin_link_from_one_sender_holds_up_no_other() -> None:
+    """The card is shared; what one sender's link brings only later takes nothing of it before."""
+    now_s = 10.0
+    clock = lambda: now_s  # noqa: E731
+    cargo = Cargo(LLAMA)
+    thin, wide, receiver = (
+        PretendFreight(cargo, AlphaBeta(0.0, rate), clock=clock) for rate in (1e6, 1e9, 1e9)
+    )
+    parcels = [lent([1] * 62, layer, 0, 992) for layer in range(cargo.layers)]
+    size = receiver.kv_bytes(parcels[0])
+    for parcel in parcels:
+        slow_s = receiver.here_s("thin", thin.leaves("receiver", computed(parcel, now_s)))
+    assert slow_s == pytest.approx(10.0 + len(parcels) * size / 1e6)
+    quick = [receiver.here_s("wide", wide.leaves("receiver", computed(each, now_s))) for each in parcels]
+    assert quick[0] < 10.0 + 3 * size / 1e9
+    assert quick[-1] <= 10.0 + 2 * len(parcels) * size / 1e9 + 1e-6
+    third = PretendFreight(cargo, AlphaBeta(0.0, 1e9), clock=clock)
+    last = [receiver.here_s("third", third.leaves("receiver", computed(each, now_s))) for each in parcels]
+    assert last[-1] >= 10.0 + 2 * len(parcels) * size / 1e9, "but two that send at once share it"
+
+
+def computed(parcel: Parcel, at_s: float) -> Parcel:
+    return parcel_of(7, parcel.layer, parcel.first, parcel.stop, times=Times(at_s, at_s, at_s))
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0.001, 5)), min_size=1, max_size=12))
+def test_a_card_takes_one_thing_at_a_time_and_is_never_idle_while_something_waits(
+    asked: list[tuple[float, float]],
+) -> None:
+    card, step_s = Bookings(), 0.25
+    asked = [(round(at / step_s) * step_s, max(1, round(span / step_s)) * step_s) for at, span in asked]
+    busy: set[int] = set()
+    for at_s, for_s in asked:
+        cells, cell = [], round(at_s / step_s)
+        while len(cells) < for_s / step_s:
+            if cell not in busy:
+                cells.append(cell)
+            cell += 1
+        busy.update(cells)
+        assert card.book(at_s, for_s, 0.0) == pytest.approx((cells[-1] + 1) * step_s)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.02])
@@ -57,7 +102,7 @@ def test_a_hand_over_takes_what_the_formula_says(cards: tuple[float, float], lat
         now_s += late_s / 2
         left = sender.leaves("peer", parcels[0])
         now_s += late_s / 2
-        here_s.append(receiver.here_s(left) - late_s / 2)
+        here_s.append(receiver.here_s("peer", left) - late_s / 2)
 
     made.begin([work], [], [Export(row, 0, 800)], deliver)
     while len(here_s) < cargo.layers:

@@ -267,13 +267,13 @@ class Carriage:
             waiting.append(asyncio.run_coroutine_threadsafe(_whole(begin(about)), self._loop))
             _result(waiting[0], self._handover_s)
 
-        moved_bytes, last_s = 0, 0.0
+        moved_bytes, last_s, peer = 0, 0.0, f"{address[0]}:{address[1]}"
         taken: list[Future[None]] = []
 
         def sink(parcel: Parcel) -> None:
             nonlocal moved_bytes, last_s
             moved_bytes += self._freight.kv_bytes(parcel)
-            last_s = self._freight.here_s(parcel) or 0.0
+            last_s = self._freight.here_s(peer, parcel) or 0.0
             if self._freight.light:  # a copy costs less than to wait for each
                 own = replace(parcel, data=bytes(parcel.data), parameters=bytes(parcel.parameters))
                 taken.append(accept(own))
@@ -292,7 +292,7 @@ class Carriage:
         running = self._loop.run_in_executor(self._fetches, fetching.run, opened, sink, complete)
         try:
             found = await asyncio.shield(running)
-            self._freight.fetched(f"{address[0]}:{address[1]}", moved_bytes, found.wall_s)
+            self._freight.fetched(peer, moved_bytes, found.wall_s)
             return replace(found, moved_bytes=moved_bytes)
         except asyncio.CancelledError:
             fetching.cancel()

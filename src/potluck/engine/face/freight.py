@@ -29,8 +29,8 @@ class Freight(Protocol):
     def leaves(self, peer: str, parcel: Parcel) -> Parcel:
         """It goes there now: the parcel as it goes."""
 
-    def here_s(self, parcel: Parcel) -> float | None:
-        """When a parcel that has come is here, by the monotonic clock; None: at once. Called in any thread."""
+    def here_s(self, peer: str, parcel: Parcel) -> float | None:
+        """When a parcel that came from there is here, by the monotonic clock; None: at once. Called in any thread."""
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         """A cache came whole from there."""
@@ -62,7 +62,7 @@ class PlainFreight:
     def leaves(self, peer: str, parcel: Parcel) -> Parcel:
         return parcel  # the connections count for themselves
 
-    def here_s(self, parcel: Parcel) -> float | None:
+    def here_s(self, peer: str, parcel: Parcel) -> float | None:
         return None
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:

@@ -6,8 +6,10 @@ layers, computed one after the other, each of which leaves as soon as it is comp
 
     F_m = max(F_m-1, C_m) + t        so, with C_1 .. C_k evenly apart,  F_k = max(F_0 + k t, C_1 + k t, C_k + t)
 
-The receiver takes layer m from when its first byte left, F_m - t, at its own rate. All of this is reckoned, from the
-times that parcels carry: they themselves go at once, and wait at the receiver until they would be there.
+The receiver takes layer m from when its first byte left, F_m - t, at its own rate. What comes from one sender comes
+in order; between senders the card is free whenever nothing is there to be taken, so that one who sends over a thin
+link holds up nobody else (`bookings.py`). All of this is reckoned, from the times that parcels carry: they themselves
+go at once, and wait at the receiver until they would be there.
 
 The parcels that cross are a few bytes, over connections that are really there. What those say of themselves (how
 many, how far, how often something was lost) stays; bytes and rates are put in their place.
@@ -21,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from potluck.core.errors import FormatError
 from potluck.engine.compute.paced import Clock
+from potluck.engine.pretend.bookings import Bookings
 from potluck.engine.pretend.cargo import Cargo
 from potluck.engine.pretend.parcels import CONTENT, MORE, RAW_BYTES, Times, since_of, times_of, with_times
 from potluck.kv.codec.layout import Codec, sizes
@@ -47,8 +50,9 @@ class PretendFreight:
         self._bytes_per_s = link.beta_bytes_per_s * speed_up
         self._alpha_s = link.alpha_s / speed_up
         self._free_s = -float("inf")
-        self._taken_s = -float("inf")
-        """When the last parcel that came was here."""
+        self._taken_s: dict[str, float] = {}
+        """When the last parcel that came from a sender is here."""
+        self._card = Bookings()
         self._taking = threading.Lock()
         self._books: dict[str, _Book] = {}
 
@@ -93,18 +97,15 @@ class PretendFreight:
             parcel, Times(away_s - began_s, away_s - (self._free_s - one_s), away_s - self._free_s)
         )
 
-    def here_s(self, parcel: Parcel) -> float:
+    def here_s(self, peer: str, parcel: Parcel) -> float:
         now_s, took_s = self._clock(), self._took_s(parcel)
         left = times_of(parcel) or Times(took_s, 0.0, 0.0)
         one_s = took_s / self._cargo.stands_for(parcel)
         with self._taking:
-            self._taken_s = max(
-                self._taken_s + took_s,
-                now_s - left.first_s + took_s,
-                now_s - left.last_s + one_s,
-                now_s - left.end_s,
-            )
-            return self._taken_s
+            begins_s = max(self._taken_s.get(peer, -float("inf")), now_s - left.first_s)
+            booked_s = self._card.book(begins_s, took_s, now_s)
+            self._taken_s[peer] = max(booked_s, now_s - left.last_s + one_s, now_s - left.end_s)
+            return self._taken_s[peer]
 
     def fetched(self, peer: str, kv_bytes: int, wall_s: float) -> None:
         self._moved(peer, kv_bytes, wall_s)
