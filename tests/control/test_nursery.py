@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from potluck.cli.serving.nursery import MODULES, PRETENDED
 
 from potluck.control.launch.local import FORK_MARK, OWNER_MARK, engines_of
 from potluck.control.launch.nursery import Nursery
@@ -44,6 +46,12 @@ def _until(what: object) -> None:
     while not what():  # type: ignore[operator]
         assert time.monotonic() < until_s
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("module", sorted({*MODULES, *PRETENDED}))
+def test_what_it_loads_is_there(module: str) -> None:
+    """Where something is not, it ends, and every engine is started from nothing: ten times the work, and no word."""
+    assert find_spec(module) is not None
 
 
 def test_a_forked_engine_runs_logs_ends_and_is_cleared_away(nursery: Nursery, tmp_path: Path) -> None:

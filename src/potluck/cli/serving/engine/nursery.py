@@ -38,7 +38,7 @@ PRETENDED = (
     "potluck.catalog.nodes",
     "potluck.engine.pretend.engine",
     "potluck.engine.serve",
-    "potluck.perf.throughput",
+    "potluck.perf.serving.throughput",
 )
 """The same for one that pretends: no torch, nothing that computes."""
 
