@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from potluck.cli.serving.nursery import MODULES, PRETENDED
 
+from potluck.cli.serving.engine.nursery import MODULES, PRETENDED
 from potluck.control.launch.local import FORK_MARK, OWNER_MARK, engines_of
 from potluck.control.launch.nursery import Nursery
 from potluck.control.launch.process import alive, end
