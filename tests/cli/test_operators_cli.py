@@ -90,6 +90,7 @@ class Port:
                     self.say(404, json.dumps(line).encode())
                     return
                 said = {"replica": "t@east#0/0", "with_it": [], "open_requests": 3, "role": body.get("role")}
+                said |= {"changed": ["t@east#0/0"], "cordoned": ["h:1"]}
                 self.say(200, json.dumps({**said, "before": "prefill", "planned": "prefill"}).encode())
 
             do_PUT = do_POST
@@ -231,6 +232,22 @@ def test_events_of_the_past_and_of_now(folder: Path, capsys: pytest.CaptureFixtu
     assert "fleet    what=t is ready" in text
     (line,) = _said(capsys, "events", "--json", "--state", folder).splitlines()
     assert json.loads(line)["why"] == "the plan wants it"
+
+
+def test_a_cordon_goes_to_the_gateway_for_a_replica_or_a_host(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("east#0/0", "words-1"):
+        text = _said(capsys, "cordon", name, "--state", folder)
+        assert text == "t@east#0/0 is sent nothing new\ncordoned: h:1\n"
+        assert port.asked[-1] == ("POST /cordon", {"replica": "t@east#0/0"})
+    at = ("--at", port.url, "--key-file", folder / "admin.key")
+    assert "is sent requests again" in _said(capsys, "uncordon", "east#0/0", *at)
+    assert port.asked[-1] == ("POST /uncordon", {"replica": "t@east#0/0"})
+    assert json.loads(_said(capsys, "cordon", "10.0.0.5", *at, "--json"))["cordoned"] == ["h:1"]
+    assert port.asked[-1] == ("POST /cordon", {"node": "10.0.0.5"})
+    assert "is a part of several" in _said(capsys, "cordon", "east", "--state", folder, rc=2)
+    assert "leave out --state" in _said(capsys, "cordon", "x", *at, "--state", folder, rc=2)
 
 
 def test_a_drain_goes_to_the_gateway_and_its_engine_leaves(

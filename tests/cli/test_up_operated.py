@@ -59,6 +59,18 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     return capsys.readouterr().out
 
 
+def _cordoned(capsys: pytest.CaptureFixture[str], state: Path, url: str, load: tuple[str, ...]) -> None:
+    """A replica that gets nothing new while the other serves, and is not replaced."""
+    _said(capsys, "cordon", "unit1@near#1/0", "--state", state)
+    assert json.loads(_said(capsys, "bench", url, "--rate", "20", *load, "--json"))["answered"] == 8
+    found = json.loads(_said(capsys, "status", "--json", "--state", state))
+    assert [(each["replica"], each["cordoned"]) for each in found["replicas"]] == [
+        ("unit0@near#0/0", False),
+        ("unit1@near#1/0", True),
+    ]
+    assert "cordoned: nothing" in _said(capsys, "uncordon", "unit1@near#1/0", "--state", state)
+
+
 def test_a_service_is_watched_loaded_drained_and_brought_down(
     up: tuple[Path, str, subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +97,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
         time.sleep(0.2)
     assert (rows[0]["model"], rows[0]["answered"], rows[0]["output_tokens"]) == ("live", 16, 64)
     assert "unit0@near#0/0" in _said(capsys, "top", "--once", "--every", "0.2", "--state", state)
+    _cordoned(capsys, state, url, load)
     store = Store(state / "state.db")
     engines = {each.replica: each.name for each in store.instances()}
     _said(capsys, "drain", "unit0@near#0/0", "--state", state)

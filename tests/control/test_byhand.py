@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_controller import PLAN, TEMPLATE, Fixed, World, planned
 
-from potluck.control.byhand import is_by_hand, leave, leaving, scaled, stay
+from potluck.control.byhand import KeptCordons, is_by_hand, leave, leaving, scaled, stay
 from potluck.control.launch.process import started_at
 from potluck.control.stand import Stand, StandSettings
 from potluck.control.step import Memory, step
 from potluck.control.store.store import PlanVersion, Store
 from potluck.control.values import Halt, Instance, Launch, Make, Want
-from potluck.core.errors import CapacityError, InputError
+from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.layout import single
 from potluck.core.values.plan import BucketCapacity, Deployment, Share, plan_from_json
 
@@ -158,3 +159,25 @@ def test_a_controller_that_comes_back_keeps_the_plan_that_its_gateway_serves(tmp
     assert newest is not None
     assert newest.plan == PLAN
     anew.close()
+
+
+def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path) -> None:
+    store, told = Store(tmp_path / "state.db"), list[list[str]]()
+
+    def tell(marks: Iterable[str]) -> None:
+        if not told:
+            told.append([])
+            raise PotluckError("it does not answer")
+        told.append(sorted(marks))
+
+    kept = KeptCordons(store, tell)
+    assert kept.heed({"cordoned": [], "up_s": 5.0}) == ""
+    assert kept.heed({"cordoned": ["h", "h:1"], "up_s": 6.0}) == ""
+    assert kept.heed({"cordoned": ["h"], "up_s": 7.0}) == ""
+    assert told == [], "who knows is not told"
+    assert kept.heed({"cordoned": [], "up_s": 0.1}) == "it does not answer"
+    assert kept.heed({"cordoned": [], "up_s": 0.6}) == "", "it is asked again"
+    assert told == [[], ["h"]]
+    assert kept.heed({"cordoned": [], "up_s": 1.1}) == ""
+    assert KeptCordons(store, tell).heed({"cordoned": [], "up_s": 1.6}) == "", "it was uncordoned meanwhile"
+    assert told == [[], ["h"]]

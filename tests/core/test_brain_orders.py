@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import brain_builders as build
 
-from potluck.core.brain.actions import Drain, Flip, Start, Stop
+from potluck.core.brain.actions import Drain, Flip, Run, Start, Stop
 from potluck.core.brain.events import Ordered, ReplicaLost, Tick
 from potluck.core.scale import FlipRole
 
@@ -43,6 +43,42 @@ def test_a_drained_replica_ends_what_it_has_and_another_takes_its_place() -> Non
     assert replica not in world.members
     assert world.ended["a"] == "answered"
     assert world.tell(Ordered(replica, "drain")) == [], "it is gone"
+
+
+def test_a_cordoned_replica_keeps_what_it_has_and_gets_nothing_new_until_that_is_over() -> None:
+    world = build.world(_closed(ONE, 2))
+    (run,) = world.arrive(build.request("a"))
+    replica = run.route.decoder
+    assert world.tell(Ordered(replica, "cordon")) == [], "nobody is started in its place"
+    assert "a" in world.jobs
+    for number in range(4):
+        (other,) = world.arrive(build.request(f"b{number}"))
+        assert other.route.decoder != replica
+    assert world.tell(Tick()) == []
+    world.finish("a")
+    assert world.ended["a"] == "answered"
+    assert world.tell(Ordered(replica, "uncordon")) == []
+    (last,) = world.arrive(build.request("c"))
+    assert last.route.decoder == replica, "the other one has four"
+
+
+def test_what_comes_while_all_are_cordoned_waits_until_one_is_not() -> None:
+    world = build.world(_closed(ONE, 1))
+    (replica,) = world.members
+    world.tell(Ordered(replica, "cordon"))
+    assert world.arrive(build.request("a")) == []
+    (run,) = world.tell(Ordered(replica, "uncordon"))
+    assert isinstance(run, Run)
+    assert run.route.decoder == replica
+
+
+def test_a_copy_of_which_one_is_cordoned_gets_nothing_new() -> None:
+    world = build.world(_closed(PAIR, 2))
+    away = sorted(world.members)[0]
+    world.tell(Ordered(away, "cordon"))
+    for number in range(4):
+        (run,) = world.arrive(build.request(f"b{number}"))
+        assert away not in [segment.replica for segment in run.route.segments]
 
 
 def test_a_copys_replicas_go_together() -> None:

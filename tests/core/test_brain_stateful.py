@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from potluck.core.brain.actions import Recount
+from potluck.core.brain.actions import Recount, Run
 from potluck.core.brain.brain import Brain
 from potluck.core.brain.events import (
     Arrived,
@@ -115,7 +115,12 @@ class Everything(RuleBasedStateMachine):
         for _ in range(count):
             self.number += 1
             name, now_s = f"q{self.number}", self.world.now_s
-            self.world.arrive(build.request(name, prompt, 10, model, now_s, deadline_s, blocks))
+            views = self.world.brain.fleet.views
+            for action in self.world.arrive(
+                build.request(name, prompt, 10, model, now_s, deadline_s, blocks)
+            ):
+                segments = action.route.segments if isinstance(action, Run) else ()
+                assert not any(views[segment.replica].cordoned for segment in segments)
 
     @precondition(lambda self: self.world.jobs)
     @rule(data=st.data(), steps=st.integers(1, 4))
@@ -167,12 +172,14 @@ class Everything(RuleBasedStateMachine):
         self.world.drain_out(self.any_of(data, self.world.draining))
 
     @precondition(lambda self: self.world.members)
-    @rule(data=st.data(), what=st.sampled_from(["drain", "prefill", "decode"]))
+    @rule(data=st.data(), what=st.sampled_from(["drain", "prefill", "decode", "cordon", "uncordon"]))
     def order(self, data: st.DataObject, what: str) -> None:
-        """A person empties a replica, or gives another role to one that does one thing alone."""
+        """A person empties a replica, lets nothing new go there, or gives one that does one thing another role."""
         replica = self.any_of(data, self.world.members)
         view = self.world.brain.fleet.views[replica]
-        if what == "drain" or (view.role != "mixed" and view.member.kind in FLIPPABLE):
+        if what in ("drain", "cordon", "uncordon") or (
+            view.role != "mixed" and view.member.kind in FLIPPABLE
+        ):
             self.world.tell(Ordered(replica, what))  # type: ignore[arg-type]
 
     @rule(passed_s=st.sampled_from([0.1, 1.0, 4.0]))

@@ -24,6 +24,7 @@ from potluck.gateway.admin.app import Office, build_admin
 from potluck.gateway.admin.feed import Feed
 from potluck.gateway.admin.meter import FullMeter
 from potluck.gateway.admin.metrics import Metrics
+from potluck.gateway.desk.cordons import Cordons
 from potluck.gateway.desk.desk import Desk
 from potluck.gateway.desk.herald import Herald
 from potluck.gateway.desk.oversight import Oversight
@@ -73,8 +74,18 @@ class Fleet:
                 self.desk.tell(ReplicaReady(name))
         self.done.clear()
         self.drains: dict[str, float] = {}
-        keeper = SimpleNamespace(find=self._endpoint)
-        center = SimpleNamespace(brain=self.brain, desk=self.desk, keeper=keeper, drains=self.drains)
+        engines = [SimpleNamespace(entry=SimpleNamespace(address=SimpleNamespace(host="h")))]
+        keeper = SimpleNamespace(find=self._endpoint, engines=engines)
+        self.kept: list[list[str]] = []
+        self.cordons = Cordons(
+            self.brain.fleet.views,
+            keeper,  # type: ignore[arg-type]
+            self.desk.tell,
+            lambda marks: self.kept.append(list(marks)),
+        )
+        center = SimpleNamespace(
+            brain=self.brain, desk=self.desk, keeper=keeper, drains=self.drains, cordons=self.cordons
+        )
         self.oversight = Oversight(center)  # type: ignore[arg-type]
 
     def _endpoint(self, name: str) -> SimpleNamespace:
@@ -90,6 +101,50 @@ def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:
     assert (f"{first}: drain", "by hand") in fleet.told
     assert (f"{first} drains", "by hand") in fleet.told
     assert list(fleet.drains) == ["http://h:0"], "for whoever started its engine"
+
+
+def test_a_replica_is_cordoned_by_its_name_and_by_its_host() -> None:
+    fleet = Fleet("mixed", "mixed")
+    views, (first, second) = fleet.brain.fleet.views, fleet.names
+    assert fleet.oversight.cordon({"replica": first}) == {"cordoned": ["h:0"], "changed": [first]}
+    assert (views[first].cordoned, views[second].cordoned) == (True, False)
+    assert (f"{first}: cordon", "by hand") in fleet.told
+    assert fleet.oversight.cordon({"node": "h"})["changed"] == [second]
+    with pytest.raises(InputError, match=f"replica: {second} is cordoned with h: uncordon that"):
+        fleet.oversight.uncordon({"replica": second})
+    assert fleet.oversight.uncordon({"replica": first})["changed"] == [], "its host still is"
+    assert fleet.oversight.uncordon({"node": "h"}) == {"cordoned": [], "changed": [first, second]}
+    assert not fleet.done
+    assert fleet.kept == [["h:0"], ["h", "h:0"], ["h"], []], "for a process that takes this one's place"
+    with pytest.raises(InputError, match="node: h is not cordoned"):
+        fleet.oversight.uncordon({"node": "h"})
+
+
+def test_what_comes_up_on_a_cordoned_host_is_left_alone_too() -> None:
+    fleet = Fleet("mixed", ready=False)
+    fleet.cordons.inherit(["h"])
+    fleet.cordons.look()
+    (name,) = fleet.names
+    fleet.desk.tell(ReplicaReady(name))
+    assert fleet.brain.fleet.views[name].serves
+    fleet.cordons.look()
+    assert not fleet.brain.fleet.views[name].serves
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ({}, "replica: or node must be named"),
+        ({"replica": "a", "node": "h"}, "replica: or node must be named"),
+        ({"replica": "t0@east#9/0"}, "replica: unknown"),
+        ({"node": "g"}, "node: unknown"),
+        ({"node": 3}, "node: unknown"),
+        ({"marks": "h"}, "marks: must be a list"),
+    ],
+)
+def test_a_cordon_that_cannot_be_is_one_line(body: dict[str, Any], line: str) -> None:
+    with pytest.raises(InputError, match=line):
+        Fleet("mixed").oversight.cordon(body)
 
 
 def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
@@ -207,10 +262,12 @@ def test_what_is_wanted_comes_with_the_steps_that_are_reckoned_with() -> None:
         market=None,
         kills={"gone"},
         drains={"http://h:1": 0.0, "http://h:2": -60.0},
+        cordons=SimpleNamespace(marks=["h"]),
         brain=SimpleNamespace(fleet=SimpleNamespace(views={})),
         desk=SimpleNamespace(now_s=lambda: 7.0),
     )
     wanted = Oversight(center).wanted()  # type: ignore[arg-type]
     (found,) = wanted["replicas"]
     assert (found["id"], found["step_tokens"]) == ("a", 192)
+    assert (wanted["cordoned"], wanted["up_s"]) == (["h"], 7.0)
     assert wanted["leave"] == ["http://h:1"], "whose engines were drained by hand, for a minute"

@@ -58,10 +58,11 @@ def test_nobody_is_refused_while_one_takes_the_others_place(tmp_path: Path) -> N
         path, handed = tmp_path / "gateway.sock", asyncio.Event()
         assert await asyncio.to_thread(take_over, path) is None, "there is none before the first"
         old = await gateway(b"old")
-        first = Heritage(path, old.sockets, (), handed.set)
+        first = Heritage(path, old.sockets, (), handed.set, lambda: ["10.0.0.5"])
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         taken = await asyncio.to_thread(take_over, path)
         assert taken is not None
+        assert taken.cordons == ("10.0.0.5",), "what operators told the one before"
         assert await asked(old) == b"old"
         address = old.sockets[0].getsockname()
         new = await gateway(b"new", taken.clients)

@@ -189,8 +189,8 @@ def test_names_and_notes_are_text_too(lab: Lab) -> None:
 
 
 def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
-    tries = """Promise.all(['POST /drain', 'POST /flip', 'POST /kill', 'POST /note', 'PUT /plan', 'PUT /fleet',
-      'PUT /market'].map((each) => fetch(each.split(' ')[1], {method: each.split(' ')[0],
+    tries = """Promise.all(['POST /drain', 'POST /cordon', 'POST /flip', 'POST /kill', 'POST /note', 'PUT /plan',
+      'PUT /fleet', 'PUT /market'].map((each) => fetch(each.split(' ')[1], {method: each.split(' ')[0],
       body: '{"replica": "x", "what": "x"}'}).then((said) => said.status)))"""
 
     def orders() -> list[str]:
@@ -200,13 +200,13 @@ def test_without_the_key_nothing_can_be_changed(lab: Lab) -> None:
         async with lab.browser.tab(lab.url, 1440, 2600) as tab:
             await live(tab)
             await tab.run("one('.tile').click()")
-            await tab.until("all('#detail [data-order]').length === 4")
+            await tab.until("all('#detail [data-order]').length === 5")
             return await tab.run("all('#detail .row button').map((each) => each.disabled)"), await tab.run(
                 tries
             )
 
     before = orders()
-    assert lab.run(run()) == ([True, True, True], [401] * 7)
+    assert lab.run(run()) == ([True] * 4, [401] * 8)
     assert orders() == before
 
 

@@ -183,7 +183,7 @@ def test_reading_is_open_here_and_orders_never_are() -> None:
             assert await asked(client, "GET", url + path) in (200, 404)
         for path in ("/snapshot", "/metrics", "/fleet", "/wanted", "/events", "/decisions"):
             assert await asked(client, "GET", url + path) == 401, path
-        for path in ("/drain", "/flip", "/kill", "/note"):
+        for path in ("/drain", "/cordon", "/uncordon", "/flip", "/kill", "/note"):
             assert await asked(client, "POST", url + path) == 401, path
             assert await asked(client, "POST", url + path, Authorization="Bearer wrong") == 401
             assert await asked(client, "POST", url + path, **with_key) == 400, "a wrong body, let in"

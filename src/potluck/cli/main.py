@@ -84,6 +84,11 @@ COMMANDS = {
         "potluck.cli.serving.operate.orders:drain",
         "Empty a replica and put a fresh one in its place.",
     ),
+    "cordon": (
+        "potluck.cli.serving.operate.cordon:cordon",
+        "Send nothing new to a replica or a host, for now.",
+    ),
+    "uncordon": ("potluck.cli.serving.operate.cordon:uncordon", "Send to it again."),
     "flip": (
         "potluck.cli.serving.operate.orders:flip",
         "Give a replica another role, weights and requests kept.",

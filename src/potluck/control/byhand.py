@@ -7,14 +7,18 @@ by hand gets a fresh engine: its old one is *leaving*, is used for nothing else,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 from potluck.control.store.store import PlanVersion, Store
-from potluck.core.errors import InputError, UnknownNameError
+from potluck.core.errors import InputError, PotluckError, UnknownNameError
 from potluck.core.values.plan import Deployment, Plan, Share
 
 BY_HAND = "by hand"
+CORDONED = "cordoned"
+"""The setting that lists engines and machines that get nothing new, for a gateway that is started again."""
 LEAVING = "leaving"
 """The setting that lists engines whose replica is drained by hand."""
 
@@ -80,3 +84,26 @@ def stay(store: Store, names: Iterable[str]) -> None:
 
 def leaving(store: Store) -> frozenset[str]:
     return frozenset(store.get(LEAVING) or ())
+
+
+class KeptCordons:
+    """What operators told the gateway of engines that get nothing new: one that is started again is told again."""
+
+    def __init__(self, store: Store, tell: Callable[[Iterable[str]], None]) -> None:
+        self._store, self._tell = store, tell
+        self._up_s = inf
+        """How long the gateway had run when it was last asked."""
+
+    def heed(self, wanted: Mapping[str, Any]) -> str:
+        """At every turn; why it could not be told, else nothing."""
+        told, up_s = set(wanted.get("cordoned", ())), float(wanted.get("up_s", 0.0))
+        fresh, kept = up_s < self._up_s, set(self._store.get(CORDONED) or ())
+        if fresh and kept - told:
+            try:
+                self._tell(kept - told)
+            except PotluckError as error:
+                return str(error)
+        elif not fresh and kept != told:
+            self._store.set(CORDONED, sorted(told))
+        self._up_s = up_s
+        return ""

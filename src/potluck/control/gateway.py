@@ -65,6 +65,14 @@ class GatewayClient:
     def drain(self, replica: str) -> dict[str, Any]:
         return self._ask("POST", "/drain", {"replica": replica})
 
+    def cordon(self, name: str, *, node: bool, lift: bool = False) -> dict[str, Any]:
+        """Nothing new for a replica or a machine's replicas; or again."""
+        return self._ask("POST", "/uncordon" if lift else "/cordon", {"node" if node else "replica": name})
+
+    def cordon_again(self, marks: Iterable[str]) -> None:
+        """What a gateway before it was told."""
+        self._ask("POST", "/cordon", {"marks": sorted(marks)})
+
     def note(self, what: str, why: str, kind: str = "note") -> None:
         """A line in its log of decisions."""
         self._ask("POST", "/note", {"what": what, "why": why, "kind": kind})

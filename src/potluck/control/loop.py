@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from potluck.control.books import Books
-from potluck.control.byhand import leave, leaving
+from potluck.control.byhand import KeptCordons, leave, leaving
 from potluck.control.chronicle import Chronicle, gist
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
 from potluck.control.launch.base import Killer, Launcher
@@ -81,6 +81,7 @@ class Controller:
         self._chronicle = Chronicle(store, gateway, self._note_once, clock, paces.hear)
         self._books = Books(store, store.path.parent, self._note, clock)
         self._elsewhere_s: float | None = None
+        self._cordons = KeptCordons(store, lambda marks: gateway.cordon_again(marks))
         self._said: dict[str, str] = {}
         newest = store.plan()
         if newest is not None:
@@ -106,6 +107,8 @@ class Controller:
             wanted = self._tell_market(wanted)
             self._tell_plan(wanted)
             self._kill(frozenset(wanted.get("kill", ())))
+            if untold := self._cordons.heed(wanted):
+                self._note_once("cordon", "cordon", untold)
         instances = self._seen()
         self._let_go(instances, frozenset(wanted.get("leave", ())))
         self._heed_notices(instances, wanted)

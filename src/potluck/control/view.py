@@ -120,6 +120,7 @@ def replicas_of(snapshot: Json, wanted: Json, instances: Sequence[Instance]) -> 
                 "by_hand": bool(view.get("by_hand")),
                 "state": view.get("state", "unknown"),
                 "doubted": bool(view.get("doubted")),
+                "cordoned": bool(view.get("cordoned")),
                 "standby": bool(view.get("standby", want.get("standby"))),
                 "engine": None if engine is None else engine.name,
                 "pace": view.get("pace"),

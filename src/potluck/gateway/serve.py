@@ -260,6 +260,8 @@ async def _succeed(
 ) -> tuple[str, str, Heritage]:
     """Take the place of the gateway that serves at these ports, once the fleet is known; or be the first one."""
     taken = take_over(path)
+    if taken is not None:
+        center.cordons.inherit(taken.cordons)
     center.start()
     if taken is not None:
         with contextlib.suppress(
@@ -270,7 +272,8 @@ async def _succeed(
                     await asyncio.sleep(LOOK_S)
     url = await workers.start(() if taken is None else taken.clients)
     admin = await operators.listen(() if taken is None else taken.operators)
-    heritage = Heritage(path, workers.sockets, operators.sockets, stop.set)
+    marks = center.cordons
+    heritage = Heritage(path, workers.sockets, operators.sockets, stop.set, lambda: marks.marks)
     if taken is not None:
         taken.serving()
     return url, admin, heritage

@@ -19,7 +19,7 @@ look at the fleet).
     ReplicaReady       Run for those that were held
     ReplicaLost        counted out; its requests come as Failed, or are asked about
     Planned, Drained   the next steps towards the plan's fleet
-    Ordered            Drain or Flip, as a person asked, and what follows
+    Ordered            Drain or Flip, as a person asked, and what follows; or nothing new for a replica
     Quoted             the next steps, as other nodes can be had; scaling may ask for another plan
     Tick               refusals of those that waited too long; Inquire after those that went silent; scaling
 
@@ -186,12 +186,23 @@ class Brain:
         view = self.fleet.views.get(event.replica)
         if view is None or view.state != "ready":
             return []
-        if event.what == "drain":
-            asked: tuple[Action, ...] = (Drain(event.replica),)
-        else:
-            asked = self.steward.ordered(view, event.what)
+        asked: tuple[Action, ...]
+        match event.what:
+            case "cordon" | "uncordon":
+                return self._cordon(at_s, view, event.what == "cordon")
+            case "drain":
+                asked = (Drain(event.replica),)
+            case role:
+                asked = self.steward.ordered(view, role)
         # With a step in any case: what was lost since the last one would pass for seen.
         return self._carry_out(at_s, asked) + self._carry_out(at_s, self.steward.step(at_s))
+
+    def _cordon(self, at_s: float, view: View, cordoned: bool) -> list[Action]:
+        if view.cordoned == cordoned:
+            return []
+        self.fleet.cordon(view, cordoned)
+        actions = self._flights.changed(at_s, view)
+        return actions + self._recovery.let_in(at_s, view) if view.serves else actions
 
     def _tick(self, at_s: float, event: told.Tick) -> list[Action]:
         actions = self._flights.tick(at_s) + self._recovery.tick(at_s)

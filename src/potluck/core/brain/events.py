@@ -177,10 +177,10 @@ class Planned(NamedTuple):
 
 
 class Ordered(NamedTuple):
-    """A person wants something of a replica: that it is emptied and replaced, or that it has another role."""
+    """What a person wants of a replica: that it is emptied and replaced, has another role, or gets nothing new."""
 
     replica: str
-    what: Literal["drain", "prefill", "decode"]
+    what: Literal["drain", "prefill", "decode", "cordon", "uncordon"]
 
 
 class Quoted(NamedTuple):

@@ -58,6 +58,8 @@ class View:
     """How long tokens of answers take there for each second reckoned, as seen when it had much to do."""
     doubted: bool = False
     """A request failed there as if it were gone, and nothing was heard of it since."""
+    cordoned: bool = False
+    """Nothing new is sent there, since a person said so; it keeps what it has and is not replaced."""
     strikes: int = 0
     """How often in a row it was doubted, with no answer completed between."""
     facts: ReplicaFacts | None = None
@@ -87,7 +89,7 @@ class View:
     @property
     def serves(self) -> bool:
         """Whether it may be sent requests."""
-        return self.state == "ready" and not self.doubted and not self.member.standby
+        return self.state == "ready" and not self.doubted and not self.cordoned and not self.member.standby
 
     @property
     def idle(self) -> bool:
@@ -181,6 +183,10 @@ class Fleet:
         """Whether it may be gone. That is no change of the fleet: nothing is to be started for it."""
         view.strikes += doubted and not view.doubted
         view.doubted = doubted
+
+    def cordon(self, view: View, cordoned: bool) -> None:
+        """As little a change of the fleet as a doubt."""
+        view.cordoned = cordoned
 
     def answered_again(self, view: View) -> None:
         """An answer was completed there: what it was doubted for is over."""

@@ -112,17 +112,23 @@ def build_admin(office: Office) -> web.Application:
     app.router.add_put("/plan", _plan(office.overseer))
     app.router.add_put("/market", _put(office.overseer.set_market))
     app.router.add_get("/decisions", decisions)
-    for path, order in (
-        ("/drain", office.overseer.drain),
-        ("/flip", office.overseer.flip),
-        ("/kill", office.overseer.kill),
-        ("/note", office.overseer.note),
-    ):
+    for path, order in _orders(office.overseer).items():
         app.router.add_post(path, _order(office, order))
     app.router.add_get("/wanted", wanted)
     if office.page is not None:
         add_page(app, office.page)
     return app
+
+
+def _orders(overseer: Overseer) -> dict[str, Callable[[Json], Json]]:
+    return {
+        "/drain": overseer.drain,
+        "/cordon": overseer.cordon,
+        "/uncordon": overseer.uncordon,
+        "/flip": overseer.flip,
+        "/kill": overseer.kill,
+        "/note": overseer.note,
+    }
 
 
 def _order(

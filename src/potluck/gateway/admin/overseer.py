@@ -62,6 +62,12 @@ class Overseer(Protocol):
     def drain(self, body: Json) -> Json:
         """Empty a replica, by hand; says which others go with it."""
 
+    def cordon(self, body: Json) -> Json:
+        """Send nothing new to a replica, or to those of a machine."""
+
+    def uncordon(self, body: Json) -> Json:
+        """Send to it again."""
+
     def flip(self, body: Json) -> Json:
         """Give a replica another role, by hand."""
 
@@ -106,6 +112,12 @@ class Unseen:
         return {}
 
     def drain(self, body: Json) -> Json:
+        return {}
+
+    def cordon(self, body: Json) -> Json:
+        return {}
+
+    def uncordon(self, body: Json) -> Json:
         return {}
 
     def flip(self, body: Json) -> Json:

@@ -13,6 +13,7 @@ from potluck.core.brain.events import Planned, Quoted
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan, plan_mark
 from potluck.core.values.types import Region
+from potluck.gateway.desk.cordons import Cordons
 from potluck.gateway.desk.desk import Desk
 from potluck.gateway.desk.herald import Herald
 from potluck.gateway.desk.memory import Memory
@@ -86,7 +87,9 @@ class Center:
         self.desk.watchers.append(self.herald)
         self.market: tuple[Region, ...] | None = None
         """What nodes cost and how many can be had, where somebody told since the start."""
-        self.desk.at_ticks += [self._look, self.keeper.look, self.watch.look]
+        kept = None if memory is None else memory.cordoned
+        self.cordons = Cordons(self.brain.fleet.views, self.keeper, self.desk.tell, kept)
+        self.desk.at_ticks += [self._look, self.keeper.look, self.watch.look, self.cordons.look]
         self._memory = memory
 
     def start(self) -> None:
@@ -101,6 +104,7 @@ class Center:
                 self.plan, self.plan_mark = plan, plan_mark(plan)
                 self.plan_version += 1
             self.market = self._memory.market()
+            self.cordons.inherit(self._memory.cordons())
         if entries is not None:
             self.keeper.enlist(entries)
         if self.market is not None:

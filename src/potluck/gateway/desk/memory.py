@@ -1,4 +1,4 @@
-"""What operators told a desk, kept for another one that takes its place: the plan, the roster, prices.
+"""What operators told a desk, kept for another one that takes its place: the plan, the roster, prices, cordons.
 
 Files in a directory for nobody else's eyes, which ends with the gateway.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,12 @@ class Memory:
 
     def market(self) -> tuple[Region, ...] | None:
         return self._kept("market", tuple[Region, ...])
+
+    def cordoned(self, marks: Iterable[str]) -> None:
+        self._keep("cordons", list(marks))
+
+    def cordons(self) -> list[str]:
+        return self._kept("cordons", list[str]) or []
 
     def _keep(self, name: str, value: object) -> None:
         """Whole or not at all."""

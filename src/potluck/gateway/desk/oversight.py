@@ -157,6 +157,7 @@ class Oversight:
             "standby": view.member.standby,
             "by_hand": name in self._center.brain.steward.by_hand,
             "doubted": view.doubted,
+            "cordoned": view.cordoned,
             "pace": view.pace,
             "open_requests": view.open_requests,
             "open_prefill_tokens": view.open_prefill_tokens,
@@ -219,6 +220,14 @@ class Oversight:
                 drains[f"http://{endpoint.address.host}:{endpoint.address.port}"] = self._center.desk.now_s()
         self._center.desk.tell(Ordered(view.member.id, "drain"))
         return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
+
+    def cordon(self, body: Json) -> Json:
+        changed = self._center.cordons.told(body)
+        return {"cordoned": self._center.cordons.marks, "changed": changed}
+
+    def uncordon(self, body: Json) -> Json:
+        changed = self._center.cordons.lift(body)
+        return {"cordoned": self._center.cordons.marks, "changed": changed}
 
     def flip(self, body: Json) -> Json:
         view, role = self._ready(body), body.get("role")
@@ -311,6 +320,8 @@ class Oversight:
             ],
             "idle": list(found.stop),
             "kill": sorted(self._center.kills),
+            "cordoned": self._center.cordons.marks,
+            "up_s": now_s,
             "leave": sorted(drains),
             "replan": None
             if found.replan is None

@@ -1,7 +1,8 @@
 """A gateway hands its ports to the next one, so that no connection is refused while one takes the other's place.
 
     new ─▶ old    connects to a Unix socket that only their user can open
-    old ─▶ new    the listening sockets of clients and operators themselves: who waits there is met by either
+    old ─▶ new    the listening sockets of clients and operators themselves: who waits there is met by either;
+                  and which engines get nothing new, as operators said
     new ─▶ old    "serving", once it can answer: the old one takes nothing new, and ends when what is open has ended
 
 A successor that dies before it serves changes nothing.
@@ -23,16 +24,23 @@ FIELD = "--takeover"
 SERVING = b"serving"
 ANSWER_S = 5.0
 MOST_SOCKETS = 64
+MOST_BYTES = 65_536
 
 
 class Taken:
     """The ports of a gateway that is to go."""
 
     def __init__(
-        self, link: socket.socket, clients: list[socket.socket], operators: list[socket.socket]
+        self,
+        link: socket.socket,
+        clients: list[socket.socket],
+        operators: list[socket.socket],
+        cordons: tuple[str, ...] = (),
     ) -> None:
         self._link = link
         self.clients, self.operators = clients, operators
+        self.cordons = cordons
+        """Who gets nothing new, as operators told the one before."""
 
     def serving(self) -> None:
         """From now on the one before is not needed."""
@@ -47,8 +55,9 @@ def take_over(path: Path) -> Taken | None:
     link.settimeout(ANSWER_S)
     try:
         link.connect(str(path))
-        said, numbers, _, _ = socket.recv_fds(link, 4096, MOST_SOCKETS)
-        count = json.loads(said)["clients"]
+        said, numbers, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_SOCKETS)
+        told = json.loads(said)
+        count, cordons = told["clients"], tuple(map(str, told.get("cordons", ())))
     except (FileNotFoundError, ConnectionRefusedError):
         link.close()
         return None
@@ -56,7 +65,7 @@ def take_over(path: Path) -> Taken | None:
         link.close()
         raise InputError(FIELD, f"{path} is no gateway's socket ({error})") from error
     sockets = [socket.socket(fileno=number) for number in numbers]
-    return Taken(link, sockets[:count], sockets[count:])
+    return Taken(link, sockets[:count], sockets[count:], cordons)
 
 
 class Heritage:
@@ -68,7 +77,9 @@ class Heritage:
         clients: Sequence[socket.socket],
         operators: Sequence[socket.socket],
         handed: Callable[[], None],
+        cordons: Callable[[], Sequence[str]] = tuple,
     ) -> None:
+        self._cordons = cordons
         self._path, self._on_handed = path, handed
         self.handed = False
         """Whether a successor serves."""
@@ -98,7 +109,7 @@ class Heritage:
         try:
             link, _ = self._door.accept()
             self._links.add(link)
-            told = json.dumps({"clients": len(self._clients)}).encode()
+            told = json.dumps({"clients": len(self._clients), "cordons": list(self._cordons())}).encode()
             sockets = [each.fileno() for each in (*self._clients, *self._operators)]
             socket.send_fds(link, [told], sockets)
             link.setblocking(False)

@@ -234,6 +234,7 @@ class Sight:
             "role": view.role,
             "state": view.state,
             "doubted": view.doubted,
+            "cordoned": view.cordoned,
             "by_hand": name in self._center.brain.steward.by_hand,
             "open": view.open_requests,
             "running": 0 if status is None else status.running,

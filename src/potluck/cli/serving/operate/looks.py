@@ -86,7 +86,7 @@ def _row(each: dict[str, Any], only: str | None) -> tuple[object, ...]:
     return (
         str(each["replica"]).removeprefix(f"{only}: "),
         f"{each['role']}{' (by hand)' if each['by_hand'] else ''}",
-        f"{each['state']}{', doubted' if each['doubted'] else ''}{', standby' if each['standby'] else ''}",
+        ", ".join([each["state"], *(word for word in ("doubted", "cordoned", "standby") if each[word])]),
         each["engine"] or "-",
         "-" if each["pace"] is None else f"{each['pace']:.2f}",
         each["open_requests"],

@@ -33,10 +33,10 @@ def _replica(service: Service, text: str) -> str:
     engines = {each.name: each.replica for each in service.store.instances() if each.replica}
     if text in engines:
         return engines[text]
-    return _meant("REPLICA", text, names)
+    return meant("REPLICA", text, names)
 
 
-def _meant(field: str, text: str, names: list[str]) -> str:
+def meant(field: str, text: str, names: list[str]) -> str:
     """The only name that has this as a part of it."""
     found = [text] if text in names else [name for name in names if text in name]
     if len(found) > 1:
@@ -151,7 +151,7 @@ def _scaled(service: Service, what: str) -> dict[str, Any]:
     newest = service.store.plan()
     if newest is None:
         raise nothing(f"there is no plan in {service.folder} yet")
-    template = _meant("TEMPLATE", template, [each.name for each in newest.plan.templates])
+    template = meant("TEMPLATE", template, [each.name for each in newest.plan.templates])
     what = f"{template}@{region}={number}"
     snapshot = service.client.snapshot()
     costs = {

@@ -13,9 +13,11 @@ from potluck.cli.serving.up.command import STATE
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
+    from potluck.control.gateway import GatewayClient
     from potluck.control.view import Service
 
 Command = Callable[..., Any]
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def state_option(command: Command) -> Command:
@@ -24,6 +26,28 @@ def state_option(command: Command) -> Command:
         type=click.Path(path_type=Path),
         help="The service's folder, as of `potluck up`; else the one that runs.",
     )(command)
+
+
+def at_options(command: Command) -> Command:
+    """For commands that a gateway of another host may be told as well."""
+    for name, kind, words in (
+        ("--ca", _FILE, "With --at: authority of its certificate, where it is at https://."),
+        ("--key-file", _FILE, "With --at: the operators' key."),
+        ("--at", str, "A gateway's operators' port; else the service that runs here."),
+    ):
+        command = click.option(name, type=kind, metavar="URL" if kind is str else None, help=words)(command)
+    return command
+
+
+def client_at(at: str, key_file: Path | None, ca: Path | None, state: Path | None) -> GatewayClient:
+    from potluck.api.tls import client_tls
+    from potluck.cli.serving.engine.doorstep import key_in
+    from potluck.control.gateway import GatewayClient
+
+    if state is not None:
+        raise InputError("--at", "names a gateway; leave out --state")
+    key = None if key_file is None else key_in(key_file, "--key-file")
+    return GatewayClient(at.rstrip("/"), key, None if ca is None else client_tls(ca, "--ca"))
 
 
 def nothing(line: str) -> click.exceptions.Exit:

@@ -9,22 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from potluck.api.tls import client_tls
-from potluck.cli.serving.engine.doorstep import key_in
-from potluck.cli.serving.operate.service import nothing, opened, state_option
-from potluck.core.errors import InputError, PotluckError
+from potluck.cli.serving.operate.service import at_options, client_at, nothing, opened, state_option
+from potluck.core.errors import PotluckError
 
 if TYPE_CHECKING:
     from potluck.control.gateway import GatewayClient
 
 LOOK_S = 0.2
-_file = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.option("--at", metavar="URL", help="A gateway's operators' port; else the service that runs here.")
-@click.option("--key-file", type=_file, help="With --at: the operators' key.")
-@click.option("--ca", type=_file, help="With --at: authority of its certificate, where it is at https://.")
+@at_options
 @click.option(
     "--within", default=600.0, show_default=True, type=click.FloatRange(1), help="For each copy, in s."
 )
@@ -42,14 +37,8 @@ def upgrade(
       potluck upgrade
       potluck upgrade --at https://10.0.0.9:8001 --key-file admin.key --ca ca.pem
     """
-    from potluck.control.gateway import GatewayClient
-
     if at is not None:
-        if state is not None:
-            raise InputError("--at", "names a gateway; leave out --state")
-        key = None if key_file is None else key_in(key_file, "--key-file")
-        tls = None if ca is None else client_tls(ca, "--ca")
-        client = GatewayClient(at.rstrip("/"), key, tls)
+        client = client_at(at, key_file, ca, state)
         _all(client, client.drain, within)
         return
     with opened(state) as service:

@@ -35,7 +35,7 @@ function facts(row) {
   const said = [
     ["model", row.model],
     ["role", row.role === row.planned_role ? row.role : `${row.role} (planned: ${row.planned_role})`],
-    ["state", `${row.state}${row.standby ? ", on standby" : ""}${row.doubted && row.state !== "lost" ? ", doubted: a request failed there" : ""}${row.by_hand ? ", set by hand" : ""}`],
+    ["state", `${row.state}${row.standby ? ", on standby" : ""}${row.doubted && row.state !== "lost" ? ", doubted: a request failed there" : ""}${row.cordoned ? ", cordoned: nothing new is sent there" : ""}${row.by_hand ? ", set by hand" : ""}`],
     ["requests", `${row.open} open; it works on ${row.running}, ${row.waiting} wait in it`],
     ["KV memory", `${percent(row.kv)} used`],
     ["pace", row.pace === 1 ? "as planned" : `things take ${row.pace} times as long as planned`],
@@ -67,6 +67,9 @@ function controls(name, row) {
   }, label);
   return h("div", { class: "row" },
     order("Drain", "/drain", { replica: name }, `${short(name, shown().replicas)} takes no more requests, and ends the ${row.open} that it has. Others of its copy go with it.`),
+    row.cordoned
+      ? order("Uncordon", "/uncordon", { replica: name }, "It is sent requests again.")
+      : order("Cordon", "/cordon", { replica: name }, `Nothing new is sent there. It keeps the ${row.open} requests that it has, and is not replaced.`),
     order(`Flip to ${other}`, "/flip", { replica: name, role: other }, `From now on it will ${other}, until it is flipped back.`),
     order("Kill", "/kill", { replica: name }, `Its engine is killed at once. The ${row.open} requests there go on elsewhere, and another engine is started.`),
     able ? null : h("p", { class: "note" }, state.past ? "This is the past: nothing can be changed there." : row.state === "lost" ? "It is gone." : "Orders need the operators' key (top right)."));

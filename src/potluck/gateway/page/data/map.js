@@ -75,7 +75,7 @@ function dress(name, rows, models) {
   if (!found) return;
   const { button, parts } = found;
   const [letter, words] = ROLES[row.role] || ["?", row.role];
-  const kind = row.standby ? "standby" : row.doubted && row.state === "ready" ? "doubted" : row.state;
+  const kind = row.standby ? "standby" : row.state !== "ready" ? row.state : row.cordoned ? "cordoned" : row.doubted ? "doubted" : row.state;
   attribute(button, "data-role", row.role);
   attribute(button, "data-state", kind);
   text(parts.letter, row.state === "lost" ? "✕" : letter);
