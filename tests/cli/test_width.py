@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from potluck.cli.common.render import LEAST_WIDTH, table
 from potluck.cli.main import run
 from potluck.cli.planning.plan_show import Compared, show_compared
 
@@ -82,6 +87,32 @@ def test_a_comparison_fits_80_columns_and_says_who_misses(
     assert "42.0 % < 90.0 %" in out
     assert "rehearsed with 3,000 requests" in out
     assert "the plan of auto failed its own check: too many nodes." in out
+
+
+WORDS = st.lists(st.text("abcdefgh-[", min_size=1, max_size=9), max_size=6).map(" ".join)
+FIGURES = st.one_of(
+    st.just("-"), st.integers(0, 10**9).map("{:,}".format), st.floats(0, 99).map("{:.1f} ms".format)
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(WORDS, WORDS, FIGURES, WORDS, FIGURES), min_size=1, max_size=4),
+    st.integers(LEAST_WIDTH, 160),
+)
+def test_tables_are_folded_between_words_and_lose_none(rows: list[tuple[str, ...]], width: int) -> None:
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        patch.setenv("COLUMNS", str(width))
+        table("what was asked", ("a head", "words", "figures\nof one", "more words", "more figures"), rows)
+    title, *lines = printed.getvalue().splitlines()
+    assert title == "what was asked"
+    assert all(len(line) <= width for line in lines)
+    for row in rows:
+        for cell in row:
+            for word in cell.split():
+                assert any(word in line for line in lines), word
+        assert all(any(cell in line for line in lines) for cell in (row[2], row[4]))
 
 
 def test_docs_have_the_figures_that_estimate_prints(capsys: pytest.CaptureFixture[str]) -> None:

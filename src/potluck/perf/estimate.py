@@ -17,7 +17,7 @@ from potluck.perf.fits.bars import METRICS, Bar, bar
 from potluck.perf.serving.phases import decode_step_s, prefill_s
 from potluck.perf.serving.throughput import Limit, Operating, best_operating
 from potluck.perf.sizes.arithmetic import step_sums
-from potluck.perf.sizes.capacity import max_requests, require_fit, stage_memory
+from potluck.perf.sizes.capacity import StageMemory, max_requests, require_fit, stage_memory
 from potluck.perf.step import Steps, StepTimer, steps
 from potluck.perf.timers.roofline import RooflineTimer, check_tp, roofline
 
@@ -91,21 +91,22 @@ def estimate(
         raise InputError(
             "input", f"with the output exceeds the {model.max_context_tokens} tokens {model.name} takes"
         )
+    asked = (input_tokens, output_tokens, slo, role, profiles)
     if tp is not None:
-        return _at(model, node, tp, ep, input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
-    found: list[Estimate] = []
+        return _told(_serve(model, node, tp, ep, *asked), *asked[:2], price_usd_per_h, role)
+    found: list[_Served] = []
     refused: CapacityError | None = None
-    asked = (input_tokens, output_tokens, slo, price_usd_per_h, role, profiles)
     for degree in _degrees(model, node, ep):
         try:
-            found.append(_at(model, node, degree, ep, *asked))
+            found.append(_serve(model, node, degree, ep, *asked))
         except CapacityError as error:
             refused = error
     if not found:
         if refused is None and ep != "none":
             check_tp(model, node, node.gpus, ep)
         raise refused or InputError("tp", f"no degree divides the heads of {model.name}")
-    return max(found, key=lambda each: (each.requests_per_s, -each.prefill_s))
+    best = max(found, key=lambda each: (each.requests_per_s, -each.prefill_s))
+    return _told(best, *asked[:2], price_usd_per_h, role)
 
 
 def _degrees(model: Model, node: NodeType, ep: Ep) -> list[int]:
@@ -127,7 +128,28 @@ def _profiled(profiles: Sequence[Profile], line: RooflineTimer) -> tuple[Profile
     return found, line if found is None else ProfileTimer(found)
 
 
-def _at(
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a degree of tensor parallelism is chosen by, and what the rest is told from."""
+
+    line: RooflineTimer
+    timer: StepTimer
+    profile: Profile | None
+    memory: StageMemory
+    batch: int
+    operating: Operating | None
+    prefill_s: float
+
+    @property
+    def replicas(self) -> int:
+        return self.line.node.gpus // self.line.tp
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.operating.requests_per_s * self.replicas if self.operating else 0.0
+
+
+def _serve(
     model: Model,
     node: NodeType,
     tp: int,
@@ -135,10 +157,9 @@ def _at(
     input_tokens: int,
     output_tokens: int,
     slo: Slo | None,
-    price_usd_per_h: float | None,
     role: Role,
     profiles: Sequence[Profile],
-) -> Estimate:
+) -> _Served:
     check_tp(model, node, tp, ep)
     memory = stage_memory(model, node, tp, ep=ep)
     require_fit(model, memory, node, tp)
@@ -146,32 +167,38 @@ def _at(
     profile, timer = _profiled(profiles, line) if profiles and ep == "none" else (None, line)
     batch = max_requests(model, memory, tp, input_tokens + output_tokens, ep=ep)
     operating = best_operating(timer, input_tokens, output_tokens, batch, slo, role)
-    replicas = node.gpus // tp
-    rate = operating.requests_per_s * replicas if operating else 0.0
+    return _Served(line, timer, profile, memory, batch, operating, float(prefill_s(timer, input_tokens)[0]))
+
+
+def _told(
+    served: _Served, input_tokens: int, output_tokens: int, price_usd_per_h: float | None, role: Role
+) -> Estimate:
+    line, profile, operating = served.line, served.profile, served.operating
+    model, node, tp = line.model, line.node, line.tp
+    rate = served.requests_per_s
     context = input_tokens + output_tokens / 2
     running = float(operating.batch) if operating else 1.0
-    busiest = steps(decodes=running, decode_context=running * context)
-    alone = steps(chunk_new=float(input_tokens))
+    decode_bound = _bound(line, steps(decodes=running, decode_context=running * context))
     made = {"prefill": 0, "decode": output_tokens, "mixed": output_tokens}[role]
-    bars = {
-        metric: None if profile else bar(metric, model, tp, node.gpu.name, line.confidence)
-        for metric in METRICS
-    }
     read = 0 if role == "decode" else input_tokens
+    confidence = line.confidence
+    bars = {
+        metric: None if profile else bar(metric, model, tp, node.gpu.name, confidence) for metric in METRICS
+    }
     return Estimate(
         model=model.name,
         node=node.name,
         role=role,
         tp=tp,
-        ep=ep,
-        replicas=replicas,
-        prefill_s=float(prefill_s(timer, input_tokens)[0]),
-        prefill_bound=_bound(line, alone),
-        decode_step_s=float(decode_step_s(timer, 1.0, context)[0]),
-        decode_bound=_bound(line, busiest),
-        max_batch=batch,
-        kv_bytes=memory.kv_bytes * tp,
-        weight_bytes=memory.weight_bytes * tp,
+        ep=line.ep,
+        replicas=served.replicas,
+        prefill_s=served.prefill_s,
+        prefill_bound=_bound(line, steps(chunk_new=float(input_tokens))),
+        decode_step_s=float(decode_step_s(served.timer, 1.0, context)[0]),
+        decode_bound=decode_bound,
+        max_batch=served.batch,
+        kv_bytes=served.memory.kv_bytes * tp,
+        weight_bytes=served.memory.weight_bytes * tp,
         operating=operating,
         requests_per_s=rate,
         output_tokens_per_s=rate * made,
@@ -179,8 +206,8 @@ def _at(
         price_usd_per_h=price_usd_per_h,
         usd_per_million_output_tokens=_usd_per_million(price_usd_per_h, rate * made),
         usd_per_million_tokens=_usd_per_million(price_usd_per_h, rate * (made + read)),
-        binds=_binds(operating, _bound(line, busiest), batch),
-        confidence=line.confidence if profile is None else timer.confidence,
+        binds=_binds(operating, decode_bound, served.batch),
+        confidence=confidence if profile is None else served.timer.confidence,
         basis=line.basis if profile is None else f"{len(profile.points)} steps measured {profile.date}",
         **{f"{metric}_bar": made for metric, made in bars.items()},
     )

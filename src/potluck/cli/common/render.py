@@ -14,14 +14,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import click
 
 from potluck.core.figures import digits
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 LEAST_WIDTH, WIDEST = 40, 200
 LISTING_WIDTH = 80
@@ -58,7 +54,7 @@ class _Column:
 
     @property
     def widest(self) -> int:
-        return max(map(len, (self.head, *self.cells)))
+        return max(len(line) for text in (self.head, *self.cells) for line in text.split("\n"))
 
     @property
     def least(self) -> int:
@@ -71,19 +67,15 @@ class _Column:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout. Columns of numbers, with or without a unit, stand to the right."""
-    from rich.console import Console
-    from rich.text import Text
-
     width = _width()
     made = [
         _Column(head, ["" if row[place] is None else str(row[place]) for row in rows])
         for place, head in enumerate(columns)
     ]
-    console = Console(file=sys.stdout, width=width, highlight=False, soft_wrap=False)
-    console.print(Text(title, style="bold"))
+    lines = [click.style("\n".join(_folded(title, width)), bold=True)]
     for part in _parts(made, width):
-        console.print(_grid(part, width))
-        console.print()
+        lines += [*_grid(part, width), ""]
+    click.echo("\n".join(lines))
 
 
 def _parts(columns: list[_Column], width: int) -> list[list[_Column]]:
@@ -106,26 +98,58 @@ def _parts(columns: list[_Column], width: int) -> list[list[_Column]]:
     return parts
 
 
-def _grid(columns: list[_Column], width: int) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _grid(columns: list[_Column], width: int) -> list[str]:
+    """The lines of a table: heads, a line, and rows as high as their cells."""
+    widths = _widths(columns, width)
+    heads, *rows = (
+        [_folded(cell, room) for cell, room in zip(row, widths, strict=True)]
+        for row in zip(*([each.head, *each.cells] for each in columns), strict=True)
+    )
+    right = [each.numeric for each in columns]
+    high = max(map(len, heads))
+    heads = [[""] * (high - len(head)) + head for head in heads]
+    lines = [click.style(line, bold=True) for line in _lines(heads, widths, right)]
+    lines.append("─" * min(sum(widths) + PADDING * len(widths) - 1, width))
+    for row in rows:
+        lines += _lines(row, widths, right)
+    return lines
 
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    tight = sum(each.widest + PADDING for each in columns) > width
-    for each in columns:
-        head = "\n".join(textwrap.wrap(each.head, each.least)) if tight and each.numeric else each.head
-        # Text, not markup: a name may hold square brackets.
-        grid.add_column(
-            Text(head),
-            justify="right" if each.numeric else "left",
-            overflow="fold",
-            no_wrap=each.numeric,
-            min_width=min(each.least, width - 2),
+
+def _widths(columns: list[_Column], width: int) -> list[int]:
+    """As wide as what they hold; where that is too much, heads of figures are folded, then the widest words."""
+    room = width - PADDING * len(columns) + 2
+    if sum(each.widest for each in columns) <= room:
+        return [each.widest for each in columns]
+    least = [min(each.least, width - 2) for each in columns]
+    words = [low if each.numeric else 1 for low, each in zip(least, columns, strict=True)]
+    widths = [low if each.numeric else each.widest for low, each in zip(least, columns, strict=True)]
+    for floor in (least, words):
+        spare = [place for place, low in enumerate(floor) if widths[place] > low]
+        while sum(widths) > room and spare:
+            widths[max(reversed(spare), key=widths.__getitem__)] -= 1
+            spare = [place for place, low in enumerate(floor) if widths[place] > low]
+    return widths
+
+
+def _lines(cells: list[list[str]], widths: list[int], right: list[bool]) -> list[str]:
+    """Folded cells beside each other."""
+    places = list(zip(cells, widths, right, strict=True))
+    lines = []
+    for place in range(max(len(cell) for cell in cells)):
+        parts = (
+            (cell[place] if place < len(cell) else "", room, to_right) for cell, room, to_right in places
         )
-    for row in zip(*(each.cells for each in columns), strict=True):
-        grid.add_row(*map(Text, row))
-    return grid
+        shown = (part.rjust(room) if to_right else part.ljust(room) for part, room, to_right in parts)
+        lines.append(f" {(' ' * PADDING).join(shown)}".rstrip())
+    return lines
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """Lines of at most so many letters, between words where that is possible."""
+    if len(text) <= width and "\n" not in text:
+        return [text]
+    lines = text.split("\n")
+    return [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
 
 
 def narrow(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

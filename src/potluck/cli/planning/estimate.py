@@ -115,6 +115,8 @@ def read_profiles(
     paths: Sequence[Path], models: Sequence[Model], nodes: Sequence[NodeType]
 ) -> tuple[Profile, ...]:
     """The profiles in some files; one that is of no model or GPU in question is an error, not ignored."""
+    if not paths:
+        return ()
     from potluck.perf.timers.profile import profile_for, profile_from_json
 
     found = []

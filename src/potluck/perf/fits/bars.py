@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from math import exp, hypot
 from typing import Literal
 
 from potluck.core.codec import loads
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.model import Model, MoeFfn
+from potluck.perf.shipped import shipped
 
 FORMAT = "potluck.bars"
 VERSION = 1
@@ -94,7 +94,7 @@ def bits_of(model: Model) -> float:
 @lru_cache(maxsize=1)
 def bundled_bars() -> Bars:
     """The errors that ship with the package."""
-    text = resources.files("potluck.perf").joinpath("data/bars.json").read_text(encoding="utf-8")
+    text = shipped("bars.json")
     return loads(Bars, text, format_name=FORMAT, version=VERSION)
 
 
@@ -138,9 +138,11 @@ def _quantile(errors: RunErrors, share: float, more: float) -> float:
     """Of the runs' errors together with a normal one that is independent of them."""
     middle = _between(errors.quantiles, 0.5)
     own = _between(errors.quantiles, share) - middle
-    from statistics import NormalDist  # slow to import
+    added = 0.0
+    if more:
+        from statistics import NormalDist  # slow to import
 
-    added = more * NormalDist().inv_cdf(share)
+        added = more * NormalDist().inv_cdf(share)
     sign = 1.0 if share >= 0.5 else -1.0
     return middle + sign * hypot(own, added)
 

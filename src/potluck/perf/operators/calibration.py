@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import resources
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from potluck.core.values.confidence import Confidence
 from potluck.core.values.types import Gpu
 from potluck.perf.operators.kernels import Chip, DecodeCurve, GemmCurve, PrefillCurve, StreamCurve
 from potluck.perf.operators.residual import Residual
+from potluck.perf.shipped import shipped
 
 CALIBRATION_VERSION = 1
 FORMAT = "potluck.calibration"
@@ -174,7 +174,7 @@ class Curves:
 @lru_cache(maxsize=1)
 def bundled() -> Calibration:
     """The calibration that ships with the package."""
-    text = resources.files("potluck.perf").joinpath("data/calibration.json").read_text()
+    text = shipped("calibration.json")
     return loads(Calibration, text, format_name=FORMAT, version=CALIBRATION_VERSION)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path
 
 from potluck.core.codec import dumps, loads
 from potluck.perf.fits.bars import FORMAT as BARS_FORMAT
 from potluck.perf.fits.bars import Bars, bundled_bars
 from potluck.perf.operators.calibration import CALIBRATION_VERSION, FORMAT, Calibration, bundled
+from potluck.perf.shipped import shipped
 from potluck.perf.study.accuracy import Score
 from potluck.perf.study.serving import RunStudy, numbers
 from potluck.perf.timers.host import FORMAT as HOSTS_FORMAT
@@ -22,7 +22,7 @@ RUNS_FORMAT = "potluck.runs"
 @lru_cache(maxsize=1)
 def stored_scores() -> tuple[Score, ...]:
     """The errors that were found when the bundled calibration was made."""
-    text = resources.files("potluck.perf").joinpath("data/accuracy.json").read_text(encoding="utf-8")
+    text = shipped("accuracy.json")
     return loads(tuple[Score, ...], text, format_name=SCORES_FORMAT, version=CALIBRATION_VERSION)
 
 
@@ -43,7 +43,7 @@ def save_calibration(calibration: Calibration, folder: Path | None = None) -> No
 @lru_cache(maxsize=1)
 def stored_runs() -> RunStudy:
     """What was found with whole serving runs."""
-    text = resources.files("potluck.perf").joinpath("data/runs.json").read_text(encoding="utf-8")
+    text = shipped("runs.json")
     return loads(RunStudy, text, format_name=RUNS_FORMAT, version=CALIBRATION_VERSION)
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 
 import numpy as np
 
 from potluck.core.codec import loads
+from potluck.perf.shipped import shipped
 from potluck.perf.step import Floats, Steps
 
 FORMAT = "potluck.hosts"
@@ -59,7 +59,7 @@ NO_HOST = Host(0.0)
 @lru_cache(maxsize=1)
 def hosts() -> dict[str, Host]:
     """Those that were fitted, by engine: its newest version among the runs."""
-    text = resources.files("potluck.perf").joinpath("data/hosts.json").read_text(encoding="utf-8")
+    text = shipped("hosts.json")
     return loads(dict[str, Host], text, format_name=FORMAT, version=1)
 
 

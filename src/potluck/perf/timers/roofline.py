@@ -41,6 +41,7 @@ from potluck.perf.timers.host import DEFAULT_HOST, Host
 TOKEN_GRID = once(
     np.concatenate([np.arange(1, 513), np.arange(512, 4096, 16), np.geomspace(4096, 1 << 17, 160).round()])
 )
+NO_ATTENTION = LinearWork(0.0, 0.0)
 LIKE_LINK = 0.15
 """How far a link's rate may be from a measured one of its kind to count as measured."""
 BLOCK_ROWS = 16384
@@ -305,9 +306,9 @@ def _dense_s(
 ) -> Floats:
     total = np.zeros(len(TOKEN_GRID))
     for work, count in works:
-        # A planner cuts the same few layers in a thousand ways.
+        # A planner cuts the same few layers in a thousand ways, and many differ in their attention alone.
         layer = (
-            _bundled_layer_s(work, node, tp)
+            _bundled_layer_s(replace(work, attention=NO_ATTENTION), node, tp)
             if source is bundled()
             else _layer_s(work, node, tp, curves, source)
         )
