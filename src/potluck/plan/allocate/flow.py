@@ -1,4 +1,5 @@
-"""The general solver: relaxation by column generation, then HiGHS on the columns that can still matter.
+"""The general solver: relaxation by column generation, with rows for whole copies (`whole.py`), then HiGHS on the
+columns that can still matter.
 
 A new column j with bound + reduced cost above what must be proven cannot be in a plan that undercuts it. The
 integer program over the others therefore proves the least of its own bound and of the cheapest column left
@@ -16,6 +17,7 @@ from potluck.plan.allocate.flow_price import Pricer, Relaxation, relax_flow
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import INFINITY, Answer, solve_milp
 from potluck.plan.allocate.program import Floats, FlowProgram, Key
+from potluck.plan.allocate.whole import with_whole_rows
 
 EXACT = 1e-9
 WHOLE = 1e-6
@@ -37,6 +39,8 @@ class FlowState:
     gap_target: float
     at_cost: bool = True
     relaxed: Relaxation | None = None
+    prices: Relaxation | None = None
+    """The relaxation without rows for whole copies, whose duals are prices of single units."""
     lower: float = -INFINITY
     upper: float = INFINITY
     counts: dict[Key, int] | None = None
@@ -67,8 +71,11 @@ def solve_flow(
     if start.theta < 1 - 1e-6:
         state.relaxed, state.infeasible = start, start.converged
         return state
-    state.relaxed = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
+    state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
     if state.relaxed is not None:
+        closer = with_whole_rows(pricer, state.relaxed, deadline)
+        if closer is not None and closer[1].bound > state.relaxed.bound:
+            state.pricer, state.relaxed = closer
         state.lower = state.relaxed.bound
     for counts in starts:
         offer_counts(state, counts)

@@ -146,6 +146,14 @@ class FlowRows:
             entries.put(row, THETA, -limit.theta)
             for place, value in limit.helpers:
                 entries.put(row, self.helpers[place], value)
+        self._tables = [
+            [
+                (row, table)
+                for row, limit in zip(self.limits, program.limits, strict=True)
+                if (table := limit.copies[m]) is not None
+            ]
+            for m in range(len(program.models))
+        ]
         self.paid: dict[tuple[int, int], int] = {}
         fleet = program.fleet
         for r, c in [] if fleet.reserved is None else np.argwhere(fleet.reserved > 0).tolist():
@@ -193,9 +201,6 @@ class FlowRows:
         if running:
             copies.append(entries.new_variable(price + fee, min(float(running), most), integer=True))
             self.old[key] = copies[1]
-        tables = [
-            (row, limit.copies[key.group]) for row, limit in zip(self.limits, program.limits, strict=True)
-        ]
         for variable in copies:
             entries.put(time, variable, -program.headroom)
             entries.put(self.budget, variable, price + fee if program.budget_usd_per_h is not None else 0.0)
@@ -203,9 +208,8 @@ class FlowRows:
                 entries.put(self.nodes[key.region, int(c)], variable, float(uses[c]))
                 if (key.region, int(c)) in self.paid:
                     entries.put(self.paid[key.region, int(c)], variable, float(uses[c]))
-            for row, table in tables:
-                if table is not None:
-                    entries.put(row, variable, float(table[key.template, key.region]))
+            for row, table in self._tables[key.group]:
+                entries.put(row, variable, float(table[key.template, key.region]))
         if pin is not None:
             high = float(pin.copies) if pin.exactly else INFINITY
             row = entries.new_row(f"pin {model.name}[{key.template}]@{key.region}", float(pin.copies), high)

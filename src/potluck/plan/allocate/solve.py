@@ -325,8 +325,8 @@ def _cover_prices(program: CoverProgram, cover: Cover, state: State) -> Prices:
 
 
 def _flow_prices(program: FlowProgram, state: FlowState) -> Prices:
-    if state.relaxed is not None and state.counts is not None:
-        return prices_of(state.relaxed.duals)
+    if state.prices is not None and state.counts is not None:
+        return prices_of(state.prices.duals)
     bins = sum(len(model.buckets) for model in program.models)
     nodes = np.zeros(program.fleet.available.shape)
     return Prices(nodes, (0.0,) * bins, (0.0,) * len(program.links))

@@ -1,0 +1,90 @@
+"""Rows for whole copies: no plan breaks one, and a relaxation with them pays for whole copies."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from allocate_reference import random_cards, random_flow
+
+from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.flow import settle, start_vector
+from potluck.plan.allocate.flow_price import Pricer, relax_flow
+from potluck.plan.allocate.flow_rows import FlowRows
+from potluck.plan.allocate.program import Bucket, Fleet, FlowProgram, Key, ModelColumns
+from potluck.plan.allocate.solve import solve
+from potluck.plan.allocate.whole import with_whole_rows
+
+LIMIT_S = 60.0
+
+
+def deadline() -> Deadline:
+    return Deadline(LIMIT_S, time.process_time)
+
+
+def strengthened(program: FlowProgram) -> tuple[FlowProgram, float, float] | None:
+    """The program with its rows, and the bounds without and with them; None where it cannot be met."""
+    pricer = Pricer(program)
+    most = relax_flow(pricer, deadline(), at_cost=False, keys=pricer.first_keys())
+    if most is None or most.theta < 1 - 1e-6:
+        return None
+    plain = relax_flow(pricer, deadline(), at_cost=True, keys=most.keys)
+    assert plain is not None
+    found = with_whole_rows(pricer, plain, deadline())
+    return None if found is None else (found[0].program, plain.bound, found[1].bound)
+
+
+@pytest.mark.parametrize("make", [random_flow, random_cards])
+def test_no_plan_breaks_a_row(make: type[FlowProgram]) -> None:
+    """Every plan of a few copies that meets the demand, by trying them all."""
+    rng, seen = np.random.default_rng(7), 0
+    for seed in range(900, 908):
+        program = make(seed, extras=False)  # type: ignore[call-arg]
+        found = strengthened(program)
+        if found is None:
+            continue
+        rows = found[0].limits[len(program.limits) :]
+        keys = [
+            Key(m, t, r)
+            for m, model in enumerate(program.models)
+            for t in range(len(model.uses))
+            for r in range(len(program.fleet.regions))
+        ]
+        some = [keys[k] for k in sorted(rng.choice(len(keys), min(4, len(keys)), replace=False))]
+        matrix = FlowRows(program, keys)
+        for counts in itertools.product(range(3), repeat=len(some)):
+            held = {key: n for key, n in zip(some, counts, strict=True) if n}
+            if settle(matrix, start_vector(matrix, held), True, deadline()) is None:
+                continue
+            seen += 1
+            for row in rows:
+                have = sum(
+                    n * table[key.template, key.region]
+                    for key, n in held.items()
+                    if (table := row.copies[key.group]) is not None
+                )
+                assert have >= row.low + row.theta - 1e-6
+    assert seen
+
+
+def test_a_tenth_of_a_copy_is_paid_for_as_one() -> None:
+    """One node does ten times what is asked: a relaxation rents a tenth of it, and with the rows all of it."""
+    none, one = np.zeros((1, 1)), np.array([[10.0]])
+    model = ModelColumns("m", (Bucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
+    fleet = Fleet(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
+    found = strengthened(FlowProgram(fleet, (model,)))
+    assert found is not None
+    assert found[1] == pytest.approx(0.7)
+    assert found[2] == pytest.approx(7.0)
+
+
+def test_prices_are_those_of_single_units() -> None:
+    """What one more request a second costs is asked of the relaxation without these rows."""
+    none, one = np.zeros((1, 1)), np.array([[10.0]])
+    model = ModelColumns("m", (Bucket("b", 1.0, 0.0),), np.ones((1, 1), np.uint8), none, none, one)
+    fleet = Fleet(("here",), ("a",), np.array([[7.0]]), np.array([[5]]))
+    found = solve(FlowProgram(fleet, (model,)), time_limit_s=LIMIT_S)
+    assert found.cost_usd_per_h == pytest.approx(7.0)
+    assert found.prices.demands_usd_per_h == pytest.approx((0.7,))
