@@ -189,6 +189,18 @@ def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
     assert sent(world, "d") is None  # it has no blocks for it
 
 
+def test_no_prompt_goes_whole_to_a_high_end_that_is_over_its_batch() -> None:
+    world = build.world(PAIRS, Policy(low_decodes=False))
+    decoding(world, 8)  # what it is planned for
+    assert sum(sent(world, name) is not None for name in "abcd") == 2  # as many as have a place on the low end
+    world.finish("x0")
+    for name in ("x1", "x2", "x3"):
+        world.finish(name)
+    last = sent(world, "e")
+    assert last is not None
+    assert last.route == aggregated(HIGH)
+
+
 def test_what_waits_for_a_pair_moves_on_when_the_pair_breaks() -> None:
     world = build.world(PAIRS, CRONUS)
     for name in "abcd":

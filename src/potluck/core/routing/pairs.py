@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from potluck.core.brain.facts import BLOCK_TOKENS, SplitFacts
 from potluck.core.brain.fleet import View
-from potluck.core.routing.split import keeps_decode, partial_prefill_s
+from potluck.core.routing.split import keeps_decode, partial_prefill_s, sooner_whole
 from potluck.core.routing.targets import Target
 
 
@@ -24,6 +24,20 @@ def high_end(view: View) -> tuple[int, float, int]:
     used = -(-view.open_context_tokens // BLOCK_TOKENS)
     free = max(0, facts.total_blocks - used) if facts is not None else 1 << 40
     return view.open_requests, float(view.open_context_tokens), free
+
+
+def passes(splits: SplitFacts, target: Target, low: View, high: View, prompt_tokens: int, part: int) -> bool:
+    """Whether a prompt that finds the low-end side full goes whole to the high-end one.
+
+    Not beyond the batch that this was planned for: there decoding binds, and all its answers pay for the prompt.
+    """
+    decodes, context, free = high_end(high)
+    if free * BLOCK_TOKENS < prompt_tokens:
+        return False
+    if high.facts is not None and high.open_requests >= high.facts.decode_batch:
+        return False
+    low_s, high_s = waits_s(splits, target, low, high, part)
+    return sooner_whole(splits, prompt_tokens, part, decodes, context, low_s, high_s)
 
 
 def stays_low(target: Target, low: View, high: View, total_tokens: int) -> bool:

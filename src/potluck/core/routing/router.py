@@ -35,9 +35,9 @@ from potluck.core.routing.opportunistic import (
     seconds_per_token,
     shortest_queue,
 )
-from potluck.core.routing.pairs import high_end, stays_low, waits_s
+from potluck.core.routing.pairs import high_end, passes, stays_low
 from potluck.core.routing.speeds import Speeds
-from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, printed_tokens, sooner_whole
+from potluck.core.routing.split import MOST_IN_LOW, partial_tokens, printed_tokens
 from potluck.core.routing.table import ANY, CLOSED, ModelTable, Table
 from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, unavoided
 from potluck.core.routing.thresholds import Thresholds
@@ -332,11 +332,11 @@ class Router:
             decodes, context, free = high_end(high)
             part = self._share(part, splits, decodes, context, free, BLOCK_TOKENS)
             if target.in_low >= MOST_IN_LOW * len(target.prefills):
-                if self._policy.split_overflow and free * BLOCK_TOKENS >= flight.prompt_tokens:
-                    waits = waits_s(splits, target, low, high, part)
-                    if sooner_whole(splits, flight.prompt_tokens, part, decodes, context, *waits):
-                        self._alone(flight, high)
-                        return SENT
+                if self._policy.split_overflow and passes(
+                    splits, target, low, high, flight.prompt_tokens, part
+                ):
+                    self._alone(flight, high)
+                    return SENT
                 flight.state, flight.pair = WAITING, target
                 target.waiting.append(flight.request.id)
                 return Answer.WAITS

@@ -23,8 +23,9 @@ Beyond the paper, each with a switch in the policy:
   was planned for, and a decode step on the low-end one, prefills in between counted, is shorter than the high-end
   one's would be with all of them (as in `opportunistic.py`).
 - `split_overflow`. A low-end GPU that is much the weaker one becomes a bottleneck itself, since every prompt has to
-  pass it. A prompt that finds it full goes whole to the high-end GPU if its prefill is done sooner there. The
-  planner's capacity of a pair counts on that (plan/templates/pair.py: "the rest whole").
+  pass it. A prompt that finds it full goes whole to the high-end GPU if its prefill is done sooner there and that one
+  has no more requests than the batch it was planned for, beyond which decoding binds. The planner's capacity of a
+  pair counts on that (plan/templates/pair.py: "the rest whole").
 """
 
 from __future__ import annotations
