@@ -192,7 +192,9 @@ def test_a_prompt_that_finds_no_place_may_go_whole_to_the_high_end() -> None:
 def test_no_prompt_goes_whole_to_a_high_end_that_is_over_its_batch() -> None:
     world = build.world(PAIRS, Policy(low_decodes=False))
     decoding(world, 8)  # what it is planned for
-    assert sum(sent(world, name) is not None for name in "abcd") == 2  # as many as have a place on the low end
+    assert (
+        sum(sent(world, name) is not None for name in "abcd") == 2
+    )  # as many as have a place on the low end
     world.finish("x0")
     for name in ("x1", "x2", "x3"):
         world.finish(name)

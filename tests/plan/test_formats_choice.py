@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_problems import a_problem, an_ask
 
+from potluck.catalog import models
 from potluck.cli.serving.engine.emulate import pretence
 from potluck.control.launch.command import EngineMaker, Weights
 from potluck.control.values import Make
@@ -177,8 +178,10 @@ def test_too_many_combinations_are_refused() -> None:
 @pytest.mark.parametrize(
     ("style", "stored", "planned", "words"),
     [
-        ("vllm", "bf16", "fp8", ["--quantization", "fp8"]),
+        ("vllm", "bf16", "fp8", ["--quantization", "fp8_per_tensor"]),
         ("vllm", "bf16", "fp8_block", ["--quantization", "fp8_per_block"]),
+        ("vllm", "bf16", "mxfp4", ["--quantization", "mxfp4"]),
+        ("vllm", "mxfp4", "fp8", None),
         ("vllm", "fp8", "fp8", []),
         ("vllm", "bf16", "int4", None),
         ("vllm", "fp8", "bf16", None),
@@ -198,6 +201,13 @@ def test_engines_are_told_or_what_they_cannot_make_is_refused(
     command = EngineMaker(style, weights=weights).command(Make("m", single("1xL4", 1, 32), "east"), 1, 2)
     assert [word for word in words if word not in command] == []
     assert ("--quantization" in command) == ("--quantization" in words)
+
+
+def test_a_checkpoint_with_small_experts_is_not_taken_for_one_of_16_bits() -> None:
+    """vLLM refuses `--quantization` for such a one when it starts."""
+    assert models.model("GPT-OSS-120B").weights_are == "bf16"
+    found = [models.model(name).mostly for name in ("GPT-OSS-120B", "DeepSeek-V3", "Llama-3.1-8B")]
+    assert found == ["mxfp4", "fp8_block", "bf16"]
 
 
 def test_an_engine_that_acts_as_another_is_told_the_format() -> None:

@@ -1,9 +1,9 @@
 """Beyond CRONUS: a pair whose low-end GPU may keep decodes, and whose high-end GPU may take prompts whole.
 
 The paper names the limit in its section 6: once decoding on the high-end GPU is the bottleneck, splitting prompts
-cannot help. The Brain's two answers (`core/routing/split.py`) are switched on and off under two overloads: *prompts*,
-with the lengths of Azure's conversation trace, and *answers*, with those of LongWriter. Both engines run chunks, KV
-leaves layer by layer, and the host takes as long as today's.
+cannot help. The Brain's two answers (`core/routing/split.py`) are switched on and off under overloads: *prompts*,
+with the lengths of Azure's conversation trace, *flood*, half as many again of these, and *answers*, with those of
+LongWriter. Both engines run chunks, KV leaves layer by layer, and the host takes as long as today's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from potluck.sim.run import simulate
 from potluck.worlds.scene import Engine
 
 REQUESTS = 3000
-OVERLOADS = {"prompts": ("azure-conv", 9.0), "answers": ("longwriter", 4.5)}
+OVERLOADS = {"prompts": ("azure-conv", 9.0), "flood": ("azure-conv", 13.5), "answers": ("longwriter", 4.5)}
 """Lengths, and requests per second: more than the pair can serve."""
 
 

@@ -215,7 +215,7 @@ def _models(
         where = entry.weights
         path = None if where is None or where.path is None else str(folder / where.path)
         weights = None if where is None else Weights(where.place, path, where.gb_per_s)
-        stored, formats = model.weights_are, tuple(entry.precision or ())
+        stored, formats = model.mostly, tuple(entry.precision or ())
         if formats:
             model = in_format(model, formats[0])
         terms = resolve_terms(entry, places, problems)

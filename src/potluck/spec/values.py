@@ -55,7 +55,7 @@ class ModelSpec:
     formats: tuple[Format, ...] = ()
     """Which its weights may be planned in; `model` is in the first of them. Empty: as the checkpoint has them."""
     stored: Format = "bf16"
-    """In which format the checkpoint has them."""
+    """In which format the checkpoint has most of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,18 @@ model's own weights on the GPUs of this machine; `vllm`: the same in stock vLLM.
 STYLES = ("emulated", "pretended", "gpu", "vllm")
 
 
-VLLM_MAKES: Final[dict[Format, str]] = {"fp8": "fp8", "fp8_block": "fp8_per_block"}
-"""Formats that vLLM makes of 16 bits as it loads, by its names (docs: features/quantization/online)."""
+VLLM_MAKES: Final[dict[Format, str]] = {
+    "fp8": "fp8_per_tensor",
+    "fp8_block": "fp8_per_block",
+    "mxfp4": "mxfp4",
+}
+"""Formats that vLLM makes of all 16-bit weights as it loads, by its names (docs: features/quantization/online); of
+int8 and NVFP4 it makes experts alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The format that a plan has a model's weights in, and the one that its checkpoint has."""
+    """The format that a plan has a model's weights in, and the one that most of its checkpoint is in."""
 
     planned: Format
     stored: Format
@@ -163,7 +168,7 @@ def stages_of(make: Make) -> tuple[str, ...]:
 
 
 def vllm_formats(model: str, weights: Weights | None) -> tuple[str, ...]:
-    """vLLM's own flags for weights in the planned format: it makes FP8 of 16 bits as it loads, and nothing else."""
+    """vLLM's own flags for weights in the planned format, where it makes that of the checkpoint as it loads."""
     if weights is None or weights.as_stored:
         return ()
     if weights.planned not in VLLM_MAKES or FORMAT_BITS[weights.stored] != 16:

@@ -181,6 +181,12 @@ class Model:
         usual = format_of_bits(self.expert_bits)
         return self.expert_format or ("fp8_block" if usual == "fp8" else usual)
 
+    @property
+    def mostly(self) -> Format:
+        """The format of most of its weights: its experts', where it has any."""
+        mixture = any(isinstance(layer.ffn, MoeFfn) for layer in self.layers)
+        return self.experts_are if mixture else self.weights_are
+
 
 def in_format(model: Model, weights: Format) -> Model:
     """The model as if its weights, experts among them, were stored in another format; KV stays as it is."""
