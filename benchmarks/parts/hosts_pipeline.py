@@ -28,7 +28,7 @@ from parts.hosts_load import Load, wrong
 from parts.hosts_troubles import within
 
 WORDS = Path(__file__).parents[2] / "src" / "potluck" / "engine" / "data" / "words"
-PORT = 7000
+PORT, OUTPUT = 7000, 24
 SECRET = "what the workers of this pipeline know"
 
 
@@ -46,7 +46,8 @@ class PipelineFleet(HostsFleet):
 
     def _worker(self, host: host_bed.Host) -> Process:
         at = f"{host.address}:{PORT}"
-        line = shlex.join([sys.executable, "-m", "potluck.engine.pipeline", "--listen", at, "--stay"])
+        tls = ["--tls", *self._shown(host), str(self.authority)]
+        line = shlex.join([sys.executable, "-m", "potluck.engine.pipeline", "--listen", at, "--stay", *tls])
         words = ["sh", "-c", f"exec {line} < {shlex.quote(str(self._secret_file))}"]
         return Process(host.inside(words), self.folder / f"worker-{host.address}.log", self._env)
 
@@ -96,37 +97,55 @@ class PipelineFleet(HostsFleet):
 
 
 def pipeline(quick: bool) -> dict[str, float]:
+    """First all requests are the pipeline's, since the other engine is cordoned: what it loses waits until it is
+    whole again. Then the other serves as well, and takes over what is lost."""
     figures: dict[str, float] = {}
+    requests = 4 if quick else 15
     with tempfile.TemporaryDirectory() as name, host_bed.Bed(5) as bed:
         plan, spec = write_plans(Path(name), WHOLE * 2)
         with PipelineFleet(bed, plan, spec) as fleet:
-            load = Load(fleet, 1.0, output=24)
+            other = {"node": fleet.engine_hosts[1].address}
+            fleet.ask(0, "/cordon", other)
+            load = Load(fleet, 1.0, output=OUTPUT)
             load.start()
-            for what, worker in (("one_of_two", 1), ("only", 0)):
-                lasts(load, 4 if quick else 20)
-                fleet.workers[worker].send(signal.SIGKILL)
-                began_s = time.monotonic()
-                within(lambda: fleet.status()["state"] in ("degraded", "failed"))
-                figures[f"pipeline_{what}_noticed_s"] = time.monotonic() - began_s
-                within(lambda: settled(fleet), 240.0)
-                figures[f"pipeline_{what}_back_s"] = time.monotonic() - began_s
-            lasts(load, 4 if quick else 20)
-            served = float(fleet.status()["output_tokens"])
+            figures |= killed(fleet, load, requests, "alone")
+            lasts(load, requests)
+            alone = len(load.shots)
+            fleet.ask(0, "/uncordon", other)
+            figures |= killed(fleet, load, requests, "beside")
+            lasts(load, requests)
             shots = load.end()
             found = wrong(fleet, shots, by=1)
     for line in found:
         print(f"wrong: {line}", file=sys.stderr)
-    share = served / sum(24 for _ in shots)
     return figures | {
         "pipeline_requests": len(shots),
+        "pipeline_requests_alone": alone,
         "pipeline_wrong": len(found),
-        "pipeline_share_of_tokens": share,
+        "pipeline_wait_most_alone_s": max(max(each.longest_gap_s, each.ttft_s) for each in shots[:alone]),
+        "pipeline_wait_most_beside_s": max(max(each.longest_gap_s, each.ttft_s) for each in shots[alone:]),
     }
 
 
-def settled(fleet: PipelineFleet) -> bool:
-    """Whether all workers are there, and the gateway sends to both engines."""
-    return fleet.status()["state"] == "ready" and fleet.serving() == 2
+def killed(fleet: PipelineFleet, load: Load, requests: int, kind: str) -> dict[str, float]:
+    """One of a stage's two workers, then the only one of the other: when it is noticed, and when all is well."""
+    figures = {}
+    serving = fleet.serving()
+    for what, worker in (("one_of_two", 1), ("only", 0)):
+        lasts(load, requests)
+        within(lambda: fleet.status()["running"] > 0)
+        fleet.workers[worker].send(signal.SIGKILL)
+        began_s = time.monotonic()
+        within(lambda: fleet.status()["state"] in ("degraded", "failed"))
+        figures[f"pipeline_{kind}_{what}_noticed_s"] = time.monotonic() - began_s
+        within(lambda: settled(fleet, serving), 240.0)
+        figures[f"pipeline_{kind}_{what}_back_s"] = time.monotonic() - began_s
+    return figures
+
+
+def settled(fleet: PipelineFleet, serving: int) -> bool:
+    """Whether all workers are there, and the gateway has as many engines as before."""
+    return fleet.status()["state"] == "ready" and fleet.serving() == serving
 
 
 def lasts(load: Load, requests: int) -> None:

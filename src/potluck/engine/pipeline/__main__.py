@@ -6,13 +6,23 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from pathlib import Path
 
+from potluck.core.errors import PotluckError
 from potluck.engine.pipeline.serving import serve
+from potluck.engine.pipeline.wire import Secure
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m potluck.engine.pipeline", description=__doc__)
     parser.add_argument("--listen", default="127.0.0.1:0", help="HOST:PORT; port 0 is any that is free")
+    parser.add_argument(
+        "--tls",
+        nargs=3,
+        type=Path,
+        metavar=("CERTIFICATE", "KEY", "AUTHORITY"),
+        help="speak TLS with the engine and the other stages; both sides show a certificate",
+    )
     parser.add_argument("--stay", action="store_true", help="wait for the next driver when one is gone")
     options = parser.parse_args()
     host, _, port = options.listen.rpartition(":")
@@ -21,13 +31,17 @@ def main() -> int:
         sys.stderr.write("worker: needs --listen HOST:PORT and a secret of 16 characters or more on stdin\n")
         return 2
     try:
+        tls = Secure.of(*options.tls) if options.tls else None
         listener = socket.create_server((host, int(port)))
     except (OSError, OverflowError) as error:
         sys.stderr.write(f"worker: cannot listen on {host}:{port} ({error})\n")
         return 2
+    except PotluckError as error:
+        sys.stderr.write(f"worker: {error}\n")
+        return 2
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
-    serve(listener, secret, options.stay)
+    serve(listener, secret, options.stay, tls)
     return 0
 
 

@@ -15,6 +15,7 @@ from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.driver import PipelineExecutor
 from potluck.engine.pipeline.messages import Emulated
 from potluck.engine.pipeline.starter import Means, Reached, Starter
+from potluck.engine.pipeline.wire import Secure
 
 WAIT_S = 60.0
 WORTH_TOKENS = 128
@@ -70,6 +71,7 @@ def launch(
     directory: str | None = None,
     seed: int = 0,
     secret: bytes | None = None,
+    tls: Secure | None = None,
     threads: int = 0,
     device: str = "cpu",
     wait_s: float = WAIT_S,
@@ -80,12 +82,12 @@ def launch(
     """A pipeline that is ready to run. Weights come from a directory that every worker can read, or from a seed.
 
     A step is cut into at most `batches` micro-batches, by default one per stage, of at least `worth_tokens` each.
-    Workers that are lost come back unless `returns` is False.
+    Workers that are lost come back unless `returns` is False. `tls` is for those that run elsewhere.
     """
     layers = _ranges(config, stages)
     key = secrets.token_hex(32).encode() if secret is None else secret
     processes: list[subprocess.Popen[bytes]] = []
-    means = Means(directory, seed, threads, device, wait_s, key)
+    means = Means(directory, seed, threads, device, wait_s, key, tls)
     starter = Starter(
         config, layers, size, means, lambda stage, place: stages[stage].places[place].emulate, devices_of
     )

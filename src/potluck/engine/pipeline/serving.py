@@ -14,7 +14,7 @@ import threading
 from potluck.core.errors import PotluckError
 from potluck.engine.pipeline.inputs import Arrived, Inputs
 from potluck.engine.pipeline.messages import read_states
-from potluck.engine.pipeline.wire import Connection, LinkError, welcome
+from potluck.engine.pipeline.wire import Connection, LinkError, Secure, welcome
 from potluck.engine.pipeline.worker import Worker
 
 DRIVER = "driver"
@@ -29,13 +29,13 @@ MOST_GREETINGS = 32
 class Door:
     """Listens; sorts connections into drivers and senders of states."""
 
-    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+    def __init__(self, listener: socket.socket, secret: bytes, tls: Secure | None = None) -> None:
         self.drivers: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self.inputs = Inputs()
         """Where states go: those of the driver that is being served."""
         self.free = threading.Semaphore(1)
         """Whether no driver is being served."""
-        self._listener, self._secret = listener, secret
+        self._listener, self._secret, self._tls = listener, secret, tls
         self._greeting = threading.Semaphore(MOST_GREETINGS)
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -50,7 +50,7 @@ class Door:
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
-            link, who = welcome(sock, self._secret, peer)
+            link, who = welcome(sock, self._secret, peer, self._tls)
         except LinkError:
             return
         finally:
@@ -84,15 +84,15 @@ def read_into(inputs: Inputs, link: Connection, sender: int) -> None:
         inputs.lose(sender, f"a worker of the stage before is gone ({error})", number)
 
 
-def serve(listener: socket.socket, secret: bytes, stay: bool = False) -> None:
+def serve(listener: socket.socket, secret: bytes, stay: bool = False, tls: Secure | None = None) -> None:
     """Be a worker for one driver, or for one after the other."""
-    door = Door(listener, secret)
+    door = Door(listener, secret, tls)
     try:
         while True:
             driver = door.drivers.get(timeout=None if stay else FIRST_CONTACT_S)
             door.inputs = Inputs()
             with contextlib.suppress(LinkError):  # the driver is gone: nobody is left to tell
-                Worker(secret, driver, door.inputs).run()
+                Worker(secret, driver, door.inputs, tls).run()
             door.free.release()
             if not stay:
                 return

@@ -19,7 +19,7 @@ from potluck.engine.pipeline import spawn
 from potluck.engine.pipeline.messages import Connect, Done, Emulated, Failed, Ready, Setup, error_of
 from potluck.engine.pipeline.remote import Event, Remote, Returned
 from potluck.engine.pipeline.serving import DRIVER
-from potluck.engine.pipeline.wire import LinkError, connect
+from potluck.engine.pipeline.wire import LinkError, Secure, connect
 
 LOAD_S = 600.0
 """Reading weights and making room for caches takes a while."""
@@ -37,6 +37,8 @@ class Means:
     device: str
     wait_s: float
     key: bytes
+    tls: Secure | None = None
+    """For workers that run elsewhere."""
 
 
 class Starter:
@@ -125,7 +127,8 @@ class Starter:
             max_chunk_tokens=size.max_chunk_tokens,
         )
         name = f"stage {stage} worker {place}"
-        link = connect(reached[0], self._means.key, DRIVER, name)
+        tls = self._means.tls if reached[1] is None else None
+        link = connect(reached[0], self._means.key, DRIVER, name, tls)
         tables = Tables(groups, size.rows, size.max_tokens)
         return Remote(name, stage, place, link, tables, inbox, reached[1])
 

@@ -11,7 +11,9 @@ Who connects and who listens prove to each other that they know the pipeline's s
     connector  ──▶  HMAC(secret, "connector" c), a random challenge d, who it is
     listener   ──▶  HMAC(secret, "listener" d)
 
-Frames are neither encrypted nor signed afterwards: the network between the stages must be one's own.
+With TLS all of it is inside a connection for which both sides showed certificates of one authority, the listener's
+for the host that was asked for. Without it frames are neither encrypted nor signed after the greeting: the network
+between the stages must then be one's own.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ import json
 import secrets
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from potluck.core.errors import PotluckError
+from potluck.kv.link.tls import client_context, server_context
 
 MAGIC = b"PLP1"
 HEADER = struct.Struct("<4sIQ")
@@ -55,6 +61,8 @@ class Connection:
         self.peer = peer
         self._socket = sock
         self._sending = threading.Lock()
+        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        """TLS has one state for both ways, which one thread at a time may use; nobody waits while holding it."""
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -79,8 +87,13 @@ class Connection:
     def _send_some(self, left: list[memoryview], deadline_s: float) -> int:
         while True:
             try:
-                return self._socket.sendmsg(left[:64])
-            except BlockingIOError:
+                if self._tls is None:
+                    return self._socket.sendmsg(left[:64])
+                with self._tls:
+                    return self._socket.send(left[0])
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN, deadline_s)
+            except (BlockingIOError, ssl.SSLWantWriteError):
                 self._wait(select.POLLOUT, deadline_s)
             except OSError as error:
                 raise LinkError(f"{self.peer}: {_reason(error)}") from error
@@ -109,9 +122,16 @@ class Connection:
     def _fill(self, into: memoryview, deadline_s: float | None) -> None:
         while len(into):
             try:
-                count = self._socket.recv_into(into)
-            except BlockingIOError:
+                if self._tls is None:
+                    count = self._socket.recv_into(into)
+                else:
+                    with self._tls:
+                        count = self._socket.recv_into(into)
+            except (BlockingIOError, ssl.SSLWantReadError):
                 self._wait(select.POLLIN, deadline_s)
+                continue
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, deadline_s)
                 continue
             except OSError as error:
                 raise LinkError(f"{self.peer}: {_reason(error)}") from error
@@ -133,7 +153,8 @@ class Connection:
     def close(self) -> None:
         """Ends what other threads wait for, too."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Under TLS too without a word: another thread may be using its state.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._socket.close()
 
 
@@ -151,12 +172,30 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def connect(address: tuple[str, int], secret: bytes, who: str, peer: str) -> Connection:
+@dataclass(frozen=True, slots=True)
+class Secure:
+    """What TLS needs of both sides: each shows a certificate of the same authority."""
+
+    listens: ssl.SSLContext
+    connects: ssl.SSLContext
+
+    @staticmethod
+    def of(certificate: Path, key: Path, authority: Path) -> Secure:
+        return Secure(
+            server_context(certificate, key, authority), client_context(certificate, key, authority)
+        )
+
+
+def connect(
+    address: tuple[str, int], secret: bytes, who: str, peer: str, tls: Secure | None = None
+) -> Connection:
     """A connection to a listener that knows the secret, from one that says who it is."""
     try:
         sock = socket.create_connection(address, timeout=GREETING_S)
     except OSError as error:
         raise LinkError(f"{peer}: cannot connect to {address[0]}:{address[1]} ({_reason(error)})") from error
+    if tls is not None:
+        sock = _shaken(sock, peer, lambda plain: tls.connects.wrap_socket(plain, server_hostname=address[0]))
     link = Connection(sock, peer)
     try:
         _, challenge = link.receive(GREETING_S, 0, CHALLENGE_BYTES)
@@ -172,8 +211,25 @@ def connect(address: tuple[str, int], secret: bytes, who: str, peer: str) -> Con
     return link
 
 
-def welcome(sock: socket.socket, secret: bytes, peer: str) -> tuple[Connection, str]:
+def _shaken(plain: socket.socket, peer: str, wrap: Callable[[socket.socket], socket.socket]) -> socket.socket:
+    """The same connection under TLS, once both sides have shown who they are."""
+    try:
+        plain.settimeout(GREETING_S)
+        return wrap(plain)
+    except OSError as error:
+        plain.close()
+        raise LinkError(
+            f"{peer}: TLS was not agreed on ({_reason(error)}); do both sides have it, and certificates for "
+            "their addresses?"
+        ) from error
+
+
+def welcome(
+    sock: socket.socket, secret: bytes, peer: str, tls: Secure | None = None
+) -> tuple[Connection, str]:
     """The listener's part: a connection and who it comes from, or an error and a closed socket."""
+    if tls is not None:
+        sock = _shaken(sock, peer, lambda plain: tls.listens.wrap_socket(plain, server_side=True))
     link = Connection(sock, peer)
     try:
         challenge = secrets.token_bytes(CHALLENGE_BYTES)

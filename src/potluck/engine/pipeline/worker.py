@@ -58,7 +58,7 @@ from potluck.engine.pipeline.messages import (
     read_numbers,
     to_bytes,
 )
-from potluck.engine.pipeline.wire import Bytes, Connection, LinkError, connect
+from potluck.engine.pipeline.wire import Bytes, Connection, LinkError, Secure, connect
 from potluck.perf.timers.host import NO_HOST
 from potluck.perf.timers.roofline import roofline
 
@@ -68,8 +68,8 @@ Received = tuple[Command, bytearray]
 class Worker:
     """All that a worker does once the driver has connected. Only `run`'s thread calls the runner."""
 
-    def __init__(self, secret: bytes, driver: Connection, inputs: Inputs) -> None:
-        self._secret, self._driver, self._inputs = secret, driver, inputs
+    def __init__(self, secret: bytes, driver: Connection, inputs: Inputs, tls: Secure | None = None) -> None:
+        self._secret, self._driver, self._inputs, self._tls = secret, driver, inputs, tls
         self._runner: Runner | None = None
         self._setup: Setup | None = None
         self._pacer: Pacer | None = None
@@ -192,7 +192,7 @@ class Worker:
         if self._setup is None:
             raise InputError("worker", "has not been set up yet")
         who, name = f"{self._setup.place}", f"stage {self._setup.stage + 1} worker {place}"
-        return connect((host, port), self._secret, who, name)
+        return connect((host, port), self._secret, who, name, self._tls)
 
     def _rows(self, command: RowChanges, body: bytearray) -> None:
         """Changes that the driver has made to its copy of the tables already, and must succeed here too."""

@@ -108,7 +108,7 @@ engine.add_command(vllm)
     nargs=3,
     type=click.Path(path_type=Path),
     metavar="CERTIFICATE KEY AUTHORITY",
-    help="Files for TLS between engines; both sides must show a certificate.",
+    help="Files for TLS between engines, and with a pipeline's workers elsewhere; both sides show a certificate.",
 )
 @click.option(
     "--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release."

@@ -202,6 +202,7 @@ def executor_maker(
     stages: str | None,
     secret_file: Path | None,
     *,
+    tls: tuple[Path, Path, Path] | None = None,
     directory: Path,
     random_seed: int | None,
     threads: int | None,
@@ -209,11 +210,13 @@ def executor_maker(
 ) -> MakeExecutor:
     """What makes an engine's executor, as the flags say. An emulated GPU also says how much KV there is room for."""
     from potluck.engine.pipeline.launch import launch, parse_stages
+    from potluck.engine.pipeline.wire import Secure
     from potluck.engine.serve import local_executor
 
     like = None if emulate is None else emulation(emulate, speed_up)
     parts = None if stages is None else parse_stages(stages)
     secret = _secret(secret_file, parts)
+    secure = None if tls is None else Secure.of(*tls)
 
     def make(config: Config, source: Source, size: Size, device: str) -> Executor:
         if like is not None and kv_blocks is None:
@@ -228,6 +231,7 @@ def executor_maker(
             directory=str(directory.resolve()) if random_seed is None else None,
             seed=random_seed or 0,
             secret=secret,
+            tls=secure,
             threads=threads or 0,
             device=device,
         )

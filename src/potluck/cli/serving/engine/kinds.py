@@ -44,11 +44,13 @@ def computing(common: Common, options: dict[str, Any]) -> Service:
         if options[flag] != without:
             raise InputError(f"--{flag.replace('_', '-')}", "is only for engines that --pretend")
     directory = common.directory
+    files = common.kv.identity
     make = executor_maker(
         options["emulate"],
         options["speed_up"],
         options["stages"],
         options["secret_file"],
+        tls=None if files is None else (files.certificate, files.key, files.authority),
         directory=directory,
         random_seed=options["random_weights"],
         threads=options["threads"],

@@ -1,0 +1,116 @@
+"""Stages under TLS: the same frames and tokens, and nobody without a certificate of the fleet's gets in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from certificates import make_certificates
+from pipeline_workers import PLAIN, SECRET, generate, local, pipeline
+
+from potluck.engine.pipeline import wire
+from potluck.engine.pipeline.serving import serve
+from potluck.engine.pipeline.wire import Connection, LinkError, Secure, connect, welcome
+
+HOST = "127.0.0.1"
+
+
+def secure(folder: Path, host: str = HOST) -> Secure:
+    folder.mkdir()
+    authority = make_certificates(folder, [host])
+    return Secure.of(folder / f"{host}.pem", folder / f"{host}.key", authority)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Secure:
+    return secure(tmp_path_factory.mktemp("ours") / "tls")
+
+
+def met(connects: Secure | None, listens: Secure | None, host: str = HOST) -> list[Connection | LinkError]:
+    """What connector and listener make of each other."""
+    listener = socket.create_server((HOST, 0))
+    found: list[Connection | LinkError] = []
+
+    def listen() -> None:
+        sock, _ = listener.accept()
+        try:
+            found.append(welcome(sock, SECRET, "somebody", listens)[0])
+        except LinkError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        mine: Connection | LinkError = connect(
+            (host, listener.getsockname()[1]), SECRET, "me", "them", connects
+        )
+    except LinkError as error:
+        mine = error
+    thread.join()
+    listener.close()
+    return [mine, *found]
+
+
+def test_large_frames_cross_both_ways_at_once(ours: Secure) -> None:
+    """The state of TLS is one for both ways, and threads share it."""
+    left, right = met(ours, ours)
+    assert isinstance(left, Connection)
+    assert isinstance(right, Connection)
+    bodies = [bytes([place]) * (1 << 20) for place in range(1, 9)]
+    got: dict[str, list[bytes]] = {"left": [], "right": []}
+
+    def send(link: Connection) -> None:
+        for body in bodies:
+            link.send(b"head", [body[:9], memoryview(body)[9:]])
+
+    def hear(name: str, link: Connection) -> None:
+        got[name] = [bytes(link.receive(30.0)[1]) for _ in bodies]
+
+    threads = [threading.Thread(target=send, args=(link,)) for link in (left, right)]
+    threads += [threading.Thread(target=hear, args=each) for each in (("left", left), ("right", right))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60.0)
+    assert got == {"left": bodies, "right": bodies}
+    left.close()
+    with pytest.raises(LinkError):
+        right.receive(30.0)
+    right.close()
+
+
+def test_nobody_comes_in_without_tls_or_with_another_authoritys(
+    ours: Secure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "GREETING_S", 1.0)
+    strangers = secure(tmp_path / "strangers")
+    for connects, listens in ((ours, strangers), (strangers, ours), (ours, None), (None, ours)):
+        found = met(connects, listens)
+        assert all(isinstance(each, LinkError) for each in found)
+    assert "TLS was not agreed on" in str(met(ours, None)[0])
+
+
+def test_a_certificate_is_for_the_host_that_was_asked_for(ours: Secure) -> None:
+    found = met(ours, ours, "localhost")
+    assert "TLS was not agreed on" in str(found[0])
+
+
+def test_a_pipeline_says_the_same_under_tls(ours: Secure, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = standing(3, ours)
+    executor = pipeline(PLAIN, "1,2x2", addresses, tls=ours)
+    assert generate(executor) == generate(local(PLAIN))
+    executor.check()
+    executor.shutdown()
+    monkeypatch.setattr(wire, "GREETING_S", 0.5)
+    with pytest.raises(LinkError):
+        pipeline(PLAIN, "1,2x2", addresses)
+
+
+def standing(count: int, tls: Secure) -> Sequence[tuple[str, int]]:
+    listeners = [socket.create_server((HOST, 0)) for _ in range(count)]
+    for each in listeners:
+        threading.Thread(target=serve, args=(each, SECRET, True, tls), daemon=True).start()
+    return [(HOST, each.getsockname()[1]) for each in listeners]
