@@ -87,6 +87,12 @@ class PipelineFleet(HostsFleet):
         with urllib.request.urlopen(request, timeout=10, context=self.tls) as answer:
             return dict(json.load(answer))
 
+    def leave_out_the_other(self, cordoned: bool) -> None:
+        """The engine in one process gets nothing new, or again."""
+        node = {"node": self.engine_hosts[1].address}
+        if bool(self.ask(0, "/wanted")["cordoned"]) != cordoned:
+            self.ask(0, "/cordon" if cordoned else "/uncordon", node)
+
     def close(self) -> None:
         self._enough.set()
         if self._upkeep.ident is not None:
@@ -104,16 +110,13 @@ def pipeline(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, host_bed.Bed(5) as bed:
         plan, spec = write_plans(Path(name), WHOLE * 2)
         with PipelineFleet(bed, plan, spec) as fleet:
-            other = {"node": fleet.engine_hosts[1].address}
-            fleet.ask(0, "/cordon", other)
+            fleet.leave_out_the_other(True)
             load = Load(fleet, 1.0, output=OUTPUT)
             load.start()
             figures |= killed(fleet, load, requests, "alone")
             lasts(load, requests)
             alone = len(load.shots)
-            fleet.ask(0, "/uncordon", other)
             figures |= killed(fleet, load, requests, "beside")
-            lasts(load, requests)
             shots = load.end()
             found = wrong(fleet, shots, by=1)
     for line in found:
@@ -134,12 +137,17 @@ def killed(fleet: PipelineFleet, load: Load, requests: int, kind: str) -> dict[s
     for what, worker in (("one_of_two", 1), ("only", 0)):
         lasts(load, requests)
         within(lambda: fleet.status()["running"] > 0)
+        if kind == "beside":  # it has something to take over, and may
+            fleet.leave_out_the_other(False)
         fleet.workers[worker].send(signal.SIGKILL)
         began_s = time.monotonic()
         within(lambda: fleet.status()["state"] in ("degraded", "failed"))
         figures[f"pipeline_{kind}_{what}_noticed_s"] = time.monotonic() - began_s
         within(lambda: settled(fleet, serving), 240.0)
         figures[f"pipeline_{kind}_{what}_back_s"] = time.monotonic() - began_s
+        if kind == "beside":
+            lasts(load, requests)
+        fleet.leave_out_the_other(True)
     return figures
 
 
