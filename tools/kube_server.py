@@ -8,10 +8,12 @@ does beyond (admission, quotas, permissions, images) is not here.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -189,13 +191,17 @@ class Kube:
         process = self.processes[name]
         if process.poll() is not None:
             del self.processes[name]
+            if pod["spec"]["restartPolicy"] == "Always" and "deletionTimestamp" not in pod["metadata"]:
+                self._start(pod, status["podIP"])
+                self.put("pods", "MODIFIED", pod)
+                return
             if "deletionTimestamp" in pod["metadata"]:
                 self.put("pods", "DELETED", pod)
                 return
             ended = {"exitCode": process.returncode, "reason": "Error"}
             pod["status"] = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": ended}}]}
             self.put("pods", "MODIFIED", pod)
-        elif "conditions" not in status and healthy(f"http://{status['podIP']}:8100", 0.2):
+        elif "conditions" not in status and _probed(pod, status["podIP"]):
             status["conditions"] = [{"type": "Ready", "status": "True"}]
             self.put("pods", "MODIFIED", pod)
 
@@ -216,16 +222,31 @@ class Kube:
                 return name
         return None
 
-    def _start(self, pod: Json) -> None:
+    def _start(self, pod: Json, ip: str = "") -> None:
         name = pod["metadata"]["name"]
-        ip = f"{self._first_ip}{len(self.events) % 200 + 10}"
+        ip = ip or f"{self._first_ip}{len(self.events) % 200 + 10}"
         (container,) = pod["spec"]["containers"]
-        words = self._command([word.replace("$(POD_IP)", ip) for word in container["command"]])
+        secrets = self._files(pod)
+        words = self._command(
+            [
+                word.replace("$(POD_IP)", ip).replace("/etc/potluck", str(secrets))
+                for word in container["command"]
+            ]
+        )
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
                 words, stdout=log, stderr=log, env={**os.environ, "POD_IP": ip}
             )
         pod["status"] = {"phase": "Running", "podIP": ip}
+
+    def _files(self, pod: Json) -> Path:
+        """What is in /etc/potluck of a pod."""
+        named = next(each["secret"]["secretName"] for each in pod["spec"]["volumes"] if "secret" in each)
+        folder = self.folder / named
+        folder.mkdir(exist_ok=True)
+        for name, text in self.objects["secrets"][named]["data"].items():
+            (folder / name).write_bytes(base64.b64decode(text))
+        return folder
 
     def close(self) -> None:
         self.stopping = True
@@ -241,7 +262,21 @@ class Kube:
 
 
 def _gpus(pod: Json) -> int:
-    return int(pod["spec"]["containers"][0]["resources"]["limits"][GPUS])
+    return int(pod["spec"]["containers"][0].get("resources", {}).get("limits", {}).get(GPUS, 0))
+
+
+def _probed(pod: Json, ip: str) -> bool:
+    """Whether it is ready, as its probe asks: over HTTP, or by a connection."""
+    (container,) = pod["spec"]["containers"]
+    (name, about), *_ = container["readinessProbe"].items()
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    if name == "httpGet":
+        return healthy(f"http://{ip}:{ports[about['port']]}", 0.2)
+    try:
+        socket.create_connection((ip, ports[about["port"]]), 0.2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _handler(kube: Kube) -> type[BaseHTTPRequestHandler]:
@@ -335,5 +370,7 @@ def _matches(each: Json, query: dict[str, str]) -> bool:
 
 def potluck_itself(words: list[str]) -> list[str]:
     """The command of an image, on this machine: without the key that only a pod has."""
+    if words[0] == "sh":  # a stage's worker
+        return ["sh", "-c", words[2].replace("python3", sys.executable)]
     at = words.index("--api-key-file")
     return [sys.executable, "-m", "potluck.cli.main", *words[1:at], *words[at + 2 :]]

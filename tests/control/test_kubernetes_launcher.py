@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused_in_one_line(kube: Kube, made: Made) -> None:
     with pytest.raises(CapacityError, match="no node of the cluster has T4; it has NVIDIA-A10, NVIDIA-L4"):
         launcher.start("t-1", Make("m", single("1xT4", 1, 2), "east"))
     pipeline = Layout((Stage(1, (StageNode("1xL4", 1),)), Stage(1, (StageNode("1xA10", 1),))))
-    with pytest.raises(InputError, match="potluck export kubernetes"):
+    with pytest.raises(InputError, match="run with --engine gpu"):
         launcher.start("p-1", Make("m", pipeline, "east"))
     with pytest.raises(Refused, match="refuses POST /api/v1/namespaces/potluck/pods: .*"):
         KubeApi(kube.url).ask(

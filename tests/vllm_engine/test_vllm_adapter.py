@@ -101,7 +101,10 @@ def test_a_layout_becomes_flags() -> None:
         return StageNode("8xH100", tp)
 
     layout = Layout((Stage(20, (node(2),)), Stage(12, (node(2),))))
-    settings = Settings("dir", "m", "py", shape_of(layout), token_budget=512, kv_port=9000, more=("--x",))
+    tls = (Path("/c.pem"), Path("/c.key"), Path("/ca.pem"))
+    settings = Settings(
+        "dir", "m", "py", shape_of(layout), token_budget=512, kv_port=9000, kv_tls=tls, more=("--x",)
+    )
     words = command(settings, 8000, Path("channel"))
     for flag, value in (
         ("--tensor-parallel-size", "2"),
@@ -110,6 +113,8 @@ def test_a_layout_becomes_flags() -> None:
     ):
         assert words[words.index(flag) + 1] == value
     assert words[-1] == "--x"
+    told = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert told["tls"] == ["/c.pem", "/c.key", "/ca.pem"]
     assert environment(settings)["VLLM_PP_LAYER_PARTITION"] == "20,12"
     assert (settings.shape.workers, shape_of(Layout((Stage(32, (node(4),)),)))) == (4, Shape(4))
     with pytest.raises(InputError, match="unlike tensor parallelism"):

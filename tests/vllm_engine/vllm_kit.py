@@ -156,7 +156,9 @@ class Instance:
         python: str = sys.executable,
         more: Sequence[str] = (),
         shared_memory: bool = True,
+        tls: Sequence[str] = (),
     ) -> None:
+        self._tls = list(tls)
         self.port, self.kv_port, self._log, self._python = free_port(), free_port(), log, python
         self._shared_memory = shared_memory
         command = [*self._command(model, block_tokens), *more]
@@ -184,6 +186,7 @@ class Instance:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "port": self.kv_port, "fleet": ["127.0.0.1:0"], "shared_memory": self._shared_memory,
+                "tls": self._tls,
             },
         }  # fmt: skip
         return ["--kv-transfer-config", json.dumps(said)]

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import yaml
 
+from potluck.control.launch.kubernetes.crew import worker_container
 from potluck.control.launch.kubernetes.pods import (
     GRACE_S,
-    POD_IP,
     Cluster,
     Manifest,
     engine_container,
@@ -147,21 +147,9 @@ def _group_of_pods(
             },
         }
     )
-    words = " ".join(wording.worker(first, "$POD_IP"))
-
-    def worker(gpus: int) -> Manifest:
-        return {
-            "name": "worker",
-            "image": cluster.image,
-            "command": ["sh", "-c", f"exec {words} < {wording.secret_file}"],
-            "env": [POD_IP],
-            "ports": [{"name": "stage", "containerPort": stage_port(first)}],
-            "resources": {"limits": {"nvidia.com/gpu": gpus}},
-            "volumeMounts": mounts(),
-            "readinessProbe": {"tcpSocket": {"port": "stage"}, "periodSeconds": 5},
-        }
-
-    leads, follows = (len(each.gpus) for each in first.footings[:2])
+    leads, follows = (
+        worker_container(stage_port(first), len(each.gpus), cluster) for each in first.footings[:2]
+    )
     last = first.footings[-1].box
     return _named("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, cluster) | {
         "spec": {
@@ -170,8 +158,8 @@ def _group_of_pods(
             "leaderWorkerTemplate": {
                 "size": len(first.footings),
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _pod(labels, first.box, [engine, worker(leads)], cluster),
-                "workerTemplate": _pod(labels | {"potluck/part": "worker"}, last, [worker(follows)], cluster),
+                "leaderTemplate": _pod(labels, first.box, [engine, leads], cluster),
+                "workerTemplate": _pod(labels | {"potluck/part": "worker"}, last, [follows], cluster),
             },
         }
     }

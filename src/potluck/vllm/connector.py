@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -30,6 +31,7 @@ from potluck.core.errors import InputError, PotluckError
 from potluck.kv.codec import convert
 from potluck.kv.handles import new_handle
 from potluck.kv.link.links import Links
+from potluck.kv.link.tls import client_context, server_context
 from potluck.kv.send.outbox import Outbox
 from potluck.kv.wire import check
 from potluck.vllm.blocks import Layer
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.potluck")
 REST_S = 0.005
 """How much later a new request may be seen while others wait for their KV and nothing is computed."""
-KEYS = frozenset({"host", "port", "fleet", "channel", "any_version", "shared_memory"})
+KEYS = frozenset({"host", "port", "fleet", "channel", "any_version", "shared_memory", "tls"})
 
 
 @dataclass
@@ -188,15 +190,19 @@ class PotluckConnector(KVConnectorBase_V1, SupportsHMA):
                 "port", f"must be given for {share.size} workers: each listens on one of its own"
             )
         shared = bool(self._extra.get("shared_memory", True))
+        files = tuple(map(Path, self._extra.get("tls", ())))  # certificate, key, authority
         outbox = Outbox(
-            self._extra.get("host", "127.0.0.1"), port + share.rank if port else 0, shared_memory=shared
+            self._extra.get("host", "127.0.0.1"),
+            port + share.rank if port else 0,
+            tls=server_context(*files) if files else None,
+            shared_memory=shared,
         )
         fleet = frozenset(map(address_of, self._extra.get("fleet", ())))
         check.load()  # machine code, so that the first hand-over does not wait for it
         convert.load()
         self._channel = Channel(self._extra.get("channel"), self._heard)
         self._giving = Giving(outbox, self._layers, mark, self._channel.tell)
-        links = Links((), shared_memory=shared)
+        links = Links((), tls=client_context(*files) if files else None, shared_memory=shared)
         self._taking = Taking(links, self._layers, mark, share.rank, self._channel.tell)
         self._taking.allow(fleet)
         host, at = outbox.address

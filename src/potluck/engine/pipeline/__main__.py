@@ -39,6 +39,8 @@ def main() -> int:
     except PotluckError as error:
         sys.stderr.write(f"worker: {error}\n")
         return 2
+    if tls is None and host not in ("127.0.0.1", "localhost", "::1"):
+        sys.stderr.write(f"worker: {host} is served in clear; give --tls where the network is not your own\n")
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
     serve(listener, secret, options.stay, tls)

@@ -67,6 +67,8 @@ class Settings:
     """Of each GPU's memory."""
     kv_host: str = "127.0.0.1"
     kv_port: int = 0
+    kv_tls: tuple[Path, ...] = ()
+    """Certificate, key and authority for KV; none: it crosses in clear."""
     any_version: bool = False
     more: tuple[str, ...] = ()
     """Further flags of vLLM's, as they are."""
@@ -117,6 +119,8 @@ def transfer(settings: Settings, channel: Path) -> dict[str, object]:
         "port": settings.kv_port,
         "channel": str(channel),
     }
+    if settings.kv_tls:
+        extra["tls"] = [str(each.absolute()) for each in settings.kv_tls]
     if settings.any_version:
         extra["any_version"] = True
     return {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from potluck.api.tls import server_tls
-from potluck.cli.serving.engine.doorstep import KEY_VARIABLE, announce, key_for, tls_option
+from potluck.cli.serving.engine.doorstep import KEY_VARIABLE, announce, key_for, kv_tls_option, tls_option
 from potluck.cli.serving.engine.kinds import Common, computing, pretending
 from potluck.cli.serving.engine.vllm import vllm
 from potluck.core.errors import InputError
@@ -103,13 +103,7 @@ engine.add_command(vllm)
     metavar="HOST[:PORT]",
     help="Where caches may come from, beside what PUT /peers says; 127.0.0.1: any engine of this machine.",
 )
-@click.option(
-    "--kv-tls",
-    nargs=3,
-    type=click.Path(path_type=Path),
-    metavar="CERTIFICATE KEY AUTHORITY",
-    help="Files for TLS between engines, and with a pipeline's workers elsewhere; both sides show a certificate.",
-)
+@kv_tls_option
 @click.option(
     "--end-when-drained", is_flag=True, help="So that whoever looks after it starts the next release."
 )

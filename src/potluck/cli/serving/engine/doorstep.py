@@ -40,6 +40,13 @@ def key_for(host: str, file: Path | None) -> str | None:
     return key
 
 
+kv_tls_option = click.option(
+    "--kv-tls",
+    nargs=3,
+    type=click.Path(path_type=Path),
+    metavar="CERTIFICATE KEY AUTHORITY",
+    help="TLS between engines, and with a pipeline's workers elsewhere; both sides show a certificate.",
+)
 tls_option = click.option(
     "--tls",
     nargs=2,

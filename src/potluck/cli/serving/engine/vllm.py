@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from potluck.api.tls import server_tls
-from potluck.cli.serving.engine.doorstep import announce, key_for, tls_option
+from potluck.cli.serving.engine.doorstep import announce, key_for, kv_tls_option, tls_option
 from potluck.core.errors import InputError
 
 
@@ -38,6 +38,7 @@ from potluck.core.errors import InputError
 @click.option(
     "--kv-from", multiple=True, metavar="HOST[:PORT]", help="Where KV may come from, beside PUT /peers."
 )
+@kv_tls_option
 @click.option(
     "--deadline-s", default=600.0, show_default=True, type=click.FloatRange(1), help="Of a request."
 )
@@ -61,6 +62,7 @@ def vllm(
     stages: str | None,
     kv_port: int,
     kv_from: tuple[str, ...],
+    kv_tls: tuple[Path, Path, Path] | None,
     deadline_s: float,
     lease_s: float,
     start_s: float,
@@ -93,7 +95,8 @@ def vllm(
             "--kv-port", f"is needed for {shape.workers} workers: each takes one port from there on"
         )
     shown = name or Path(model).name
-    settings = Settings(model, shown, python, shape, kv_host=host, kv_port=kv_port, more=more, **options)  # type: ignore[arg-type]
+    kv = {"kv_host": host, "kv_port": kv_port, "kv_tls": kv_tls or ()}
+    settings = Settings(model, shown, python, shape, more=more, **kv, **options)  # type: ignore[arg-type]
     always = frozenset(address_of(text if ":" in text else f"{text}:0") for text in kv_from)
     asyncio.run(
         serve(

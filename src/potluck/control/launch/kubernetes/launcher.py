@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,14 @@ from potluck.control.cluster import ClusterNode, Spellings
 from potluck.control.launch.base import NodeNews, Place, Sighting
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.kubernetes.api import Away, KubeApi, Refused
+from potluck.control.launch.kubernetes.crew import (
+    STAGE_PORT,
+    over_machines,
+    with_addresses,
+    worker_container,
+    worker_names,
+    workers_of,
+)
 from potluck.control.launch.kubernetes.machines import (
     cluster_nodes,
     elsewhere_than,
@@ -35,7 +44,7 @@ from potluck.control.launch.kubernetes.mirror import Mirror
 from potluck.control.launch.kubernetes.pods import GRACE_S, Cluster, Manifest, engine_container, pod_template
 from potluck.control.launch.ports import healthy
 from potluck.control.values import Make
-from potluck.core.errors import CapacityError, InputError, PotluckError
+from potluck.core.errors import CapacityError, PotluckError
 
 PORT, KV_PORT = 8100, 9100
 LOST_S = 5.0
@@ -103,39 +112,70 @@ class KubernetesLauncher:
 
     def start(self, name: str, make: Make) -> Place:
         nodes = [node for stage in make.layout.stages for node in stage.nodes]
-        if len(nodes) > 1:
-            raise InputError(
-                "layout", "a live pipeline is on one machine here; `potluck export kubernetes` writes others"
-            )
-        spelling = self._terms.spellings.get(nodes[0].node)
-        if spelling is None:
-            raise CapacityError(f"{nodes[0].node} is not in the spec that this service was started with")
         there = self.there()
-        gpu = spelled_there(spelling, there)
+        gpus = [self._gpu_of(node.node, there) for node in nodes]
         region = make.region if any(node.region for node in there) else ""
-        pod = self._pod(name, make, gpu, nodes[0].tp, region)
-        try:
-            self._keep_secret()
-            made = self._api.ask("POST", f"{self._path}/pods", pod)
-        except (Refused, Away) as error:
-            raise CapacityError(str(error)) from error
-        self._pods.put(made)
-        self._made_s[pod["metadata"]["name"]] = self._clock()
-        return {"pod": pod["metadata"]["name"], "namespace": self._cluster.namespace}
-
-    def _pod(self, name: str, make: Make, gpu: str, gpus: int, region: str) -> Manifest:
         maker = replace(self._terms.maker, host="$(POD_IP)")
         # The image has its own Python; what comes behind it is the same everywhere.
         words = ["potluck", *maker.command(make, PORT, KV_PORT)[3:]]
         at = words.index("--json") + 1
         words[at:at] = ["--api-key-file", "/etc/potluck/engine.key"]
-        pod_name = pod_name_of(name)
-        labels = {"app": "potluck", "potluck/part": "engine", "potluck/engine": pod_name, OWNER: self._mark}
-        engine = engine_container(words, (PORT, KV_PORT), gpus, self._cluster)
-        template = pod_template(labels, gpu, region, [engine], self._cluster)
-        spec = {**template["spec"], "restartPolicy": "Never", **elsewhere_than(self._silent)}
-        metadata = {"name": pod_name, "namespace": self._cluster.namespace, "labels": labels}
+        place: Place = {"pod": pod_name_of(name), "namespace": self._cluster.namespace}
+        first: tuple[str, str] = (gpus[0], region)
+        if len(nodes) == 1:
+            engine = engine_container(words, (PORT, KV_PORT), nodes[0].tp, self._cluster)
+            self._create([self._pod(str(place["pod"]), "engine", first, engine, "Never")])
+            return place
+        names = worker_names(str(place["pod"]), make)
+        engine = engine_container(over_machines(words, make), (PORT, KV_PORT), 0, self._cluster)
+        lead = self._pod(str(place["pod"]), "engine", first, engine, "Never")
+        workers = [
+            self._pod(
+                each, "worker", (gpu, region), worker_container(STAGE_PORT, node.tp, self._cluster), "Always"
+            )
+            for each, gpu, node in zip(names, gpus, nodes, strict=True)
+        ]
+        self._create(workers)
+        return {**place, "workers": names, "lead": lead}
+
+    def _gpu_of(self, node: str, there: tuple[ClusterNode, ...]) -> str:
+        """What the cluster calls a node type's GPUs."""
+        spelling = self._terms.spellings.get(node)
+        if spelling is None:
+            raise CapacityError(f"{node} is not in the spec that this service was started with")
+        return spelled_there(spelling, there)
+
+    def _create(self, pods: list[Manifest]) -> None:
+        """All of them, or none."""
+        done: list[str] = []
+        try:
+            self._keep_secret()
+            for pod in pods:
+                self._pods.put(self._api.ask("POST", f"{self._path}/pods", pod))
+                done.append(pod["metadata"]["name"])
+        except (Refused, Away) as error:
+            for name in done:
+                self._delete(name, insist=True)
+            raise CapacityError(str(error)) from error
+        self._made_s |= dict.fromkeys(done, self._clock())
+
+    def _pod(self, name: str, part: str, on: tuple[str, str], container: Manifest, restarts: str) -> Manifest:
+        """`on` are the GPUs and the region of its node, as their labels have them."""
+        labels = {"app": "potluck", "potluck/part": part, "potluck/engine": name, OWNER: self._mark}
+        template = pod_template(labels, *on, [container], self._cluster)
+        spec = {**template["spec"], "restartPolicy": restarts, **elsewhere_than(self._silent)}
+        metadata = {"name": name, "namespace": self._cluster.namespace, "labels": labels}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+    def _begin(self, place: Place, pods: Mapping[str, Manifest]) -> None:
+        """The engine's own pod, once all of its workers listen."""
+        name, names, lead = str(place.get("pod", "")), workers_of(place), place.get("lead")
+        begun = name in pods or name in self._made_s or name in self._ending
+        workers = [pods[each] for each in names if each in pods and is_ready(pods[each])]
+        if begun or not isinstance(lead, dict) or len(workers) < len(names):
+            return
+        with suppress(CapacityError):  # it is tried again at the next look
+            self._create([with_addresses(lead, [each["status"]["podIP"] for each in workers])])
 
     def _keep_secret(self) -> None:
         """What engines ask of whoever wants something of them."""
@@ -143,13 +183,20 @@ class KubernetesLauncher:
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": {"name": self._cluster.secret, "labels": {OWNER: self._mark}},
-            "data": {"engine.key": base64.b64encode(self._terms.key.encode()).decode()},
+            "data": {
+                name: base64.b64encode(each.encode()).decode() for name, each in self._secrets().items()
+            },
         }
         try:
             self._api.ask("POST", f"{self._path}/secrets", body)
         except Refused as error:
             if error.status != 409:  # it is there already
                 raise
+
+    def _secrets(self) -> dict[str, str]:
+        """Files of every pod. What stages know follows from the key, so that it is the same after a restart."""
+        stages = hmac.new(self._terms.key.encode(), b"stages of pipelines", hashlib.sha256).hexdigest()
+        return {"engine.key": self._terms.key, "pipeline.secret": stages}
 
     # Looking.
 
@@ -158,17 +205,20 @@ class KubernetesLauncher:
             return ()  # nobody knows; all stays as it was
         now_s = self._clock()
         pods = self._pods.now()
+        for place in places.values():
+            self._begin(place, pods)
         self._ask_engines(pods, now_s)
         self._look_at_nodes(pods, places, now_s)
         found = tuple(self._seen(name, place, pods, now_s) for name, place in places.items())
-        known = {place.get("pod") for place in places.values()}
+        known = {each for place in places.values() for each in (place.get("pod"), *workers_of(place))}
         for name in pods.keys() - known:
             # Started, and never written down: nobody counts on it.
             self._delete(name)
         return found
 
     def _ask_engines(self, pods: Mapping[str, Manifest], now_s: float) -> None:
-        ready = [name for name, pod in pods.items() if is_ready(pod) or name in self._heard_s]
+        engines = {name: pod for name, pod in pods.items() if part_of(pod) == "engine"}
+        ready = [name for name, pod in engines.items() if is_ready(pod) or name in self._heard_s]
         for name, well in zip(
             ready, self._askers.map(lambda each: healthy(url_of(pods[each])), ready), strict=True
         ):
@@ -181,10 +231,17 @@ class KubernetesLauncher:
     def _seen(self, name: str, place: Place, pods: Mapping[str, Manifest], now_s: float) -> Sighting:
         pod_name = str(place.get("pod", ""))
         pod = pods.get(pod_name)
+        lame = self._lame(place, pods, now_s)
+        if lame:
+            for each in (pod_name, *workers_of(place)):
+                self._delete(each, insist=True)
+            return Sighting(name, "dead", problem=lame)
+        if pod is None and workers_of(place) and pod_name not in self._made_s:
+            return Sighting(name, "starting")
         if pod is None:
-            if now_s - self._made_s.get(pod_name, -FRESH_S) < FRESH_S:
-                return Sighting(name, "starting")
             asked = pod_name in self._ending
+            if not asked and now_s - self._made_s.get(pod_name, -FRESH_S) < FRESH_S:
+                return Sighting(name, "starting")
             self._forget(pod_name)
             return Sighting(name, "dead", problem="was asked to end" if asked else "its pod is gone")
         problem = self._problem(pod, now_s)
@@ -193,6 +250,17 @@ class KubernetesLauncher:
             self._delete(pod_name, insist=True)
             return Sighting(name, "dead", problem=problem)
         return Sighting(name, "up", url_of(pod)) if is_ready(pod) else Sighting(name, "starting")
+
+    def _lame(self, place: Place, pods: Mapping[str, Manifest], now_s: float) -> str:
+        """Which of its workers an engine has lost for good; they are gone together."""
+        for name in workers_of(place):
+            pod = pods.get(name)
+            if pod is None and now_s - self._made_s.get(name, -FRESH_S) >= FRESH_S:
+                return f"its worker {name} is gone"
+            problem = self._problem(pod, now_s) if pod is not None else ""
+            if problem:
+                return f"its worker {name}: {problem}"
+        return ""
 
     def _problem(self, pod: Manifest, now_s: float) -> str:
         """Why a pod's engine is dead; empty where it is not."""
@@ -214,7 +282,9 @@ class KubernetesLauncher:
     def _look_at_nodes(self, pods: Mapping[str, Manifest], places: dict[str, Place], now_s: float) -> None:
         self._silent = {node: at_s for node, at_s in self._silent.items() if now_s - at_s < BAN_S}
         nodes = self._nodes.now()
-        engines = {place.get("pod"): name for name, place in places.items()}
+        engines = {
+            each: name for name, place in places.items() for each in (place.get("pod"), *workers_of(place))
+        }
         for name, node in nodes.items():
             if is_cordoned(node) and not self._known.get(name):
                 here = tuple(
@@ -276,6 +346,10 @@ def pod_name_of(name: str) -> str:
 
 def url_of(pod: Manifest) -> str:
     return f"http://{pod.get('status', {}).get('podIP', '')}:{PORT}"
+
+
+def part_of(pod: Manifest) -> str:
+    return str(pod["metadata"].get("labels", {}).get("potluck/part"))
 
 
 def node_of(pod: Mapping[str, Any]) -> str:

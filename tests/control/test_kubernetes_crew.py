@@ -1,0 +1,122 @@
+"""A pipeline over several machines as pods: workers first, then the engine; all of it stands or falls together."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kube_server import Kube
+from test_kubernetes_launcher import ENGINE, SPELLINGS, come_to
+
+from potluck.cli.serving.engine.command import serve
+from potluck.control.launch.base import Place
+from potluck.control.launch.command import EngineMaker
+from potluck.control.launch.kubernetes.api import connect
+from potluck.control.launch.kubernetes.launcher import KubernetesLauncher, Terms
+from potluck.control.launch.kubernetes.pods import Cluster
+from potluck.control.values import Make
+from potluck.core.values.layout import Layout, Stage, StageNode
+from potluck.engine.pipeline.launch import parse_stages
+
+LAYOUT = Layout((Stage(2, (StageNode("1xA10", 1),)), Stage(4, (StageNode("1xL4", 1),) * 2)))
+MAKE = Make("m", LAYOUT, "east")
+NAMES = ["p-1-w0", "p-1-w1", "p-1-w2"]
+WORKER = "import socket,sys,time;s=socket.create_server((sys.argv[1],7100));print(sys.stdin.read());time.sleep(999)"
+
+
+def script(words: list[str]) -> list[str]:
+    """Engines and workers are a few lines of Python, which listen where real ones would."""
+    if words[0] != "sh":
+        return [sys.executable, "-S", "-c", ENGINE, words[words.index("--host") + 1]]
+    secret = words[2].split(" < ")[1]
+    return ["sh", "-c", f"exec {sys.executable} -S -c '{WORKER}' $POD_IP < {secret}"]
+
+
+@pytest.fixture
+def kube(tmp_path: Path) -> Iterator[Kube]:
+    (tmp_path / "pods").mkdir()
+    found = Kube(tmp_path / "pods", script, first_ip="127.81.0.")
+    found.add_node("node-a", "NVIDIA-A10", 1, "east")
+    for name in ("node-b", "node-c", "node-d"):
+        found.add_node(name, "NVIDIA-L4", 1, "east")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def launcher(kube: Kube, tmp_path: Path) -> Iterator[KubernetesLauncher]:
+    terms = Terms(EngineMaker("gpu"), SPELLINGS, Cluster("registry/potluck:1"), "the key")
+    made = KubernetesLauncher(connect(kube.url), terms, tmp_path, str(tmp_path))
+    yield made
+    made.close()
+
+
+def until_gone(launcher: KubernetesLauncher, kube: Kube, places: dict[str, Place]) -> None:
+    until_s = time.monotonic() + 60.0
+    while kube.objects["pods"]:
+        launcher.look(places)
+        assert time.monotonic() < until_s, kube.objects["pods"]
+        time.sleep(0.02)
+
+
+def test_workers_come_first_and_the_engine_is_told_where_they_are(
+    kube: Kube, launcher: KubernetesLauncher
+) -> None:
+    places = {"p-1": launcher.start("p-1", MAKE)}
+    assert sorted(kube.objects["pods"]) == NAMES
+    assert come_to(launcher, places, "up").url.startswith("http://127.81.0.")
+    pods = kube.objects["pods"]
+    assert [pods[name]["spec"]["nodeSelector"]["nvidia.com/gpu.product"] for name in NAMES] == [
+        "NVIDIA-A10",
+        "NVIDIA-L4",
+        "NVIDIA-L4",
+    ]
+    assert len({pods[name]["spec"]["nodeName"] for name in NAMES}) == 3
+    words = pods["p-1"]["spec"]["containers"][0]["command"]
+    one, two = parse_stages(words[words.index("--stages") + 1])
+    at = [(pods[name]["status"]["podIP"], 7100) for name in NAMES]
+    assert [place.address for place in (*one.places, *two.places)] == at
+    assert (one.layers, two.layers) == (2, 4)
+    with serve.make_context("serve", list(words[3:])) as found:
+        assert str(found.params["secret_file"]) == "/etc/potluck/pipeline.secret"
+    secret = next(iter(kube.objects["secrets"].values()))["data"]["pipeline.secret"]
+    assert secret.encode() not in (kube.folder / "p-1-w0.log").read_bytes()
+    launcher.stop("p-1", places["p-1"])
+    assert come_to(launcher, places, "dead").problem == "was asked to end"
+    until_gone(launcher, kube, {})
+
+
+def test_a_worker_that_ends_is_started_again_and_the_engine_stays(
+    kube: Kube, launcher: KubernetesLauncher
+) -> None:
+    places = {"p-1": launcher.start("p-1", MAKE)}
+    come_to(launcher, places, "up")
+    before = kube.processes["p-1-w1"]
+    before.kill()
+    until_s = time.monotonic() + 60.0
+    while kube.processes.get("p-1-w1") in (before, None):
+        assert launcher.look(places)[0].state == "up"
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+    assert kube.objects["pods"]["p-1-w1"]["spec"]["restartPolicy"] == "Always"
+
+
+def test_a_worker_whose_pod_is_gone_takes_all_of_it_along(kube: Kube, launcher: KubernetesLauncher) -> None:
+    places = {"p-1": launcher.start("p-1", MAKE)}
+    come_to(launcher, places, "up")
+    kube.cordon("node-b")
+    on_b = next(name for name, pod in kube.objects["pods"].items() if pod["spec"]["nodeName"] == "node-b")
+    until_s = time.monotonic() + 60.0
+    notices: list[tuple[str, ...]] = []
+    while not notices:
+        launcher.look(places)
+        notices = [each.engines for each in launcher.news() if each.kind == "notice"]
+        assert time.monotonic() < until_s
+    assert notices == [("p-1",)], "an engine is on every machine that it has a worker on"
+    kube.delete("pods", on_b, 0)
+    launcher._made_s[on_b] -= 60.0  # it was made a while ago
+    assert come_to(launcher, places, "dead").problem == f"its worker {on_b} is gone"
+    until_gone(launcher, kube, places)
