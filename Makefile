@@ -19,7 +19,7 @@ BUILD_OPTIONS := --quiet --disable-pip-version-check --no-input --no-deps --no-b
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test test-vllm test-sky test-ray test-demo environments lint format docs site bench compiled testcompiled wheel lock clean
+.PHONY: help up test test-vllm test-sky test-ray environments lint format docs site bench compiled testcompiled wheel lock clean
 .DELETE_ON_ERROR:
 
 help: ## list these commands
@@ -38,9 +38,6 @@ test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try h
 
 test-ray: $(RAY)/.made $(VENV)/.dev ## install Ray apart, and lose nodes of Ray and Kubernetes clusters that this machine acts as
 	PYTHONPATH=src RAY_USAGE_STATS_ENABLED=0 POTLUCK_PYTHON=$(abspath $(BIN)/python) $(RAY)/bin/python -m pytest -q tests/clusters
-
-test-demo: $(VENV)/.dev ## play a short day of potluck demo, on a machine that has nothing else to do
-	POTLUCK_ALONE=1 $(BIN)/python -m pytest -q tests/cli/test_demo.py
 
 test-sky: $(SKY)/.made ## install SkyPilot apart, and let it read what is exported for it
 	PYTHONPATH=src $(SKY)/bin/python -m pytest -q tests/export

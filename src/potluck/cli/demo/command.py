@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ STRATEGY = "prfaas"
 PLAN_S = 10.0
 WINDOW_SHARE, LOOK_SHARE = 1 / 12, 1 / 30
 """Of the day: the window over which rates and lengths are watched, and how often a plan may be asked for."""
-LEAST_WINDOW_S, LEAST_LOOK_S = 6.0, 2.0
+LEAST_WINDOW_S, LEAST_LOOK_S = 9.0, 2.0
 """Fewer requests would not say what their lengths are."""
 INTERRUPTED = 130
 
@@ -76,6 +76,8 @@ class _Day:
     quiet: bool
     keys: dict[str, str]
     market: Path
+    near_usd_per_h: float
+    """What the cheapest fleet in the region near costs alone."""
     stop: threading.Event = field(default_factory=threading.Event)
     interrupted: bool = False
     ready: bool = False
@@ -116,6 +118,7 @@ class _Day:
             self.seconds / len(acts),
             self.say,
             self.stop.is_set,
+            self.near_usd_per_h,
         )
         try:
             self.player.play(acts)
@@ -153,7 +156,7 @@ def _play(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) ->
 def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -> _Day:
     """All that a day needs, planned and not yet started."""
     from potluck.cli.common.problems import load_problem
-    from potluck.cli.demo.acts import LAB, SHOP
+    from potluck.cli.demo.signs import LAB, NEAR, SHOP
     from potluck.cli.serving.up.plan import HEADROOM
     from potluck.cli.trying.simulation import Inputs, read_one_spec
     from potluck.control.launch.command import EngineMaker
@@ -167,7 +170,10 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     click.echo("planning", err=True)
     spec = read_one_spec((day(),))
     problem = load_problem(spec, HEADROOM, None, (), 0.0)
-    plan = STRATEGIES[STRATEGY](Workshop(problem), Settings(time_limit_s=PLAN_S)).plan
+    alone = replace(problem, regions=tuple(each for each in problem.regions if each.name == NEAR), links=())
+    plan, near = (
+        STRATEGIES[STRATEGY](Workshop(each), Settings(time_limit_s=PLAN_S)).plan for each in (problem, alone)
+    )
     files = tuple((model.name, shipped_model()) for model in spec.models)
     maker = EngineMaker("pretended", files, tuple((each.name, each.model.name) for each in spec.models))
     market = folder / "market.yaml"
@@ -189,7 +195,8 @@ def _stood(folder: Path, seconds: float, port: int, stay: bool, as_json: bool) -
     ready = nursery if nursery is not None and nursery.wait_ready() else None
     stand = Stand(settings, plan, Replanner(problem, PLAN_S), ready)
     keys = {tenant: _key(stand, tenant) for tenant in (SHOP, LAB)}
-    return _Day(stand, Inputs(spec, problem, plan), seconds, stay, as_json, keys, market)
+    inputs = Inputs(spec, problem, plan)
+    return _Day(stand, inputs, seconds, stay, as_json, keys, market, near.cost_usd_per_h)
 
 
 def _key(stand: Stand, tenant: str) -> str:

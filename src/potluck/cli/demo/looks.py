@@ -48,8 +48,8 @@ class Look:
     at_s: float
     replicas: tuple[Standing, ...]
     usd_per_h: float
-    thresholds: tuple[float, ...]
-    """From which lengths on prompts may cross, link by link."""
+    threshold_tokens: float
+    """From which length on prompts may cross; 0 where none do."""
     crossed_bytes: float
     """KV that came from another region so far."""
     moved: int
@@ -64,19 +64,26 @@ class Look:
             if each.state == "ready" and role in ("", each.role) and region in ("", each.region)
         )
 
+    @property
+    def calm(self) -> bool:
+        """Nothing is about to come."""
+        return not any(each.state == "starting" for each in self.replicas)
+
     def count_on(self, node: str, region: str) -> int:
-        return sum(node in each.template and each.region == region for each in self.replicas)
+        """Replicas that stay."""
+        stay = [each for each in self.replicas if each.state in ("starting", "ready")]
+        return sum(node in each.template and each.region == region for each in stay)
 
 
-def look_at(client: GatewayClient, far: str, last: int) -> Look:
-    """`far` is where KV comes from that crosses; `last` the latest decision that is known."""
+def look_at(client: GatewayClient, far: str, link: str, last: int) -> Look:
+    """`far` is where KV comes from that crosses the `link`; `last` the latest decision that is known."""
     said = client.snapshot()
     metrics = client.metrics().splitlines()
     return Look(
         time.time(),
         tuple(_standing(each) for each in said["replicas"]),
         sum(each["usd_per_h"] for each in said["models"].values()),
-        tuple(each["tokens"] for each in said["thresholds"]),
+        max((each["tokens"] for each in said["thresholds"] if each["link"] == link), default=0.0),
         _total(metrics, MOVED_KV, f'source="[^"]*@{far}#'),
         round(_total(metrics, RETRIED, "")),
         last,

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from potluck.cli.demo.acts import FAR, LAB, SHOP, Act, Means, Seen, chosen
+from potluck.cli.demo.acts import Act, Means, chosen
 from potluck.cli.demo.looks import Decided, Look, decided_since, look_at
+from potluck.cli.demo.signs import FAR, LAB, LINK, SHOP, Seen
 from potluck.cli.demo.traffic import Counts, Traffic, counted
 from potluck.control.gateway import GatewayAway
 from potluck.core.values.types import Slo
 
 LOOK_S = 0.4
-PATIENCE_S = 150.0
-"""So long an act waits for its answer to show, on a machine that has much else to do."""
+PATIENCE_S = 90.0
+"""So long an act waits for its moment, and for its answer to show, on a machine that has much else to do."""
+EARLIER = 1 / 3
+"""Of an act's time, in which is seen how things are without it, where that is told."""
 MOST_WORDS = 400
 Result = TypeVar("Result")
 
@@ -46,6 +49,8 @@ class Player:
     """An act lasts so long, whether its answer showed sooner or not."""
     said: Callable[[str], None]
     stopped: Callable[[], bool]
+    near_usd_per_h: float = 0.0
+    """As `Seen` has it."""
     outcomes: list[Outcome] = field(default_factory=list)
     _last: int = 0
 
@@ -62,8 +67,8 @@ class Player:
 
     def _one(self, act: Act) -> Outcome:
         client = self.means.client
+        before = self._moment(act)
         began_s = time.monotonic()
-        before = self._look()
         self.said(f"{act.title}: {act.happens}")
         patient(lambda: client.note(act.title, act.happens, "act"))
         self.traffic.ask(act.name, act.asks)
@@ -96,15 +101,39 @@ class Player:
             (before.usd_per_h, seen.now.usd_per_h),
         )
 
-    def counts(self, act: Act, tenant: str = "") -> Counts:
-        """Of its requests that have ended."""
-        ended = [each for each in self.traffic.of(act.name, tenant) if each.shot.done_s >= 0]
-        return counted(ended, self.slo)
+    def _moment(self, act: Act) -> Look:
+        """Wait until it may begin: how things are then."""
+        first, since_s = self._look(), time.monotonic()
+        if act.earlier:
+            self.traffic.ask(act.name, act.earlier, before=True)
+        patient(lambda: act.prepare(self.means, first))
+        least_s = EARLIER * self.least_s if act.earlier else 0.0
+        while True:
+            seen = self._seen(act, first)
+            waited_s = time.monotonic() - since_s
+            if self.stopped() or waited_s >= (least_s if act.moment(seen) else PATIENCE_S):
+                return seen.now
+            time.sleep(LOOK_S)
 
-    def _seen(self, act: Act, before: Look, victim: str) -> Seen:
-        by_tenant = {tenant: self.counts(act, tenant) for tenant in (SHOP, LAB)}
-        decided = patient(lambda: self._decided(before.last))
-        return Seen(before, self._look(), decided, by_tenant, victim)
+    def counts(self, act: Act) -> Counts:
+        """Of its requests that have ended."""
+        return counted([each for each in self.traffic.of(act.name) if each.shot.done_s >= 0], self.slo)
+
+    def _seen(self, act: Act, before: Look, victim: str = "") -> Seen:
+        ended = [each for each in self.traffic.of(act.name) if each.shot.done_s >= 0]
+        during, earlier = (
+            {
+                tenant: counted(
+                    (each for each in ended if (each.tenant, each.before) == (tenant, so)), self.slo
+                )
+                for tenant in (SHOP, LAB)
+            }
+            for so in (False, True)
+        )
+        # What the day begins with was decided before its first act.
+        since = before.last if self.outcomes else 0
+        decided = patient(lambda: self._decided(since))
+        return Seen(before, self._look(), decided, during, earlier, victim, self.near_usd_per_h)
 
     def _decided(self, since: int) -> tuple[Decided, ...]:
         found = decided_since(self.means.client, since)
@@ -115,7 +144,7 @@ class Player:
     def _look(self) -> Look:
         def look() -> Look:
             self._decided(self._last)
-            return look_at(self.means.client, FAR, self._last)
+            return look_at(self.means.client, FAR, LINK, self._last)
 
         return patient(look)
 

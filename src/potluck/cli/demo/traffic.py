@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import ceil
 
 from potluck.core.values.types import Slo
 from potluck.load.client import Range, Shot
@@ -19,6 +22,8 @@ EVEN = 12.0
 """Of the gamma distribution of gaps: a variation of 0.3."""
 REFUSED = (429, 503, 504)
 """Answers that say no, and when to come again."""
+MOST = 0.95
+"""Share of first tokens that came within `Counts.ttft_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class Sent:
     act: str
     tenant: str
     shot: Shot
+    before: bool = False
+    """While the act had not begun, and waited for its moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,18 @@ class Counts:
     refused: int = 0
     lost: int = 0
     """Neither answered whole nor told no."""
+    ttft_s: float = 0.0
+    """Within which 19 of 20 had their first token, of those that were answered."""
+    no: str = ""
+    """What those who were told no were told most often."""
+
+    @property
+    def answered(self) -> int:
+        return self.requests - self.refused - self.lost
+
+    @property
+    def answered_share(self) -> float:
+        return self.answered / max(1, self.requests)
 
     @property
     def attained(self) -> float:
@@ -60,13 +79,29 @@ class Counts:
 def counted(sent: Iterable[Sent], slo: Slo) -> Counts:
     """All of them have ended."""
     requests = in_time = refused = lost = 0
+    ttfts_s: list[float] = []
+    said = Counter[str]()
     for each in sent:
+        shot = each.shot
         requests += 1
-        in_time += kept(each.shot, slo)
-        if not whole(each.shot):
-            no = each.shot.status in REFUSED
-            refused, lost = refused + no, lost + (not no)
-    return Counts(requests, in_time, refused, lost)
+        in_time += kept(shot, slo)
+        if whole(shot):
+            ttfts_s.append(shot.ttft_s)
+        elif shot.status in REFUSED:
+            refused += 1
+            said[_message(shot.problem)] += 1
+        else:
+            lost += 1
+    slow_s = sorted(ttfts_s)[ceil(MOST * len(ttfts_s)) - 1] if ttfts_s else 0.0
+    return Counts(requests, in_time, refused, lost, slow_s, said.most_common(1)[0][0] if said else "")
+
+
+def _message(body: str) -> str:
+    """What an answer that says no gives as its reason."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body
 
 
 @dataclass(slots=True)
@@ -79,8 +114,8 @@ class Traffic:
     """Tenant to key."""
     chance: random.Random = field(default_factory=lambda: random.Random(1))
     sent: list[Sent] = field(default_factory=list)
-    _act: str = ""
-    _asks: tuple[Ask, ...] = ()
+    _now: tuple[str, bool, tuple[Ask, ...]] = ("", False, ())
+    """Act, whether before it, and what is asked."""
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _wait: bool = True
@@ -89,15 +124,11 @@ class Traffic:
         self._thread = threading.Thread(target=self._run, name="potluck-demo-traffic", daemon=True)
         self._thread.start()
 
-    def ask(self, act: str, asks: tuple[Ask, ...]) -> None:
-        self._act, self._asks = act, asks
+    def ask(self, act: str, asks: tuple[Ask, ...], before: bool = False) -> None:
+        self._now = (act, before, asks)
 
-    def of(self, act: str, tenant: str = "") -> list[Sent]:
-        return [each for each in list(self.sent) if each.act == act and tenant in ("", each.tenant)]
-
-    def ended(self, act: str) -> bool:
-        """Whether every request of an act has had its answer."""
-        return all(each.shot.done_s >= 0 for each in self.of(act))
+    def of(self, act: str) -> list[Sent]:
+        return [each for each in list(self.sent) if each.act == act]
 
     def close(self, wait: bool = True) -> None:
         """Send no more; those under way are waited for, or given up."""
@@ -117,7 +148,7 @@ class Traffic:
         under_way: set[asyncio.Task[None]] = set()
         due_s = 0.0
         while not self._over.is_set():
-            asks = self._asks
+            act, before, asks = self._now
             rate = sum(each.rate_per_s for each in asks)
             if rate <= 0:
                 due_s = to.now_s
@@ -128,7 +159,7 @@ class Traffic:
             await to.wait(due_s)
             ask = self.chance.choices(asks, [each.rate_per_s for each in asks])[0]
             shot = self._shot(ask, due_s)
-            self.sent.append(Sent(self._act, ask.tenant, shot))
+            self.sent.append(Sent(act, ask.tenant, shot, before))
             task = asyncio.create_task(to.shoot(shot))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
@@ -147,5 +178,5 @@ class Traffic:
         )
 
     def _about(self, mean: int) -> int:
-        """Some are long: about half as much spread as the mean."""
-        return max(2, round(mean * self.chance.lognormvariate(-0.12, 0.5)))
+        """Some are long: a spread of about 0.3 of the mean, as the spec has it."""
+        return max(2, round(mean * self.chance.lognormvariate(-0.045, 0.3)))

@@ -1,0 +1,177 @@
+"""By which signs the answers of the demo's acts show, and what is told of what they saved.
+
+Pure: all of it is read from what the service says of itself, its decisions with their reasons, its prices, its fleet
+before and after, and from what its clients saw.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from potluck.cli.demo.looks import Decided, Look
+from potluck.cli.demo.traffic import Counts
+
+NEAR, FAR = "near", "far"
+LINK = f"{FAR}->{NEAR}"
+SHOP, LAB = "shop", "lab"
+CHEAP = "1xA10"
+"""The node that is on offer at last."""
+CROSSES = re.compile(rf"prompts beyond (\d+) tokens may go over {LINK}")
+LENGTHS = re.compile(r"(prompts|answers) of .* moved from")
+RAISED = 1.2
+LEAST_USD = 0.01
+LEAST_ASKED = 8
+MOST_OF, LESS_OF = 0.75, 0.5
+"""Of one who keeps to its share so much is answered, at least; of one who floods so much of that, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an act has brought about so far."""
+
+    before: Look
+    now: Look
+    decided: tuple[Decided, ...]
+    by_tenant: Mapping[str, Counts]
+    """Of requests that have ended."""
+    earlier: Mapping[str, Counts]
+    """Of those that were sent while the act waited for its moment."""
+    victim: str = ""
+    """The replica that something was done to."""
+    near_usd_per_h: float = 0.0
+    """What the cheapest fleet costs that has nothing in the other region."""
+
+    def of(self, *kinds: str) -> tuple[Decided, ...]:
+        """Of remarks only those on what may cross: paces are remarked on too."""
+        return tuple(
+            each
+            for each in self.decided
+            if each.kind in kinds and (each.kind != "remark" or CROSSES.search(each.what))
+        )
+
+    @property
+    def more(self) -> int:
+        """Replicas that are ready, more than before."""
+        return len(self.now.ready()) - len(self.before.ready())
+
+    @property
+    def saved_usd_per_h(self) -> float:
+        return self.before.usd_per_h - self.now.usd_per_h
+
+    @property
+    def moved(self) -> int:
+        """Attempts that went on elsewhere."""
+        return self.now.moved - self.before.moved
+
+    @property
+    def crossed_gb(self) -> float:
+        return (self.now.crossed_bytes - self.before.crossed_bytes) / 1e9
+
+    @property
+    def raised_tokens(self) -> float:
+        """The longest prompt so far that was kept from crossing."""
+        found = (CROSSES.search(each.what) for each in self.of("remark"))
+        return max((float(each[1]) for each in found if each), default=0.0)
+
+
+# By what it shows.
+
+
+def always(seen: Seen) -> bool:
+    return True
+
+
+def crossing(seen: Seen) -> bool:
+    """Something could be kept from crossing."""
+    return seen.now.threshold_tokens > 0 and bool(seen.now.ready(region=FAR))
+
+
+def usual(seen: Seen) -> bool:
+    """So many were asked and answered before it that one knows how long they take."""
+    return seen.now.calm and seen.earlier[SHOP].answered >= LEAST_ASKED
+
+
+def crossed(seen: Seen) -> bool:
+    return seen.crossed_gb > 0 and sum(each.requests for each in seen.by_tenant.values()) >= LEAST_ASKED
+
+
+def grown(seen: Seen) -> bool:
+    return bool(seen.of("plan")) and seen.more > 0
+
+
+def reshaped(seen: Seen) -> bool:
+    """A plan for the lengths that were seen, and something that was done for it."""
+    plans = [each.number for each in seen.of("plan") if LENGTHS.search(each.why)]
+    return bool(plans) and any(
+        each.number > plans[0] for each in seen.of("recast", "flip", "ready", "drain", "stop")
+    )
+
+
+def replaced(seen: Seen) -> bool:
+    lost = [each.number for each in seen.of("lost") if each.what.startswith(seen.victim)]
+    return bool(lost) and any(each.number > lost[0] for each in seen.of("ready", "plan"))
+
+
+def kept_near(seen: Seen) -> bool:
+    return seen.raised_tokens >= RAISED * seen.before.threshold_tokens > 0
+
+
+def fair(seen: Seen) -> bool:
+    mine, flood = seen.by_tenant[SHOP], seen.by_tenant[LAB]
+    return (
+        min(mine.requests, flood.requests) >= LEAST_ASKED
+        and mine.answered_share >= MOST_OF
+        and flood.answered_share <= LESS_OF * mine.answered_share
+    )
+
+
+def moving_house(seen: Seen) -> bool:
+    cheaper = bool(seen.of("plan")) and seen.saved_usd_per_h > LEAST_USD
+    return cheaper and any(CHEAP in each.template for each in seen.now.ready(region=NEAR))
+
+
+# What it saved.
+
+
+def far_share(seen: Seen) -> str:
+    usd, alone = seen.now.usd_per_h, seen.near_usd_per_h
+    told = f"the longer prompts are computed in {FAR}, from where {seen.crossed_gb:.1f} GB of KV came"
+    return told + (f": ${usd:.2f}/h instead of ${alone:.2f}/h in {NEAR} alone" if alone > usd else "")
+
+
+def peak(seen: Seen) -> str:
+    more = seen.now.usd_per_h - seen.before.usd_per_h
+    return f"replicas more: {seen.more}, for ${more:.2f}/h, paid while the burst lasts and not all day"
+
+
+def in_place(seen: Seen) -> str:
+    changed, saved = len(seen.of("recast", "flip")), seen.saved_usd_per_h
+    usd = f"${seen.before.usd_per_h:.2f}/h became ${seen.now.usd_per_h:.2f}/h"
+    sides = f"replicas that changed sides without loading weights: {changed}"
+    return "; ".join([sides] * (changed > 0) + [usd] * (not changed or saved > LEAST_USD))
+
+
+def went_on(seen: Seen) -> str:
+    lost = sum(each.lost for each in seen.by_tenant.values())
+    return f"{seen.moved} attempts went on elsewhere; {lost} requests lost"
+
+
+def not_sent(seen: Seen) -> str:
+    now, before = seen.raised_tokens, seen.before.threshold_tokens
+    return f"only prompts beyond {now:.0f} tokens wait for the thin link, not those beyond {before:.0f}"
+
+
+def shielded(seen: Seen) -> str:
+    mine, flood, before = seen.by_tenant[SHOP], seen.by_tenant[LAB], seen.earlier[SHOP]
+    served = max(1, mine.answered + flood.answered)
+    return (
+        f"{SHOP}: {mine.answered_share:.0%} of {mine.requests} answered, 19 of 20 begun within {mine.ttft_s:.1f} s "
+        f"({before.ttft_s:.1f} s before); {LAB}: {flood.answered_share:.0%} of {flood.requests} answered, "
+        f"{flood.answered / served:.0%} of all that was served, the rest told at once when to come again"
+    )
+
+
+def cheaper_now(seen: Seen) -> str:
+    return f"${seen.before.usd_per_h:.2f}/h became ${seen.now.usd_per_h:.2f}/h"
