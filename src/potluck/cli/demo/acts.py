@@ -25,7 +25,7 @@ RATE_PER_S = 4.0
 BURST, FLOOD = 2.0, 3.0
 """Times the usual rate."""
 THIN_GBPS, WIDE_GBPS = 1.0, 10.0
-USUAL, USUAL_COUNT, USUAL_USD_PER_H = "1xL4", 8, 0.6
+USUAL, USUAL_COUNT, USUAL_USD_PER_H = "1xL4", 10, 0.6
 """As in the spec."""
 CHEAP_COUNT, CHEAP_USD_PER_H = 6, 0.25
 MOST_TOLD = 2

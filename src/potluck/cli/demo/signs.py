@@ -22,7 +22,8 @@ CROSSES = re.compile(rf"prompts beyond (\d+) tokens may go over {LINK}")
 LENGTHS = re.compile(r"(prompts|answers) of .* moved from")
 RAISED = 1.2
 LEAST_USD = 0.01
-LEAST_ASKED = 8
+LEAST_ASKED, LEAST_SEEN = 8, 4
+"""Of one tenant, to say how long its answers take; of all, to say that there are answers."""
 MOST_OF, LESS_OF = 0.75, 0.5
 """Of one who keeps to its share so much is answered, at least; of one who floods so much of that, at most."""
 
@@ -94,7 +95,7 @@ def usual(seen: Seen) -> bool:
 
 
 def crossed(seen: Seen) -> bool:
-    return seen.crossed_gb > 0 and sum(each.requests for each in seen.by_tenant.values()) >= LEAST_ASKED
+    return seen.crossed_gb > 0 and sum(each.requests for each in seen.by_tenant.values()) >= LEAST_SEEN
 
 
 def grown(seen: Seen) -> bool:
