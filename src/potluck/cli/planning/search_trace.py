@@ -36,6 +36,8 @@ def require_kind(path: Path) -> None:
 
 def show_search(searched: Mapping[str, Found]) -> None:
     """A line per region: what the search expects for mean lengths, and how it got there."""
+    if not searched:
+        return  # nor is the search loaded
     from potluck.plan.search.result import attainment_trace
 
     for region, found in searched.items():
@@ -45,8 +47,7 @@ def show_search(searched: Mapping[str, Found]) -> None:
             f"search in {region}: {sparkline(points)} {percent(points[-1][1])} of requests within the objective "
             f"at mean lengths (on averages), best after {seconds(points[-1][0])}, {found.evaluated:,} states, {ended}"
         )
-    if searched:
-        click.echo()
+    click.echo()
 
 
 def write_trace(path: Path | None, searched: Mapping[str, Found]) -> None:

@@ -48,6 +48,7 @@ def solve(
     warm: Allocation | None = None,
     starts: Sequence[Mapping[Key, int]] = (),
     clock: Clock = time.process_time,
+    in_part: bool = True,
 ) -> Allocation:
     """The best plan found within the limit, with a proven lower bound; stops early at `gap_target`.
 
@@ -56,7 +57,8 @@ def solve(
 
     `warm` is the answer to an earlier program with the same templates, regions and node types: its prices
     start the column generation and its counts, where they still suffice, are the first plan. When demand
-    cannot be met the answer says so, and is the cheapest plan found for the largest uniform fraction that can.
+    cannot be met the answer says so, and is the cheapest plan found for the largest uniform fraction that can, or
+    (not `in_part`) no plan.
     """
     if not time_limit_s > 0:
         raise InputError("time_limit_s", f"must be positive, is {time_limit_s}")
@@ -67,7 +69,7 @@ def solve(
     warm = warm if warm is not None and _fits(program, warm) else None
     if isinstance(program, CoverProgram):
         return _cover(program, deadline, gap_target, warm, start_cpu_s)
-    return _flow(program, deadline, gap_target, warm, starts, start_cpu_s)
+    return _flow(program, deadline, gap_target, warm, starts, start_cpu_s, in_part)
 
 
 def _cover(
@@ -107,13 +109,14 @@ def _flow(
     warm: Allocation | None,
     starts: Sequence[Mapping[Key, int]],
     start_cpu_s: float,
+    in_part: bool,
 ) -> Allocation:
     known = dict(warm.counts) if warm is not None else {}
     reuse = [known] if warm is not None and warm.found else []
     keys = sorted({*known, *(key for each in starts for key in each)})
     state = solve_guarded(program, deadline, gap_target, keys, [*reuse, *map(dict, starts)])
     counts, shortfall = state.counts or {}, None
-    if state.counts is None and (state.infeasible or starts or not deadline.over):
+    if state.counts is None and in_part and (state.infeasible or starts or not deadline.over):
         part = deadline.part(MOST_SHARE)
         shortfall, counts = largest_fraction(program, part, gap_target, list(map(dict, starts)))
         if shortfall.fraction >= 1 - OPTIMAL:

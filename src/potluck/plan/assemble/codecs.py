@@ -42,10 +42,12 @@ def solved(
     gap_target: float = 0.0,
     clock: Callable[[], float] = time.process_time,
     books: Books | None = None,
+    in_part: bool = True,
 ) -> tuple[Columns, Allocation]:
     """The program over some templates and its answer, each model's KV in the most exact codec that will do.
 
-    Where not all demand fits, models of a higher priority come first (`plan.assemble.priorities`).
+    Where not all demand fits, models of a higher priority come first (`plan.assemble.priorities`); if not `in_part`,
+    nothing is planned then.
     """
 
     deadline = Deadline(time_limit_s, clock)
@@ -62,6 +64,7 @@ def solved(
             gap_target=gap_target,
             clock=clock,
             books=books,
+            in_part=in_part,
         )
 
     parts = len(levels(problem)) + 1 if len(levels(problem)) > 1 else 1
@@ -85,6 +88,7 @@ def _solved(
     gap_target: float,
     clock: Callable[[], float],
     books: Books | None,
+    in_part: bool,
 ) -> tuple[Columns, Allocation]:
     smallest = dict.fromkeys((each.name for each in problem.asks), problem.codecs[-1])
     found = columns(
@@ -96,6 +100,7 @@ def _solved(
         time_limit_s=time_limit_s,
         gap_target=gap_target,
         clock=clock,
+        in_part=in_part,
     )
     if len(problem.codecs) < 2 or not answer.counts:
         return found, answer

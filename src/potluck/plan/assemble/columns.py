@@ -22,20 +22,26 @@ from potluck.core.values.plan import (
     Template,
 )
 from potluck.core.values.types import Codec, Link
-from potluck.perf.moves.transfer import link_alpha_beta
 from potluck.perf.timers.pipeline import ORDER
-from potluck.plan.allocate.program import Bucket as DemandRow
-from potluck.plan.allocate.program import Count, Fleet, FlowProgram, Key, LinkRow, ModelColumns, Pin, price_of
+from potluck.plan.allocate.program import (
+    Count,
+    Fleet,
+    FlowProgram,
+    Key,
+    LinkRow,
+    Pin,
+    price_of,
+)
 from potluck.plan.allocate.result import Allocation
+from potluck.plan.assemble.model_columns import MACHINE, model_columns
 from potluck.plan.assemble.terms import charges_of, with_terms
-from potluck.plan.problem import Ask, Demand, Problem
+from potluck.plan.problem import Ask, Problem
 from potluck.plan.templates.combo import combo_capacity
 from potluck.plan.templates.pair import pair_capacity
 from potluck.plan.timing.book import Book, Books
-from potluck.plan.timing.cards import busy_limits, cards_of, late_s, link_bits_per_s, wire_bits
+from potluck.plan.timing.cards import late_s, link_bits_per_s, wire_bits
 from potluck.plan.timing.machines import machine_of
 from potluck.plan.timing.ranges import range_per_s
-from potluck.plan.timing.rates import HANDOVER_SHARE, UNPROMISED_TTFT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,6 @@ CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec, Book], tup
     "pair": pair_capacity,
 }
 """Kinds of templates whose replicas hand KV over over the network, and what they serve then."""
-MACHINE = "machine "
-"""Before the name of a machine among a fleet's node types."""
 
 
 def fleet_of(problem: Problem, machines: Sequence[str] = ()) -> Fleet:
@@ -134,10 +138,16 @@ def columns(
         )
         for each in problem.asks
     )
-    named = {machine for group in groups for template in group for machine in template.machines}
+    named = {
+        machine
+        for group in groups
+        for template in group
+        if template.kind == "group"
+        for machine in template.machines
+    }
     fleet = fleet_of(problem, sorted(named))
     models = tuple(
-        _model(problem, each, group, fleet, chosen[each.name])
+        model_columns(problem, each, group, fleet, chosen[each.name], books.of(problem, each))
         for each, group in zip(problem.asks, groups, strict=True)
     )
     links = links_of(problem.links, fleet.regions, problem.headroom)
@@ -163,8 +173,13 @@ def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec, boo
     """A template whose parts hand KV over in this codec; groups of machines have one of their own."""
     if template.codec == codec or template.kind not in CROSSING or not hands_over(template):
         return template
-    capacity = CROSSING[template.kind](problem, each, template.replicas, codec, books.of(problem, each))
-    return replace(template, capacity=capacity, codec=codec)
+    book = books.of(problem, each)
+
+    def make() -> Template:
+        capacity = CROSSING[template.kind](problem, each, template.replicas, codec, book)
+        return replace(template, capacity=capacity, codec=codec)
+
+    return book.once_of(("in", codec), template, make)
 
 
 def codecs_of(plan: Plan) -> dict[str, Codec]:
@@ -190,20 +205,6 @@ def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> 
         )
         for link in links
     )
-
-
-def crossing_s(wire_bits: float, link: Link) -> float:
-    """Seconds that a mean prompt's KV is behind its prefill on a link that it has to itself.
-
-    Layers are sent as they are computed, so only the last layer's part and a round trip are left when the
-    link keeps up; a link that does not is limited by its bandwidth row. Half of the KV is taken as left.
-    """
-    return float(link_alpha_beta(link).time_s(wire_bits / 16))
-
-
-def crossing_room_s(each: Ask, demand: Demand) -> float:
-    """The part of TTFT that templates leave free for handing KV over."""
-    return (each.slo.ttft_s if demand.promised else UNPROMISED_TTFT_S) * HANDOVER_SHARE
 
 
 def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
@@ -299,49 +300,6 @@ def _trimmed(found: Columns, allocation: Allocation) -> tuple[Share, ...]:
             place = found.program.fleet.regions[share.key.region]
             kept.append(Share(template, place, share.bucket, share.phase, rate))
     return tuple(kept)
-
-
-def _model(
-    problem: Problem, each: Ask, group: Sequence[Template], fleet: Fleet, codec: Codec
-) -> ModelColumns:
-    size = (len(group), len(each.demands))
-    uses = np.zeros((len(group), len(fleet.nodes)), np.uint8)
-    prefill, decode, closed = np.zeros(size), np.zeros(size), np.zeros(size)
-    bits = wire_bits(each, codec)
-    sends, takes = np.full(len(group), np.inf), np.full(len(group), np.inf)
-    for row, template in enumerate(group):
-        for count in template.nodes:
-            uses[row, fleet.nodes.index(count.node)] = count.count
-        for machine in template.machines:
-            uses[row, fleet.nodes.index(f"{MACHINE}{machine}")] = 1
-        for capacity in template.capacity:
-            prefill[row, capacity.bucket] = capacity.prefill_per_s
-            decode[row, capacity.bucket] = capacity.decode_per_s
-            closed[row, capacity.bucket] = capacity.closed_per_s
-        if not (prefill[row].any() or decode[row].any()):
-            continue  # what is handed over inside is in its rate
-        cards = cards_of(template.replicas, problem.by_name)
-        busy, passes = busy_limits(each, bits, cards, problem.headroom)
-        sends[row] = takes[row] = busy * cards.all_bits_per_s
-        prefill[row] *= passes
-        decode[row] *= passes
-    buckets = tuple(
-        DemandRow(
-            f"{each.name} up to {d.longest_tokens} tokens",
-            d.rate_per_s,
-            float(bits[d.bucket]),
-            frozenset(
-                (fleet.regions.index(link.source), fleet.regions.index(link.target))
-                for link in problem.links
-                if crossing_s(bits[d.bucket], link) > crossing_room_s(each, d)
-            ),
-            d.firm,
-        )
-        for d in each.demands
-    )
-    return ModelColumns(
-        each.name, buckets, uses, prefill, decode, closed, sends_bits_per_s=sends, takes_bits_per_s=takes
-    )
 
 
 def _pin(found: Columns, pin: Deployment, exactly: bool) -> Pin:

@@ -11,7 +11,8 @@ from math import isclose
 
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
-from potluck.plan.assemble.columns import CROSSING, EXACT, codecs_of, crossing_room_s, crossing_s, hands_over
+from potluck.plan.assemble.columns import CROSSING, EXACT, codecs_of, hands_over
+from potluck.plan.assemble.model_columns import crossing_room_s, crossing_s
 from potluck.plan.assemble.terms import EGRESS, rent_usd_per_h
 from potluck.plan.check.verify_terms import broken_terms
 from potluck.plan.problem import Ask, Problem

@@ -12,7 +12,8 @@ import numpy as np
 
 from potluck.core.values.plan import Plan
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
-from potluck.plan.assemble.columns import EXACT, codecs_of, crossing_room_s, crossing_s, egress_usd_per_h
+from potluck.plan.assemble.columns import EXACT, codecs_of, egress_usd_per_h
+from potluck.plan.assemble.model_columns import crossing_room_s, crossing_s
 from potluck.plan.assemble.terms import charges_of, domains, runs_in, share_asked
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.timing.cards import busy_limits, cards_of, link_bits_per_s, wire_bits

@@ -71,11 +71,11 @@ def explain(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Se
     problem = workshop.problem
     questions = len(problem.asks) + sum(1 for count in outcome.plan.nodes.values() if count)
     each_s = settings.time_limit_s * ASKING_SHARE / max(questions, 1)
-    settings = replace(settings, time_limit_s=each_s, start_s=None, starts=())
+    settings = replace(settings, time_limit_s=each_s, start_s=None, starts=(), asking=True)
     return Explanation(
         tuple(_model(workshop, outcome, planner, settings, ask.name) for ask in problem.asks),
         tuple(_nodes(workshop, outcome, planner, settings)),
-        term_prices(workshop, outcome, planner, settings),
+        term_prices(workshop, outcome, planner, replace(settings, asking=outcome.plan.fraction >= 1)),
         outcome.tried,
     )
 
@@ -114,7 +114,9 @@ def _model(
             rates[share.template] = rates.get(share.template, 0.0) + share.rate_per_s
     main = plan.template(max(rates, key=lambda name: rates[name])) if rates else None
     barred = () if main is None else tuple(each.node for each in main.nodes)
-    other = _without_nodes(workshop, planner, settings, model, barred) if barred else None
+    # With less on offer no more is served: where that falls short already, there is nothing to ask.
+    ask = bool(barred) and plan.fraction >= 1
+    other = _without_nodes(workshop, planner, settings, model, barred) if ask else None
     extra = (
         None
         if other is None or other.plan.fraction < 1
@@ -126,7 +128,7 @@ def _model(
         usd_per_million_tokens(workshop.problem, plan, model),
         barred,
         extra,
-        () if other is None else describe(other.plan, model),
+        () if other is None or extra is None else describe(other.plan, model),
     )
 
 
@@ -232,7 +234,7 @@ def _nodes(workshop: Workshop, outcome: Outcome, planner: Planner, settings: Set
             if not count and shadow <= 1e-9:
                 continue
             fewer = None
-            if count and not _last_node(problem, offer, count):
+            if count and plan.fraction >= 1 and not _last_node(problem, offer, count):
                 less = without_nodes(problem, region.name, offer.node, count - 1)
                 other = planner(Workshop(less, workshop.made, books=workshop.books), settings)
                 if other.plan.fraction >= 1:

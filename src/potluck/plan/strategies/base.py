@@ -53,6 +53,8 @@ class Settings:
     """When planning began, templates included; None: it begins now."""
     starts: tuple[Plan, ...] = ()
     """Plans to begin from: what is found serves no less than any of them, and for as much costs no more."""
+    asking: bool = False
+    """A question beside a plan: what all of the demand would cost; no other strategy is tried, no part is planned."""
     seed: int = 0
     """Of the search on a pool; the program needs none."""
     estimate: Estimate | None = None
@@ -254,6 +256,7 @@ def allocated(
         gap_target=settings.gap_target,
         clock=settings.clock,
         books=workshop.books,
+        in_part=not settings.asking,
     )
     workshop.books.keep()
     plan = plan_of(found, answer, strategy)

@@ -55,7 +55,7 @@ def grow(
     while done.rounds < rounds and not workshop.enough():
         templates = {ask.name: [*others.get(ask.name, ()), *workshop.pipelines(ask)] for ask in problem.asks}
         smallest = dict.fromkeys((ask.name for ask in problem.asks), problem.codecs[-1])
-        program = columns(problem, templates, pins=(), codecs=smallest).program
+        program = columns(problem, templates, pins=(), codecs=smallest, books=workshop.books).program
         relaxed = _relaxed(program, deadline, keys)
         if relaxed is None:
             return done

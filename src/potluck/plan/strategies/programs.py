@@ -49,19 +49,21 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
         return allocated(workshop, settings, "auto", templates)
     # Single nodes are few columns, soon solved: what they do is where all others begin.
     single = {ask.name: workshop.homogeneous(ask) for ask in problem.asks}
-    alone = allocated(workshop, settings.within(SINGLE_SHARE), "auto", single)
-    first = (*settings.starts, *((alone.plan,) if alone.plan.deployments else ()))
-    whole = allocated(workshop, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
+    first, tried = settings.starts, list[Outcome]()
+    if not settings.asking:
+        tried = [allocated(workshop, settings.within(SINGLE_SHARE), "auto", single)]
+        first += tuple(each.plan for each in tried if each.plan.deployments)
+    share = ASKING_SHARE if settings.asking else FIRST_SHARE
+    whole = allocated(workshop, replace(settings.within(share), starts=first), "auto", templates)
     if (
         whole.allocation.found
         and grow(workshop, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
     ):
         templates = _with_pipelines(workshop, others)
-        begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
+        begun = replace(settings.within(share), starts=(whole.plan,))
         whole = allocated(workshop, begun, "auto", templates)
-    tried = [alone]
     tried += [thunderserve(workshop, settings.within(RIVALS_SHARE))] if pooled and not inside else []
-    if not _settled(whole):
+    if not _settled(whole) and not settings.asking:
         rivals = (*RIVALS, thunderserve) if inside else RIVALS
         tried += [each(workshop, settings.within(RIVALS_SHARE / len(rivals))) for each in rivals]
         known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
@@ -83,6 +85,8 @@ SINGLE_SHARE = 0.2
 FIRST_SHARE = 0.35
 RIVALS_SHARE = 0.4
 """Of the time that is left: for single nodes alone, for the first try, then for all single strategies together."""
+ASKING_SHARE = 0.7
+"""The same for the first try where no others follow."""
 
 
 def made_in_turn(workshop: Workshop) -> None:

@@ -81,8 +81,8 @@ def _combo(
     problem: Problem, ask: Ask, types: tuple[NodeType, NodeType], n_p: int, n_d: int, book: Book
 ) -> Template | None:
     first, second = types
-    prefill = _instances(problem, ask, first, "prefill", n_p)
-    decode = _instances(problem, ask, second, "decode", n_d)
+    prefill = _instances(problem, ask, first, "prefill", n_p, book)
+    decode = _instances(problem, ask, second, "decode", n_d, book)
     if prefill is None or decode is None:
         return None
     nodes: tuple[NodeCount, ...]
@@ -117,18 +117,22 @@ def _combo(
     )
 
 
-def _instances(problem: Problem, ask: Ask, node: NodeType, role: Role, units: int) -> list[Replica] | None:
+def _instances(
+    problem: Problem, ask: Ask, node: NodeType, role: Role, units: int, book: Book
+) -> list[Replica] | None:
     """So many units of a node's GPUs as few instances of the largest tensor-parallel degree there is."""
-    degrees = [
-        tp for tp in range(1, node.gpus + 1) if node.gpus % tp == 0 and _layout(problem, ask, node, tp)
-    ]
+    degrees = book.once(("degrees", node.name), lambda: _degrees(problem, ask, node))
     if not degrees:
         return None
-    gpus = degrees[0] * units
+    gpus = min(degrees) * units
     tp = max(tp for tp in degrees if gpus % tp == 0)
-    layout = _layout(problem, ask, node, tp)
-    assert layout is not None
-    return [Replica(role, layout)] * (gpus // tp)
+    return [Replica(role, degrees[tp])] * (gpus // tp)
+
+
+def _degrees(problem: Problem, ask: Ask, node: NodeType) -> dict[int, Layout]:
+    """Layouts on one node by tensor-parallel degree, where the model fits."""
+    made = {tp: _layout(problem, ask, node, tp) for tp in range(1, node.gpus + 1) if node.gpus % tp == 0}
+    return {tp: layout for tp, layout in made.items() if layout is not None}
 
 
 def _layout(problem: Problem, ask: Ask, node: NodeType, tp: int) -> Layout | None:

@@ -8,6 +8,7 @@ limits, the source of this package's search). `timing/kept.py` says how files ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from json import dumps
 from pathlib import Path
 
@@ -92,10 +93,10 @@ def cached_stage_rates(
     sure: float = 0.5,
 ) -> tuple[StageRates, StageRates]:
     """`stage_rates`, from disk where they are there."""
-    given = encode((model, tuple(nodes), slo, input_tokens, output_tokens, max_stages, rule, sure))
+    given = dumps(encode((slo, input_tokens, output_tokens, max_stages, rule, sure))).encode()
     fitted = b"" if calibration is None else dumps(encode(calibration)).encode()
     code = sources("potluck.perf") + b"".join(map(own, RATES))
-    key = name_of(b"stage rates", dumps(given).encode(), fitted, code)
+    key = name_of(b"stage rates", _text(model, tuple(nodes)), given, fitted, code)
     shape = (max_stages, len(nodes), model.layer_count)
     stored = load(folder, key)
     if stored is not None and _are_rates(stored, shape):
@@ -113,6 +114,11 @@ def cached_stage_rates(
     order = np.array([ORDER.index(each) for each in made[0].confidences], np.int64)
     save(folder, key, {"prefill": made[0].units, "decode": made[1].units, "confidences": order})
     return made
+
+
+@lru_cache(maxsize=64)
+def _text(model: Model, nodes: tuple[NodeType, ...]) -> bytes:
+    return dumps(encode((model, nodes))).encode()
 
 
 def cached_library(

@@ -8,18 +8,18 @@ from (`header`): the model, node types, objective and lengths, and the code and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from json import dumps
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from potluck.core.codec import encode
 from potluck.core.values.confidence import Confidence
 from potluck.core.values.layout import Layout
-from potluck.core.values.plan import BucketCapacity
+from potluck.core.values.plan import BucketCapacity, Template
 from potluck.core.values.terms import NO_TERMS
 from potluck.core.values.types import Role
 from potluck.perf.timers.pipeline import ORDER
@@ -33,6 +33,7 @@ PARTS = ("templates/pair.py", "templates/aggregated.py")
 MOST = 20_000
 """Layouts of a book that are kept; one of so many is no longer quick to read."""
 FIGURES = 5
+T = TypeVar("T")
 
 
 class Rated(NamedTuple):
@@ -67,6 +68,18 @@ class Book:
     known: dict[str, Rated] = field(default_factory=dict)
     written: int = 0
     """How many of these are on disk."""
+    worked: dict[Hashable, Any] = field(default_factory=dict)
+    """What else was worked out from all that rates follow from, so that no plan of the same works it out again."""
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was worked out under this key, or is now."""
+        if key not in self.worked:
+            self.worked[key] = make()
+        return cast(T, self.worked[key])
+
+    def once_of(self, kind: Hashable, template: Template, make: Callable[[], T]) -> T:
+        """The same of one template, told from others by being it: comparing all of it would take longer."""
+        return self.once((kind, id(template)), lambda: (template, make()))[1]
 
     def rated(self, name: str, time: Callable[[], Rated]) -> Rated:
         """What is known by this name; timed where nothing is."""
