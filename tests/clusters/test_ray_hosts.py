@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificates
 from host_bed import Bed, Host, missing
 from ray_kit import NODES, STORE_BYTES
 from test_ray_live import WITHIN_S, potluck, written
+
+from potluck.control.store.store import Store
 
 RAY = Path(sys.executable).parent / "ray"
 TEMPORARY = Path("/tmp/ray")
@@ -91,8 +94,10 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
     head, state = cluster.head, tmp_path / "state"
     words = ("--state", str(state), "--engine", "pretended", "--averages", "--port", "0", "--json")
     where = ("--on", "ray", "--cluster", cluster.address, "--time-limit", "5")
+    authority = make_certificates(tmp_path, [each.address for each in cluster.bed.hosts])
+    tls = ("--engine-tls", f"{tmp_path}/%host%.pem", f"{tmp_path}/%host%.key", str(authority))
     process = subprocess.Popen(
-        cluster.on(head, potluck("up", str(plan), str(spec), *words, *where)),
+        cluster.on(head, potluck("up", str(plan), str(spec), *words, *where, *tls)),
         stdout=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
@@ -105,6 +110,9 @@ def test_a_host_is_cut_off_under_load_and_no_request_is_lost(
             head.inside(potluck("bench", url, *load, "--json")), stdout=subprocess.PIPE, text=True
         )
         came_to(head, state, lambda now: now["open_requests"] >= 2)
+        store = Store(state / "state.db")
+        assert all(each.url.startswith("https://") for each in store.instances())
+        store.close()
         cluster.bed.cut(cluster.named["L4"])
         began_s = time.monotonic()
         found = json.loads(bench.communicate(timeout=WITHIN_S)[0])

@@ -29,6 +29,7 @@ from potluck.gateway.desk.desk import Desk
 from potluck.gateway.desk.herald import Herald
 from potluck.gateway.desk.oversight import Oversight
 from potluck.gateway.fleet.keeper import Wanted
+from potluck.gateway.parts import Address
 from potluck.worlds.scene import Engine
 
 
@@ -89,7 +90,7 @@ class Fleet:
         self.oversight = Oversight(center)  # type: ignore[arg-type]
 
     def _endpoint(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(address=SimpleNamespace(host="h", port=self.names.index(name)))
+        return SimpleNamespace(address=Address("h", self.names.index(name)))
 
 
 def test_a_drain_is_told_to_the_brain_and_noted_as_by_hand() -> None:

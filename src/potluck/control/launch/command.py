@@ -53,6 +53,8 @@ class EngineMaker:
     """The plan's name of a model to the one it has in the catalog."""
     max_running: int = 32
     host: str = "127.0.0.1"
+    tls: tuple[str, str, str] | None = None
+    """Certificate, key and authority, as they are called where engines run: for the gateway, KV and stages alike."""
     chips: tuple[tuple[str, str], ...] = ()
     """Of this machine's GPUs the node type that each is, and its id."""
     gpus: tuple[tuple[str, str], ...] = ()
@@ -107,6 +109,8 @@ class EngineMaker:
             *("--host", self.host, "--port", str(port), "--kv-port", str(kv_port)),
             *("--name", make.model),
         ]
+        if self.tls is not None:
+            command += ["--tls", *self.tls[:2], "--kv-tls", *self.tls]
         folder = dict(self.files).get(make.model)
         if folder is not None:
             command += ["--model", str(folder)]

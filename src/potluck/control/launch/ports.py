@@ -6,9 +6,11 @@ import http.client
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
-from potluck.core.errors import CapacityError
+from potluck.api.tls import client_tls
+from potluck.core.errors import CapacityError, PotluckError
 
 ASK_S = 1.0
 LEASE_S = 60.0
@@ -46,12 +48,22 @@ class Ports:
         return True
 
 
-def healthy(url: str, within_s: float = ASK_S) -> bool:
-    """Whether an engine says that it is well."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
+def healthy(url: str, within_s: float = ASK_S, authority: str = "") -> bool:
+    """Whether an engine says that it is well; at https:// it must show a certificate of that authority."""
+    scheme, _, address = url.partition("://")
+    host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return False
-    connection = http.client.HTTPConnection(host, int(port), timeout=within_s)
+    try:
+        connection = (
+            http.client.HTTPConnection(host, int(port), timeout=within_s)
+            if scheme == "http"
+            else http.client.HTTPSConnection(
+                host, int(port), timeout=within_s, context=client_tls(Path(authority), "--engine-tls")
+            )
+        )
+    except PotluckError:
+        return False
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200

@@ -217,7 +217,7 @@ class Oversight:
         for name in (view.member.id, *others):  # before it is empty, which it may be at once
             endpoint = keeper.find(name)
             if endpoint is not None:
-                drains[f"http://{endpoint.address.host}:{endpoint.address.port}"] = self._center.desk.now_s()
+                drains[endpoint.address.url] = self._center.desk.now_s()
         self._center.desk.tell(Ordered(view.member.id, "drain"))
         return {"replica": view.member.id, "with_it": others, "open_requests": view.open_requests}
 

@@ -52,6 +52,12 @@ def elsewhere_options(command: _F) -> _F:
                 help="With --on: what the cluster calls a GPU of the spec, such as A100-80=A100.",
             ),
             click.option(
+                "--engine-tls",
+                nargs=3,
+                metavar="CERTIFICATE KEY AUTHORITY",
+                help="With --on ray: files of every machine, for TLS with engines; %host% in a name is its address.",
+            ),
+            click.option(
                 "--host",
                 default="127.0.0.1",
                 show_default=True,
@@ -72,6 +78,7 @@ class Elsewhere:
     image: str = "potluck"
     namespace: str = "potluck"
     gpu_labels: tuple[str, ...] = ()
+    engine_tls: tuple[str, str, str] | None = None
     host: str = "127.0.0.1"
 
     @classmethod
@@ -96,6 +103,8 @@ class Elsewhere:
 
     def settled(self, settings: StandSettings, spec: Spec) -> StandSettings:
         """With who starts engines there, what they ask for, and what the cluster has as the market."""
+        if self.engine_tls is not None and self.on != "ray":
+            raise InputError("--engine-tls", "is for --on ray, where addresses are machines' own")
         if self.on == "here":
             return settings
         from potluck.control.cluster import ClusterMarket
@@ -105,14 +114,17 @@ class Elsewhere:
         key_file = settings.folder / ENGINE_KEY
         if not key_file.exists():
             written(key_file, secrets.token_urlsafe(32))
+        maker = replace(settings.maker, tls=self.engine_tls)
         launcher = self._launcher(
-            settings.maker, self._spellings(spec), [each.name for each in spec.regions], settings.folder
+            maker, self._spellings(spec), [each.name for each in spec.regions], settings.folder
         )
         # The gateway reads the spec as it is written; it is told what the cluster has instead.
         written_regions = load_spec(settings.spec).regions
         market = ClusterMarket(launcher.there, self._spellings(spec), written_regions, settings.market)
         words = (*settings.gateway, f"--engine-key-file={key_file}")
-        return replace(settings, launcher=launcher, market=market, gateway=words)
+        if self.engine_tls is not None:
+            words = (*words, f"--engine-ca={self.engine_tls[2]}")
+        return replace(settings, maker=maker, launcher=launcher, market=market, gateway=words)
 
     def remembered(self, store: Store) -> None:
         """For whoever ends this service without us."""
@@ -122,7 +134,11 @@ class Elsewhere:
             raise InputError(
                 "--on", f"{self.on}: engines of this state are on {before}; `potluck down` first"
             )
-        store.set(ON, {"on": self.on, "cluster": self.cluster, "namespace": self.namespace})
+        secured = list(self.engine_tls or ())
+        if told.get("engine_tls", []) != secured and store.instances():
+            raise InputError("--engine-tls", "is not as engines of this state have it; `potluck down` first")
+        said = {"on": self.on, "cluster": self.cluster, "namespace": self.namespace}
+        store.set(ON, {**said, "engine_tls": secured})
 
     def _spellings(self, spec: Spec) -> Spellings:
         from potluck.catalog import gpus

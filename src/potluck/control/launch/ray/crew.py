@@ -62,7 +62,13 @@ class Crew:
         return self.members[-1]
 
     def create(
-        self, asks: Sequence[Ask], errand: Errand, environment: Mapping[str, str], secret: str, python: str
+        self,
+        asks: Sequence[Ask],
+        errand: Errand,
+        environment: Mapping[str, str],
+        secret: str,
+        python: str,
+        authority: str = "",
     ) -> None:
         """Ask Ray for them; it places them when it can."""
         actor = self._ray.remote(Supervisor)
@@ -75,7 +81,7 @@ class Crew:
                 resources=dict(only.resources),
                 label_selector=dict(only.labels),
                 **common,
-            ).remote(self.name, "engine", environment, secret, python)
+            ).remote(self.name, "engine", environment, secret, python, None, authority)
             return
         from ray.util import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -102,7 +108,7 @@ class Crew:
             ).remote(member.name, errand, environment, secret, python)
         common["num_cpus"] = LITTLE
         self.lead.handle = actor.options(name=self.name, scheduling_strategy=at(0), **common).remote(
-            self.name, "engine", environment, secret, python
+            self.name, "engine", environment, secret, python, None, authority
         )
 
     @property

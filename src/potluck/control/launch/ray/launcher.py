@@ -27,7 +27,7 @@ from potluck.control.launch.local import GRACE_S
 from potluck.control.launch.ports import healthy
 from potluck.control.launch.ray.crew import Crew, Member
 from potluck.control.launch.ray.nodes import Ask, ask_of, cluster_nodes, must_name_regions
-from potluck.control.launch.ray.supervisor import HOST, KV_PORT, PORT, PYTHON, SECRET_FILE, Errand
+from potluck.control.launch.ray.supervisor import HOST, KV_PORT, PORT, PYTHON, SECRET_FILE, Errand, Report
 from potluck.control.values import Make
 from potluck.core.errors import CapacityError, InputError
 
@@ -88,6 +88,7 @@ class RayLauncher:
     ) -> None:
         self._ray, self._terms, self._folder, self._clock = ray, terms, folder, clock
         self._lost_s = lost_s
+        self._authority = "" if terms.maker.tls is None else terms.maker.tls[2]
         self._space = f"potluck-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
         self._crews: dict[str, Crew] = {}
         self._silent: dict[str, float] = {}
@@ -112,7 +113,7 @@ class RayLauncher:
         errand: Errand = "worker" if worker else "stand"
         crew = Crew(self._ray, self._space, name, len(asks) if len(asks) > 1 else 0, self._clock())
         environment = {KEY_VARIABLE: self._terms.key} if self._terms.key else {}
-        crew.create(asks, errand, environment, secrets.token_urlsafe(24), self._terms.python)
+        crew.create(asks, errand, environment, secrets.token_urlsafe(24), self._terms.python, self._authority)
         self._crews[name] = crew
         place: Place = {
             "ray": self._space,
@@ -155,7 +156,8 @@ class RayLauncher:
         ]
         words[at] = ",".join(parts)
         words += ["--secret-file", SECRET_FILE]
-        return words, [PYTHON, "-m", "potluck.engine.pipeline", "--listen", f"{HOST}:0", "--stay"]
+        tls = () if maker.tls is None else ("--tls", *maker.tls)
+        return words, [PYTHON, "-m", "potluck.engine.pipeline", "--listen", f"{HOST}:0", "--stay", *tls]
 
     def _begin(self, crew: Crew, place: Place) -> None:
         """Start what can be started: workers at once, the engine when all of them listen."""
@@ -220,11 +222,7 @@ class RayLauncher:
         if crew.stopped_s is not None and now_s - crew.stopped_s > GRACE_S:
             crew.tell(crew.lead, "stop", True)
         said = crew.lead.said
-        return (
-            Sighting(name, "up", f"http://{said['address']}")
-            if said["state"] == "up"
-            else Sighting(name, "starting")
-        )
+        return Sighting(name, "up", self._url(said)) if said["state"] == "up" else Sighting(name, "starting")
 
     def _problem(self, crew: Crew, now_s: float) -> str:
         """Why an engine is dead; empty where it is not."""
@@ -252,7 +250,10 @@ class RayLauncher:
 
     def _answers(self, crew: Crew, member: Member) -> bool:
         """Whether the engine is well though the actor beside it is not heard: it is busy, or Ray is."""
-        return member is crew.lead and healthy(f"http://{member.said['address']}")
+        return member is crew.lead and healthy(self._url(member.said), authority=self._authority)
+
+    def _url(self, said: Report) -> str:
+        return f"{'https' if self._authority else 'http'}://{said['address']}"
 
     def _look_at_nodes(self, now_s: float) -> None:
         if now_s - self._nodes_s < NODES_S:

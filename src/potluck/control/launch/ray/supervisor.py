@@ -35,10 +35,13 @@ class Supervisor:
         secret: str = "",
         python: str = "",
         here: Callable[[], tuple[str, str]] | None = None,
+        authority: str = "",
     ) -> None:
+        """`authority`: of certificates, where an engine answers over TLS."""
         self._host, self._node = (_here if here is None else here)()
         self._name, self._errand, self._environment = name, errand, dict(environment)
         self._secret, self._python = secret, python or sys.executable
+        self._scheme, self._authority = "https" if authority else "http", authority
         folder = Path(tempfile.gettempdir()) / f"potluck-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self._log = folder / f"{name.replace('/', '-')}.log"
@@ -103,7 +106,8 @@ class Supervisor:
             said = self._first_line()
             return ("up", f"{self._host}:{said}") if said.isdecimal() else ("starting", "")
         address = f"{self._host}:{self._port}"
-        return ("up", address) if healthy(f"http://{address}") else ("starting", address)
+        well = healthy(f"{self._scheme}://{address}", authority=self._authority)
+        return ("up", address) if well else ("starting", address)
 
     def _first_line(self) -> str:
         try:
