@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
-from potluck.api.tls import client_tls
-from potluck.core.errors import CapacityError, PotluckError
+from potluck.core.errors import CapacityError
 
 ASK_S = 1.0
 LEASE_S = 60.0
@@ -54,17 +53,11 @@ def healthy(url: str, within_s: float = ASK_S, authority: str = "") -> bool:
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return False
+    connection = http.client.HTTPConnection(host, int(port), timeout=within_s)
     try:
-        connection = (
-            http.client.HTTPConnection(host, int(port), timeout=within_s)
-            if scheme == "http"
-            else http.client.HTTPSConnection(
-                host, int(port), timeout=within_s, context=client_tls(Path(authority), "--engine-tls")
-            )
-        )
-    except PotluckError:
-        return False
-    try:
+        if scheme == "https":
+            trusting = ssl.create_default_context(cafile=authority)
+            connection = http.client.HTTPSConnection(host, int(port), timeout=within_s, context=trusting)
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
