@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import pytest
 from certificates import make_certificates
 from pipeline_workers import PLAIN, SECRET, generate, local, pipeline
 
+from potluck.engine.pipeline import __main__ as worker
 from potluck.engine.pipeline import wire
 from potluck.engine.pipeline.serving import serve
 from potluck.engine.pipeline.wire import Connection, LinkError, Secure, connect, welcome
@@ -114,3 +116,27 @@ def standing(count: int, tls: Secure) -> Sequence[tuple[str, int]]:
     for each in listeners:
         threading.Thread(target=serve, args=(each, SECRET, True, tls), daemon=True).start()
     return [(HOST, each.getsockname()[1]) for each in listeners]
+
+
+def test_a_worker_says_its_port_first_and_then_that_it_is_heard_in_clear(
+    ours: Secure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started it may read both from one file."""
+    monkeypatch.setattr(worker, "serve", lambda listener, *_: listener.close())
+
+    def said(*words: str) -> list[str]:
+        out = io.StringIO()
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.argv", ["worker", *words])
+            patch.setattr("sys.stdin", io.StringIO(SECRET.decode() + "\n"))
+            patch.setattr("sys.stdout", out)
+            patch.setattr("sys.stderr", out)
+            worker.main()
+        return out.getvalue().splitlines()
+
+    port, warning = said("--listen", "127.0.0.2:0")
+    assert port.isdecimal()
+    assert "127.0.0.2 is served in clear" in warning
+    assert len(said("--listen", "127.0.0.1:0")) == 1
+    (refused,) = said("--listen", "127.0.0.2:0", "--tls", "a", "b", str(tmp_path))
+    assert refused.startswith("worker: tls: cannot use a, b")

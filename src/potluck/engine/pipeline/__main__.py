@@ -39,10 +39,11 @@ def main() -> int:
     except PotluckError as error:
         sys.stderr.write(f"worker: {error}\n")
         return 2
-    if tls is None and host not in ("127.0.0.1", "localhost", "::1"):
-        sys.stderr.write(f"worker: {host} is served in clear; give --tls where the network is not your own\n")
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()
+    # Behind the port, which is the first line also where both go to one file.
+    if tls is None and host not in ("127.0.0.1", "localhost", "::1"):
+        sys.stderr.write(f"worker: {host} is served in clear; give --tls where the network is not your own\n")
     serve(listener, secret, options.stay, tls)
     return 0
 
