@@ -26,6 +26,8 @@ FIRST = 6
 """Columns per model and region beside those of the relaxation, in the first integer program."""
 TRIES = 4
 """Integer programs over all columns that matter before giving up: HiGHS keeps time by its own clock."""
+SMALL = 60
+"""Columns with which an integer program is soon solved: no need to try a few of them first."""
 MOST_SURVIVORS = 800
 """Columns per model and region in the integer program that closes the gap."""
 
@@ -46,6 +48,8 @@ class FlowState:
     counts: dict[Key, int] | None = None
     infeasible: bool = False
     solved: int = 0
+    ready: bool = False
+    """Whether there is a relaxation at cost to go on from."""
 
     @property
     def goal(self) -> float:
@@ -60,6 +64,16 @@ def solve_flow(
     program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
 ) -> FlowState:
     """The cheapest plan, or the proof that there is none; `starts` are plans that may be known already."""
+    state = begun(program, deadline, gap_target, warm, starts)
+    if state.ready:
+        close(state)
+    return state
+
+
+def begun(
+    program: FlowProgram, deadline: Deadline, gap_target: float, warm: list[Key], starts: list[dict[Key, int]]
+) -> FlowState:
+    """The relaxation, and the best of the plans that are known."""
     pricer = Pricer(program)
     state = FlowState(pricer, deadline, gap_target)
     keys = sorted({*pricer.first_keys(), *warm})
@@ -82,7 +96,7 @@ def solve_flow(
     if state.relaxed is None:
         state.relaxed = start
         return state
-    close(state)
+    state.ready = True
     return state
 
 
@@ -91,10 +105,12 @@ def close(state: FlowState) -> None:
     relaxed = state.relaxed
     assert relaxed is not None
     limit, tries = FIRST, 0
+    if len(_undercutting(state, MOST_SURVIVORS)) <= SMALL:
+        limit = MOST_SURVIVORS
     while not state.done and not state.deadline.over and tries < TRIES:
         # The first one looks for a plan; from then on the columns are those that could undercut the goal.
-        ceiling = state.goal - relaxed.bound if state.counts is not None else INFINITY
-        keys = sorted({*_always(state), *state.pricer.cheapest(relaxed.reduced, limit, ceiling)})
+        ceiling = _ceiling(state)
+        keys = _undercutting(state, limit)
         left_out = _least_left_out(state, set(keys))
         rows = FlowRows(state.pricer.program, keys)
         state.solved = max(state.solved, len(keys))
@@ -110,6 +126,19 @@ def close(state: FlowState) -> None:
             return
         tries += whole
         limit = MOST_SURVIVORS if limit == FIRST else 4 * limit
+
+
+def _ceiling(state: FlowState) -> float:
+    """The reduced cost above which no column can be in a plan that reaches the goal."""
+    assert state.relaxed is not None
+    return state.goal - state.relaxed.bound if state.counts is not None else INFINITY
+
+
+def _undercutting(state: FlowState, limit: int) -> list[Key]:
+    """Columns of the next integer program: per model and region at most so many of those that could matter."""
+    assert state.relaxed is not None
+    few = state.pricer.cheapest(state.relaxed.reduced, limit, _ceiling(state))
+    return sorted({*_always(state), *few})
 
 
 def _always(state: FlowState) -> list[Key]:

@@ -19,7 +19,9 @@ PROBING = 1 << 15
 
 KINDS = highspy.HighsModelStatus
 INFEASIBLE = (KINDS.kInfeasible, KINDS.kUnboundedOrInfeasible)
-SOUND = (*INFEASIBLE, KINDS.kOptimal, KINDS.kTimeLimit)
+SOUND = (*INFEASIBLE, KINDS.kOptimal, KINDS.kTimeLimit, KINDS.kInterrupt)
+BUSY = 50
+"""How many times its CPU time an integer program may take on a busy machine."""
 
 
 @dataclass(slots=True)
@@ -62,25 +64,51 @@ def solve_milp(
 ) -> Answer:
     """HiGHS on one thread. A start gives all variables, or some by index for HiGHS to complete.
 
+    The limit is CPU time of this thread, as everywhere in planning, so that a busy machine changes no plan: HiGHS
+    itself keeps wall time, so it is asked to stop, and a linear program that it stopped too soon goes on.
     When HiGHS ends in an error (it finds its own solution a hair outside its tolerance), it is asked once more
     without presolve; what then still has no status proves nothing.
     """
-    clock_s = time.monotonic()
     highs = _silent()
+    watch = _Watch(time_limit_s)
+    if not relax:
+        highs.cbMipInterrupt += watch.stop_when_over
     highs.setOptionValue("mip_rel_gap", gap_rel)
     highs.setOptionValue("mip_abs_gap", max(gap_abs, 1e-9))
     highs.passModel(_as_lp(problem, relax))
     for presolve in ("choose", "off"):
         highs.setOptionValue("presolve", presolve)
-        left_s = time_limit_s - (time.monotonic() - clock_s)
-        highs.setOptionValue("time_limit", highs.getRunTime() + max(left_s, MIN_TIME_S))
         if not relax:
             _give_start(highs, start, sparse_start)
-        highs.run()
+        watch.run(highs, not relax)
         if highs.getModelStatus() in SOUND:
             return _answer(highs, mixed=bool(problem.integer.any()) and not relax)
         highs.clearSolver()
     return Answer(None, INFINITY, -INFINITY, None, infeasible=False, finished=False)
+
+
+class _Watch:
+    """Keeps HiGHS to a limit in CPU time of this thread."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._end_s = time.thread_time() + max(limit_s, MIN_TIME_S)
+
+    @property
+    def left_s(self) -> float:
+        return self._end_s - time.thread_time()
+
+    def stop_when_over(self, event: highspy.HighsCallbackEvent) -> None:
+        if self.left_s <= 0:
+            event.interrupt()
+
+    def run(self, highs: highspy.Highs, whole: bool) -> None:
+        """Until it is done or time is over. Simplex goes on from where it was; whole numbers would begin anew."""
+        slower = BUSY if whole else 1
+        while True:
+            highs.setOptionValue("time_limit", highs.getRunTime() + slower * max(self.left_s, MIN_TIME_S))
+            highs.run()
+            if slower > 1 or highs.getModelStatus() != KINDS.kTimeLimit or self.left_s <= MIN_TIME_S:
+                return
 
 
 def _give_start(highs: highspy.Highs, start: Floats | None, sparse_start: tuple[Ints, Floats] | None) -> None:
@@ -149,8 +177,7 @@ class GrowingLp:
 
     def solve(self, time_limit_s: float) -> tuple[Floats, Floats, float] | None:
         """(x, row duals, objective), or None when it was stopped or has no solution."""
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + max(time_limit_s, MIN_TIME_S))
-        self._highs.run()
+        _Watch(time_limit_s).run(self._highs, whole=False)
         if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None
         solution = self._highs.getSolution()

@@ -29,8 +29,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from potluck.plan.allocate.apart import solve_models
 from potluck.plan.allocate.deadline import Deadline
-from potluck.plan.allocate.flow import FlowState, solve_flow, start_vector
+from potluck.plan.allocate.flow import FlowState, start_vector
 from potluck.plan.allocate.flow_price import UNCAPPED, Duals, Pricer, duals_of, relax_flow
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.highs import INFINITY, solve_milp
@@ -350,6 +351,6 @@ def solve_guarded(
     """The cheapest plan that survives its losses, or the proof that there is none."""
 
     def attempt(each: FlowProgram, limit: Deadline, best: dict[Key, int]) -> FlowState:
-        return solve_flow(each, limit, gap_target, sorted({*warm, *best}), [best] if best else starts)
+        return solve_models(each, limit, gap_target, sorted({*warm, *best}), [best] if best else starts)
 
     return guarded(program, deadline, attempt, at_cost=True)

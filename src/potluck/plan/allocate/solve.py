@@ -16,6 +16,7 @@ from potluck.plan.allocate.flow import FlowState, settle, start_vector
 from potluck.plan.allocate.flow_price import prices_of
 from potluck.plan.allocate.flow_rows import THETA, FlowRows
 from potluck.plan.allocate.infeasible import largest_fraction
+from potluck.plan.allocate.needless import told_in, without_needless
 from potluck.plan.allocate.outages import solve_guarded
 from potluck.plan.allocate.primal import recheck
 from potluck.plan.allocate.program import (
@@ -111,14 +112,16 @@ def _flow(
     start_cpu_s: float,
     in_part: bool,
 ) -> Allocation:
-    known = dict(warm.counts) if warm is not None else {}
+    program, stands = without_needless(program)
+    begin = [told_in(each, stands) for each in starts]
+    known = told_in(dict(warm.counts), stands) if warm is not None else {}
     reuse = [known] if warm is not None and warm.found else []
-    keys = sorted({*known, *(key for each in starts for key in each)})
-    state = solve_guarded(program, deadline, gap_target, keys, [*reuse, *map(dict, starts)])
+    keys = sorted({*known, *(key for each in begin for key in each)})
+    state = solve_guarded(program, deadline, gap_target, keys, [*reuse, *begin])
     counts, shortfall = state.counts or {}, None
     if state.counts is None and in_part and (state.infeasible or starts or not deadline.over):
         part = deadline.part(MOST_SHARE)
-        shortfall, counts = largest_fraction(program, part, gap_target, list(map(dict, starts)))
+        shortfall, counts = largest_fraction(program, part, gap_target, begin)
         if shortfall.fraction >= 1 - OPTIMAL:
             shortfall = None
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from potluck.plan.strategies.base import Outcome, Settings, Workshop
+from potluck.plan.strategies.base import MAKING_SHARE, Outcome, Settings, Workshop
 from potluck.plan.strategies.cauchy import cauchy_ce, cauchy_co, cauchy_mc, cauchy_mce
 from potluck.plan.strategies.formats import choosing_formats
 from potluck.plan.strategies.near import near_users
@@ -18,7 +18,7 @@ def _in_time(strategy: Strategy) -> Strategy:
 
     def planned(workshop: Workshop, settings: Settings) -> Outcome:
         begun = settings.begun
-        return strategy(workshop.within(begun), begun)
+        return strategy(workshop.within(begun, MAKING_SHARE * begun.left_s), begun)
 
     return planned
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from potluck.plan.search.tabu import Found
 
 LEAST_SHARE = 0.05
+LATE_SHARE = 0.1
+"""Of the time limit, what is left when it is late."""
 FIRST_FEW = 3
 """Pipelines per bucket and phase that are timed before any price is known."""
 MAKING_SHARE = 0.5
@@ -69,6 +71,11 @@ class Settings:
         """Of the limit, at least the little that it takes to write down an answer."""
         spent_s = 0.0 if self.start_s is None else self.clock() - self.start_s
         return max(self.time_limit_s - spent_s, LEAST_SHARE * self.time_limit_s)
+
+    @property
+    def late(self) -> bool:
+        """Whether there is no time for another question."""
+        return self.start_s is not None and self.clock() - self.start_s > (1 - LATE_SHARE) * self.time_limit_s
 
     def within(self, share: float) -> Settings:
         """A part of what is left, for a question of its own."""
@@ -121,11 +128,10 @@ class Workshop:
     left_out: set[tuple[str, str]] = field(default_factory=set)
     """(kind, model) for which there was no time."""
 
-    def within(self, settings: Settings) -> Workshop:
-        """The same workshop, which makes nothing more once its share of the time is gone."""
-        start_s, share_s = settings.start_s, MAKING_SHARE * settings.time_limit_s
-        assert start_s is not None
-        return replace(self, enough=lambda: settings.clock() - start_s > share_s)
+    def within(self, settings: Settings, time_s: float) -> Workshop:
+        """The same workshop, which makes nothing more once so much time is gone from now on."""
+        end_s = settings.clock() + time_s
+        return replace(self, enough=lambda: settings.clock() > end_s)
 
     def settled(self, plan: Plan) -> Workshop:
         """The same workshop for a problem in which models have the formats of a plan."""

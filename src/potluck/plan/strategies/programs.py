@@ -30,9 +30,10 @@ from potluck.plan.strategies.pools import require_pool, worth_searching
 def auto(workshop: Workshop, settings: Settings) -> Outcome:
     """Everything at once, and never worse than any one strategy.
 
-    The program over all columns is solved first. Where that leaves no doubt, no strategy can do better: their columns
-    are among these. Else each of them is tried, the best of their plans is where the program begins again, and
-    what it ends with serves no less and costs no more.
+    The program over all columns is solved first, and again with those for which there was no time, where some is
+    left. Where that leaves no doubt, no strategy can do better: their columns are among these. Else each of them is
+    tried, the best of their plans is where the program begins again, and what it ends with serves no less and
+    costs no more.
     Groups of machines are columns where the pool is written down. A small fleet without one is searched as well,
     but what that finds stands apart: it is taken only when it is better than the plan without it.
     """
@@ -41,7 +42,7 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     inside = pooled and problem.pool is not None
     made_in_turn(workshop)
     groups = {ask.name: workshop.groups(ask, settings) if inside else [] for ask in problem.asks}
-    others = {ask.name: [*whole_nodes(workshop, ask), *groups[ask.name]] for ask in problem.asks}
+    others = _others(workshop, groups)
     grow(workshop, settings, others)
     templates = _with_pipelines(workshop, others)
     if settings.pins or settings.running or unsupported(problem):
@@ -53,24 +54,39 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     if not settings.asking:
         tried = [allocated(workshop, settings.within(SINGLE_SHARE), "auto", single)]
         first += tuple(each.plan for each in tried if each.plan.deployments)
-    share = ASKING_SHARE if settings.asking else FIRST_SHARE
-    whole = allocated(workshop, replace(settings.within(share), starts=first), "auto", templates)
+    before_s = settings.left_s
+    whole = allocated(workshop, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
+    longer = workshop.within(settings, settings.left_s - SOLVES_AGAIN * (before_s - settings.left_s))
+    if workshop.left_out and not longer.enough():  # it was solved sooner than it might have been
+        made_in_turn(longer)
+        workshop, others = longer, _others(longer, groups)
+        templates = _with_pipelines(workshop, others)
+        begun = replace(settings.within(FIRST_SHARE), starts=(*first, whole.plan))
+        whole = allocated(workshop, begun, "auto", templates)
     if (
         whole.allocation.found
         and grow(workshop, settings, others, whole.plan.total_usd_per_h, LATER_ROUNDS).added
     ):
         templates = _with_pipelines(workshop, others)
-        begun = replace(settings.within(share), starts=(whole.plan,))
+        begun = replace(settings.within(FIRST_SHARE), starts=(whole.plan,))
         whole = allocated(workshop, begun, "auto", templates)
     tried += [thunderserve(workshop, settings.within(RIVALS_SHARE))] if pooled and not inside else []
-    if not _settled(whole) and not settings.asking:
+    if (not _settled(whole) or workshop.left_out) and not settings.asking:
         rivals = (*RIVALS, thunderserve) if inside else RIVALS
-        tried += [each(workshop, settings.within(RIVALS_SHARE / len(rivals))) for each in rivals]
-        known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
-        again = allocated(workshop, replace(settings, starts=(*settings.starts, *known)), "auto", templates)
-        whole = _proven(again, whole)
+        for each in rivals:
+            if not settings.late:
+                tried.append(each(workshop, settings.within(RIVALS_SHARE / len(rivals))))
+        if not settings.late:
+            known = tuple(each.plan for each in (whole, *tried) if each.plan.deployments)
+            more = replace(settings, starts=(*settings.starts, *known))
+            whole = _proven(allocated(workshop, more, "auto", templates), whole)
     best = max([whole, *tried], key=lambda each: rank_of(problem, each))
     return whole if best is whole or not _better(problem, best, whole) else _proven(best, whole)
+
+
+def _others(workshop: Workshop, groups: Mapping[str, list[Template]]) -> dict[str, list[Template]]:
+    """All but pipelines."""
+    return {ask.name: [*whole_nodes(workshop, ask), *groups[ask.name]] for ask in workshop.problem.asks}
 
 
 def _with_pipelines(
@@ -81,12 +97,12 @@ def _with_pipelines(
 
 LATER_ROUNDS = 3
 """Of pipelines that might undercut the first plan, for copies are whole."""
-SINGLE_SHARE = 0.2
-FIRST_SHARE = 0.35
-RIVALS_SHARE = 0.4
+SOLVES_AGAIN = 1.3
+"""How much longer the program takes with the templates for which there was no time at first."""
+SINGLE_SHARE = 0.1
+FIRST_SHARE = 0.75
+RIVALS_SHARE = 0.5
 """Of the time that is left: for single nodes alone, for the first try, then for all single strategies together."""
-ASKING_SHARE = 0.7
-"""The same for the first try where no others follow."""
 
 
 def made_in_turn(workshop: Workshop) -> None:

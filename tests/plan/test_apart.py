@@ -1,0 +1,92 @@
+"""Models apart and columns that are needless: bounds that hold for any prices, and no plan that is lost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from allocate_reference import random_flow, reference
+
+from potluck.plan.allocate.apart import Apart, falls_apart
+from potluck.plan.allocate.deadline import Deadline
+from potluck.plan.allocate.flow import begun
+from potluck.plan.allocate.needless import told_in, without_needless
+from potluck.plan.allocate.program import FlowProgram, Key
+from potluck.plan.allocate.solve import solve
+
+
+def joined(seed: int) -> FlowProgram:
+    """A random program of several models that share nodes, links and perhaps a budget."""
+    program = random_flow(seed)
+    return replace(program, running=(), pins=(), limits=(), helpers=())
+
+
+SEEDS = [seed for seed in range(40) if falls_apart(joined(seed)) and reference(joined(seed)) is not None][:8]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
+    program, best = joined(seed), reference(joined(seed))
+    assert best is not None
+    state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
+    apart = Apart(state, Deadline(30.0, time.process_time))
+    rng = np.random.default_rng(seed)
+    for scale in (0.0, 0.3, 3.0):
+        mu = rng.uniform(0, scale, program.fleet.available.shape) * (
+            rng.random(program.fleet.available.shape) < 0.5
+        )
+        least = apart.costs(mu)
+        assert least is not None
+        assert sum(least) - float((mu * program.fleet.available).sum()) <= best * (1 + 1e-6) + 1e-6
+    apart.run(np.zeros(program.fleet.available.shape))
+    assert state.lower <= best * (1 + 1e-6) + 1e-6
+    assert state.upper >= best * (1 - 1e-6) - 1e-6
+
+
+def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
+    """The relaxation rents parts of copies; apart every model has whole ones, and nothing is left to prove."""
+    program = joined(SEEDS[0])
+    fleet = replace(program.fleet, available=program.fleet.available * 100)
+    program = replace(program, fleet=fleet, links=(), budget_usd_per_h=None)
+    state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
+    assert state.relaxed is not None
+    assert not state.done
+    Apart(state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))
+    assert state.lower == pytest.approx(state.upper, rel=1e-3)
+    assert state.upper == pytest.approx(reference(program), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_with_needless_columns(seed: int) -> None:
+    program = joined(seed)
+    worse = [
+        replace(
+            model,
+            uses=np.concatenate([model.uses, model.uses]),
+            prefill_per_s=np.concatenate([model.prefill_per_s, 0.9 * model.prefill_per_s]),
+            decode_per_s=np.concatenate([model.decode_per_s, model.decode_per_s]),
+            closed_per_s=np.concatenate([model.closed_per_s, 0.8 * model.closed_per_s]),
+            sends_bits_per_s=None,
+            takes_bits_per_s=None,
+            allowed=None,
+            fees_usd_per_h=None,
+        )
+        for model in program.models
+    ]
+    program = replace(program, models=tuple(worse))
+    thin, stands = without_needless(program)
+    for model, stand in zip(thin.models, stands, strict=True):
+        half = len(stand) // 2
+        assert model.allowed is not None
+        assert not model.allowed[half:].any()
+        assert (stand[stand] == stand).all()
+    keys = {Key(0, len(stands[0]) // 2, 0): 2, Key(0, 0, 0): 1}
+    told = told_in(keys, stands)
+    assert sum(told.values()) == 3
+    assert all(thin.models[0].allowed[key.template, key.region] for key in told)  # type: ignore[index]
+    found, best = solve(program, time_limit_s=30.0), reference(program)
+    assert found.found == (best is not None)
+    if best is not None:
+        assert found.cost_usd_per_h == pytest.approx(best, rel=1e-6, abs=1e-6)
