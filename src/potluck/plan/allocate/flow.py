@@ -25,7 +25,7 @@ WHOLE = 1e-6
 FIRST = 6
 """Columns per model and region beside those of the relaxation, in the first integer program."""
 TRIES = 4
-"""Integer programs over all columns that matter before giving up: HiGHS keeps time by its own clock."""
+"""Integer programs over all columns that matter before giving up."""
 SMALL = 60
 """Columns with which an integer program is soon solved: no need to try a few of them first."""
 MOST_SURVIVORS = 800
