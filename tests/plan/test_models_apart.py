@@ -31,7 +31,7 @@ def test_no_prices_bound_more_than_the_cheapest_plan_costs(seed: int) -> None:
     program, best = joined(seed), reference(joined(seed))
     assert best is not None
     state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
-    apart = Apart(state, Deadline(30.0, time.process_time))
+    apart = Apart(program, state, Deadline(30.0, time.process_time))
     rng = np.random.default_rng(seed)
     for scale in (0.0, 0.3, 3.0):
         mu = rng.uniform(0, scale, program.fleet.available.shape) * (
@@ -53,7 +53,7 @@ def test_models_with_nodes_in_plenty_are_settled_apart() -> None:
     state = begun(program, Deadline(30.0, time.process_time), 0.0, [], [])
     assert state.relaxed is not None
     assert not state.done
-    Apart(state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))
+    Apart(program, state, Deadline(30.0, time.process_time)).run(np.zeros(fleet.available.shape))
     assert state.lower == pytest.approx(state.upper, rel=1e-3)
     assert state.upper == pytest.approx(reference(program), rel=1e-3)
 

@@ -26,8 +26,8 @@ from potluck.plan.allocate.flow import FlowState, begun, close, offer_counts, so
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
 from potluck.plan.allocate.program import Fleet, Floats, FlowProgram, Key
 
-SHARE = 0.65
-"""Of the time that is left, for models apart; the rest is for all of them at once."""
+SHARE, MANY, MOST = 0.65, 6, 0.9
+"""Of the time that is left, for models apart; the rest is for all at once, of which little comes with many."""
 ROUNDS = 60
 BOX, NARROWER = 0.5, 0.4
 """How far the next prices may be from the best so far, as a share of a node's price, and how much less after each
@@ -36,6 +36,8 @@ FINE, COARSE = 1e-4, 2e-3
 """How closely each model is solved, at most and at first."""
 TIGHTEN_SHARE = 0.5
 """Of the time that is left, for a model that is solved once more."""
+AGAIN = 0.4
+"""What a round takes of the time of the one before: many models are not concerned by prices that rise elsewhere."""
 NOUGHT = 1e-7
 TOGETHER = 3
 """Models that are planned anew beside the others of a plan."""
@@ -56,9 +58,8 @@ class Choice:
 class Apart:
     """Choices of every model so far, and the prices that gave the best bound."""
 
-    def __init__(self, state: FlowState, deadline: Deadline) -> None:
+    def __init__(self, program: FlowProgram, state: FlowState, deadline: Deadline) -> None:
         self.state, self.deadline = state, deadline
-        program = state.pricer.program
         fleet = replace(
             program.fleet, price_usd_per_h=program.fleet.price_usd_per_h * (1 + program.init_penalty)
         )
@@ -91,7 +92,7 @@ class Apart:
             self._offer()
             if state.counts is None:
                 self._in_turn()
-            if state.done or self.deadline.left_s < before_s - self.deadline.left_s:
+            if state.done or self.deadline.left_s < AGAIN * (before_s - self.deadline.left_s):
                 break  # another round would not end in time
             relaxed = master(self.program, self.choices, self.mu, width, self.deadline)
             chosen = sum(self._best(m, self.mu) for m in range(len(self.choices))) - self._rest(self.mu)
@@ -321,7 +322,8 @@ def solve_models(
     state = begun(program, deadline, gap_target, warm, starts)
     if state.ready and not state.done and falls_apart(program):
         assert state.relaxed is not None
-        Apart(state, deadline.part(SHARE)).run(state.relaxed.duals.nodes)
+        part = deadline.part(SHARE if len(program.models) <= MANY else MOST)
+        Apart(program, state, part).run(state.relaxed.duals.nodes)
     if state.ready:
         close(state)
     return state

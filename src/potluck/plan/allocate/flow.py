@@ -87,7 +87,8 @@ def begun(
         return state
     state.relaxed = state.prices = relax_flow(pricer, deadline, at_cost=True, keys=start.keys)
     if state.relaxed is not None:
-        closer = with_whole_rows(pricer, state.relaxed, deadline)
+        small = sum(int((most >= 1).sum()) for most in pricer.most) <= SMALL
+        closer = None if small else with_whole_rows(pricer, state.relaxed, deadline)
         if closer is not None and closer[1].bound > state.relaxed.bound:
             state.pricer, state.relaxed = closer
         state.lower = state.relaxed.bound
