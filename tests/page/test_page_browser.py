@@ -229,6 +229,48 @@ def test_a_moment_of_the_past_has_an_address(lab: Lab) -> None:
     assert left == ""
 
 
+def test_the_log_is_filtered_and_a_moment_is_shared_while_requests_come(lab: Lab) -> None:
+    """By keyboard: a word, then a kind; then the address of now, which another tab opens."""
+    lines = "all('#event-list .event .what').map((each) => each.textContent)"
+
+    async def run() -> tuple[list[str], list[str], str, str]:
+        load = asyncio.ensure_future(lab.stage.flood(30.0, 120.0, 10))
+        try:
+            async with lab.browser.tab(lab.url, 1440, 2600) as tab:
+                await live(tab)
+                for what, kind in (("a kettle boils", "note"), ("tea is poured", "act")):
+                    lab.stage.center.herald.say(kind, what, "thirst")
+                await tab.until(f"{lines}.includes('tea is poured')")
+                await tab.run("one('#event-find').focus()")
+                await tab.write("KETTLE")
+                await tab.until(f"{lines}.length === 1")
+                by_word = await tab.run(lines)
+                await tab.run("one('#event-find').select()")
+                await tab.write("thirst")
+                await tab.until(f"{lines}.length === 2")
+                await tab.run(
+                    "one('#event-kind').value = 'act'; one('#event-kind').dispatchEvent(new Event('change'))"
+                )
+                await tab.until(f"{lines}.length === 1")
+                by_kind = await tab.run(lines)
+                await tab.run("one('#share').focus()")
+                await tab.press("Enter")
+                shared = await tab.until("/http\\S+#t=\\d+/.exec(says('#toast'))?.[0]")
+                clean(tab, lab.url)
+            async with lab.browser.tab(shared, 1440, 2600) as tab:
+                then = await tab.until("says('#link').startsWith('as it was') && says('#link')")
+                await tab.until("all('.tile').length > 0")
+                return by_word, by_kind, shared, then
+        finally:
+            load.cancel()
+
+    by_word, by_kind, shared, then = lab.run(run())
+    assert by_word == ["a kettle boils"]
+    assert by_kind == ["tea is poured"]
+    assert shared.startswith(f"{lab.url}/#t=")
+    assert then.startswith("as it was at ")
+
+
 def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None:
     """All of them count; what is drawn does not grow with them."""
     script = """(async () => {

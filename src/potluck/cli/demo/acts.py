@@ -73,7 +73,8 @@ class Act:
     shown: Callable[[Seen], bool]
     """Whether the answer is there."""
     told: tuple[str, ...]
-    """Kinds of decisions that the answer is told by, the latest of each; `no`: what the refused were told."""
+    """Kinds of decisions that the answer is told by, the latest of each (of remarks the one that
+    kept most from crossing); `no`: what the refused were told."""
     saved: Callable[[Seen], str]
     begin: Callable[[Means, Look], str] = _nothing
     """Does it; the replica that it is done to, if any."""
@@ -91,6 +92,8 @@ def chosen(act: Act, seen: Seen) -> str:
     for kind in act.told:
         if kind == "no":
             lines += [f"{tenant} is told: {each.no}" for tenant, each in seen.by_tenant.items() if each.no]
+        elif kind == "remark":
+            lines += [] if seen.raised is None else [seen.raised.line]
         else:
             lines += [each.line for each in seen.of(kind)[-1:]]
     return "; ".join(lines[:MOST_TOLD])

@@ -71,10 +71,20 @@ class Seen:
         return (self.now.crossed_bytes - self.before.crossed_bytes) / 1e9
 
     @property
+    def raised(self) -> Decided | None:
+        """What was said when the fewest prompts might cross."""
+        return max(self.of("remark"), key=_crossing, default=None)
+
+    @property
     def raised_tokens(self) -> float:
         """The longest prompt so far that was kept from crossing."""
-        found = (CROSSES.search(each.what) for each in self.of("remark"))
-        return max((float(each[1]) for each in found if each), default=0.0)
+        return 0.0 if self.raised is None else _crossing(self.raised)
+
+
+def _crossing(remark: Decided) -> float:
+    """From which length on prompts may cross, of a remark that says so."""
+    found = CROSSES.search(remark.what)
+    return float(found[1]) if found else 0.0
 
 
 # By what it shows.

@@ -6,6 +6,7 @@ import { detail } from "/page/detail.js";
 
 const ROLES = { prefill: ["P", "prefill"], decode: ["D", "decode"], mixed: ["M", "prefill + decode"] };
 const DENSE = 24, TINY = 60;
+const MOST_AT_ONCE = 50; // boxes that are dressed in one frame
 const map = $("map");
 const tiles = new Map();
 const paths = new Map();
@@ -16,6 +17,7 @@ const links = h("ul", { class: "links", "aria-label": "KV on the move, and links
 let built = "";
 let places = new Map();
 let chosen = null;
+let waiting = [];
 
 legend($("map-legend"), [["prefill", "P computes prompts"], ["decode", "D writes answers"], ["mixed", "M does both"],
   ["starting", "starting"], ["draining", "draining"], ["lost", "lost"], ["kv", "KV on the move"]]);
@@ -65,14 +67,14 @@ function tile(name, rows, dense) {
   };
   const button = h("button", { type: "button", class: "tile", "data-replica": name, onclick: () => choose(name) },
     h("span", { class: "top" }, parts.letter, parts.name), parts.words, h("span", { class: "track" }, parts.bar), parts.more);
-  tiles.set(name, { button, parts });
+  tiles.set(name, { button, parts, row: null });
   return button;
 }
 
 function dress(name, rows, models) {
   const row = rows[name];
   const found = tiles.get(name);
-  if (!found) return;
+  found.row = row;
   const { button, parts } = found;
   const [letter, words] = ROLES[row.role] || ["?", row.role];
   const kind = row.standby ? "standby" : row.state !== "ready" ? row.state : row.cordoned ? "cordoned" : row.doubted ? "doubted" : row.state;
@@ -81,10 +83,14 @@ function dress(name, rows, models) {
   text(parts.letter, row.state === "lost" ? "✕" : letter);
   const busy = row.state === "ready" && !row.standby;
   const says = busy ? `${row.open} open · KV ${Math.round(row.kv * 100)} %` : kind === "ready" ? "ready" : kind;
-  text(parts.words, map.className ? (busy ? String(row.open) : "") : says);
   parts.bar.style.transform = `scaleX(${row.state === "lost" ? 0 : row.busy})`;
   if (map.className) attribute(button, "title", `${short(name, rows)}: ${kind}, ${row.open} open`);
-  text(parts.more, `, ${short(name, rows)}, ${models > 1 ? `${row.model}, ` : ""}${words}, ${kind}, ${row.open} open requests, busy ${percent(row.busy)}`);
+  const spoken = `, ${short(name, rows)}, ${models > 1 ? `${row.model}, ` : ""}${words}, ${kind}, ${row.open} open requests, busy ${percent(row.busy)}`;
+  if (map.classList.contains("tiny")) attribute(button, "aria-label", `${parts.letter.textContent}${spoken}`); // laid out never
+  else {
+    text(parts.words, map.className ? (busy ? String(row.open) : "") : says);
+    text(parts.more, spoken);
+  }
   attribute(button, "aria-pressed", chosen === name);
 }
 
@@ -165,17 +171,22 @@ function paint() {
     structure(rows, regions);
   }
   const models = Object.keys(tables.models || {}).length;
-  for (const name of Object.keys(rows)) dress(name, rows, models);
+  // A row that changed is another one. Those that change meanwhile have their turn with the next drawing.
+  if (anew || !waiting.length) waiting = Object.keys(rows).filter((name) => tiles.has(name) && tiles.get(name).row !== rows[name]);
+  for (const name of waiting.splice(0, anew ? Infinity : MOST_AT_ONCE)) if (rows[name]) dress(name, rows, models);
+  if (waiting.length) return "more";
   if (anew) measure(); // boxes have their words, and so their size
   flows(tables.flows || {});
   linkList(tables.links || {}, tables.flows || {}, rows);
   if (chosen && !rows[chosen]) choose(null);
   detail(chosen, choose);
+  return "";
 }
 
 export function choose(name) {
   const before = chosen;
   chosen = name === chosen ? null : name;
+  for (const each of [before, chosen]) if (tiles.has(each)) attribute(tiles.get(each).button, "aria-pressed", each === chosen);
   repaint();
   detail(chosen, choose);
   if (!chosen && before) tiles.get(before)?.button.focus();

@@ -150,7 +150,10 @@ draws(null, ["events"], () => {
   let lines = loud.slice(-1);
   if (act >= 0 && (loud.at(-1).kind !== "note" || loud.length - act < 40)) {
     const since = loud.slice(act + 1);
-    lines = [loud[act], ...since.filter((each) => !(each.kind in TOLD)).slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
+    // Of what is said again and again, how far prompts may go, only the latest: plans and losses are to be seen beside it.
+    const latest = since.findLast((each) => each.kind === "remark");
+    const choices = since.filter((each) => !(each.kind in TOLD) && (each.kind !== "remark" || each === latest));
+    lines = [loud[act], ...choices.slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
   }
   const now = JSON.stringify(lines.map((each) => each.number));
   if (now === told) return;

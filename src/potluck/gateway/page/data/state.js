@@ -9,10 +9,14 @@ export const state = {
   at_s: 0, offset_s: 0,
 };
 
+const FRAME_MS = 5; // of painters' work in one frame; what is left is drawn in the next, so that no frame takes long
 const painters = [];
 const dirty = new Set();
 
-/** `paint` is called when one of these topics changed, its element can be seen, and not more often than every_ms. */
+/**
+ * `paint` is called when one of these topics changed, its element can be seen, and not more often than every_ms.
+ * Where it says "more" it is called again in the next frame.
+ */
 export function draws(element, topics, paint, every_ms = 500) {
   const painter = { element, topics: new Set(topics), paint, every_ms, last: 0, due: true, seen: true };
   painters.push(painter);
@@ -43,15 +47,18 @@ function paintAll(now) {
   }
   dirty.clear();
   let later = Infinity;
+  const began = performance.now();
   for (const painter of painters) {
     if (!painter.due || !painter.seen) continue;
     const wait = painter.last + painter.every_ms - now;
     if (wait > 4) { later = Math.min(later, wait); continue; }
+    if (performance.now() - began > FRAME_MS) { later = 0; continue; }
     painter.due = false;
     painter.last = now;
-    painter.paint();
+    if (painter.paint() === "more") { painter.due = true; painter.last = -Infinity; later = 0; }
   }
-  if (later < Infinity && !timer) timer = setTimeout(() => requestAnimationFrame(paintAll), later);
+  if (later === 0 && !timer) timer = requestAnimationFrame(paintAll);
+  else if (later < Infinity && !timer) timer = setTimeout(() => requestAnimationFrame(paintAll), later);
 }
 
 /** The tables of the moment that is shown. */
