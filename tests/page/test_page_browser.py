@@ -238,9 +238,10 @@ def test_the_log_is_filtered_and_a_moment_is_shared_while_requests_come(lab: Lab
         try:
             async with lab.browser.tab(lab.url, 1440, 2600) as tab:
                 await live(tab)
-                for what, kind in (("a kettle boils", "note"), ("tea is poured", "act")):
+                for what, kind in (("a kettle boils", "outcome"), ("tea is poured", "act")):
                     lab.stage.center.herald.say(kind, what, "thirst")
                 await tab.until(f"{lines}.includes('tea is poured')")
+                await tab.until("/boils.*poured/.test(says('#story'))")  # what was saved stays for a while
                 await tab.run("one('#event-find').focus()")
                 await tab.write("KETTLE")
                 await tab.until(f"{lines}.length === 1")

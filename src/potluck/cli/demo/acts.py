@@ -73,8 +73,8 @@ class Act:
     shown: Callable[[Seen], bool]
     """Whether the answer is there."""
     told: tuple[str, ...]
-    """Kinds of decisions that the answer is told by, the latest of each (of remarks the one that
-    kept most from crossing); `no`: what the refused were told."""
+    """Kinds of decisions that the answer is told by, the latest of each (of remarks the first that
+    kept clearly more from crossing); `no`: what the refused were told."""
     saved: Callable[[Seen], str]
     begin: Callable[[Means, Look], str] = _nothing
     """Does it; the replica that it is done to, if any."""
@@ -214,7 +214,7 @@ def _evening(coding: tuple[Ask, ...]) -> tuple[Act, ...]:
         Act(
             "cheaper",
             "A cheaper GPU",
-            f"{CHEAP_COUNT} of {CHEAP} can be had in {NEAR}, for ${CHEAP_USD_PER_H:.2f}/h each",
+            f"{CHEAP_COUNT} {CHEAP.removeprefix('1x')}s can be had in {NEAR}, for ${CHEAP_USD_PER_H:.2f}/h each",
             coding,
             signs.moving_house,
             ("plan", "replan"),

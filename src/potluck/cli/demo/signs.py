@@ -72,12 +72,14 @@ class Seen:
 
     @property
     def raised(self) -> Decided | None:
-        """What was said when the fewest prompts might cross."""
-        return max(self.of("remark"), key=_crossing, default=None)
+        """What was said when clearly fewer prompts might cross than before; else the most that was said."""
+        remarks, enough = self.of("remark"), RAISED * self.before.threshold_tokens
+        first = next((each for each in remarks if _crossing(each) >= enough), None)
+        return first or max(remarks, key=_crossing, default=None)
 
     @property
     def raised_tokens(self) -> float:
-        """The longest prompt so far that was kept from crossing."""
+        """The longest prompt that was kept from crossing then."""
         return 0.0 if self.raised is None else _crossing(self.raised)
 
 

@@ -153,7 +153,9 @@ draws(null, ["events"], () => {
     // Of what is said again and again, how far prompts may go, only the latest: plans and losses are to be seen beside it.
     const latest = since.findLast((each) => each.kind === "remark");
     const choices = since.filter((each) => !(each.kind in TOLD) && (each.kind !== "remark" || each === latest));
-    lines = [loud[act], ...choices.slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
+    // What the act before it saved stays to be read: it was told only a moment before this one began.
+    const last = loud.slice(0, act).findLast((each) => each.kind === "outcome" || each.kind === "act");
+    lines = [...(last?.kind === "outcome" ? [last] : []), loud[act], ...choices.slice(-MOST_CHOSEN), ...since.filter((each) => each.kind in TOLD).slice(-1)];
   }
   const now = JSON.stringify(lines.map((each) => each.number));
   if (now === told) return;
