@@ -10,18 +10,19 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategies"),
-    [("pool", ("thunderserve",)), ("pair", ("melange", "cauchy"))],
+    ("kind", "number", "strategies"),
+    # The last: prompts keep the one prefill replica busy although, coming in turn, each finds it free.
+    [("pool", 0, ("thunderserve",)), ("pair", 0, ("melange", "cauchy")), ("pipeline", 4, ("cauchy-mc",))],
 )
 def test_random_specs_run_as_planned(
-    kind: str, strategies: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, number: int, strategies: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import planned
     from parts import planned_specs
 
     path = tmp_path / f"{kind}.yaml"
-    path.write_text(planned_specs.spec_text(kind, 0), encoding="utf-8")
+    path.write_text(planned_specs.spec_text(kind, number), encoding="utf-8")
     runs = list(planned.tried(kind, path, strategies, 60.0))
     assert {each.strategy for each in runs} == set(strategies)
     for each in runs:

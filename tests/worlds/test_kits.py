@@ -100,6 +100,9 @@ def test_replicas_are_packed_onto_nodes_and_named_machines_stay_one() -> None:
     first, second, third = places(named, NODES)
     assert first == third != second
     assert len(first) == 1, "both stages stand on one machine"
+    parts = (("1xL4", 1, "c"), ("1xL4", 1, "d"), ("4xL4", 1, "a"), ("4xL4", 1, "b"))
+    found = places(group(*parts, nodes=(("1xL4", 2), ("4xL4", 2))), NODES)
+    assert len(set(found)) == 4, "machines of one type are apart, whatever those of another have taken"
     apart = group(("4xL4", 2, ""), nodes=(("4xL4", 2),))
     assert places(apart, NODES) == ((("4xL4", 0), ("4xL4", 1)),), "unnamed stages stand on nodes of their own"
     assert places(pair(), NODES) == ((("1xL4", 0),), (("1xH100-SXM", 0),))

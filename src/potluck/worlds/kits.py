@@ -284,7 +284,8 @@ def places(template: Template, nodes: Mapping[str, NodeType]) -> tuple[tuple[tup
             rooms = free.setdefault(member.node, [nodes[member.node].gpus])
             place = named.get((member.node, member.machine)) if member.machine else None
             if place is None:
-                taken = set(named.values()) if member.machine else {p for n, p in own if n == member.node}
+                others = [(node, p) for (node, _), p in named.items()] if member.machine else own
+                taken = {p for node, p in others if node == member.node}
                 place = max(
                     range(len(rooms)),
                     key=lambda i: (rooms[i] >= member.tp, i not in taken, -i),

@@ -207,9 +207,9 @@ class Room:
         return max(1.0, habit.answer_tokens if habit is not None else float(flight.output_tokens))
 
     def keeps_pace(self, view: View, flight: Flight, busy: float) -> bool:
-        """Whether one answer more keeps its pace where prompts take `busy` of the time."""
+        """Whether one answer more, be it the first, keeps its pace where prompts take `busy` of the time."""
         slo, facts = self.slo(flight.request.model), view.facts
-        if slo is None or facts is None or not view.open_requests:
+        if slo is None or facts is None:
             return True
         step_s = view.pace * step_seconds(facts, view.open_requests + 1)
         return step_s <= MARGIN * slo.tpot_s * (1.0 - busy)
