@@ -76,6 +76,7 @@ class Gateway:
                 kits=SimpleNamespace(kits={}),
                 kills=set(),
                 drains={},
+                cordons=SimpleNamespace(marks=[]),
             )  # type: ignore[arg-type]
         )
 
