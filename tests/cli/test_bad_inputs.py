@@ -79,6 +79,92 @@ SPECS = [
         ("available: 4", "available: 0"),
     )
 ]
+TERMS = """\
+origins:
+  - {name: asia, rtt_ms: {home: 200, away: 30}}
+models:
+  - model: Llama-3.1-8B
+    name: chat
+    slo: {ttft_ms: 1000, tpot_ms: 50}
+    traffic: {rate_by_hour: [1, 2], input: 500, output: 100, classes: {interactive: 0.3}, origins: {asia: 1.0}}
+    priority: 2
+    redundancy: {survive: node, share: 0.8}
+    max_spot_share: 0.25
+    precision: [bf16, fp8]
+    limits:
+      {no_regions: [away], no_nodes: [L4], residency: [home], max_gpu_kinds: 3, max_stages: 4, max_nodes: 5,
+       min_copies: 6, max_copies: 7}
+fleet:
+  regions:
+    - name: home
+      head_usd_per_h: 0.4
+      storage_usd_per_gb_month: 0.08
+      nodes:
+        - {node: 1xL40S, available: 9, price_usd_per_h: 1.5, reserved: 8, zone: b}
+        - {node: 1xL40S, available: 9, price_usd_per_h: 0.6, spot: true, preemptions_per_h: 0.3}
+    - name: away
+      nodes:
+        - {node: 1xL4, available: 4, price_usd_per_h: 0.8}
+links:
+  - {between: [home, away], gbps: 10, rtt_ms: 18, egress_usd_per_gb: 0.02}
+"""
+ASKED = [
+    TERMS.replace(*change, 1)
+    for change in (
+        ("rtt_ms: {home: 200", "rtt_ms: {hom: 200"),
+        ("{home: 200, away: 30}", "{home: -1}"),
+        ("{home: 200, away: 30}", "far"),
+        ("name: asia", "name: 3"),
+        ("[1, 2]", "[]"),
+        ("[1, 2]", "[1, -2]"),
+        ("[1, 2]", "noon"),
+        ("[1, 2]", "[0, 0]"),
+        ("{interactive: 0.3}", "{hurried: 0.3}"),
+        ("{interactive: 0.3}", "{interactive: 1.3}"),
+        ("{interactive: 0.3}", "{interactive: -0.3}"),
+        ("{interactive: 0.3}", "interactive"),
+        ("origins: {asia: 1.0}", "origins: {mars: 1.0}"),
+        ("origins: {asia: 1.0}", "origins: {asia: 0.4}"),
+        ("priority: 2", "priority: high"),
+        ("priority: 2", "priority: 1.5"),
+        ("survive: node", "survive: rack"),
+        ("share: 0.8", "share: 0"),
+        ("share: 0.8", "share: 80"),
+        ("{survive: node, share: 0.8}", "[node]"),
+        ("{survive: node, share: 0.8}", "{share: 0.8}"),
+        ("max_spot_share: 0.25", "max_spot_share: 25"),
+        ("max_spot_share: 0.25", "max_spot_share: -0.1"),
+        ("[bf16, fp8]", "[bf16, fp9]"),
+        ("[bf16, fp8]", "[]"),
+        ("[bf16, fp8]", "8"),
+        ("no_regions: [away]", "no_regions: [awya]"),
+        ("no_regions: [away]", "no_regions: [home, away]"),
+        ("no_regions: [away]", "only_clouds: [aws]"),
+        ("no_regions: [away]", "regions: [away]"),
+        ("no_nodes: [L4]", "no_nodes: [L5]"),
+        ("no_nodes: [L4]", "only_nodes: []"),
+        ("residency: [home]", "residency: [moon]"),
+        ("max_gpu_kinds: 3", "max_gpu_kinds: 0"),
+        ("max_stages: 4", "max_stages: 0"),
+        ("max_stages: 4", "max_stages: four"),
+        ("max_nodes: 5", "max_nodes: 0.5"),
+        ("min_copies: 6", "min_copies: -6"),
+        ("min_copies: 6", "min_copies: 8"),
+        ("max_copies: 7", "max_copies: 0"),
+        ("head_usd_per_h: 0.4", "head_usd_per_h: -0.4"),
+        ("storage_usd_per_gb_month: 0.08", "storage_usd_per_gb_month: cheap"),
+        ("reserved: 8", "reserved: 10"),
+        ("reserved: 8", "reserved: -1"),
+        ("reserved: 8, zone: b", "reserved: 8, zone: b, preemptions_per_h: 1"),
+        ("zone: b", "zone: [b]"),
+        ("spot: true", "spot: sometimes"),
+        ("spot: true", "spot: true, reserved: 1"),
+        ("preemptions_per_h: 0.3", "preemptions_per_h: -0.3"),
+        ("preemptions_per_h: 0.3", "preemptions_per_h: .nan"),
+        ("egress_usd_per_gb: 0.02", "egress_usd_per_gb: -0.02"),
+        ("egress_usd_per_gb: 0.02", "egress_usd_per_gb: free"),
+    )
+]
 RAW = [
     "",
     "models",
@@ -148,7 +234,17 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Pa
     assert sorted(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize("text", [*SPECS, *RAW], ids=range(len(SPECS) + len(RAW)))
+BAD = [*SPECS, *ASKED, *RAW]
+
+
+def test_they_are_many_and_the_terms_themselves_are_sound(tmp_path: Path) -> None:
+    assert len(BAD) + len(COMMANDS) >= 150
+    assert TERMS not in ASKED
+    (tmp_path / "spec.yaml").write_text(TERMS, encoding="utf-8")
+    assert run(["check", str(tmp_path / "spec.yaml")]) == 0
+
+
+@pytest.mark.parametrize("text", BAD, ids=range(len(BAD)))
 def test_a_bad_spec_is_refused(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from scale_builders import World, fleet_of, observed, plan_of, template, traffic
 
 from potluck.core.brain.events import Status
+from potluck.core.brain.facts import ModelFacts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import AskReplan, Resize, ScaleDecision
@@ -97,6 +98,44 @@ def test_taking_away_never_leaves_too_little_nor_nothing(small: int, large: int,
     if after < before:
         assert after * POLICY.headroom >= rate
         assert after > 0
+
+
+@given(st.integers(1, 4), st.integers(0, 4), st.floats(1, 120), st.sampled_from([1.0, 0.6]))
+def test_a_spare_copy_stays_where_a_node_may_be_lost(
+    small: int, large: int, rate: float, share: float
+) -> None:
+    """What is left without any one copy serves the share: it is started where it does not, and never taken away."""
+    there, seen = plan(small, large), traffic(rate)
+    rule = Cauchy(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node", survive_share=share)})
+    found = rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
+    begin = {"small": small, "large": large}
+    left = begin | counts(found)
+
+    def without_one(copies: dict[str, int]) -> float:
+        served = copies["small"] * 10 + copies["large"] * 25
+        return served - (25 if copies["large"] else 10)
+
+    if sum(left.values()) < sum(begin.values()):
+        assert without_one(left) * POLICY.headroom >= share * rate
+    short = share * rate - without_one(begin) * POLICY.headroom
+    if short > 2 * rate and sum(begin.values()) < 5:  # beyond noise and ratio, and there are nodes
+        assert sum(left.values()) > sum(begin.values())
+
+
+def test_a_fleet_with_a_spare_copy_is_left_alone() -> None:
+    there, seen = plan(3), traffic(11.0)  # 24 served of 11, and 16 without one
+    assert counts(
+        Cauchy(POLICY, REGIONS).on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
+    ) == {"small": 2}
+    rule = Cauchy(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="node")})
+    assert rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there) == ()
+    far = Cauchy(POLICY, REGIONS, {seen.model: ModelFacts(1.0, survive="region", survive_share=0.5)})
+    assert "starts" in _why(far, there, seen)  # one region alone: nothing would be left of it
+
+
+def _why(rule: Cauchy, there: Plan, seen: ModelObserved) -> str:
+    rule.on_tick(1000.0, observed(1000.0, seen), fleet_of(there), there)
+    return rule.why()
 
 
 def test_what_queues_is_demand() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.model import Model, in_format
 from potluck.core.values.plan import Plan
+from potluck.core.values.terms import FailureDomain
 from potluck.core.values.types import Link, NodeType, Region, Slo
 from potluck.perf.moves.startup import DEFAULT_COSTS, StartupCosts
 from potluck.perf.serving.phases import CHUNK_TOKENS
@@ -58,6 +59,8 @@ class Scene:
     """Of models whose weights lie where that differs."""
     idle_s: Mapping[str, float] = field(default_factory=dict)
     """Models whose copies go after so long without a request."""
+    survive: Mapping[str, tuple[FailureDomain, float]] = field(default_factory=dict)
+    """Models of which any one node, zone or region may be lost while that share is still served."""
     engines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
     """(template, index of the replica in it) to its engine, where it is not the default one."""
     paced: bool = True

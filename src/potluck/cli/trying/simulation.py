@@ -168,6 +168,7 @@ def scene_of(inputs: Inputs) -> Scene:
         {node.name: node.zone for node in pool.nodes if node.zone} if pool is not None else {},
         startups=startups_of(spec),
         idle_s={m.name: m.idle_s for m in spec.models if m.idle_s is not None},
+        survive={m.name: (m.terms.survive, m.terms.survive_share) for m in spec.models if m.terms.survive},
         profiles={ask.name: ask.profiles for ask in inputs.problem.asks if ask.profiles},
         rtt_s={(name, region): rtt_s for name, far in spec.origins for region, rtt_s in far},
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from potluck.core.values.kv import wire_bytes
+from potluck.core.values.terms import FailureDomain
 from potluck.core.values.types import Codec, Region, Slo
 
 BLOCK_TOKENS: Final = 16
@@ -39,6 +40,9 @@ class ModelFacts:
     """In which the KV of tokens is held."""
     limits: Slo | None = None
     """TTFT and TPOT that admission keeps to where they are tighter than promised: usual answers must keep E2E too."""
+    survive: FailureDomain | None = None
+    """What may be lost, any one of it, while `survive_share` of the demand is still served: scaling keeps to it."""
+    survive_share: float = 1.0
 
     def wire_bytes(self, tokens: float, codec: Codec = "fp16", start: float = 0) -> float:
         """What the KV of a prompt's tokens from `start` on puts on the wire."""

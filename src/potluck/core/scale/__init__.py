@@ -37,7 +37,7 @@ __all__ = [
 def scaler_of(policy: Policy, facts: Facts) -> Scaler:
     """The rule that the policy names, set up with its knobs."""
     if policy.scaling == "cauchy":
-        return WithInside(Cauchy(policy, facts.regions), Inside(policy, facts))
+        return WithInside(Cauchy(policy, facts.regions, facts.models), Inside(policy, facts))
     if policy.scaling == "flips":
         return WithInside(ShiftFlips(policy, facts), Inside(policy, facts))
     if policy.scaling == "prfaas":

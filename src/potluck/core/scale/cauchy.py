@@ -21,6 +21,9 @@ Beyond the paper, each for a failure seen in other scalers:
 - A template whose capacity is not known is never scaled, and `why` says so. The last copy of a model stays.
 - If nodes suffice for a part of the deficit only, that part is started.
 - Copies on standby that are ready come first, whatever they cost: they are paid already, and there at once.
+- Where a model must survive the loss of a node, C is what is left of its copies after the worst loss, over the share
+  that is to be served then, where that is less: a spare copy is not taken away, and one is started where it is
+  missing (zones count as regions: where in one a node comes up is not known).
 - Where the plan sends some lengths here and others there, each deployment is scaled by its own part (`parts`).
 """
 
@@ -29,7 +32,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Final
 
+from potluck.core.brain.facts import ModelFacts
 from potluck.core.brain.fleet import Fleet
 from potluck.core.brain.policy import Policy
 from potluck.core.scale.base import (
@@ -59,6 +64,7 @@ RECENT_NOISE = 3.5
 ON = 0.25
 """Share of a window after which more may be started after other starts."""
 QUEUE_S = 5.0
+NO_MODELS: Final[Mapping[str, ModelFacts]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +95,10 @@ class _Standing:
 class Cauchy:
     """Algorithm 1, model by model. State: when each model last changed, and the counts asked for."""
 
-    def __init__(self, policy: Policy, regions: tuple[Region, ...] = ()) -> None:
-        self._policy, self._regions = policy, regions
+    def __init__(
+        self, policy: Policy, regions: tuple[Region, ...] = (), models: Mapping[str, ModelFacts] = NO_MODELS
+    ) -> None:
+        self._policy, self._regions, self._models = policy, regions, models
         self._last_s: dict[str, float] = {}
         self._resized_s: dict[str, float] = {}
         self._plan: Plan | None = None
@@ -177,7 +185,8 @@ class Cauchy:
         if not standing.rates and not standing.startable:
             self._notes.say(model, "not scaled: none of its templates has a known capacity")
             return []
-        serves = standing.serves(standing.counts).served_per_s * policy.headroom
+        serves = self._sure_per_s(model, standing, standing.counts) * policy.headroom
+        spare = standing.serves(standing.counts).served_per_s * policy.headroom - serves
         queued = seen.held + queued_requests(fleet, model)
         late = max(0.0, queued - QUEUE_S * serves - sum(standing.counts.values()))
         if only_out:
@@ -187,13 +196,13 @@ class Cauchy:
         demand = seen.recent_rate_per_s + late / policy.window_s
         if seen.recent_rate_per_s > seen.rate_per_s and demand - serves > max(policy.ratio * serves, noise):
             state = _state(seen.recent_rate_per_s, queued, demand, serves)
-            return self._out(model, demand, standing, fleet, plan, state)
+            return self._out(model, demand + spare, standing, fleet, plan, state)
         # And a whole one?
         noise = NOISE * max(seen.error_per_s, sqrt(serves / seen.span_s))
         demand = seen.rate_per_s + late / policy.window_s
         state = _state(seen.rate_per_s, queued, demand, serves)
         if demand - serves > max(policy.ratio * serves, noise):
-            return self._out(model, demand, standing, fleet, plan, state)
+            return self._out(model, demand + spare, standing, fleet, plan, state)
         if only_out:
             return []
         if serves - demand > policy.ratio * serves:
@@ -206,6 +215,22 @@ class Cauchy:
             return self._in(model, demand + noise, standing, state)
         self._notes.say(model, f"{state}, within {policy.ratio:.0%} or the noise of {noise:.3g}")
         return []
+
+    def _sure_per_s(self, model: str, standing: _Standing, counts: Mapping[Key, int]) -> float:
+        """What copies serve, or what is left of it after the worst loss that must be survived, over its share."""
+        sure = standing.serves(counts).served_per_s
+        facts = self._models.get(model)
+        if facts is None or facts.survive is None:
+            return sure
+        for key, n in counts.items():
+            if not n:
+                continue
+            if facts.survive == "node":
+                left = {**counts, key: n - 1}
+            else:
+                left = {other: 0 if other[1] == key[1] else count for other, count in counts.items()}
+            sure = min(sure, standing.serves(left).served_per_s / facts.survive_share)
+        return sure
 
     def _out(
         self, model: str, demand: float, standing: _Standing, fleet: Fleet, plan: Plan, state: str
@@ -294,12 +319,12 @@ class Cauchy:
         counts = dict(standing.counts)
         less: dict[Key, int] = {}
         while True:
-            serves = standing.serves(counts).served_per_s
+            serves = self._sure_per_s(model, standing, counts)
             best: tuple[float, float, Key] | None = None
             for key in sorted(counts):
                 if not counts[key] or key not in self._wanted:
                     continue
-                after = standing.serves({**counts, key: counts[key] - 1}).served_per_s
+                after = self._sure_per_s(model, standing, {**counts, key: counts[key] - 1})
                 if after * self._policy.headroom < needed:
                     continue
                 rank = (serves - after, standing.rates[key].served_per_s, key)
