@@ -14,6 +14,7 @@ from potluck.core.values.kv import wire_bytes
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
 from potluck.core.values.plan import Plan, Template
+from potluck.core.values.terms import FailureDomain
 from potluck.core.values.types import Codec, NodeType, Slo
 from potluck.perf.fits.predictors import ChunkedIterationPredictor, PartialPrefillPredictor, prompt_curve
 from potluck.perf.moves.startup import startup_s
@@ -137,7 +138,14 @@ class Kits:
         model = scene.model(template.model)
         if template.model not in self.kv:
             self.kv[template.model] = kv_of(model)
-            self._models[template.model] = _model_facts(scene, template.model, self.block_tokens)
+            self._models[template.model] = _model_facts(
+                model,
+                self.block_tokens,
+                scene.slos.get(template.model),
+                scene.idle_s.get(template.model),
+                scene.mean_tokens.get(template.model, MEAN_TOKENS)[1],
+                *scene.survive.get(template.model, (None, 1.0)),
+            )
         mean = scene.mean_tokens.get(template.model, MEAN_TOKENS)
         longest = longest_in_use(scene.plan, template.model, model, mean[0])
         placed = places(template, scene.nodes)
@@ -314,22 +322,20 @@ def kv_of(model: Model) -> Kv:
     return Kv(model.layer_count, kv_bytes_per_token(model), windows, state_bytes(model), model.kv_bits)
 
 
-def _model_facts(scene: Scene, name: str, block_tokens: int) -> ModelFacts:
-    kv, slo = kv_of(scene.model(name)), scene.slos.get(name)
+def _model_facts(
+    model: Model,
+    block_tokens: int,
+    slo: Slo | None,
+    idle_s: float | None,
+    answer_tokens: float,
+    survive: FailureDomain | None = None,
+    share: float = 1.0,
+) -> ModelFacts:
+    kv = kv_of(model)
     exact = bool(kv.windows) or kv.state_bytes > 0
-    answer_tokens = scene.mean_tokens.get(name, MEAN_TOKENS)[1]
-    return ModelFacts(
-        kv.growing_bytes,
-        kv.state_bytes,
-        exact,
-        block_tokens,
-        slo,
-        scene.idle_s.get(name),
-        kv.windows,
-        kv.kv_bits,
-        None if slo is None or slo.e2e_s is None else slo.within_e2e(answer_tokens),
-        *scene.survive.get(name, (None, 1.0)),
-    )
+    limits = None if slo is None or slo.e2e_s is None else slo.within_e2e(answer_tokens)
+    size = (kv.growing_bytes, kv.state_bytes, exact, block_tokens)
+    return ModelFacts(*size, slo, idle_s, kv.windows, kv.kv_bits, limits, survive, share)
 
 
 def _replica_facts(
