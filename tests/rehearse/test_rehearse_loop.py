@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rehearse_builders import SETTINGS, a_problem, a_traffic, a_trial, melange
 
-from potluck.core.values.plan import Plan
+from potluck.core.values.plan import Deployment, Plan
 from potluck.plan.assemble.even import evened
 from potluck.plan.check.verify import verify
-from potluck.plan.strategies import Workshop
+from potluck.plan.strategies import Outcome, Settings, Workshop
 from potluck.rehearse import loop
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of
 from potluck.rehearse.factors import assembled, restored, scaled
@@ -214,6 +214,50 @@ def test_a_short_one_takes_the_first_plan_that_holds(monkeypatch: pytest.MonkeyP
     assert whole.chosen is not None
     assert short.chosen.cost_usd_per_h >= whole.chosen.cost_usd_per_h - 1e-9
     assert len(short.steps) < len(whole.steps)
+
+
+def test_a_plainer_plan_is_tried_where_the_first_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds: what costs as much is not tried any more, and it is taken in the end."""
+    traffic = (a_traffic(),)
+    problem = a_problem(*traffic)
+
+    def judge(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+        share = 1.0 if plan.strategy == "plain" else 0.0
+        return (Evidence("chat", 0.9, (share,) * len(runs), 10_000),)
+
+    def plain(shop: Workshop, settings: Settings) -> Outcome:
+        more = melange(replace(shop, problem=scaled(shop.problem, {"chat": 2.0})), settings)
+        return replace(more, plan=replace(restored(more.plan, shop.problem, {"chat": 2.0}), strategy="plain"))
+
+    monkeypatch.setattr(loop, "evidence_of", judge)
+    rules, shop = replace(RULES, first=True), Workshop(problem)
+    found = rehearse(shop, melange, SETTINGS, a_trial(problem, traffic), rules, plainer=plain)
+    assert found.chosen is not None
+    assert found.chosen.plan.strategy == "plain"
+    others = [step for step in found.steps if step.plan.strategy != "plain"]
+    assert all(step.cost_usd_per_h < found.chosen.cost_usd_per_h for step in others)
+
+
+def test_a_model_that_holds_keeps_its_part_and_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic = (a_traffic("chat", 10.0), a_traffic("code", 6.0))
+    problem = a_problem(*traffic)
+    asked: list[set[str]] = []
+    parts: list[set[Deployment]] = []
+
+    def judge(trial: Trial, plan: Plan, runs: Sequence[int], *said: object) -> tuple[Evidence, ...]:
+        load = trial.source(0)
+        asked.append({load.models[place] for place in set(load.model.tolist())})
+        of = {template.name: template.model for template in plan.templates}
+        parts.append({each for each in plan.deployments if of[each.template] == "chat"})
+        shares = {"chat": 1.0, "code": 1.0 if len(asked) > 2 else 0.0}
+        return tuple(Evidence(name, 0.9, (shares[name],) * len(runs), 10_000) for name in sorted(asked[-1]))
+
+    monkeypatch.setattr(loop, "evidence_of", judge)
+    rules = replace(RULES, first=True)
+    found = rehearse(Workshop(problem), melange, SETTINGS, a_trial(problem, traffic), rules)
+    assert found.chosen is not None
+    assert asked == [{"chat", "code"}, {"code"}, {"code"}]
+    assert parts[0] == parts[1] == parts[2]
 
 
 def test_it_ends_when_told_that_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

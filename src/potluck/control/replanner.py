@@ -68,7 +68,7 @@ class Replanner:
         if outcome.allocation.status == "unknown" or not plan.deployments:
             return Reply(None, "no plan was found in time")
         if now is None:
-            return Reply(plan, f"serves {plan.fraction:.0%}")
+            return Reply(plan, f"serves {plan.fraction:.0%} on averages")
         more = plan.fraction - now.served_fraction
         saves = now.cost_usd_per_h - plan.cost_usd_per_h
         if more > 1e-6:

@@ -12,7 +12,7 @@ from math import inf, sqrt
 
 GROWTH = 1.5
 SMALL_GROWTH = 1.1
-"""From a factor that held in the search and did not in the end."""
+"""From a factor that held in the search and did not in the end, or that nearly does."""
 SAME_COST = 0.005
 """Relative; a gap between costs that is not worth a round."""
 
@@ -35,8 +35,10 @@ class Bracket:
     """Nothing is left to try; `factor` is `held`, or all there is."""
 
 
-def told(bracket: Bracket, at: float, usd_per_h: float, holds: bool, tolerance: float) -> Bracket:
-    """What a trial at a factor means."""
+def told(
+    bracket: Bracket, at: float, usd_per_h: float, holds: bool, tolerance: float, growth: float = GROWTH
+) -> Bracket:
+    """What a trial at a factor means; until one holds, the next is `growth` times as much."""
     if holds:
         if bracket.held is None or at <= bracket.held:
             bracket = replace(bracket, held=at, held_usd_per_h=usd_per_h)
@@ -44,7 +46,7 @@ def told(bracket: Bracket, at: float, usd_per_h: float, holds: bool, tolerance: 
             bracket = replace(bracket, missed=None)
     elif at < (bracket.held or inf) and at >= (bracket.missed or 0.0):
         bracket = replace(bracket, missed=at, missed_usd_per_h=usd_per_h)
-    return _aimed(bracket, tolerance)
+    return _aimed(bracket, tolerance, growth)
 
 
 def refuted(bracket: Bracket, at: float, usd_per_h: float) -> Bracket:
@@ -54,13 +56,13 @@ def refuted(bracket: Bracket, at: float, usd_per_h: float) -> Bracket:
     return replace(missed, factor=min(nearby, bracket.ceiling))
 
 
-def _aimed(bracket: Bracket, tolerance: float) -> Bracket:
+def _aimed(bracket: Bracket, tolerance: float, growth: float) -> Bracket:
     missed, held = bracket.missed, bracket.held
     if held is None:
         assert missed is not None
         if missed >= bracket.ceiling:
             return replace(bracket, factor=bracket.ceiling, done=True)
-        return replace(bracket, factor=min(missed * GROWTH, bracket.ceiling), done=False)
+        return replace(bracket, factor=min(missed * growth, bracket.ceiling), done=False)
     if missed is None:
         if held <= bracket.floor * (1 + 1e-9):
             return replace(bracket, factor=held, done=True)

@@ -13,9 +13,11 @@ turn away the tenth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
+
+import numpy as np
 
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Plan
@@ -133,6 +135,17 @@ class Trial:
     """Of each run's arrivals, by time, that are not judged: the first meet empty replicas."""
     proven: bool = True
     """See `Evidence`."""
+
+
+def of_models(trial: Trial, names: Collection[str]) -> Trial:
+    """The same with requests of some models alone; those come when they came."""
+
+    def source(run: int) -> Workload:
+        load = trial.source(run)
+        mine = [place for place, name in enumerate(load.models) if name in names]
+        return load.take(np.flatnonzero(np.isin(load.model, mine)))
+
+    return replace(trial, source=source)
 
 
 def evidence_of(

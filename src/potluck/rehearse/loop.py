@@ -8,6 +8,9 @@ All models are searched at once, one plan and one set of runs per round; templat
 the same requests, so that plans differ and luck does not. When every model's factor has settled, the plan made of
 each model's best must hold as a whole, and then hold again in runs that no round has seen; if it does not, the
 models that missed get a little more and the search goes on, and the next proof has fresh runs again.
+
+A model's part of a plan that was tried already is not run again, the others alone are, unless KV of both crosses
+links. Where the first plan that holds will do, a model that holds keeps its part while others look for theirs.
 """
 
 from __future__ import annotations
@@ -22,14 +25,18 @@ from potluck.plan.assemble.even import evened
 from potluck.plan.check.verify import verify
 from potluck.plan.problem import Problem
 from potluck.plan.strategies.base import Outcome, Settings, Workshop
-from potluck.rehearse.bracket import SAME_COST, Bracket, refuted, told
-from potluck.rehearse.evidence import Evidence, Trial, evidence_of
+from potluck.rehearse.bracket import GROWTH, SAME_COST, SMALL_GROWTH, Bracket, refuted, told
+from potluck.rehearse.evidence import Evidence, Trial, evidence_of, of_models
 from potluck.rehearse.factors import Factors, assembled, cost_by_model, reached, restored, scaled
 from potluck.rehearse.sources import FRESH
 
 Planner = Callable[[Workshop, Settings], Outcome]
 Known = tuple[Factors, Outcome]
 """What each model's demand was multiplied by, and what the planner said."""
+HELD = "holds in the runs that it was tried in"
+SAME_FACTOR = 1e-6
+NEAR = 0.5
+"""In units of what a promise leaves open: a little more may do for so small a miss."""
 ABOUT_AS_CLOSE = 0.25
 """In units of what a promise leaves open: nobody pays several times as much for so little."""
 
@@ -120,6 +127,10 @@ class _Search:
     far: Callable[[int, int], None]
     known: Sequence[Known]
     """Plans that somebody has made. The search begins with the factors of the first."""
+    plainer: Planner | None = None
+    """Makes plans of another kind, tried where the first misses and the first that holds will do."""
+    sure: Step | None = None
+    """One of these that holds: what costs as much need not be tried."""
     brackets: dict[str, Bracket] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     held_in: dict[str, Step] = field(default_factory=dict)
@@ -142,10 +153,12 @@ class _Search:
             step = (self._best() if settled else None) or self._attempt()
             if step.short and not step.holds and self._stuck(step):
                 return None, "the fleet has no more nodes that would help"
+            if self.sure is not None and step is self.sure:
+                return step, HELD
+            if self.rules.first and not step.holds and step.number == 1 and self.plainer is not None:
+                self._try_plainer(self.plainer)
             if self.rules.first and step.holds:
-                return self._cheaper(
-                    step
-                ) if step.number == 1 else step, "holds in the runs that it was tried in"
+                return self._cheaper(step) if step.number == 1 else step, HELD
             if settled and step.holds:
                 verdict = self._verdict(step)
                 if verdict.holds:
@@ -182,7 +195,35 @@ class _Search:
         if not outcome.plan.deployments:
             raise CapacityError("no plan was found to rehearse; allow more time, or see the plan without it")
         even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
-        return self._try(replace(outcome, plan=even), factors)
+        if self.sure is not None and even.cost_usd_per_h > self.sure.cost_usd_per_h * (1 - SAME_COST):
+            return self.sure
+        return self._try(replace(outcome, plan=self._kept(even, factors)), factors)
+
+    def _try_plainer(self, planner: Planner) -> None:
+        """A plan of another kind for the same demand."""
+        factors = {model: bracket.factor for model, bracket in self.brackets.items()}
+        shop = replace(self.workshop, problem=scaled(self.workshop.problem, factors))
+        outcome = planner(shop, self.settings)
+        if outcome.plan.fraction < 1 or not outcome.plan.deployments:
+            return
+        even = evened(shop.problem, outcome.plan, self.settings.time_limit_s, self.settings.clock)
+        step = self._try(replace(outcome, plan=even), factors)
+        self.sure = step if step.holds else None
+
+    def _kept(self, plan: Plan, factors: dict[str, float]) -> Plan:
+        """The plan with parts that models held in, where any that holds will do, they cost no more and all fit."""
+        held = {
+            each.model: step.outcome.plan
+            for step in self.steps
+            for each in step.evidence
+            if each.holds and abs(step.factors[each.model] - factors[each.model]) < SAME_FACTOR
+        }
+        if not self.rules.first or not held or plan.fraction < 1:
+            return plan
+        parts = dict.fromkeys(self.brackets, plan) | held
+        joined = replace(assembled(parts, self.workshop.problem), formats=plan.formats, charges=plan.charges)
+        dearer = joined.cost_usd_per_h > plan.cost_usd_per_h * (1 + SAME_COST)
+        return plan if dearer or verify(scaled(self.workshop.problem, factors), joined) else joined
 
     def _try(self, outcome: Outcome, factors: dict[str, float]) -> Step:
         """Run a plan, unless the very same was run before."""
@@ -194,8 +235,11 @@ class _Search:
         if len(known) < len(parts) and not hopeless:
             runs = range(self.rules.runs)
             named = partial(self._named, f"round {number}:")
-            shown = evidence_of(self.trial, plan, runs, named, self.far)
-            for each in shown:
+            fresh = {model for model, key in parts.items() if key not in self.seen}
+            if fresh & (joined := crossing(plan)):
+                fresh |= joined & set(parts)  # they share links
+            trial = self.trial if fresh == set(parts) else of_models(self.trial, fresh)
+            for each in evidence_of(trial, plan, runs, named, self.far):
                 self.seen.setdefault(parts[each.model], each)
         evidence = tuple(
             self.seen[key] for _, key in sorted(parts.items(), key=lambda part: part[0]) if key in self.seen
@@ -245,7 +289,10 @@ class _Search:
             at = step.factors[model]
             if self.rules.first and holds:
                 continue  # the first that will do: nobody gives headroom back before all hold
-            self.brackets[model] = told(bracket, at, cost[model], holds, self.rules.tolerance)
+            growth = GROWTH
+            if self.rules.first and not holds and step.margin_of(model) > -NEAR:
+                growth = SMALL_GROWTH
+            self.brackets[model] = told(bracket, at, cost[model], holds, self.rules.tolerance, growth)
             if holds and self.brackets[model].held == at and self._better(model, step):
                 self.held_in[model] = step
 
@@ -289,14 +336,18 @@ def rehearse(
     enough: Callable[[], bool] = lambda: False,
     far: Callable[[int, int], None] = lambda done, total: None,
     known: Sequence[Known] = (),
+    plainer: Planner | None = None,
 ) -> Rehearsal:
     """The cheapest plan, over factors on each model's demand, that keeps every promise in simulation.
 
     `enough` is asked before each further round, and ends the search. `far` is told how many of a round's requests
-    were served; `known` are plans that were made before, with the factors to begin with first.
+    were served; `known` are plans that were made before, with the factors to begin with first; `plainer` makes plans
+    of another kind, of which one is tried where the first misses and the first that holds will do.
     """
-    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough, far, known)
+    search = _Search(workshop, planner, settings, trial, rules or Rules(), said, enough, far, known, plainer)
     chosen, reason = search.run()
+    if chosen is None and search.sure is not None:
+        chosen, reason = search.sure, HELD
     found = Rehearsal(tuple(search.steps), chosen, reason, workshop.problem)
     asked = {name: factor / found.best.outcome.plan.fraction for name, factor in found.best.factors.items()}
     return replace(found, problem=scaled(workshop.problem, asked))
@@ -309,7 +360,7 @@ def _alike(a: Factors, b: Factors) -> bool:
 def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:
     """Per model a key that is equal for plans which deploy it and route its requests alike.
 
-    Models share no replica, only links: where KV crosses one, what a model attains depends on the whole plan.
+    Models share no replica, only links: what models attain whose KV crosses some depends on all of these.
     """
     model_of = {template.name: template.model for template in plan.templates}
     deployed: dict[str, set[object]] = {model: set() for model in models}
@@ -321,6 +372,13 @@ def _parts(plan: Plan, models: Iterable[str]) -> dict[str, object]:
     for flow in plan.flows:
         ends = (flow.bucket, flow.prefill_region, flow.decode_region, f"{flow.rate_per_s:.6g}")
         deployed.setdefault(flow.model, set()).add(ends)
-    crosses = any(flow.prefill_region != flow.decode_region for flow in plan.flows)
-    whole = frozenset().union(*deployed.values()) if crosses else None
-    return {model: (model, frozenset(deployed[model]), whole) for model in models}
+    joined = crossing(plan)
+    whole = frozenset().union(*(deployed[model] for model in joined if model in deployed))
+    return {
+        model: (model, frozenset(deployed[model]), whole if model in joined else None) for model in models
+    }
+
+
+def crossing(plan: Plan) -> set[str]:
+    """Models whose KV crosses between regions."""
+    return {flow.model for flow in plan.flows if flow.prefill_region != flow.decode_region}

@@ -57,6 +57,21 @@ def margined(
     return found
 
 
+def with_margins(
+    planner: Callable[[Workshop, Settings], Outcome], cv: float = 1.0
+) -> Callable[[Workshop, Settings], Outcome]:
+    """The planner whose plans have the margins that queueing asks for, as plans for the demand there is."""
+
+    def planned(workshop: Workshop, settings: Settings) -> Outcome:
+        outcome = planner(workshop, settings)
+        shop = workshop.settled(outcome.plan)
+        found = margined(shop, outcome, planner, replace(settings, start_s=None), cv)
+        plan = restored(found.outcome.plan, shop.problem, found.factors)
+        return replace(found.outcome, plan=plan)
+
+    return planned
+
+
 def asked(problem: Problem, plan: Plan, cv: float) -> dict[str, float]:
     """By how much each model's replicas should be less busy; 1 where they are idle enough."""
     allowed = {ask.name: SURE * (1.0 - ask.slo.attainment) for ask in problem.asks}

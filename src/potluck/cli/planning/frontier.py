@@ -19,9 +19,9 @@ from potluck.cli.planning.options import (
     json_option,
     posed_of,
     posing_options,
-    strategy_of,
     strategy_option,
 )
+from potluck.cli.planning.rehearse import averages_option, planner_of, untried_basis
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ WORDS = {
     help="With --against availability: what is lost.",
 )
 @strategy_option
+@averages_option
 @posing_options(10.0, "CPU-seconds, for each plan.")
 @html_option("Write a page with it here.")
 @json_option
@@ -63,11 +64,12 @@ def frontier(
     values: str | None,
     domain: str,
     strategy: str,
+    averages: bool,
     html_path: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """What being stricter costs: each point is a plan (on averages). Without SPEC, the bundled example.
+    """What being stricter costs: each point is a plan, with the margins of `plan`. Without SPEC, the bundled example.
 
     \b
     Examples:
@@ -78,7 +80,7 @@ def frontier(
     from potluck.plan.series.frontier import VALUES, frontier, with_value
 
     posed, _ = posed_of(options)
-    planner, settings, saves = strategy_of(strategy), posed.settings(), Saves()
+    planner, settings, saves = planner_of(strategy, averages), posed.settings(), Saves()
     asked = VALUES[against] if values is None else _values(values, against)
     require_writable("--html", html_path)
     spec = posed.spec()
@@ -95,13 +97,14 @@ def frontier(
             problem_at, asked, planner, settings, share_templates=against != "objective", said=said
         )
     words = WORDS[against].format(domain=domain)
-    saves.text("--html", html_path, lambda: _page(points, words, strategy))
+    basis = untried_basis(averages)
+    saves.text("--html", html_path, lambda: _page(points, words, strategy, basis))
     if as_json:
-        emit_json(_as_json(points, against))
+        emit_json(_as_json(points, against) | {"basis": basis})
     else:
         click.echo("\n".join(drawn(points, words)))
         click.echo()
-        _table(points, against)
+        _table(points, against, basis)
     saves.complain()
 
 
@@ -168,7 +171,7 @@ def _cells(point: Point) -> tuple[str, str, str, str, str]:
     return f"{point.value:g}", usd(point.usd_per_h), percent(point.plan.fraction), gap, what
 
 
-def _table(points: Sequence[Point], against: str) -> None:
+def _table(points: Sequence[Point], against: str, basis: str) -> None:
     from potluck.plan.series.frontier import dominated
 
     worse = dominated(points, less_is_more=against != "availability")
@@ -176,10 +179,10 @@ def _table(points: Sequence[Point], against: str) -> None:
         (*cells[:4], cells[4] + (" (not needed: a stricter one costs less)" if place in worse else ""))
         for place, cells in enumerate(map(_cells, points))
     ]
-    listing("Every point is a plan, on averages", ("asked", "USD/h", "served", "gap", "nodes"), rows)
+    listing(f"Every point is a plan, {basis}", ("asked", "USD/h", "served", "gap", "nodes"), rows)
 
 
-def _page(points: Sequence[Point], words: str, strategy: str) -> str:
+def _page(points: Sequence[Point], words: str, strategy: str, basis: str) -> str:
     """One page with the drawing and the plans; it loads nothing."""
     from potluck.sim.results.report.page import sheet
     from potluck.sim.results.report.plots import FULL_WIDTH, Frame, Tick, axes, line, nice_ticks, svg
@@ -207,7 +210,7 @@ def _page(points: Sequence[Point], words: str, strategy: str) -> str:
     heads = "".join(f"<th>{name}</th>" for name in ("asked", "USD/h", "served", "gap", "nodes"))
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     title = "Cost frontier"
-    words = f"USD/h against {words}. Each point is a plan of {strategy}, on averages."
+    words = f"USD/h against {words}. Each point is a plan of {strategy}, {basis}."
     head = f"<header><h1>{title}</h1><p>{escape(words)}</p></header>"
     drawing = f"<section>{svg(frame, body, title)}</section>"
     return sheet(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from potluck.cli.common.render import paragraph, percent, table, usd
+from potluck.cli.planning.options import strategy_of
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ MOST_LINES = 6
 SEED_STRIDE = 10_000_000
 """Between the runs of one `--seed` and the next: more than a rehearsal ever numbers."""
 RUNS, SHORT_RUNS = 5, 3
-SHORT_S, SHORT_PLAN_S, SHORT_ROUNDS = 14.0, 5.0, 6
+SHORT_S, SHORT_PLAN_S, SHORT_ROUNDS = 14.0, 5.0, 8
 """CPU-seconds after which a short rehearsal begins no further round; those that each plan takes at most; rounds."""
 Said = Callable[[str], None]
 Far = Callable[[int, int], None]
@@ -136,7 +137,44 @@ def rehearsed(
         lambda: time.process_time() - began_s > SHORT_S,
         far,
         known,
+        _plainer(workshop.problem, more.outcome, settings),
     )
+
+
+def _plainer(
+    problem: Problem, made: Outcome, settings: Settings
+) -> Callable[[Workshop, Settings], Outcome] | None:
+    """Single nodes alone, where the plan may be of anything; None where more is asked than they know of.
+
+    `made` is the plan of all kinds for the same demand: what single nodes cost more is in their gap.
+    """
+    from potluck.plan.strategies.programs import single_nodes
+
+    other = made.plan.strategy != "auto" or settings.running is not None or bool(settings.pins)
+    if other or any(ask.origins for ask in problem.asks):
+        return None
+    least = made.plan.cost_usd_per_h * (1 - made.plan.gap)
+
+    def planned(workshop: Workshop, settings: Settings) -> Outcome:
+        found = single_nodes(workshop, settings)
+        cost = found.plan.cost_usd_per_h
+        gap = max(found.plan.gap, 1 - least / cost if cost > 0 else 0.0)
+        return replace(found, plan=replace(found.plan, gap=gap))
+
+    return planned
+
+
+def planner_of(strategy: str, averages: bool) -> Callable[[Workshop, Settings], Outcome]:
+    """A strategy for commands that rehearse nothing: with margins, unless averages are asked for."""
+    from potluck.rehearse.margins import with_margins
+
+    planner = strategy_of(strategy)
+    return planner if averages else with_margins(planner)
+
+
+def untried_basis(averages: bool) -> str:
+    """Where what plans of these commands promise comes from."""
+    return "on averages, not rehearsed" if averages else "with queueing margins, not rehearsed"
 
 
 def asked_of(options: Mapping[str, Any]) -> Asked:

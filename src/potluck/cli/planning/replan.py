@@ -176,7 +176,7 @@ def _show(answers: tuple[Answer, ...], best: Answer) -> None:
         for answer in answers
     ]
     columns = ("answer", "served", "USD/h", "in force", "to start", "flips", "starts", "stops")
-    table("Answers, from cheap to dear", columns, rows)
+    table("Answers, from cheap to dear; served on averages, not rehearsed", columns, rows)
     table(
         f"With {best.step}",
         ("region", "copies", "template"),

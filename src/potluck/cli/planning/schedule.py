@@ -10,7 +10,8 @@ import click
 from potluck.cli.common.files import Saves
 from potluck.cli.common.progress import progress
 from potluck.cli.common.render import emit_json, listing, percent, usd
-from potluck.cli.planning.options import json_option, posed_of, posing_options, strategy_of, strategy_option
+from potluck.cli.planning.options import json_option, posed_of, posing_options, strategy_option
+from potluck.cli.planning.rehearse import averages_option, planner_of, untried_basis
 from potluck.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,20 +24,21 @@ PARTS = 24
 @click.command()
 @strategy_option
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write the plans (JSON) here.")
+@averages_option
 @posing_options(10.0, "CPU-seconds, for each plan.")
 @json_option
-def schedule(strategy: str, out: Path | None, as_json: bool, **options: Any) -> None:
+def schedule(strategy: str, out: Path | None, averages: bool, as_json: bool, **options: Any) -> None:
     """Which plan to run when, as demand changes over the day, with what changing costs.
 
-    Hours come from `traffic: {rate_by_hour: [...]}`, or from a trace that spans hours. Plans are on averages:
-    `potluck plan` tries one in simulation.
+    Hours come from `traffic: {rate_by_hour: [...]}`, or from a trace that spans hours. Plans have the margins
+    of `potluck plan`, which also tries one in simulation.
     """
     from potluck.core.values.plan import plan_to_json
     from potluck.plan.series import day
     from potluck.plan.strategies import Workshop
 
     posed, _ = posed_of(options)
-    planner, settings, saves = strategy_of(strategy), posed.settings(), Saves()
+    planner, settings, saves = planner_of(strategy, averages), posed.settings(), Saves()
     spec = posed.spec()
     rates = hourly_rates(spec)
     problem = posed.problem(spec)
@@ -50,9 +52,9 @@ def schedule(strategy: str, out: Path | None, as_json: bool, **options: Any) -> 
         for name, plan in (plans | {"static.json": found.static}).items():
             saves.text("--out", out / name, lambda plan=plan: plan_to_json(plan))  # type: ignore[misc]
     if as_json:
-        emit_json(_as_json(found))
+        emit_json(_as_json(found) | {"basis": untried_basis(averages)})
     else:
-        _show(found)
+        _show(found, untried_basis(averages))
     saves.complain()
 
 
@@ -107,11 +109,11 @@ def _cells(step: Step) -> tuple[str, str, str, str, str]:
     return hours, asked, usd(step.plan.total_usd_per_h), usd(step.change_usd), what + served
 
 
-def _show(found: Day) -> None:
+def _show(found: Day, basis: str) -> None:
     steps = sorted(found.steps, key=lambda step: step.from_h)
     models = ", ".join(steps[0].rates_per_s)
     saved = found.static_usd_per_day - found.usd_per_day
-    title = f"A day: {usd(found.usd_per_day)}, on averages; req/s of {models}"
+    title = f"A day: {usd(found.usd_per_day)}, {basis}; req/s of {models}"
     listing(title, ("hours", "req/s", "USD/h", "change", "nodes"), [_cells(step) for step in steps])
     share = saved / found.static_usd_per_day if found.static_usd_per_day > 0 else 0.0
     one = f"The best plan that stays the same costs {usd(found.static.total_usd_per_h)}/h"

@@ -10,6 +10,11 @@ so such a copy is there or is not, and
     whole_w      sum_j min(E_j / W, 1) n_j >= theta
 
 holds too: either some n_j >= 1 with E_j >= W, or nothing was cut off. Firm demand counts whole, whatever theta is.
+Where one copy does not suffice, the same in units of what a copy u earns, rounded (a mixed-integer rounding):
+
+    whole_wu     sum_j (floor(a_j) + min(frac(a_j) / frac(b), 1)) n_j >= ceil(b)        a_j = E_j / E_u, b = W / E_u
+
+which is for theta = 1: below it the right side is scaled along, so that columns can be gathered that suffice.
 Prices: each bucket's prefill, decode and both alone, then those that the relaxation itself ends with.
 """
 
@@ -24,10 +29,12 @@ from potluck.plan.allocate.deadline import Deadline
 from potluck.plan.allocate.flow_price import Duals, Pricer, Relaxation, relax_flow
 from potluck.plan.allocate.highs import INFINITY
 from potluck.plan.allocate.limits import Limit
-from potluck.plan.allocate.program import Floats
+from potluck.plan.allocate.program import Floats, FlowProgram
 
 ROUNDS = 2
 """Of rows at the relaxation's own prices."""
+UNITS, LEAST = 3, 0.05
+"""Units that each row is rounded in; what copies earn at least to be one."""
 SLACK = 1e-5
 """By which E_j is rounded up: a count is whole for HiGHS within a millionth, and so may demand be met."""
 
@@ -80,8 +87,7 @@ def _alone(pricer: Pricer, m: int) -> Iterator[Limit]:
     buckets = len(pricer.program.models[m].buckets)
     for prices in np.eye(buckets):
         for prefill, decode in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
-            if (row := _row(pricer, m, prices * prefill, prices * decode)) is not None:
-                yield row
+            yield from _rows(pricer, m, prices * prefill, prices * decode)
 
 
 def _at(pricer: Pricer, duals: Duals) -> list[Limit]:
@@ -91,27 +97,57 @@ def _at(pricer: Pricer, duals: Duals) -> list[Limit]:
         span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
         prefill, decode = duals.phase[0, span].min(axis=1), duals.phase[1, span].min(axis=1)
         for w, v in ((prefill, decode), (prefill, 0 * decode), (0 * prefill, decode)):
-            if (row := _row(pricer, m, w, v)) is not None:
-                found.append(row)
+            found += _rows(pricer, m, w, v)
     return found
 
 
-def _row(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> Limit | None:
-    """The row at these prices; None where nothing is asked at them."""
+def _rows(pricer: Pricer, m: int, prefill: Floats, decode: Floats) -> list[Limit]:
+    """The rows at these prices; none where nothing is asked at them."""
     program = pricer.program
     model, regions = program.models[m], len(program.fleet.regions)
     worth = prefill + decode
-    asked = sum(value * b.rate_per_s for value, b in zip(worth.tolist(), model.buckets, strict=True))
-    firm = sum(value * b.rate_per_s for value, b in zip(worth.tolist(), model.buckets, strict=True) if b.firm)
+    rates = np.array([bucket.rate_per_s for bucket in model.buckets])
+    firm = np.array([bucket.firm for bucket in model.buckets], bool)
+    asked = float(worth @ rates)
     if not asked > 0:
-        return None
+        return []
     span = slice(int(pricer.first_bin[m]), int(pricer.first_bin[m + 1]))
     phase, demand = np.zeros((2, int(pricer.first_bin[-1]), regions)), np.zeros(int(pricer.first_bin[-1]))
     phase[0, span], phase[1, span], demand[span] = prefill[:, None], decode[:, None], worth
     nothing = np.zeros(0)
     earned = pricer.earnings(m, Duals(phase, demand, nothing, nothing, 0.0, nothing, nothing))
-    tables: list[Floats | None] = [None] * len(program.models)
-    tables[m] = np.minimum(earned * (1 + SLACK) / asked, 1.0)
-    return Limit(
-        f"whole copies of {model.name}", firm / asked, INFINITY, tuple(tables), theta=1 - firm / asked
+    earned *= (1 + SLACK) / asked
+    first = _limit(program, m, np.minimum(earned, 1.0), 1.0, float(worth[firm] @ rates[firm]) / asked)
+    return [first, *(_rounded(program, m, earned, unit) for unit in _units(pricer, m, earned))]
+
+
+def _units(pricer: Pricer, m: int, earned: Floats) -> list[float]:
+    """What a copy earns of those that cost least for it and do not suffice alone."""
+    if any(bucket.firm for bucket in pricer.program.models[m].buckets):
+        return []
+    cost = pricer.uses[m] @ pricer.program.fleet.price_usd_per_h.T
+    able = (pricer.most[m] >= 1) & (earned > LEAST) & (earned < 1)
+    ratio = np.where(able, cost / np.maximum(earned, LEAST), np.inf).ravel()
+    order = np.argsort(ratio, kind="stable")[:UNITS]
+    return sorted({float(earned.ravel()[place]) for place in order if np.isfinite(ratio[place])})
+
+
+def _rounded(program: FlowProgram, m: int, earned: Floats, unit: float) -> Limit:
+    """In units of so much, rounded up: what is asked for, and what is left of it after whole units."""
+    asked = (1 - SLACK) / unit
+    rest = asked - np.floor(asked)
+    whole = np.floor(earned / unit)
+    return _limit(
+        program,
+        m,
+        whole + np.minimum((earned / unit - whole) / max(rest, SLACK), 1.0),
+        float(np.ceil(asked)),
+        0.0,
     )
+
+
+def _limit(program: FlowProgram, m: int, table: Floats, low: float, firm: float) -> Limit:
+    tables: list[Floats | None] = [None] * len(program.models)
+    tables[m] = table
+    name = f"whole copies of {program.models[m].name}"
+    return Limit(name, low * firm, INFINITY, tuple(tables), theta=low * (1 - firm))

@@ -179,7 +179,8 @@ def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec, boo
         capacity = CROSSING[template.kind](problem, each, template.replicas, codec, book)
         return replace(template, capacity=capacity, codec=codec)
 
-    return book.once_of(("in", codec), template, make)
+    asked = tuple(demand.rate_per_s > 0 for demand in each.demands)  # cards are as busy as these let them be
+    return book.once_of(("in", codec, asked), template, make)
 
 
 def codecs_of(plan: Plan) -> dict[str, Codec]:

@@ -150,6 +150,12 @@ def _proven(best: Outcome, other: Outcome) -> Outcome:
     return replace(best, plan=replace(best.plan, strategy="auto", gap=gap), allocation=allocation)
 
 
+def single_nodes(workshop: Workshop, settings: Settings) -> Outcome:
+    """`auto` over single nodes alone: dearer, and less is handed over that might come late."""
+    templates = {ask.name: workshop.homogeneous(ask) for ask in workshop.problem.asks}
+    return allocated(workshop, settings.begun, "auto", templates)
+
+
 def thunderserve(workshop: Workshop, settings: Settings) -> Outcome:
     """Groups of the machines there are, by search; which of them are needed is the program's choice."""
     require_rows(workshop.problem, "thunderserve")

@@ -11,7 +11,7 @@ draws($("plan"), ["plan", "deployments", "models", "points"], () => {
   const plan = tables.plan?.now;
   if (!plan) return;
   const sure = plan.gap <= 0.0001 ? "proven to be the cheapest of its kind" : `at most ${(plan.gap * 100).toFixed(1)} % above the cheapest of its kind`;
-  const whole = plan.fraction < 1 ? ` It can serve only ${percent(plan.fraction)} of what is asked for.` : "";
+  const whole = plan.fraction < 1 ? ` It can serve only ${percent(plan.fraction)} of what is asked for, on averages.` : "";
   text($("plan-why"), `Version ${plan.version}, strategy ${plan.strategy}: ${usd(plan.usd_per_h)}/h planned, ${usd(plan.now_usd_per_h)}/h rented now; ${sure}.${whole} ${reason(tables)} Why now: ${plan.why}. ${plan.thinks ? `Scaling (${plan.scaling}): ${plan.thinks}.` : `Scaling: ${plan.scaling}.`}`);
   const rows = Object.entries(tables.deployments || {}).sort().map(([, each]) => [
     h("span", {}, `${each.count} × `, h("b", {}, each.replicas.map((one) => `${gpu(one.gpu)}${one.role === "mixed" ? "" : ` (${one.role})`}`).join(" + ")), h("div", { class: "note" }, `${KINDS[each.kind] || each.kind}; ${CONFIDENCE[each.confidence] || each.confidence}`), stageBars(each)),
