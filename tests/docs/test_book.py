@@ -11,7 +11,7 @@ from typing import get_args
 
 import click
 import pytest
-from book import commands, sample, spec_fields, terms, values
+from book import commands, page_words, sample, spec_fields, terms, values
 from book.assemble import COVER, ROOT, assemble, broken_links, rooms, unlinked, written
 from book.text import anchors, blocks, outside_code, phrases, slug
 
@@ -74,6 +74,10 @@ def test_files_that_pages_name_are_there() -> None:
         if not any((home / name).exists() for home in homes):
             missed.append(f"{where}: {name}")
     assert missed == []
+
+
+def test_the_page_explains_words_as_the_glossary_does() -> None:
+    assert page_words.FILE.read_text("utf-8") == page_words.text(), "python -m book.page_words writes it anew"
 
 
 def test_the_glossary_has_each_word_once_and_alone() -> None:

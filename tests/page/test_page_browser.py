@@ -272,6 +272,27 @@ def test_the_log_is_filtered_and_a_moment_is_shared_while_requests_come(lab: Lab
     assert then.startswith("as it was at ")
 
 
+def test_a_word_is_explained_where_it_stands_by_keyboard(lab: Lab) -> None:
+    async def run() -> tuple[str, bool, list[str]]:
+        async with lab.browser.tab(lab.url) as tab:
+            await live(tab)
+            await tab.run("all('.term').find((each) => each.textContent === 'goodput').focus()")
+            await tab.press("Enter")
+            said = await tab.until("one('#term').matches(':popover-open') && says('#term')")
+            await tab.press("Escape")
+            await tab.until("!one('#term').matches(':popover-open')")
+            left = await tab.run(
+                "all('[data-term]').filter((each) => !each.querySelector('.term')).map((each) => each.dataset.term)"
+            )
+            clean(tab, lab.url)
+            return said, await tab.run("document.activeElement.textContent === 'goodput'"), left
+
+    said, back, left = lab.run(run())
+    assert said == "requests a second that kept the objective"
+    assert back, "where it was before"
+    assert left == [], "words that the glossary has no meaning for"
+
+
 def test_fifty_updates_a_second_are_drawn_a_few_times_a_second(lab: Lab) -> None:
     """All of them count; what is drawn does not grow with them."""
     script = """(async () => {

@@ -9,6 +9,7 @@ import { repaint as repaintPlots } from "/page/plots.js";
 import "/page/fall.js";
 import "/page/chat.js";
 import { lately } from "/page/panels.js";
+import "/page/terms.js";
 
 // Light and dark.
 

@@ -4,8 +4,8 @@ import { $, h, seconds, usd, count, clock, legend, text } from "/page/dom.js";
 import { state, draws, shown } from "/page/state.js";
 
 const PLOTS = [
-  { id: "ttft", name: "Time to first token", lines: [["ttft_p50_s", "a"], ["ttft_p90_s", "b"]], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds },
-  { id: "tpot", name: "Time per output token", lines: [["tpot_p50_s", "a"], ["tpot_p90_s", "b"]], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds },
+  { id: "ttft", term: "TTFT", name: "Time to first token", lines: [["ttft_p50_s", "a"], ["ttft_p90_s", "b"]], level: (row) => [row.slo?.ttft_s, row.planned?.ttft_s], says: seconds },
+  { id: "tpot", term: "TPOT", name: "Time per output token", lines: [["tpot_p50_s", "a"], ["tpot_p90_s", "b"]], level: (row) => [row.slo?.tpot_s, row.planned?.tpot_s], says: seconds },
   { id: "goodput", name: "Requests per second", lines: [["ended_per_s", "b"], ["in_time_per_s", "a"]], level: (row) => [null, row.planned?.capacity_per_s, "capacity"], says: (value) => `${count(value)}/s` },
   { id: "cost", name: "Cost of a million tokens", lines: [["usd_per_mtok", "a"]], level: () => [null, null], says: usd, smooth: 15 },
 ];
@@ -19,7 +19,7 @@ legend($("plot-legend"), [["line-a", "median; in time"], ["line-b", "9 of 10; al
 const boxes = PLOTS.map((plot) => {
   const canvas = h("canvas", { role: "img", tabindex: "0" });
   const value = h("span", { class: "value" });
-  grid.append(h("figure", {}, h("figcaption", {}, plot.name, value), canvas));
+  grid.append(h("figure", {}, h("figcaption", {}, h("span", plot.term ? { "data-term": plot.term } : {}, plot.name), value), canvas));
   const move = (event) => { pointer = (event.clientX - canvas.getBoundingClientRect().left) / canvas.clientWidth; repaint(); };
   canvas.addEventListener("pointermove", move);
   canvas.addEventListener("pointerleave", () => { pointer = null; repaint(); });
