@@ -174,11 +174,12 @@ if __name__ == "__main__":
     own.add_argument("--only", choices=tuple(PAPER), action="append", default=[])
     own.add_argument("--limit", type=float, default=60.0)
     options, rest = own.parse_known_args()
+    chosen = options.only or tuple(PAPER)
     sys.exit(
         run(
             "savings",
-            lambda quick: measure(quick, options.only or tuple(PAPER), options.limit),
-            {"core_homo_over_auto": (">=", 1.0), "core_cauchy_over_auto": (">=", 1.0)},
+            lambda quick: measure(quick, chosen, options.limit),
+            {f"{setting}_{each}_over_auto": (">=", 1.0) for setting in chosen for each in PAPER[setting]},
             arguments=rest,
             quick_without="the extended setting",
         )
