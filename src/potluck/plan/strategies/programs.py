@@ -53,6 +53,8 @@ def auto(workshop: Workshop, settings: Settings) -> Outcome:
     first, tried = settings.starts, list[Outcome]()
     if not settings.asking:
         tried = [allocated(workshop, settings.within(SINGLE_SHARE), "auto", single)]
+        if not tried[0].plan.deployments:  # many models and little time: a plan comes before a better one
+            tried = [allocated(workshop, settings.within(FALLBACK_SHARE), "auto", single)]
         first += tuple(each.plan for each in tried if each.plan.deployments)
     before_s = settings.left_s
     whole = allocated(workshop, replace(settings.within(FIRST_SHARE), starts=first), "auto", templates)
@@ -100,9 +102,11 @@ LATER_ROUNDS = 3
 SOLVES_AGAIN = 1.3
 """How much longer the program takes with the templates for which there was no time at first."""
 SINGLE_SHARE = 0.1
+FALLBACK_SHARE = 0.6
 FIRST_SHARE = 0.75
 RIVALS_SHARE = 0.5
-"""Of the time that is left: for single nodes alone, for the first try, then for all single strategies together."""
+"""Of the time that is left: for single nodes alone, again where that was too little, for the first try, then for all
+single strategies together."""
 
 
 def made_in_turn(workshop: Workshop) -> None:
