@@ -9,7 +9,7 @@ import click
 
 from potluck.cli.common.files import Saves
 from potluck.cli.common.progress import progress
-from potluck.cli.common.render import emit_json, listing, percent, usd
+from potluck.cli.common.render import emit_json, listing, paragraph, percent, usd
 from potluck.cli.planning.options import json_option, posed_of, posing_options, strategy_option
 from potluck.cli.planning.rehearse import averages_option, planner_of, untried_basis
 from potluck.core.errors import InputError
@@ -113,7 +113,8 @@ def _show(found: Day, basis: str) -> None:
     steps = sorted(found.steps, key=lambda step: step.from_h)
     models = ", ".join(steps[0].rates_per_s)
     saved = found.static_usd_per_day - found.usd_per_day
-    title = f"A day: {usd(found.usd_per_day)}, {basis}; req/s of {models}"
+    title = f"A day: {usd(found.usd_per_day)}, {basis}"
+    paragraph(f"req/s are of {models}, in this order.")
     listing(title, ("hours", "req/s", "USD/h", "change", "nodes"), [_cells(step) for step in steps])
     share = saved / found.static_usd_per_day if found.static_usd_per_day > 0 else 0.0
     one = f"The best plan that stays the same costs {usd(found.static.total_usd_per_h)}/h"
