@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from hypothesis import strategies as st
 from page_fleets import MODEL
 from page_stage import KEY, Stage, stage
 
+from potluck.core.brain.events import LinkReported
 from potluck.core.values.types import Slo
 from potluck.gateway.page import show as showing
 from potluck.gateway.page.files import files
 from potluck.gateway.page.hour import FRAME_S, FRAMES, POINT_S, POINTS, Hour, quantile
 from potluck.gateway.page.show import Watcher, changes
+from potluck.gateway.page.sight import Flows, Sight
 from potluck.gateway.parts import Told
 
 rows = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), st.integers(0, 2)))
@@ -286,3 +289,17 @@ def test_the_playground_speaks_with_the_clients_key() -> None:
         return found
 
     assert on_stage(run) == ("Bearer sk-1", "4013"), "the operators' key goes nowhere"
+
+
+def test_a_link_is_as_busy_as_what_crossed_it_lately() -> None:
+    def links(used: float) -> tuple[LinkReported, ...]:
+        return (LinkReported("east", "west", used, 0.0, 10.0),)
+
+    center: Any = SimpleNamespace(links_gbps={}, watch=SimpleNamespace(links=links(0.8)))
+    sight = Sight(center, Flows())
+    assert sight._links(1e9)["east > west"]["used"] == 0.8
+    center.watch.links = links(0.0)
+    later = [sight._links(0.5)["east > west"]["used"] for _ in range(40)]
+    assert later == sorted(later, reverse=True)
+    assert 0.4 < float(str(later[0])) < 0.8, "a moment without transfers is not an idle link"
+    assert later[-1] == 0.0

@@ -64,6 +64,8 @@ class Sight:
         self._plain: dict[str, tuple[object, Row]] = {}
         self._rows: dict[str, Row] = {}
         self._busy: dict[str, float] = {}
+        self._used: dict[tuple[str, str], float] = {}
+        """Share of each link, averaged as flows are: between two transfers a link is not idle to the eye."""
         self._plan: tuple[int, dict[str, Row]] = (-1, {})
         self._looked_s: float | None = None
 
@@ -79,7 +81,7 @@ class Sight:
             "regions": self._regions(),
             "models": self._models(queues, usd),
             "replicas": self._replicas(span_s, now_utc_s),
-            "links": self._links(),
+            "links": self._links(span_s),
             "flows": self._flows.look(span_s),
             "tenants": self._tenants(queues, tenant_tokens),
         }
@@ -180,13 +182,16 @@ class Sight:
             for name in sorted(names)
         }
 
-    def _links(self) -> dict[str, Row]:
-        planned = self._center.links_gbps
+    def _links(self, span_s: float) -> dict[str, Row]:
+        planned, weight = self._center.links_gbps, min(1.0, span_s / FLOW_S)
+        for each in self._center.watch.links:
+            before = self._used.get((each.source, each.target), 0.0)
+            self._used[each.source, each.target] = before + (each.utilisation - before) * weight
         return {
             f"{each.source} > {each.target}": {
                 "source": each.source,
                 "target": each.target,
-                "used": round(each.utilisation, 2),
+                "used": round(self._used[each.source, each.target], 2),
                 "gbps": float(f"{each.gbps:.3g}"),
                 "planned_gbps": planned.get((each.source, each.target), each.gbps),
                 "waiting_mb": round(each.queued_bytes / 1e6, 1),
