@@ -9,6 +9,7 @@ import pytest
 
 from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.main import run
+from potluck.cli.planning import plan_show
 from potluck.cli.planning.plan_draw import compared_html, plan_html
 from potluck.cli.planning.plan_show import Compared
 from potluck.core.values.layout import Layout, Stage, StageNode
@@ -130,3 +131,11 @@ def test_plan_writes_the_file_and_refuses_another_ending(spec: Path, tmp_path: P
     )
     assert "What to expect" in seen(out.read_text("utf-8")).text
     assert run(["plan", str(spec), "--averages", "--html", str(tmp_path / "plan.png")]) == 2
+
+
+def test_what_a_node_is_worth_says_when_it_is_of_averages() -> None:
+    def fewer(rented: int, usd_per_h: float | None) -> str:
+        return plan_show._fewer(NodeValue("east", "1xL4", rented, 2, 0.5, 0.0, usd_per_h))
+
+    assert [fewer(0, None), fewer(1, None), fewer(1, 0.8)] == ["-", "not enough", "+$0.80"]
+    assert fewer(1, -0.8) == "-$0.80 on averages", "cheaper plans missed in a rehearsal"

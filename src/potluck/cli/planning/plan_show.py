@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from potluck.core.values.plan import Plan
     from potluck.core.values.precision import Format
     from potluck.plan.problem import Problem
-    from potluck.plan.reasons.explain import Explanation
+    from potluck.plan.reasons.explain import Explanation, NodeValue
     from potluck.plan.strategies import Outcome
     from potluck.plan.strategies.base import FormatPrice
 
@@ -310,14 +310,21 @@ def show_reasons(reasons: Explanation | None) -> None:
             f"{n.rented} of {n.available}",
             usd(n.price_usd_per_h),
             usd(n.shadow_usd_per_h),
-            "-"
-            if not n.rented
-            else ("not enough" if n.one_fewer_usd_per_h is None else _signed(n.one_fewer_usd_per_h)),
+            _fewer(n),
         )
         for n in reasons.nodes
     ]
     columns = ("region", "node", "rented", "price", "one more saves up to", "one fewer costs")
     table("What a node is worth, per hour", columns, values)
+
+
+def _fewer(node: NodeValue) -> str:
+    """A plan that was taken since cheaper ones missed in a rehearsal costs more than need be on averages."""
+    if not node.rented:
+        return "-"
+    if node.one_fewer_usd_per_h is None:
+        return "not enough"
+    return _signed(node.one_fewer_usd_per_h) + (" on averages" if node.one_fewer_usd_per_h < 0 else "")
 
 
 def _show_formats(tried: Sequence[FormatPrice]) -> None:
