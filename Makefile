@@ -29,8 +29,9 @@ help: ## list these commands
 up: $(VENV)/.serve ## install, then serve a small mixed fleet on this machine, without a GPU; ARGS= for others
 	@exec $(BIN)/potluck up $(ARGS)
 
+# Three at once on two cores: many wait for processes that they started.
 test: lint ## install, lint, type-check, run all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Stock vLLM has its own environment: it brings a torch and much else that the other tests must not depend on.
 test-vllm: $(VLLM)/.made $(VENV)/.dev ## install vLLM for a CPU apart, and try hand-overs between its processes (5 minutes)
