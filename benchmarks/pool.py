@@ -40,10 +40,9 @@ from potluck.worlds.scene import Scene
 HAPPENS_S, SPAN_S, LAST_S, BIN_S = 400.0, 1200.0, 300.0, 30.0
 HEARTBEAT_S = 5.0
 PROMISE = 0.9
-LOSSES: Mapping[str, float] = {"a40": 1.0, "a6000-b": 8.0}
-"""Machine that is lost, and the most whole requests a second of which the rest keeps PROMISE."""
-SHIFT_PER_S = 5.0
-"""The same of code."""
+LOSSES: Mapping[str, float] = {"a40": 5.0, "a6000-b": 8.0}
+"""Machine that is lost, and requests a second, which the rest should serve."""
+SHIFT_PER_S = 7.0
 STEPS = 40
 """Of the search."""
 CHAT, CODE = (1155, 211), (2000, 28)

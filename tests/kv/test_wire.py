@@ -34,6 +34,7 @@ from potluck.kv.wire.frames import (
     Shared,
     frame,
 )
+from potluck.kv.wire.row import ROW
 
 COUNTS = st.integers(0, 2**32 - 1)
 LARGE = st.integers(0, 2**64 - 1)
@@ -233,7 +234,7 @@ def by_hand(data: bytes) -> tuple[int, int]:
     return a % 2**64, b % 2**64
 
 
-@given(st.binary(max_size=300), st.integers(0, 3 * 8 * check.ROW), st.integers(0, 9))
+@given(st.binary(max_size=300), st.integers(0, 3 * 8 * ROW), st.integers(0, 9))
 def test_the_checksum_is_what_the_document_says(start: bytes, middle: int, rest: int) -> None:
     data = start + random.Random(middle).randbytes(middle) + bytes(range(rest))
     assert check.sums(data) == by_hand(data)

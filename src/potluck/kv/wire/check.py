@@ -26,13 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from potluck.kv.parcels import Buffer
+from potluck.kv.wire.row import ROW
 
 Sums = tuple[int, int]
 Words = npt.NDArray[np.uint64]
 
 NATIVE = sys.platform == "linux"
 """Whether recv(2) can be called without Python; elsewhere its flags have other values."""
-ROW = 512
 SMALL_BYTES = 8 * ROW
 PIECE_BYTES = 1 << 17
 """What is received before it is checked: it must fit into the second level cache beside the kernel's copy."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from numba import types
 
 from potluck.kv.compiled import Function, compiled
-from potluck.kv.wire.check import ROW
+from potluck.kv.wire.row import ROW
 
 Words = npt.NDArray[np.uint64]
 _recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.uintp, types.uintp, types.int32))
