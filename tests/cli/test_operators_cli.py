@@ -112,6 +112,10 @@ SNAPSHOT = {
     "plan": {"version": 1, "strategy": "auto"},
     "scaling": "cauchy",
     "copies": [{"template": "t", "region": "east", "usd_per_h": 0.75}],
+    "regions": [
+        {"name": "east", "offers": [{"node": "1xA10", "available": 4}]},
+        {"name": "west", "offers": [{"node": "1xL4", "available": 4}]},
+    ],
     "models": {"words": {"ready": True, "why": "", "slo": {"ttft_s": 1.5, "tpot_s": 0.06}, "usd_per_h": 1.5}},
     "replicas": [_replica("t@east#0/0", "ready"), _replica("t@east#1/0", "starting")],
     "engines": [],
@@ -284,21 +288,31 @@ def test_a_count_is_a_plan_version_that_holds_until_it_is_handed_back(
     assert "plan 2: t@east=3, $2.25/h (was $1.50/h)" in text
     assert "scaling (cauchy) goes on from there" in text
     what, body = port.asked[-1]
-    assert what == "PUT /plan?why=by%20hand%3A%20t%40east%3D3"
+    assert what == "PUT /plan?why=by%20hand%3A%20t%40east%3D3&version=2", "one number everywhere"
     assert plan_from_json(json.dumps(body)).deployments == (Deployment("t", "east", 3),)
     store = Store(folder / "state.db")
     newest = store.plan()
     assert newest is not None
     assert (newest.version, newest.reason) == (2, "by hand: t@east=3")
     assert "nothing changed" in _said(capsys, "scale", "t@east=3", "--state", folder)
-    assert "plan 3 is the same" in _said(capsys, "scale", "--auto", "--state", folder)
+    text = _said(capsys, "scale", "--auto", "--state", folder)
+    assert "plan 3: the planner's plan 1 holds again, $1.50/h (was $2.25/h)" in text
+    what, body = port.asked[-1]
+    assert what == "PUT /plan?why=handed%20back%3A%20as%20version%201&version=3"
+    assert plan_from_json(json.dumps(body)) == PLAN, "as it was before any was made by hand"
+    assert (store.plan() or newest).plan == PLAN
     assert "nothing changed" in _said(capsys, "scale", "--auto", "--state", folder)
+    assert "nothing is left to serve words" in _said(capsys, "scale", "t@east=0", "--state", folder)
     for wrong, line in (
         ("t@east", "not of that form"),
         ("u@east=1", "unknown 'u'"),
         ("t@north=1", "unknown"),
+        ("t@west=1", "REGION: west has not all that a copy needs (1xA10); east has"),
+        ("t@east=99", "COUNT: 99 cannot be had: east has 4 x 1xA10, enough for 4; ask for 4 at most"),
     ):
+        before = len(port.asked)
         assert line in _said(capsys, "scale", wrong, "--state", folder, rc=2)
+        assert len(port.asked) == before, "nothing was told"
     assert "and not both" in _said(capsys, "scale", "--state", folder, rc=2)
 
 
@@ -349,10 +363,36 @@ def test_the_only_service_that_runs_need_not_be_named(
     home = tmp_path / "all"
     home.mkdir()
     monkeypatch.setattr("potluck.cli.serving.operate.service.STATE", home)
-    assert "nothing runs here" in _said(capsys, "status", rc=1)
+    for command in (["status"], ["top", "--once"], ["down"]):
+        assert "potluck: nothing runs; start it with" in _said(capsys, *command, rc=1)
     (home / "one").symlink_to(folder)
     Store(home / "two" / "state.db").close()
     assert "plan 1 (auto)" in _said(capsys, "status")
     assert "answers at http://127.0.0.1:1 " in _said(capsys, "bench", rc=2)
     (home / "three").symlink_to(folder)
-    assert "there are several" in _said(capsys, "status", rc=2)
+    assert "several run: " in _said(capsys, "status", rc=2)
+    for name in ("one", "three"):
+        (home / name).unlink()
+    Store(home / "four" / "state.db").close()
+    for command in (["status"], ["top", "--once"], ["down"], ["cordon", "x"], ["events", "--follow"]):
+        assert _said(capsys, *command, rc=1) == "potluck: nothing runs; start it with `potluck up`\n", (
+            "those that ended are no choices"
+        )
+    assert "nothing runs now, and several have ended: " in _said(capsys, "logs", rc=2)
+
+
+def test_engines_that_were_left_alone_still_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("potluck.cli.serving.operate.service.STATE", tmp_path)
+    Store(tmp_path / "ended" / "state.db").close()
+    store = Store(tmp_path / "left" / "state.db")
+    engine = _sleeper(tmp_path, "engine")
+    try:
+        place = {"pid": engine.number, "started": engine.started}
+        store.put(Instance("w-1", Make("words", LAYOUT, "east"), "up", 0.0, replica="r"), place)
+        assert "gateway is gone, controller is gone" in _said(capsys, "status")
+        assert _said(capsys, "down") == "stopped\n"
+        assert not alive(engine)
+    finally:
+        end(engine, insist=True)

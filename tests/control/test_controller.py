@@ -123,7 +123,7 @@ class Gateway:
             raise GatewayAway("refused")
         self.fleet = tuple(each for each in instances if each.state == "up" and each.replica)
 
-    def set_plan(self, plan: Plan, why: str = "") -> None:
+    def set_plan(self, plan: Plan, why: str = "", version: int = 0) -> None:
         self.plans.append(plan)
         self.replan = None
 

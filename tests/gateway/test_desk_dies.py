@@ -136,16 +136,16 @@ def test_streams_go_on_while_the_desk_is_killed(tmp_path: Path, capsys: pytest.C
 
 def test_what_operators_told_is_remembered(tmp_path: Path) -> None:
     memory = Memory(tmp_path)
-    assert (memory.plan(), memory.entries(), memory.market()) == (None, None, None)
+    assert (memory.plan()[0], memory.entries(), memory.market()) == (None, None, None)
     plan = plan_from_json(write_plans(tmp_path, [*WHOLE, *COMBO])[0].read_text())
     listed = {"url": "https://h:1", "kind": "openai", "model": "m", "token_ids": True}
     entries = read_roster(json.dumps({"engines": [listed, {"url": "http://[::1]:2", "index": 3}]}), "")
     market = (Region("near", (Offer("1xA10", 0.5, 3),)),)
-    memory.planned(plan)
+    memory.planned(plan, 7, "more load")
     memory.enlisted(entries)
     memory.quoted(market)
     after = Memory(tmp_path)
-    assert (after.plan(), after.entries(), after.market()) == (plan, entries, market)
+    assert (after.plan(), after.entries(), after.market()) == ((plan, 7, "more load"), entries, market)
 
 
 def test_what_keeps_a_desk_from_serving_is_said_in_one_line(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
         KeyRing(scene.path, 0.0, lambda: 1e9)
     scene.now_s = 2.0
     assert scene.try_key(None).status == 401, "this one can be reached by others: the keys read last stay"
-    assert "is open" in scene.ring.problem
+    assert "lets clients in without a key" in scene.ring.problem
     ring = KeyRing(scene.path, 0.0, lambda: 1e9, may_open=True)
     door = Scene(saying("a"), keys=ring)
     assert door.complete("x").status == 200
@@ -348,4 +348,16 @@ def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     scene.now_s = door.now_s = 6.0
     scene.write('{"open": true}', scene.line)
     assert door.complete("x").status == 401, "open and keyed at once is broken"
+    scene.now_s = door.now_s = 8.0
+    scene.write('{"open": "beside keys"}', scene.line)
+    assert door.complete("x").status == 200, "unless it says that both are meant"
+    assert door.meter.told[-1].key == ""
+    assert door.complete("x", headers={"authorization": "Bearer of another server"}).status == 200
+    assert door.complete("x", headers={"authorization": f"Bearer {scene.key}"}).status == 200
+    assert door.meter.told[-1].key == "ann", "who shows a key is known by it"
+    assert door.driver.asked[-1].salt != "", "and shares no prefix with those without"
+    assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403
+    scene.now_s = 10.0
+    assert scene.try_key(None).status == 401, "where others can reach it a key is needed"
+
     assert ring.problem != ""

@@ -1,7 +1,7 @@
 """What a person changes while the service runs, and how the controller keeps to it.
 
 Copies that were set by hand are a plan version of their own, whose reason begins with `by hand`. While that is the
-newest one the planner's plans are only advice: `potluck scale --auto` hands the fleet back. A replica that is drained
+newest one the planner's plans are only advice: `potluck scale --auto` puts the planner's last one into force again. A replica that is drained
 by hand gets a fresh engine: its old one is *leaving*, is used for nothing else, and is stopped once it is nobody.
 """
 
@@ -27,15 +27,50 @@ def is_by_hand(version: PlanVersion | None) -> bool:
     return version is not None and version.reason.startswith(BY_HAND)
 
 
-def scaled(plan: Plan, template: str, region: str, count: int, usd_per_h: Mapping[str, float]) -> Plan:
-    """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it."""
+def planned_last(store: Store) -> PlanVersion | None:
+    """The newest version that was not made by hand."""
+    number = next((each for each, reason in store.versions() if not reason.startswith(BY_HAND)), None)
+    return None if number is None else store.plan(number)
+
+
+def put_plan(
+    store: Store, tell: Callable[[Plan, str, int], None], plan: Plan, reason: str, now_s: float
+) -> int:
+    """Write a plan down and tell the gateway; its version. One that the gateway does not take is forgotten."""
+    version = store.add_plan(plan, now_s, reason)
+    try:
+        tell(plan, reason, version)
+    except PotluckError:
+        store.forget_plan(version)
+        raise
+    return version
+
+
+def scaled(
+    plan: Plan,
+    template: str,
+    region: str,
+    count: int,
+    usd_per_h: Mapping[str, float],
+    available: Mapping[tuple[str, str], int] | None = None,
+) -> Plan:
+    """The same plan with so many copies there; `usd_per_h` is what one costs in each region that can have it.
+
+    `available` says how many nodes there are, (region, node) to a number: what cannot be had is refused.
+    """
     names = [each.name for each in plan.templates]
     if template not in names:
         raise UnknownNameError("template", template, names)
     if region not in usd_per_h:
-        raise UnknownNameError("region", region, usd_per_h)
+        there = {name for name, _ in available or ()}
+        if region not in there:
+            raise UnknownNameError("REGION", region, sorted(there) or usd_per_h)
+        nodes = ", ".join(each.node for each in plan.template(template).nodes)
+        where = ", ".join(usd_per_h) or "no region"
+        raise InputError("REGION", f"{region} has not all that a copy needs ({nodes}); {where} has")
     if count < 0:
-        raise InputError("count", f"must not be negative, is {count}")
+        raise InputError("COUNT", f"must not be negative, is {count}")
+    _must_be_there(plan, template, region, count, available or {})
     rest = tuple(each for each in plan.deployments if (each.template, each.region) != (template, region))
     before = sum(each.count for each in plan.deployments) - sum(each.count for each in rest)
     deployments = (*rest, Deployment(template, region, count)) if count else rest
@@ -45,6 +80,34 @@ def scaled(plan: Plan, template: str, region: str, count: int, usd_per_h: Mappin
         replace(each, rate_per_s=each.rate_per_s * count) for each in _copy_shares(plan, template, region)
     )
     return replace(plan, deployments=deployments, shares=kept + (new if count else ()), cost_usd_per_h=cost)
+
+
+def _must_be_there(
+    plan: Plan, template: str, region: str, count: int, available: Mapping[tuple[str, str], int]
+) -> None:
+    """Refuse more copies than there are nodes for beside the plan's others."""
+    others = replace(
+        plan,
+        deployments=tuple(
+            each for each in plan.deployments if (each.template, each.region) != (template, region)
+        ),
+    ).nodes
+    fits = []
+    for each in plan.template(template).nodes:
+        place = (region, each.node)
+        if place in available:
+            free = max(0, available[place] - others.get(place, 0))
+            fits.append((free // each.count, each.node))
+    if not fits or count <= min(fits)[0]:
+        return
+    most, node = min(fits)
+    taken = others.get((region, node), 0)
+    used = f", {taken} of them for other copies" if taken else ""
+    raise InputError(
+        "COUNT",
+        f"{count} cannot be had: {region} has {available[region, node]} x {node}{used}, enough for {most}; "
+        f"ask for {most} at most, or offer more of them in the spec and start again",
+    )
 
 
 def _copy_shares(plan: Plan, template: str, region: str) -> tuple[Share, ...]:

@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from potluck.control.values import Instance, Make, Want
 from potluck.core.codec import encode
@@ -49,9 +49,10 @@ class GatewayClient:
         ]
         self._ask("PUT", "/fleet", {"engines": entries})
 
-    def set_plan(self, plan: Plan, why: str = "") -> None:
-        words = f"?why={quote(why[:MOST_WHY])}" if why else ""
-        self._ask("PUT", f"/plan{words}", json.loads(plan_to_json(plan)))
+    def set_plan(self, plan: Plan, why: str = "", version: int = 0) -> None:
+        """Another plan and why; with its number in the state, so that it has the same one everywhere."""
+        words = urlencode({"why": why[:MOST_WHY], "version": version}, quote_via=quote)
+        self._ask("PUT", f"/plan?{words}", json.loads(plan_to_json(plan)))
 
     def set_market(self, regions: Iterable[Region]) -> None:
         self._ask("PUT", "/market", {"regions": [encode(each) for each in regions]})
@@ -145,7 +146,10 @@ class GatewayClient:
             return answer
         said = answer.read(MOST_LINE_BYTES)
         if answer.status in (400, 401, 403, 404, 422) and (line := _message(said)):
-            raise KeyRefused("", line) if answer.status in (401, 403) else InputError("", line)
+            if answer.status == 401:
+                wrong = "is needed" if self._key is None else "is not the one"
+                raise KeyRefused("--key-file", f"{wrong}: the gateway at {self.url} asks for the operators' key")
+            raise KeyRefused("", line) if answer.status == 403 else InputError("", line)
         text = " ".join(said[:300].decode("utf-8", "replace").split())
         raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {text}")
 

@@ -81,6 +81,8 @@ class Controller:
         self._chronicle = Chronicle(store, gateway, self._note_once, clock, paces.hear)
         self._books = Books(store, store.path.parent, self._note, clock)
         self._elsewhere_s: float | None = None
+        self._numbered = 0
+        """The version whose number the gateway was last told; one of an older release keeps its own."""
         self._cordons = KeptCordons(store, lambda marks: gateway.cordon_again(marks))
         self._said: dict[str, str] = {}
         newest = store.plan()
@@ -303,16 +305,21 @@ class Controller:
         """A controller that died between writing a plan down and telling it is made good for."""
         mark = wanted.get("plan_mark")
         marks = self._store.plan_marks()
-        if mark is None or not marks or mark == marks[0]:
+        if mark is None or not marks:
             self._elsewhere_s = None
             return
+        ((number, _),) = self._store.versions(1)
+        if mark == marks[0] and number in (self._numbered, wanted.get("plan_version", number)):
+            self._elsewhere_s = None
+            return
+        self._numbered = number
         newest = self._store.plan()
         assert newest is not None
         if mark in marks:
             self.learn(newest.plan)
             try:
-                self._gateway.set_plan(newest.plan, newest.reason)
-                self._note("plan", f"version {newest.version} is told again", "the gateway had an older one")
+                self._gateway.set_plan(newest.plan, newest.reason, newest.version)
+                self._note("plan", f"version {newest.version} is told again", "the gateway had another")
             except PotluckError as error:
                 self._note_once("plan", "plan", f"version {newest.version} was not taken: {error}")
             return
@@ -326,7 +333,7 @@ class Controller:
         """From now on this one; its version."""
         version = self._store.add_plan(plan, self._clock(), reason)
         self.learn(plan)
-        self._gateway.set_plan(plan, reason)
+        self._gateway.set_plan(plan, reason, version)
         self._note("plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h", reason)
         return version
 

@@ -32,7 +32,7 @@ from potluck.control.loop import Controller, Turn
 from potluck.control.market import MarketSource
 from potluck.control.planning import Planner
 from potluck.control.step import START_S
-from potluck.control.store.keys import KEY_FILE, kept_keys, publish_keys
+from potluck.control.store.keys import KEY_FILE, is_open, publish_keys
 from potluck.control.store.lease import Lease
 from potluck.control.store.store import Store
 from potluck.control.store.usage import USAGE_FILE
@@ -127,7 +127,7 @@ class Stand:
     @property
     def keyed(self) -> bool:
         """Whether clients must show a key."""
-        return bool(kept_keys(self.store))
+        return not is_open(self.store)
 
     def must_have_room(self) -> None:
         """Refuse at once what this machine has no memory for, rather than engine by engine."""
@@ -213,6 +213,7 @@ class Stand:
             *("--keys", str(self.folder / KEY_FILE), "--secret-file", str(self._secret("salts.key"))),
             *(f"--profile={path}" for path in settings.profiles),
             f"--why={settings.why if newest is None else newest.reason}",
+            f"--plan-version={1 if newest is None else newest.version}",
             *settings.gateway,
         ]
         log = self.folder / "logs" / "gateway.log"
@@ -221,6 +222,7 @@ class Stand:
             "pid": pid.number,
             "started": pid.started,
             "port": port,
+            "host": settings.host,
             "keyed": True,
             "url": f"http://{LOOPBACK}:{port}",
             "admin": f"http://{LOOPBACK}:{admin}",

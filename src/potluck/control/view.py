@@ -33,7 +33,10 @@ class Service:
 
     @property
     def runs(self) -> bool:
-        return self.gateway_lives or self.controller_lives
+        """Whether anything of it lives, be it engines alone that a controller left."""
+        return (
+            self.gateway_lives or self.controller_lives or any(map(living, self.store.places().values()))
+        )
 
     def snapshot(self) -> tuple[Json, str]:
         """What the gateway says, or why it does not."""

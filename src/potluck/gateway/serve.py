@@ -213,7 +213,14 @@ async def serve(
     outgoing = calls_of(settings)
     memory = None if post is None else Memory(post.home)
     center = Center(
-        scene, policy, outgoing, roster=settings.engines, log=settings.log, memory=memory, why=settings.why
+        scene,
+        policy,
+        outgoing,
+        roster=settings.engines,
+        log=settings.log,
+        memory=memory,
+        why=settings.why,
+        plan_version=settings.plan_version,
     )
     operators = Operators(center, settings)
     entries = () if center.roster is None else center.roster.entries

@@ -51,6 +51,8 @@ class Settings:
     """From which tenants' salts are made: the same in all workers."""
     why: str = ""
     """The reason for the plan that it begins with."""
+    plan_version: int = 1
+    """Its number, where a controller counts plans."""
     drain_s: float = 30.0
     """How long open requests may take when it ends."""
     gateways: int = 1

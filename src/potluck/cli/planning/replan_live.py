@@ -68,7 +68,7 @@ def with_paces(problem: Problem, running: Live) -> Problem:
 
 def apply(service: Service, running: Live, best: Answer) -> str:
     """Hand the best answer to the gateway, and so to the controller; what was done, in a line."""
-    from potluck.control.byhand import BY_HAND
+    from potluck.control.byhand import BY_HAND, put_plan
 
     if not service.gateway_lives:
         raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
@@ -80,8 +80,7 @@ def apply(service: Service, running: Live, best: Answer) -> str:
             "--apply", f"plan {newest.version} came while this was reckoned; ask again, it may be enough"
         )
     why = f"replan --live, {best.step}"
-    service.client.set_plan(best.plan, f"{BY_HAND}: {why}")
-    version = service.store.add_plan(best.plan, time.time(), f"{BY_HAND}: {why}")
+    version = put_plan(service.store, service.client.set_plan, best.plan, f"{BY_HAND}: {why}", time.time())
     service.store.note(
         time.time(), "plan", f"version {version}, ${best.cost_usd_per_h:.2f}/h, {why}", BY_HAND
     )

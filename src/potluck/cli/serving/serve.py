@@ -82,6 +82,7 @@ _file = click.Path(dir_okay=False, path_type=Path)
     "--history", type=_file, help="Rates of the past for forecasts: a JSON object, model to rates of 10 min."
 )
 @click.option("--why", default="", metavar="TEXT", help="The reason for this plan, as the page shows it.")
+@click.option("--plan-version", default=1, type=click.IntRange(1), help="Its number, as the page shows it.")
 @profile_option
 @click.option("--json", "as_json", is_flag=True, help="Say where it listens as JSON.")
 def serve(
@@ -109,6 +110,7 @@ def serve(
     policy: tuple[str, ...],
     history: Path | None,
     why: str,
+    plan_version: int,
     profile_paths: tuple[Path, ...],
     as_json: bool,
 ) -> None:
@@ -147,6 +149,7 @@ def serve(
         engine_key="" if engine_key_file is None else api_key(engine_key_file, "--engine-key-file") or "",
         secret=token_bytes(32) if secret_file is None else _secret(secret_file),
         why=why,
+        plan_version=plan_version,
     )
     scene = replace(scene_of(inputs), history=_history(history, inputs.spec))
     serve_forever(scene, rules, settings, announced(as_json))

@@ -2,7 +2,8 @@
 
 The gateway reads its file alone, so that it serves without controller and state. The file is written inside the
 transaction that changes the keys: whoever writes last has read last, and where it cannot be written no key changes.
-Until the first key is added the file says that none is asked for; never again, whatever is revoked or lost.
+Until the first key is added the file says that none is asked for; after that only while a person has opened it
+(`set_open`), whatever is revoked or lost.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from potluck.core.errors import InputError, UnknownNameError
 KEY_FILE = "keys.jsonl"
 HEADER = "# Made from state.db by `potluck keys`; what is written here by hand is lost.\n"
 OPEN = json.dumps({"open": True}) + "\n"
+OPEN_BESIDE = json.dumps({"open": "beside keys"}) + "\n"
+OPENED = "keys open"
+"""The setting that lets clients without a key in although there are keys."""
 SHA256_BYTES = 32
 _COLUMNS = "sha256, name, line, made_s, expires_s, revoked_s"
 
@@ -51,11 +55,34 @@ def kept_keys(store: Store) -> tuple[KeptKey, ...]:
     return tuple(map(_key, store.rows(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256")))
 
 
+def is_open(store: Store) -> bool:
+    """Whether clients without a key are let in."""
+    return bool(store.get(OPENED)) or not kept_keys(store)
+
+
+def set_open(store: Store, folder: Path, opened: bool, now_s: float) -> bool:
+    """Let clients without a key in, or only those with one; whether that is a change."""
+    if is_open(store) == opened:
+        return False
+
+    def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
+        if not opened and not any(each.holds(now_s) for each in known):
+            raise InputError("keys", "none holds, so that nobody could get in; `potluck keys add NAME` first")
+        _open(db, opened)
+
+    what = "clients without a key are let in" if opened else "every client needs a key"
+    _changed(store, folder, now_s, change, what)
+    return True
+
+
 def add_key(store: Store, folder: Path, key: KeptKey) -> None:
+    """From then on every client needs one."""
+
     def change(db: sqlite3.Connection, known: tuple[KeptKey, ...]) -> None:
         if any(each.name == key.name and each.holds(key.made_s) for each in known):
             raise InputError(key.name, "has a key already; `potluck keys rotate` or `revoke` it")
         _insert(db, key)
+        _open(db, False)
 
     _changed(store, folder, key.made_s, change, f"{key.name} was added")
 
@@ -103,12 +130,13 @@ def publish_keys(store: Store, folder: Path, now_s: float) -> bool:
     path = folder / KEY_FILE
     before = path.read_text("utf-8", "replace") if path.is_file() else ""
     known = kept_keys(store)
-    if before == _text(known):
+    if before == _text(known, is_open(store)):
         return False
     with store.change() as db:
         for key in () if known else _listed(before, path, now_s):
             _insert(db, key)
-        written(path, _text(_all(db)))
+            _open(db, OPEN_BESIDE.strip() in before.splitlines())
+        written(path, _all_text(db))
     return True
 
 
@@ -121,12 +149,24 @@ def _changed(
 ) -> None:
     with store.change() as db:
         change(db, _all(db))
-        written(folder / KEY_FILE, _text(_all(db)))
+        written(folder / KEY_FILE, _all_text(db))
     store.note(now_s, "keys", what, "by hand")
 
 
 def _all(db: sqlite3.Connection) -> tuple[KeptKey, ...]:
     return tuple(map(_key, db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY made_s, sha256").fetchall()))
+
+
+def _all_text(db: sqlite3.Connection) -> str:
+    known = _all(db)
+    opened = db.execute("SELECT 1 FROM settings WHERE name = ?", (OPENED,)).fetchone()
+    return _text(known, not known or opened is not None)
+
+
+def _open(db: sqlite3.Connection, opened: bool) -> None:
+    db.execute("DELETE FROM settings WHERE name = ?", (OPENED,))
+    if opened:
+        db.execute("INSERT INTO settings (name, value) VALUES (?, 'true')", (OPENED,))
 
 
 def _insert(db: sqlite3.Connection, key: KeptKey) -> None:
@@ -141,7 +181,7 @@ def _named(name: str, known: tuple[KeptKey, ...]) -> list[KeptKey]:
     return found
 
 
-def _text(keys: tuple[KeptKey, ...]) -> str:
+def _text(keys: tuple[KeptKey, ...], opened: bool) -> str:
     """Of the gateway's file, in which keys of one name must have the same tenant and limits.
 
     Where all were revoked the last one stays, ended: an empty file would say nothing.
@@ -150,14 +190,14 @@ def _text(keys: tuple[KeptKey, ...]) -> str:
         return HEADER + OPEN
     newest = {each.name: each.line for each in keys}
     listed = [each for each in keys if each.revoked_s is None and each.line == newest[each.name]]
-    return HEADER + "".join(_line(each) for each in listed or keys[-1:])
+    return HEADER + (OPEN_BESIDE if opened else "") + "".join(_line(each) for each in listed or keys[-1:])
 
 
 def _listed(text: str, path: Path, now_s: float) -> list[KeptKey]:
     """The keys of a file."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#") or line.strip() == OPEN.strip():
+        if not line.strip() or line.lstrip().startswith("#") or line in (OPEN.strip(), OPEN_BESIDE.strip()):
             continue
         try:
             said = dict(json.loads(line))

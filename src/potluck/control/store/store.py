@@ -121,6 +121,16 @@ class Store:
             assert row.lastrowid is not None
             return row.lastrowid
 
+    def forget_plan(self, version: int) -> None:
+        """One that nobody was told of."""
+        with self.change() as db:
+            db.execute("DELETE FROM plans WHERE version = ?", (version,))
+        self._marks.pop(version, None)
+
+    def versions(self, last: int = -1) -> tuple[tuple[int, str], ...]:
+        """All versions, or the newest, each with its reason; the newest first."""
+        return tuple(self.rows("SELECT version, reason FROM plans ORDER BY version DESC LIMIT ?", last))
+
     def plan(self, version: int | None = None) -> PlanVersion | None:
         """One version, or the newest."""
         which = "ORDER BY version DESC LIMIT 1" if version is None else "WHERE version = ?"

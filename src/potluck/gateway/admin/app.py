@@ -93,13 +93,11 @@ def build_admin(office: Office) -> web.Application:
         return web.json_response(office.overseer.wanted(), dumps=_dumps)
 
     async def decisions(request: web.Request) -> web.StreamResponse:
-        after = request.query.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) <= 18):
-            raise InputError("after", "must be a whole number")
+        after = _whole(request, "after")
         ended: Counter[str] = Counter()
         for (model, *_), value in office.metrics.tally.counted(families.REQUESTS).items():
             ended[model] += round(value)
-        shown = {**office.overseer.decisions(int(after)), "ended": ended}
+        shown = {**office.overseer.decisions(after), "ended": ended}
         return web.json_response(shown, dumps=_dumps)
 
     app = web.Application(middlewares=[guard], client_max_size=BODY_BYTES)
@@ -148,9 +146,18 @@ def _order(
 def _plan(overseer: Overseer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handler(request: web.Request) -> web.StreamResponse:
         body, why = parse_object(await request.read()), request.query.get("why", "")
-        return web.json_response(overseer.set_plan(body, why[:MOST_WHY]), dumps=_dumps)
+        version = _whole(request, "version")
+        return web.json_response(overseer.set_plan(body, why[:MOST_WHY], version), dumps=_dumps)
 
     return handler
+
+
+def _whole(request: web.Request, name: str) -> int:
+    """A whole number of the query; 0 where it is not there."""
+    text = request.query.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InputError(name, "must be a whole number")
+    return int(text)
 
 
 def _put(change: Callable[[Json], Json]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -50,8 +50,8 @@ class Overseer(Protocol):
     def set_fleet(self, body: Json) -> Json:
         """Other engines from now on; says what changed."""
 
-    def set_plan(self, body: Json, why: str = "") -> Json:
-        """Another plan from now on, and why; says what changes."""
+    def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
+        """Another plan from now on, why, and its number (0: the next one); says what changes."""
 
     def set_market(self, body: Json) -> Json:
         """Other prices, other nodes."""
@@ -102,7 +102,7 @@ class Unseen:
     def set_fleet(self, body: Json) -> Json:
         return {}
 
-    def set_plan(self, body: Json, why: str = "") -> Json:
+    def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
         return {}
 
     def set_market(self, body: Json) -> Json:

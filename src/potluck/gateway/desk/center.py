@@ -43,15 +43,16 @@ class Center:
         log: Path | None = None,
         memory: Memory | None = None,
         why: str = "",
+        plan_version: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`why`: the reason for the scene's plan, as it is shown."""
+        """`why` and `plan_version`: the reason for the scene's plan and its number, as they are shown."""
         self.policy = policy
         self.kits = Kits(scene)
         self.kits.learn(scene.plan)
         self.plan = scene.plan
-        self.plan_version = 1
-        """Grows with every plan that is adopted."""
+        self.plan_version = plan_version
+        """As whoever tells a plan numbers it; else it grows with every one that is adopted."""
         self.plan_mark = plan_mark(scene.plan)
         """By which a controller knows it again."""
         self.plan_why = why or "it was started with this plan"
@@ -96,13 +97,13 @@ class Center:
         """From the first plan on, or from what an earlier process was told since."""
         entries = None if self.roster is None else self.roster.entries
         if self._memory is not None:
-            plan = self._memory.plan()
+            plan, version, why = self._memory.plan()
             if self.roster is None:  # a file says it better
                 entries = self._memory.entries()
             if plan is not None:
                 self.kits.learn(plan)
                 self.plan, self.plan_mark = plan, plan_mark(plan)
-                self.plan_version += 1
+                self.plan_version, self.plan_why = version, why
             self.market = self._memory.market()
             self.cordons.inherit(self._memory.cordons())
         if entries is not None:
@@ -113,14 +114,18 @@ class Center:
         self.watch.meet()
         self.desk.start(asyncio.get_running_loop())
 
-    def adopt(self, plan: Plan, why: str = "") -> None:
-        """Another plan, from an operator or a planner."""
-        self.kits.learn(plan)
-        self.plan, self.plan_why = plan, why or "an operator or a controller told it"
-        self.plan_version += 1
-        self.plan_mark = plan_mark(plan)
+    def adopt(self, plan: Plan, why: str = "", version: int = 0) -> None:
+        """Another plan, from an operator or a planner; the same one under another number is only called that."""
+        mark = plan_mark(plan)
+        same = bool(version) and mark == self.plan_mark
+        self.plan_why = why or "an operator or a controller told it"
+        self.plan_version = version or self.plan_version + 1
         if self._memory is not None:
-            self._memory.planned(plan)
+            self._memory.planned(plan, self.plan_version, self.plan_why)
+        if same:
+            return
+        self.kits.learn(plan)
+        self.plan, self.plan_mark = plan, mark
         self.keeper.planned()
         self.desk.tell(Planned(plan))
 
@@ -130,6 +135,11 @@ class Center:
         if self._memory is not None:
             self._memory.quoted(regions)
         self.desk.tell(Quoted(regions))
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What nodes cost and how many can be had: as somebody told, else as the spec has it."""
+        return tuple(self.kits.scene.regions) if self.market is None else self.market
 
     def price_usd_per_h(self, region: str, node: str) -> float:
         """What a node costs there now."""

@@ -24,11 +24,15 @@ class Memory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def planned(self, plan: Plan) -> None:
-        self._keep("plan", encode(plan))
+    def planned(self, plan: Plan, version: int, why: str) -> None:
+        self._keep("plan", {"plan": encode(plan), "version": version, "why": why})
 
-    def plan(self) -> Plan | None:
-        return self._kept("plan", Plan)
+    def plan(self) -> tuple[Plan | None, int, str]:
+        """With its number and its reason."""
+        found = self._read("plan")
+        if found is None:
+            return None, 0, ""
+        return decode(Plan, found["plan"], "plan"), found["version"], found["why"]
 
     def enlisted(self, entries: tuple[Entry, ...]) -> None:
         names = [each.name for each in fields(Entry) if each.name != "address"]

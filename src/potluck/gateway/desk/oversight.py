@@ -87,6 +87,7 @@ class Oversight:
                 "usd_per_h": center.brain.steward.standby_usd_per_h,
             },
             "copies": self._copies(),
+            "regions": [encode(each) for each in center.regions],
             "models": {
                 name: {
                     "ready": not center.lacking(name),
@@ -196,13 +197,13 @@ class Oversight:
         after = {each.url for each in entries}
         return {"engines": len(after), "came": sorted(after - before), "went": sorted(before - after)}
 
-    def set_plan(self, body: Json, why: str = "") -> Json:
+    def set_plan(self, body: Json, why: str = "", version: int = 0) -> Json:
         center = self._center
         plan = plan_from_json(json.dumps(body))
         for template in plan.repertoire:
             if template.model not in center.kits.scene.models:
                 raise UnknownNameError("plan: model", template.model, center.kits.scene.models)
-        center.adopt(plan, why)
+        center.adopt(plan, why, version)
         return {
             "version": center.plan_version,
             "cost_usd_per_h": plan.cost_usd_per_h,

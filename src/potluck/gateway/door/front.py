@@ -22,6 +22,7 @@ from potluck.api.ids import random_word, request_id
 from potluck.api.origin import Served, check_origin
 from potluck.core.errors import InputError, UnknownNameError
 from potluck.core.values.service import CLASSES, Sharing
+from potluck.core.values.types import DEFAULT_TENANT
 from potluck.gateway.door.allowances import Spent
 from potluck.gateway.door.answering import Answering
 from potluck.gateway.door.asking import Asking, growth_of
@@ -102,10 +103,10 @@ class FrontDoor:
             path = exchange.path
             if path in POST_ONLY:
                 keys = self._keys
-                if keys is None or keys.open:
+                if keys is None or keys.opened(now_s := self._clock()):
                     key = self._who(exchange)
                 else:
-                    key = keys.who(exchange.headers.get(b"authorization"), self._clock())
+                    key = keys.who(exchange.headers.get(b"authorization"), now_s)
                 if exchange.method != b"POST":
                     raise Refused(405, f"{_shown(path)} takes POST", "method_not_allowed")
                 if path == b"/v1/responses":
@@ -135,7 +136,8 @@ class FrontDoor:
         if keys is not None and not keys.opened(self._clock()):
             return keys.who(exchange.headers.get(b"authorization"), self._clock())
         self._check_page(exchange.method, exchange.headers)
-        return self._nobody
+        shown = None if keys is None else keys.shown(exchange.headers.get(b"authorization"), self._clock())
+        return shown or self._nobody
 
     def _check_page(self, method: bytes, headers: Headers) -> None:
         """Without keys, pages of other origins could use the gateway through their reader's browser."""
@@ -283,7 +285,7 @@ class FrontDoor:
 
     def _salt(self, tenant: str, own: str | None) -> str:
         """Circles with another one share no cached prefix; `own` sets some of their requests apart as well."""
-        if self._keys is None or self._keys.open:
+        if self._keys is None or (self._keys.open and tenant == DEFAULT_TENANT):
             tenant = ""
         if not own:
             if not tenant:

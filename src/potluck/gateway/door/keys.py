@@ -8,7 +8,9 @@ no key, only what a key's SHA-256 is: keys are long and random, so nothing can b
 a line with the same name and the new hash, hand the new key out, and remove the old line: both count as one for
 limits. A file that is broken changes nothing: the keys read last stay, and `problem` says why.
 
-A file with nothing but {"open": true} asks for no key until it has one; only where others cannot reach us.
+A file with nothing but {"open": true} asks for no key until it has one. One that has keys and {"open": "beside keys"}
+asks for none either: whoever shows a key is known by it, all others are let in as well. Both only where others cannot
+reach us.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ LONGEST_KEY = 512
 MOST_RECENT = 4096
 BEARER = b"bearer "
 OPEN = '{"open": true}'
+OPEN_BESIDE = '{"open": "beside keys"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,15 @@ class KeyRing:
             self.look(now_s)
         return self.open
 
+    def shown(self, authorization: bytes | None, now_s: float) -> ApiKey | None:
+        """Whose key a client shows where none is asked for; None: it is none that holds."""
+        if authorization is None or not self._by_digest:
+            return None
+        try:
+            return self.who(authorization, now_s)
+        except Refused:
+            return None
+
     def who(self, authorization: bytes | None, now_s: float) -> ApiKey:
         """Whose key a client shows; raises for none, an unknown or an old one."""
         if now_s >= self._next_look_s:
@@ -163,9 +175,12 @@ class KeyRing:
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self, now_s: float) -> dict[bytes, ApiKey]:
-        lines = read_lines(self._path)
-        if not lines and not self._may_open:
-            raise InputError(str(self._path), "is open, and others can reach this gateway; add a key")
+        lines, opened = read_lines(self._path)
+        if opened and not self._may_open:
+            raise InputError(
+                str(self._path),
+                "lets clients in without a key, and others can reach this gateway; `potluck keys add` or `close`",
+            )
         found: dict[bytes, ApiKey] = {}
         kept: dict[str, KeyLine] = {}
         for line in lines:
@@ -187,13 +202,13 @@ class KeyRing:
             found[digest] = ApiKey(line.name, line.tenant, allowance, classes, _expiry_s(line), digest)
         for name in self._allowances.keys() - kept.keys():
             del self._allowances[name]
-        self.open = not lines
+        self.open = opened
         return found
 
 
-def read_lines(path: Path) -> list[KeyLine]:
-    """The file's lines, each checked, none where it is open; raises for the first that is wrong, never with what it
-    holds."""
+def read_lines(path: Path) -> tuple[list[KeyLine], bool]:
+    """The file's keys, each checked, and whether none is asked for; raises for the first line that is wrong, never
+    with what it holds."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise InputError(str(path), f"is larger than {MOST_BYTES} bytes")
@@ -208,11 +223,11 @@ def read_lines(path: Path) -> list[KeyLine]:
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if [line.strip() for line, _ in texts] == [OPEN]:
-        return []
-    lines = [_line(line, where) for line, where in texts]
+        return [], True
+    lines = [_line(line, where) for line, where in texts if line.strip() != OPEN_BESIDE]
     if not lines:
         raise InputError(str(path), "has no key; `potluck keys new NAME` makes one")
-    return lines
+    return lines, len(lines) < len(texts)
 
 
 def _line(text: str, where: str) -> KeyLine:

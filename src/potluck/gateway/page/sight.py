@@ -117,7 +117,6 @@ class Sight:
             template = center.kits.templates.get(unit.template)
             for each in () if template is None else template.nodes:
                 rented[unit.region, each.node] += each.count
-        regions = center.kits.scene.regions if center.market is None else center.market
         return {
             region.name: {
                 "offers": [
@@ -130,7 +129,7 @@ class Sight:
                     for offer in region.offers
                 ]
             }
-            for region in regions
+            for region in center.regions
         }
 
     def _models(self, queues: list[QueueSeen], usd: Mapping[str, float]) -> dict[str, Row]:

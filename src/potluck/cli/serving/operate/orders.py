@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from potluck.core.errors import InputError, PotluckError, UnknownNameError
 
 if TYPE_CHECKING:
     from potluck.control.view import Service
+    from potluck.core.values.plan import Plan
 
 CONTROLLER_S = 90.0
 """In which a controller that was asked to end has drained all."""
@@ -38,6 +40,8 @@ def _replica(service: Service, text: str) -> str:
 
 def meant(field: str, text: str, names: list[str]) -> str:
     """The only name that has this as a part of it."""
+    if not text:
+        raise InputError(field, f"is empty; there are {', '.join(names) or 'none'}")
     found = [text] if text in names else [name for name in names if text in name]
     if len(found) > 1:
         raise InputError(field, f"{text!r} is a part of several: {', '.join(found)}")
@@ -111,13 +115,15 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
 @click.command()
 @click.argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
 @state_option
-@click.option("--auto", is_flag=True, help="Hand the fleet back: plans of the planner count again.")
+@click.option(
+    "--auto", is_flag=True, help="Hand the fleet back: the planner's last plan holds again, and its next ones."
+)
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
     """Have COUNT copies of a plan's TEMPLATE in a REGION: a new version of the plan, made by hand.
 
     It holds until `potluck scale --auto`: plans that the planner makes meanwhile are only noted as advice. A part of
-    the template's name will do where only one has it.
+    the template's name will do where only one has it. More copies than there are nodes for are refused.
 
     \b
     Examples:
@@ -133,6 +139,8 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
         render.emit_json(said)
         return
     click.echo(said["line"])
+    for model in said.get("unserved", ()):
+        click.echo(f"note: nothing is left to serve {model}")
     if what is not None:
         _unless(lives, "engines are started and stopped")
         if said["scaling"] not in (None, "none"):
@@ -142,12 +150,12 @@ def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> No
 
 
 def _scaled(service: Service, what: str) -> dict[str, Any]:
-    from potluck.control.byhand import BY_HAND, scaled
+    from potluck.control.byhand import BY_HAND, put_plan, scaled
 
     key, _, number = what.rpartition("=")
     template, _, region = key.rpartition("@")
     if not template or not region or not number.isdecimal():
-        raise InputError("TEMPLATE@REGION=COUNT", f"{what!r} is not of that form")
+        raise InputError("TEMPLATE@REGION=COUNT", f"{what!r} is not of that form, such as 'L40S@west=2'")
     newest = service.store.plan()
     if newest is None:
         raise nothing(f"there is no plan in {service.folder} yet")
@@ -159,26 +167,37 @@ def _scaled(service: Service, what: str) -> dict[str, Any]:
         for each in snapshot.get("copies", ())
         if each["template"] == template
     }
-    plan = scaled(newest.plan, template, region, int(number), costs)
+    available: Counter[tuple[str, str]] = Counter()
+    for place in snapshot.get("regions", ()):
+        for offer in place["offers"]:
+            available[place["name"], offer["node"]] += offer["available"]
+    plan = scaled(newest.plan, template, region, int(number), costs, available)
     if plan.deployments == newest.plan.deployments:
         return {
             "version": newest.version,
             "scaling": None,
             "line": f"there are to be {number} already; nothing changed",
         }
-    service.client.set_plan(plan, f"{BY_HAND}: {what}")
-    version = service.store.add_plan(plan, time.time(), f"{BY_HAND}: {what}")
+    reason = f"{BY_HAND}: {what}"
+    version = put_plan(service.store, service.client.set_plan, plan, reason, time.time())
     _note(service, "plan", f"version {version}, ${plan.cost_usd_per_h:.2f}/h, {what}")
     return {
         "version": version,
         "cost_usd_per_h": plan.cost_usd_per_h,
         "scaling": snapshot.get("scaling"),
+        "unserved": _unserved(plan),
         "line": f"plan {version}: {what}, ${plan.cost_usd_per_h:.2f}/h (was ${newest.plan.cost_usd_per_h:.2f}/h)",
     }
 
 
+def _unserved(plan: Plan) -> list[str]:
+    """Models of the plan without any copy."""
+    served = {plan.template(each.template).model for each in plan.deployments if each.count}
+    return sorted({each.model for each in plan.templates} - served)
+
+
 def _handed_back(service: Service) -> dict[str, Any]:
-    from potluck.control.byhand import is_by_hand
+    from potluck.control.byhand import is_by_hand, planned_last, put_plan
 
     newest = service.store.plan()
     if newest is None or not is_by_hand(newest):
@@ -186,9 +205,22 @@ def _handed_back(service: Service) -> dict[str, Any]:
             "version": newest.version if newest else None,
             "line": "no plan made by hand holds; nothing changed",
         }
-    version = service.store.add_plan(newest.plan, time.time(), f"handed back (was {newest.reason})")
-    _note(service, "plan", f"version {version} is the same, handed back")
-    return {"version": version, "line": f"plan {version} is the same; the planner's next one counts again"}
+    last = planned_last(service.store) or newest
+    reason = f"handed back: as version {last.version}"
+    tell = service.client.set_plan if service.gateway_lives else _tell_nobody
+    version = put_plan(service.store, tell, last.plan, reason, time.time())
+    _note(service, "plan", f"version {version}, ${last.plan.cost_usd_per_h:.2f}/h, as version {last.version}")
+    return {
+        "version": version,
+        "as_version": last.version,
+        "cost_usd_per_h": last.plan.cost_usd_per_h,
+        "line": f"plan {version}: the planner's plan {last.version} holds again, "
+        f"${last.plan.cost_usd_per_h:.2f}/h (was ${newest.plan.cost_usd_per_h:.2f}/h), and so do its next ones",
+    }
+
+
+def _tell_nobody(plan: Plan, reason: str, version: int) -> None:
+    """No gateway runs; the next one begins with what is written down."""
 
 
 def _unless(controller_lives: bool, what: str) -> None:
@@ -205,7 +237,7 @@ def down(state: Path | None, within_s: float) -> None:
     from potluck.control.ending import pid_of, stop_all, wait
     from potluck.control.store.lease import LASTS_S, Lease
 
-    with opened(state, running=False) as service:
+    with opened(state, running=False, left=True) as service:
         controller = pid_of(service.store.get("controller"))
         if service.controller_lives and controller is not None:
             _note(service, "down", "the controller is asked to end")

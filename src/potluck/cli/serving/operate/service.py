@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -46,6 +47,8 @@ def client_at(at: str, key_file: Path | None, ca: Path | None, state: Path | Non
 
     if state is not None:
         raise InputError("--at", "names a gateway; leave out --state")
+    if urlsplit(at).scheme not in ("http", "https") or not urlsplit(at).hostname:
+        raise InputError("--at", f"{at!r} is no address, such as http://127.0.0.1:8001")
     key = None if key_file is None else key_in(key_file, "--key-file")
     return GatewayClient(at.rstrip("/"), key, None if ca is None else client_tls(ca, "--ca"))
 
@@ -57,11 +60,12 @@ def nothing(line: str) -> click.exceptions.Exit:
 
 
 @contextmanager
-def opened(state: Path | None, *, running: bool = True) -> Iterator[Service]:
-    """The service; with `running` there must be something alive."""
+def opened(state: Path | None, *, running: bool = True, left: bool = False) -> Iterator[Service]:
+    """The service; with `running` there must be something alive. With `left`, engines that were never seen to end
+    make it one that runs."""
     from potluck.control.view import Service
 
-    service = Service(_folder(state))
+    service = Service(_folder(state, running or left, left))
     try:
         if running and not service.runs:
             raise nothing(f"nothing runs in {service.folder}; start it with `potluck up`")
@@ -86,26 +90,32 @@ def _known() -> list[Path]:
     return sorted(path.parent for path in STATE.glob("*/state.db")) if STATE.is_dir() else []
 
 
-def _folder(state: Path | None) -> Path:
+def _folder(state: Path | None, running: bool, left: bool) -> Path:
+    """Those that run are the choices; those that ended only for what may be asked of them too, where none runs."""
     if state is not None:
         if not (state / "state.db").is_file():
             raise nothing(f"nothing runs in {state}: it has no state.db")
         return state
     known = _known()
     if not known:
-        raise nothing("nothing runs here; start it with `potluck up`, or say where with --state")
-    alive = [folder for folder in known if _runs(folder)]
+        raise nothing("nothing runs; start it with `potluck up`, or say where with --state")
+    alive = [folder for folder in known if _runs(folder, left)]
+    if len(alive) > 1:
+        raise InputError("--state", f"is needed, several run: {', '.join(map(str, alive))}")
+    if not alive and running:
+        raise nothing("nothing runs; start it with `potluck up`")
     found = alive or known
     if len(found) > 1:
-        raise InputError("--state", f"is needed, there are several: {', '.join(map(str, found))}")
+        several = ", ".join(map(str, found))
+        raise InputError("--state", f"is needed: nothing runs now, and several have ended: {several}")
     return found[0]
 
 
-def _runs(folder: Path) -> bool:
+def _runs(folder: Path, left: bool) -> bool:
     from potluck.control.view import Service
 
     service = Service(folder)
     try:
-        return service.runs
+        return service.runs or (left and bool(service.store.instances()))
     finally:
         service.close()
