@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,14 @@ from potluck.cli.serving.up.plan import Prepared
 from potluck.cli.trying.simulation import read_one_spec, read_plan_and_spec
 from potluck.control import stand as stand_module
 from potluck.control.ending import owner_of, stop_all
+from potluck.control.failing import Failures, Stuck
 from potluck.control.files import written
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import LocalLauncher, engines_of
+from potluck.control.launch.ports import taken
 from potluck.control.launch.process import alive, end, marked, spawn
 from potluck.control.launch.room import free_bytes, must_have_room
+from potluck.control.loop import Turn
 from potluck.control.stand import GATEWAY_MARK, Stand, StandSettings
 from potluck.control.store.store import StateError, Store
 from potluck.control.values import Make
@@ -106,12 +109,36 @@ def test_a_port_in_use(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        taken = other.getsockname()[1]
-        with pytest.raises(InputError, match=f"--port: {taken} cannot be used .*0 for a free one"):
-            stand._port({"port": taken})
-        monkeypatch.setattr(stand_module, "USUAL_PORT", taken)
-        assert stand._port({}) != taken, "nobody told which: another will do"
-        assert str(taken) in stand.said[0]
+        held = other.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port: {held} cannot be used .*0 for a free one"):
+            stand._port({"port": held})
+        monkeypatch.setattr(stand_module, "USUAL_PORT", held)
+        port = stand._port({})
+        assert port != held, "nobody told which: the next one will do"
+        assert stand.said == [f"port {held} is taken; it is {port} instead"]
+
+
+def test_the_ports_are_the_same_at_every_start(
+    stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = next(port for port in range(20_000, 30_000) if not taken(port) and not taken(port + 1))
+    monkeypatch.setattr(stand_module, "USUAL_PORT", first)
+    assert stand._port({}) == first
+    assert stand._admin_port(first, {}) == first + 1, "the page's is beside it"
+    assert stand.said == []
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", first + 1))
+        other.listen()
+        assert stand._admin_port(first, {}) > first + 1
+        assert stand.said[0].startswith(f"the page's port {first + 1} is taken; it is ")
+        before = {"port": first, "admin": f"http://127.0.0.1:{first + 1}"}
+        assert stand._port(before) == first, "a gateway that is started again is where it was"
+        any_one = replace(stand._settings, port=0)
+        monkeypatch.setattr(stand, "_settings", any_one)
+        assert stand._port({}) not in (first, first + 1), "0 is any free one"
+        assert stand._port({"port": first}) == first
+        monkeypatch.setattr(stand, "_settings", replace(any_one, port=first))
+        assert stand._port({"port": first + 1}) == first, "what is said counts, wherever it was"
 
 
 @pytest.mark.parametrize("text", [b"this is no database at all" * 100, b""])
@@ -200,6 +227,57 @@ def test_an_engine_that_never_becomes_ready(tmp_path: Path, handlers: None) -> N
     assert f"kept in {tmp_path / 'state'}" in str(error.value)
     assert ".log" in str(error.value), "where to look"
     assert list(engines_of(owner)) == []
+
+
+def test_an_engine_that_fails_in_the_same_way_stops_the_start(tmp_path: Path, handlers: None) -> None:
+    program = "import os; print('a line before'); print(f'port {os.getpid()} is closed'); raise SystemExit(1)"
+    stand, prepared = _stand(tmp_path, Other("pretended", program=program))
+    owner, store = owner_of(stand.store), stand.store
+    notes: list[str] = []
+    show = up_module._Show(
+        stand, prepared, False, time.monotonic(), False, 600.0, lambda line: None, lambda: None
+    )
+    closing = stand.close
+    stand.close = lambda: (notes.extend(each.kind for each in store.happenings()), closing())  # type: ignore
+    with pytest.raises(CapacityError, match="3 starts failed in the same way: port .* is closed") as error:
+        up_module._run(show)
+    assert "  a line before\n" in str(error.value), "its last lines"
+    assert "all was stopped; state and logs are kept" in str(error.value)
+    assert list(engines_of(owner)) == []
+    assert notes.count("start") == 3, "and no more"
+
+
+def test_a_service_that_is_taken_over_is_not_stopped_for_one_engine(tmp_path: Path) -> None:
+    """Its gateway served before: other engines may, and this one is tried ever more rarely."""
+    stand, prepared = _stand(tmp_path, Other("pretended"))
+    show = up_module._Show(
+        stand, prepared, False, time.monotonic(), False, 600.0, lambda line: None, lambda: None
+    )
+    failures = Failures()
+    for _ in range(3):
+        failures = failures.more(0.0, "no memory", "live-1")
+    turn = Turn(True, 1, 0, stuck=(Stuck("r", failures),))
+    show.seen(turn)
+    assert not show.stop.is_set()
+    stand.fresh = True
+    show.seen(turn)
+    assert show.stop.is_set()
+    assert "r: 3 starts failed in the same way: no memory" in show.failed
+    stand.close()
+
+
+def test_vllm_that_is_not_there_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, spec = write_plans(tmp_path, WHOLE)
+    asked = ["up", str(spec), "--state", str(tmp_path / "state"), "--averages", "--engine", "vllm"]
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')  # without anything that was installed
+    bare.chmod(0o700)
+    assert run([*asked, "--vllm-python", str(bare)]) == 2
+    (line,) = _said(capsys).splitlines()
+    assert f"{bare} has no vLLM; `{bare} -m pip install vllm==" in line
+    assert run([*asked, "--vllm-python", str(tmp_path / "none")]) == 2
+    assert "none cannot be run" in _said(capsys)
+    assert not (tmp_path / "state" / "state.db").exists(), "nothing was begun"
 
 
 def test_an_engine_that_has_no_memory_says_so(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_why_it_died_is_the_last_thing_it_said(tmp_path: Path) -> None:
     )
     place = launcher.start("i1", MAKE)
     until(lambda: launcher.look({"i1": place})[0].state == "dead")
-    assert launcher.look({"i1": place})[0].problem == "potluck: error: no memory left"
+    assert launcher.look({"i1": place})[0].problem == "no memory left"
 
 
 def test_one_that_does_not_listen_to_reason_is_made_to_end(tmp_path: Path) -> None:

@@ -348,6 +348,7 @@ def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     scene.now_s = door.now_s = 6.0
     scene.write('{"open": true}', scene.line)
     assert door.complete("x").status == 401, "open and keyed at once is broken"
+    assert ring.problem != ""
     scene.now_s = door.now_s = 8.0
     scene.write('{"open": "beside keys"}', scene.line)
     assert door.complete("x").status == 200, "unless it says that both are meant"
@@ -359,5 +360,3 @@ def test_a_file_may_be_open_until_it_has_a_key(tmp_path: Path) -> None:
     assert door.ask("/v1/completions", origin="https://elsewhere.example").status == 403
     scene.now_s = 10.0
     assert scene.try_key(None).status == 401, "where others can reach it a key is needed"
-
-    assert ring.problem != ""

@@ -20,6 +20,7 @@ from typing import Any
 from potluck.control.books import Books
 from potluck.control.byhand import KeptCordons, leave, leaving
 from potluck.control.chronicle import Chronicle, gist
+from potluck.control.failing import Stuck, stuck
 from potluck.control.gateway import GatewayAway, GatewayClient, wants_of
 from potluck.control.launch.base import Killer, Launcher
 from potluck.control.market import MarketSource
@@ -33,6 +34,8 @@ from potluck.core.codec import encode
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan, Template
 
+STUCK = "stuck"
+"""The setting that has replicas whose starts failed, with how often and why."""
 ELSEWHERE_S = 10.0
 """A plan of the gateway's that no version is, for so long, was put there by somebody else."""
 
@@ -48,6 +51,8 @@ class Turn:
     orders: tuple[Order, ...] = ()
     waiting: tuple[str, ...] = ()
     problem: str = ""
+    stuck: tuple[Stuck, ...] = ()
+    """Replicas whose starts failed."""
 
     @property
     def settled(self) -> bool:
@@ -128,8 +133,10 @@ class Controller:
         self._memory = found.memory
         done = tuple(order for order in found.orders if self._lease.held and self._do(order))
         for line in found.waiting:
-            # A replica's name may have a colon of its own, before its region.
-            self._note_once(f"wait {line[: line.find(': ', line.find('@'))]}", "waits", line)
+            cut = line.find(
+                ": ", line.find("@")
+            )  # a replica's name may have a colon of its own, before its region
+            self._note_once(f"wait {line[:cut]}", "waits", line[cut + 2 :])
         there = self._store.instances()
         if not problem:
             problem = self._tell(there)
@@ -137,6 +144,8 @@ class Controller:
             self.planning.turn(wanted, None if self._market is None else self._market.regions)
             self._chronicle.turn()
         self._books.turn()
+        failing = stuck(wants, there, self._memory.failures)
+        self._keep_stuck(failing)
         up = {each.replica for each in there if each.state == "up"}
         return Turn(
             True,
@@ -145,7 +154,23 @@ class Controller:
             done,
             found.waiting,
             problem,
+            failing,
         )
+
+    def _keep_stuck(self, failing: tuple[Stuck, ...]) -> None:
+        """For `potluck status`, which says why something is missing and when it is tried again."""
+        kept = {
+            each.replica: {
+                "count": each.failures.count,
+                "alike": each.failures.alike,
+                "why": each.failures.why,
+                "again_s": each.failures.again_s,
+                "engine": each.failures.engine,
+            }
+            for each in failing
+        }
+        if kept != (self._store.get(STUCK) or {}):
+            self._store.set(STUCK, kept)
 
     def _wanted(self) -> tuple[dict[str, Any], str]:
         try:
@@ -178,7 +203,7 @@ class Controller:
             )
             self._store.put(now)
             instances[seen.name] = now
-            self._note(seen.state, seen.name, seen.problem or f"for {before.replica or 'nobody'}")
+            self._note(seen.state, seen.name, seen.problem or f"for {before.replica or 'no replica'}")
         return tuple(instances.values())
 
     def _do(self, order: Order) -> bool:
@@ -190,7 +215,7 @@ class Controller:
                 found = self._one(name)
                 if found is not None:
                     self._store.put(replace(found, replica=replica))
-                    self._note("assign", f"{name} is {replica or 'nobody'}", why)
+                    self._note("assign", f"{name} serves as {replica}" if replica else f"{name} is free", why)
             case Halt(name, why):
                 self._launcher.stop(name, self._store.places().get(name, {}))
                 self._note_once(f"stop {name}", "stop", why)

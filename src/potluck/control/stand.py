@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from potluck.control.launch.base import Launcher
 from potluck.control.launch.command import EngineMaker
 from potluck.control.launch.local import FORK_MARK, OWNER_MARK, LocalLauncher
 from potluck.control.launch.nursery import Nursery
+from potluck.control.launch.ports import free_port, must_be_free, next_free, taken
 from potluck.control.launch.process import alive, end, last_words, marked, rotate, spawn, started_at
 from potluck.control.launch.room import GATEWAY_BYTES, must_have_room
 from potluck.control.loop import Controller, Turn
@@ -44,6 +44,7 @@ GATEWAY_S = 90.0
 """In which a gateway must listen."""
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8000
+"""Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
 GATEWAY_MARK = "POTLUCK_GATEWAY"
 FORKED = ("emulated", "pretended")
 """Styles of engines that share what they loaded."""
@@ -55,7 +56,7 @@ class StandSettings:
     """Where the state, the logs and the plan lie."""
     spec: Path
     port: int | None = None
-    """Where clients ask; 0: a free one; None: the usual one, unless it is taken."""
+    """Where clients ask; 0: any free one; None: the usual one, or the next that is free."""
     maker: EngineMaker = field(default_factory=EngineMaker)
     gateway: tuple[str, ...] = ()
     """Further words for `potluck serve`."""
@@ -114,6 +115,8 @@ class Stand:
             start_s=settings.start_s,
         )
         self.url = ""
+        self.fresh = False
+        """Whether the gateway was started by this very controller."""
         self.said: list[str] = []
         """What somebody should hear of, beside what the state has."""
 
@@ -173,7 +176,9 @@ class Stand:
         place = self.store.get("gateway") or {}
         if not living(place):
             self._end_forgotten()
-            place = self._start_gateway(self._port(place))
+            port = self._port(place)
+            place = self._start_gateway(port, self._admin_port(port, place))
+            self.fresh = True
         self.url, self.client.url = str(place["url"]), str(place["admin"])
 
     def _end_forgotten(self) -> None:
@@ -186,24 +191,34 @@ class Stand:
                 wait([pid], INSIST_S)
 
     def _port(self, before: Mapping[str, object]) -> int:
-        """Where the gateway was, where it was told to be, or where it can be."""
-        told = self._settings.port
-        known = before.get("port")
-        if isinstance(known, int) and known:
+        """Where the gateway was told to be, where it was, or where it can be."""
+        told, known = self._settings.port, before.get("port")
+        if not told and isinstance(known, int) and (told is None or not taken(known)):
             told = known
-        if told is None and (taken := _taken(USUAL_PORT)):
-            port = _free_port()
-            self.said.append(f"port {USUAL_PORT} is taken ({taken}); it is {port} instead")
-            return port
-        port = USUAL_PORT if told is None else told or _free_port()
+        if told is None:
+            return self._next(USUAL_PORT, "port")
+        port = told or free_port()
         must_be_free(port)
         return port
 
-    def _start_gateway(self, port: int) -> dict[str, object]:
+    def _admin_port(self, port: int, before: Mapping[str, object]) -> int:
+        """Where operators ask and the page is: where it was, the next to clients' port, or any where that is any."""
+        known = str(before.get("admin", "")).rpartition(":")[2]
+        if known.isdecimal() and int(known) != port and not taken(int(known)):
+            return int(known)
+        return free_port() if self._settings.port == 0 else self._next(port + 1, "the page's port")
+
+    def _next(self, wanted: int, what: str) -> int:
+        """This one or the next that is free, which is said."""
+        port = next_free(wanted)
+        if port != wanted:
+            self.said.append(f"{what} {wanted} is taken; it is {port} instead")
+        return port
+
+    def _start_gateway(self, port: int, admin: int) -> dict[str, object]:
         newest = self.store.plan()
         written(self._plan_file, plan_to_json(self.plan if newest is None else newest.plan))
         publish_keys(self.store, self.folder, time.time())
-        admin = _free_port()
         settings = self._settings
         command = [
             *(sys.executable, "-m", "potluck.cli.main", "serve", str(self._plan_file), str(settings.spec)),
@@ -296,28 +311,6 @@ def nursery_of(folder: Path, style: str) -> Nursery | None:
         return Nursery(marks, folder / "logs" / "nursery.log", style=style)
     except OSError:
         return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
-def must_be_free(port: int) -> None:
-    if taken := _taken(port):
-        raise InputError("--port", f"{port} cannot be used ({taken}); say another, or 0 for a free one")
-
-
-def _taken(port: int) -> str:
-    """Why a port cannot be used; empty where it can."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return ""
 
 
 def _answers(port: int, path: str) -> bool:

@@ -1,10 +1,10 @@
 """Wanted beside started: what to do next. Level-triggered: nothing is remembered but how often starts failed.
 
 1. A replica keeps its engine as long as that lives.
-2. One without takes an engine of its make that is nobody: up before starting, oldest first. So a replica that was
+2. One without takes an engine of its make that is free: up before starting, oldest first. So a replica that was
    lost for a moment, or wanted in another role, costs no start.
-3. Else one is started, unless starts of this make failed lately: then after 1 s, 2 s, 4 s, ... 60 s.
-4. An engine that is nobody is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
+3. Else one is started, unless starts of this make failed lately: then later, ever more rarely (`failing.py`).
+4. An engine that is free is stopped once that lasted `linger_s`, sooner never: a plan often changes its mind.
    One that was started by hand is left alone. One whose replica was drained by hand goes at once.
 5. A start that takes longer than `start_s` has failed. What is dead is cleared away, with its reason.
 
@@ -16,28 +16,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from potluck.control.failing import Failures
 from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Make, Order, Want
 
 LINGER_S = 20.0
 MOST_WHY = 160
 START_S = 600.0
-RETRY_S = 1.0
-RETRY_MOST_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """Starts of one make that came to nothing, one after another."""
-
-    count: int = 0
-    last_s: float = 0.0
-    why: str = ""
-    """Of the last one."""
-
-    @property
-    def again_s(self) -> float:
-        """When to try again."""
-        return self.last_s + min(RETRY_MOST_S, RETRY_S * 2.0 ** (self.count - 1)) if self.count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +30,11 @@ class Memory:
 
     failures: Mapping[Make, Failures] = field(default_factory=dict)
     idle_since_s: Mapping[str, float] = field(default_factory=dict)
-    """Engine to when it was first seen to be nobody."""
+    """Engine to when it was first seen to be free."""
 
-    def failed(self, make: Make, at_s: float, why: str) -> Memory:
-        count = self.failures.get(make, Failures()).count + 1
-        return replace(self, failures={**self.failures, make: Failures(count, at_s, why)})
+    def failed(self, make: Make, at_s: float, why: str, engine: str = "") -> Memory:
+        before = self.failures.get(make, Failures())
+        return replace(self, failures={**self.failures, make: before.more(at_s, why, engine)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +55,7 @@ def step(
     start_s: float = START_S,
     leaving: Collection[str] = (),
 ) -> Step:
-    """What to do now; engines that are `leaving` become nobody's again."""
+    """What to do now; engines that are `leaving` are not used again."""
     orders: list[Order] = []
     living: list[Instance] = []
     for each in instances:
@@ -80,32 +64,34 @@ def step(
             why = each.problem or (f"was not ready after {start_s:g} s" if late else "ended by itself")
             orders.append(Halt(each.name, why) if late else Clear(each.name, why))
             if late or not each.url:  # it never was up: a start that failed
-                memory = memory.failed(each.make, now_s, why)
+                memory = memory.failed(each.make, now_s, why, each.name)
         else:
             living.append(each)
             if each.state == "up" and each.make in memory.failures:
                 left = {make: found for make, found in memory.failures.items() if make != each.make}
                 memory = replace(memory, failures=left)
     taken, lacking = _matched(wants, living)
-    nobody = sorted((each for each in living if each.name not in taken), key=_usefulness)
+    free = sorted((each for each in living if each.name not in taken), key=_usefulness)
     waiting: list[str] = []
     for want in lacking:
-        found = next((each for each in nobody if each.make == want.make and each.name not in leaving), None)
+        found = next((each for each in free if each.make == want.make and each.name not in leaving), None)
         if found is not None:
-            nobody.remove(found)
-            orders.append(Assign(found.name, want.replica, "it is there and nobody"))
+            free.remove(found)
+            orders.append(Assign(found.name, want.replica, "it was there and free"))
         elif want.draining:
             continue
         elif now_s < (again_s := memory.failures.get(want.make, Failures()).again_s):
             failed = memory.failures[want.make]
+            alike = " in the same way" if failed.in_vain else ""
+            starts = f"{failed.count} starts" if failed.count > 1 else "1 start"
             waiting.append(
-                f"{want.replica}: {failed.count} starts failed, the last as {_cut(failed.why)!r}; "
+                f"{want.replica}: {starts} failed{alike}, the last as {_cut(failed.why)!r}; "
                 f"the next in {again_s - now_s:.0f} s"
             )
         else:
-            orders.append(Launch(want, "the plan wants it and nobody is there for it"))
-    idle = {each.name: memory.idle_since_s.get(each.name, now_s) for each in nobody}
-    for each in nobody:
+            orders.append(Launch(want, "the plan wants it, and no engine is free for it"))
+    idle = {each.name: memory.idle_since_s.get(each.name, now_s) for each in free}
+    for each in free:
         if each.replica:
             orders.append(Assign(each.name, "", f"{each.replica} is not wanted any more"))
         if each.name in leaving and not each.pinned:

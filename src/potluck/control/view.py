@@ -8,6 +8,8 @@ from typing import Any
 
 from potluck.control.ending import living
 from potluck.control.gateway import GatewayClient
+from potluck.control.launch.process import last_lines
+from potluck.control.loop import STUCK
 from potluck.control.store.store import Happening, Store
 from potluck.control.values import Instance
 from potluck.core.codec import encode
@@ -15,6 +17,8 @@ from potluck.core.errors import InputError, PotluckError
 
 Json = dict[str, Any]
 NOTES = 8
+LOG_LINES = 5
+"""Of an engine that failed, as they are shown."""
 LOOK_BACK = 200
 """Happenings in which the reason for something that is missing is looked for."""
 
@@ -34,9 +38,7 @@ class Service:
     @property
     def runs(self) -> bool:
         """Whether anything of it lives, be it engines alone that a controller left."""
-        return (
-            self.gateway_lives or self.controller_lives or any(map(living, self.store.places().values()))
-        )
+        return self.gateway_lives or self.controller_lives or any(map(living, self.store.places().values()))
 
     def snapshot(self) -> tuple[Json, str]:
         """What the gateway says, or why it does not."""
@@ -73,7 +75,9 @@ class Service:
             "standby": snapshot.get("standby"),
             "models": snapshot.get("models", {}),
             "replicas": replicas_of(snapshot, wanted, instances),
-            "lacking": lacking_of(snapshot, wanted, instances, happenings, now_s),
+            "lacking": self._with_logs(
+                lacking_of(snapshot, wanted, instances, happenings, now_s, self._stuck())
+            ),
             "open_requests": snapshot.get("open_requests"),
             "engines": [
                 {
@@ -91,6 +95,18 @@ class Service:
                 for each in happenings[-NOTES:]
             ],
         }
+
+    def _stuck(self) -> Json:
+        """Replicas whose starts failed, as the controller keeps them."""
+        return self.store.get(STUCK) or {} if self.controller_lives else {}
+
+    def _with_logs(self, lacking: list[Json]) -> list[Json]:
+        """Each with the last lines of the engine that failed."""
+        logs = self.folder / "logs"
+        return [
+            {**each, "log": last_lines(logs / f"{each['engine']}.log", LOG_LINES)} if each["engine"] else each
+            for each in lacking
+        ]
 
     def close(self) -> None:
         self.store.close()
@@ -142,8 +158,9 @@ def lacking_of(
     instances: Sequence[Instance],
     happenings: Sequence[Happening],
     now_s: float,
+    stuck: Mapping[str, Json],
 ) -> list[Json]:
-    """What is wanted and not there, each with the reason."""
+    """What is wanted and not there, each with the reason, and with the engine that failed where one did."""
     ready = {each["replica"] for each in snapshot.get("replicas", ()) if each.get("state") == "ready"}
     engines = {each.replica: each for each in instances if each.replica}
     notes = {each["url"]: each["note"] for each in snapshot.get("engines", ()) if each.get("note")}
@@ -153,11 +170,21 @@ def lacking_of(
         if name in ready or want.get("draining"):
             continue
         engine = engines.get(name)
-        found.append({"what": name, "why": _why(name, engine, notes, happenings, now_s)})
+        if engine is None and name in stuck:
+            found.append({"what": name, "why": _tries(stuck[name], now_s), "engine": stuck[name]["engine"]})
+            continue
+        found.append({"what": name, "why": _why(name, engine, notes, happenings, now_s), "engine": None})
     for line in snapshot.get("notes", ()):
         cut = line.find(": ", line.find("@"))  # a template's name may have a colon of its own
-        found.append({"what": line[:cut], "why": line[cut + 2 :]})
+        found.append({"what": line[:cut], "why": line[cut + 2 :], "engine": None})
     return found
+
+
+def _tries(failed: Json, now_s: float) -> str:
+    alike = " in the same way" if failed["alike"] == failed["count"] > 1 else ""
+    wait_s = max(0.0, failed["again_s"] - now_s)
+    starts = f"{failed['count']} starts" if failed["count"] > 1 else "1 start"
+    return f"{starts} failed{alike}: {failed['why']}; the next try in {wait_s:.0f} s"
 
 
 def _why(

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from potluck.core.errors import InputError
 from potluck.kv.fingerprint import IDLE_KEYS, directory_mark, fingerprint_of
+from potluck.vllm import TESTED
 from potluck.vllm.blocks import Layer
 
-TESTED = ("0.32.0",)
 LAYER = re.compile(r"\.(\d+)\.")
 
 

@@ -166,6 +166,11 @@ def _model(url: str, model: str | None, key: str) -> str:
     except urllib.error.HTTPError as error:
         if model is not None and error.code in (404, 405):
             return model
+        if error.code == 401:
+            wrong = f"{base} does not take this one" if key else f"{base} asks for one"
+            raise InputError(
+                "--key", f"{wrong} (or ${KEY_VARIABLE}); `potluck keys add NAME` makes one"
+            ) from error
         raise InputError("URL", f"{base}/v1/models was answered with {error.code} {error.reason}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(getattr(error, "reason", error)).split())[:200]

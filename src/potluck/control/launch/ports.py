@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from potluck.core.errors import CapacityError
+from potluck.core.errors import CapacityError, InputError
 
 ASK_S = 1.0
 LEASE_S = 60.0
 """In which whoever was given a port listens on it."""
 TRIES = 50
+LOOPBACK = "127.0.0.1"
 
 
 class Ports:
@@ -45,6 +46,34 @@ class Ports:
             except (OSError, OverflowError):
                 return False
         return True
+
+
+def taken(port: int) -> str:
+    """Why nobody can listen on a port of the loopback address; empty where one can."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except (OSError, OverflowError) as error:
+            return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def must_be_free(port: int) -> None:
+    if why := taken(port):
+        raise InputError("--port", f"{port} cannot be used ({why}); say another, or 0 for a free one")
+
+
+def free_port() -> int:
+    """Any that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return cast(int, probe.getsockname()[1])
+
+
+def next_free(first: int) -> int:
+    """This one, or the next that nobody listens on; any where there is none soon."""
+    return next((port for port in range(first, first + TRIES) if not taken(port)), None) or free_port()
 
 
 def healthy(url: str, within_s: float = ASK_S, authority: str = "") -> bool:

@@ -150,13 +150,18 @@ def marked(name: str, value: str) -> Iterator[tuple[Pid, dict[str, str]]]:
 
 def last_words(log: Path, most: int = 2000) -> str:
     """The last line that a process printed, for whoever asks why it ended."""
+    lines = last_lines(log, 1, most)
+    return " ".join(lines[-1].split()).removeprefix("potluck: error: ")[:300] if lines else ""
+
+
+def last_lines(log: Path, count: int, most_bytes: int = 8000) -> list[str]:
+    """The end of what a process printed; nothing where it printed nothing."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - most))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            return file.read().decode("utf-8", "replace").strip().splitlines()[-count:]
     except OSError:
-        return ""
-    return " ".join(lines[-1].split())[:300] if lines else ""
+        return []
 
 
 def rotate(log: Path, largest_bytes: int = LARGEST_LOG_BYTES) -> None:

@@ -204,11 +204,11 @@ class Store:
                 db.execute("DELETE FROM events WHERE id <= ?", (row.lastrowid - MOST_EVENTS,))
 
     def happenings(self, after: int = 0, most: int = BATCH) -> tuple[Happening, ...]:
-        """The newest ones after a number, oldest first."""
+        """The newest ones after a number, by their time: what others decided is often noted a moment later."""
         rows = self.rows(
             "SELECT id, at_s, kind, what, why FROM events WHERE id > ? ORDER BY id DESC LIMIT ?", after, most
         )
-        return tuple(Happening(*row) for row in reversed(rows))
+        return tuple(sorted((Happening(*row) for row in rows), key=lambda each: (each.at_s, each.id)))
 
     # Rates of the past, for forecasts.
 

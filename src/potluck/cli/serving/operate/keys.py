@@ -156,7 +156,9 @@ def open_(state: Path | None, as_json: bool) -> None:
     with _store(state) as (service, note):
         host = (service.store.get("gateway") or {}).get("host", LOOPBACK[0])
         if service.gateway_lives and host not in LOOPBACK:
-            raise nothing(f"the gateway listens at {host}, where others can reach it; it always asks for keys")
+            raise nothing(
+                f"the gateway listens at {host}, where others can reach it; it always asks for keys"
+            )
         _set_open(service, True, note, as_json)
 
 

@@ -6,21 +6,25 @@ import json
 import time
 from collections.abc import Iterator
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from potluck.cli.common import render
+from potluck.cli.serving.operate.orders import meant
 from potluck.cli.serving.operate.service import nothing, opened, state_option
 from potluck.core import figures
-from potluck.core.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from potluck.control.store.store import Happening
     from potluck.control.view import Service
 
 LOOK_S = 0.3
+SETTLE_S = 2.0
+"""After which nothing older is added: what the gateway decided is read at the controller's next turn."""
+CONTROLLER = "controller"
 TAIL_BYTES = 1_000_000
 """Of a log, from which its last lines are taken."""
 
@@ -75,6 +79,10 @@ def _show(found: dict[str, Any], now_s: float) -> None:
         render.narrow(columns, [_row(each, only) for each in found["replicas"]])
     for each in found["lacking"]:
         click.echo(f"missing: {each['what']}: {each['why']}")
+        for line in each.get("log", ()):
+            click.echo(f"    {line}")
+        if each.get("log"):
+            click.echo(f"    (`potluck logs {each['engine']}` has all of it)")
     for line in found["problems"]:
         click.echo(f"problem: {line}")
     for note in found["notes"]:
@@ -110,18 +118,25 @@ def _line(at_s: float, kind: str, what: str, why: str) -> str:
 def events(state: Path | None, lines: int, follow: bool, live: bool, as_json: bool) -> None:
     """What was done to the service, by whom and why; oldest first."""
     with opened(state, running=live or follow) as service:
-        last = 0
-        for each in service.store.happenings(most=lines):
-            click.echo(_happening(each, as_json))
-            last = each.id
+        _past(service, lines, follow and not live, as_json)
         if live:
             _live(service, as_json)
-            return
-        while follow:
-            time.sleep(LOOK_S)
-            for each in service.store.happenings(after=last):
+
+
+def _past(service: Service, lines: int, follow: bool, as_json: bool) -> None:
+    """What was done, oldest first; then what is done, in its order too: each a moment later."""
+    last, waiting = 0, list(service.store.happenings(most=lines))
+    while True:
+        settled_s = time.time() - SETTLE_S if follow else inf
+        for each in sorted(waiting, key=lambda each: (each.at_s, each.id)):
+            last = max(last, each.id)
+            if each.at_s <= settled_s:
                 click.echo(_happening(each, as_json))
-                last = each.id
+        if not follow:
+            return
+        waiting = [each for each in waiting if each.at_s > settled_s]
+        time.sleep(LOOK_S)
+        waiting += service.store.happenings(after=last)
 
 
 def _happening(each: Happening, as_json: bool) -> str:
@@ -147,10 +162,11 @@ def _live(service: Service, as_json: bool) -> None:
 @state_option
 @click.option("--lines", default=50, show_default=True, type=click.IntRange(1, 100_000))
 @click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
-def logs(name: str | None, state: Path | None, lines: int, follow: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+def logs(name: str | None, state: Path | None, lines: int, follow: bool, as_json: bool) -> None:
     """What engines, gateway or controller wrote. NAME is an engine, a replica, `gateway` or `controller`.
 
-    Without a NAME it lists what there is.
+    A part of the name will do where only one has it. Without a NAME it lists what there is.
 
     \b
     Examples:
@@ -160,19 +176,31 @@ def logs(name: str | None, state: Path | None, lines: int, follow: bool) -> None
     with opened(state, running=False) as service:
         files = _files(service)
         if name is None:
-            for known, path in files.items():
-                click.echo(f"{known}  {render.bytes_(path.stat().st_size)}")
-            click.echo("controller  (what it did; the same as `potluck events`)")
+            _list(files, as_json)
             return
-        if name == "controller":
-            for each in service.store.happenings(most=lines):
-                click.echo(_happening(each, False))
+        if name == CONTROLLER:
+            _past(service, lines, follow, as_json)
             return
         path = _log_of(service, files, name)
     for line in _last(path, lines):
-        click.echo(line)
-    if follow:
-        _follow(path)
+        _tell(path, line, as_json)
+    for line in _follow(path) if follow else ():
+        _tell(path, line, as_json)
+
+
+def _tell(path: Path, line: str, as_json: bool) -> None:
+    click.echo(json.dumps({"name": path.stem, "line": line}) if as_json else line)
+
+
+def _list(files: dict[str, Path], as_json: bool) -> None:
+    sizes = {known: path.stat().st_size for known, path in files.items()}
+    if as_json:
+        for known, size in sizes.items():
+            click.echo(json.dumps({"name": known, "bytes": size}))
+        return
+    for known, size in sizes.items():
+        click.echo(f"{known}  {render.bytes_(size)}")
+    click.echo(f"{CONTROLLER}  (what it did; the same as `potluck events`)")
 
 
 def _files(service: Service) -> dict[str, Path]:
@@ -183,9 +211,10 @@ def _files(service: Service) -> dict[str, Path]:
 
 def _log_of(service: Service, files: dict[str, Path], name: str) -> Path:
     replicas = {each.replica: each.name for each in service.store.instances() if each.replica}
-    path = files.get(replicas.get(name, name))
+    found = meant("NAME", name, [*files, *replicas, CONTROLLER])
+    path = files.get(replicas.get(found, found))
     if path is None:
-        raise UnknownNameError("NAME", name, [*files, *replicas, "controller"])
+        raise nothing(f"{found} has written nothing yet")
     return path
 
 
@@ -200,8 +229,9 @@ def _last(path: Path, lines: int) -> list[str]:
     return text.splitlines()[-lines:]
 
 
-def _follow(path: Path) -> None:
-    at = path.stat().st_size
+def _follow(path: Path) -> Iterator[str]:
+    """Whole lines, as they are written."""
+    at, rest = path.stat().st_size, ""
     for size in _sizes(path):
         if size < at:
             at = 0  # it was rotated
@@ -210,7 +240,8 @@ def _follow(path: Path) -> None:
                 file.seek(at)
                 said = file.read()
             at += len(said)
-            click.echo(said.decode("utf-8", "replace"), nl=False)
+            *lines, rest = (rest + said.decode("utf-8", "replace")).split("\n")
+            yield from lines
 
 
 def _sizes(path: Path) -> Iterator[int]:

@@ -116,7 +116,9 @@ def flip(replica: str, role: str, state: Path | None, as_json: bool) -> None:
 @click.argument("what", metavar="TEMPLATE@REGION=COUNT", required=False)
 @state_option
 @click.option(
-    "--auto", is_flag=True, help="Hand the fleet back: the planner's last plan holds again, and its next ones."
+    "--auto",
+    is_flag=True,
+    help="Hand the fleet back: the planner's last plan holds again, and its next ones.",
 )
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def scale(what: str | None, state: Path | None, auto: bool, as_json: bool) -> None:
@@ -230,8 +232,16 @@ def _unless(controller_lives: bool, what: str) -> None:
 
 @click.command()
 @state_option
-@click.option("--timeout", "within_s", default=CONTROLLER_S, show_default=True, type=click.FloatRange(1.0))
-def down(state: Path | None, within_s: float) -> None:
+@click.option(
+    "--timeout",
+    "within_s",
+    default=CONTROLLER_S,
+    show_default=True,
+    type=click.FloatRange(1.0),
+    help="Seconds in which a controller that runs must have stopped all.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For machines: one JSON object.")
+def down(state: Path | None, within_s: float, as_json: bool) -> None:
     """Drain a service and stop all of it: gateway, engines, controller."""
     from potluck.cli.serving.up.on import launcher_of
     from potluck.control.ending import pid_of, stop_all, wait
@@ -247,7 +257,7 @@ def down(state: Path | None, within_s: float) -> None:
                 raise nothing(
                     f"process {controller.number} still drains after {within_s:g} s; `potluck events`"
                 )
-            click.echo("stopped")
+            _say_stopped(service, 0, as_json)
             return
         if not service.gateway_lives and not service.store.instances():
             raise nothing(f"nothing runs in {service.folder}")
@@ -260,4 +270,11 @@ def down(state: Path | None, within_s: float) -> None:
             made = stop_all(service.store, "by hand; no controller ran", launcher=launcher_of(service.store))
         finally:
             lease.release()
+        _say_stopped(service, made, as_json)
+
+
+def _say_stopped(service: Service, made: int, as_json: bool) -> None:
+    if as_json:
+        render.emit_json({"state": str(service.folder), "stopped": True, "made_to_end": made})
+    else:
         click.echo("stopped" + (f"; {made} processes had to be made to end" if made else ""))

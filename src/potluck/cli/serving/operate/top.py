@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +32,8 @@ TTFT, TPOT = "vllm:time_to_first_token_seconds", "vllm:request_time_per_output_t
 @state_option
 @click.option("--every", "every_s", default=1.0, show_default=True, type=click.FloatRange(0.2, 60.0))
 @click.option("--once", is_flag=True, help="Print one frame and end; for scripts.")
-def top(state: Path | None, every_s: float, once: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per line, each a frame.")
+def top(state: Path | None, every_s: float, once: bool, as_json: bool) -> None:
     """Rates, latencies, replicas, links and dollars of the last 10 s, live. Ctrl-C ends it; the service goes on."""
     from rich.console import Console
     from rich.live import Live
@@ -43,18 +45,20 @@ def top(state: Path | None, every_s: float, once: bool) -> None:
             raise nothing(f"no gateway runs in {service.folder}; `potluck status` says what does")
         recent = Recent()
         _look(service, recent)
-        if once:
-            time.sleep(every_s)
-            Console(width=WIDTH, highlight=False).print(_frame(service, _look(service, recent), recent))
-            return
         console = Console(highlight=False)
-        with (
-            suppress(KeyboardInterrupt),
-            Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
-        ):
-            while True:
-                live.update(_frame(service, _look(service, recent), recent), refresh=True)
-                time.sleep(every_s)
+        with suppress(KeyboardInterrupt):
+            if once or as_json or not console.is_terminal:
+                plain = Console(width=WIDTH, highlight=False)
+                while True:
+                    time.sleep(every_s)
+                    shown = _figures(service, _look(service, recent), recent)
+                    click.echo(json.dumps(shown)) if as_json else plain.print(_frame(shown))
+                    if once:
+                        return
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    live.update(_frame(_figures(service, _look(service, recent), recent)), refresh=True)
+                    time.sleep(every_s)
 
 
 def _look(service: Service, recent: Recent) -> dict[str, Any]:
@@ -68,19 +72,62 @@ def _look(service: Service, recent: Recent) -> dict[str, Any]:
         raise nothing(str(error)) from error
 
 
-def _frame(service: Service, snapshot: dict[str, Any], recent: Recent) -> Group:
+def _figures(service: Service, snapshot: dict[str, Any], recent: Recent) -> dict[str, Any]:
+    """All that a frame shows, as plain JSON."""
+    plan = snapshot.get("plan", {})
+    return {
+        "at_s": time.time(),
+        "url": service.url,
+        "plan": {"version": plan.get("version"), "strategy": plan.get("strategy")},
+        "usd_per_h": sum(value for _, value in recent.now.of("potluck_usd_per_hour")),
+        "open_requests": snapshot.get("open_requests", 0),
+        "span_s": recent.span_s,
+        "controller": service.controller_lives,
+        "models": {name: _model(name, recent) for name in snapshot.get("models", {})},
+        "replicas": [_replica(each) for each in snapshot.get("replicas", ())],
+        "links": list(snapshot.get("links") or ()),
+    }
+
+
+def _model(name: str, recent: Recent) -> dict[str, Any]:
+    latencies = {
+        f"{short}_p{round(100 * share)}_s": recent.quantile(family, share, model_name=name)
+        for short, family in (("ttft", TTFT), ("tpot", TPOT))
+        for share in (0.5, 0.9)
+    }
+    return {
+        "requests_per_s": recent.per_s("vllm:request_success_total", model_name=name),
+        "output_tokens_per_s": recent.per_s("vllm:generation_tokens_total", model_name=name),
+        **latencies,
+        "running": recent.now.sum("vllm:num_requests_running", model_name=name),
+        "waiting": recent.now.sum("vllm:num_requests_waiting", model_name=name),
+        "usd_per_million_tokens": recent.now.sum("potluck_usd_per_million_tokens", model=name) or None,
+    }
+
+
+def _replica(each: dict[str, Any]) -> dict[str, Any]:
+    status = each.get("status") or {}
+    total = status.get("total_blocks") or 0
+    return {
+        **{name: each[name] for name in ("replica", "role", "state", "doubted", "open_requests", "pace")},
+        "waiting": status.get("queued", 0),
+        "kv_used": 1.0 - status["free_blocks"] / total if total else None,
+        "step_s": status.get("step_s") or None,
+    }
+
+
+def _frame(shown: dict[str, Any]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    plan = snapshot.get("plan", {})
-    usd = sum(value for _, value in recent.now.of("potluck_usd_per_hour"))
+    plan = shown["plan"]
     head = (
-        f"{service.url}  plan {plan.get('version')} ({plan.get('strategy')})  ${usd:.2f}/h  "
-        f"{snapshot.get('open_requests', 0)} open  last {recent.span_s:.0f} s"
+        f"{shown['url']}  plan {plan['version']} ({plan['strategy']})  ${shown['usd_per_h']:.2f}/h  "
+        f"{shown['open_requests']} open  last {shown['span_s']:.0f} s"
     )
-    if not service.controller_lives:
+    if not shown["controller"]:
         head += "  no controller"
-    grids = (_models(snapshot, recent), _replicas(snapshot), _links(snapshot))
+    grids = (_models(shown["models"]), _replicas(shown["replicas"]), _links(shown["links"]))
     parts = [(Text(""), grid) for grid in grids if grid is not None]
     return Group(Text(head, style="bold"), *(each for part in parts for each in part))
 
@@ -97,49 +144,41 @@ def _grid(*columns: str, gap: int = 2) -> Table:
     return grid
 
 
-def _models(snapshot: dict[str, Any], recent: Recent) -> Table:
+def _models(models: dict[str, Any]) -> Table:
     grid = _grid("model", "req/s", "tok/s", "TTFT p50", "p90", "TPOT p50", "p90", "run", "wait", "$/Mtok")
-    for name in snapshot.get("models", {}):
-        latencies = [
-            _seconds(recent.quantile(family, share, model_name=name))
-            for family in (TTFT, TPOT)
-            for share in (0.5, 0.9)
-        ]
-        per_million = recent.now.sum("potluck_usd_per_million_tokens", model=name)
+    for name, each in models.items():
+        usd = each["usd_per_million_tokens"]
         grid.add_row(
             name,
-            f"{recent.per_s('vllm:request_success_total', model_name=name):.1f}",
-            render.count(round(recent.per_s("vllm:generation_tokens_total", model_name=name))),
-            *latencies,
-            f"{recent.now.sum('vllm:num_requests_running', model_name=name):.0f}",
-            f"{recent.now.sum('vllm:num_requests_waiting', model_name=name):.0f}",
-            render.usd(per_million) if per_million else "-",
+            f"{each['requests_per_s']:.1f}",
+            render.count(round(each["output_tokens_per_s"])),
+            *(_seconds(each[f"{what}_s"]) for what in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")),
+            f"{each['running']:.0f}",
+            f"{each['waiting']:.0f}",
+            "-" if usd is None else render.usd(usd),
         )
     return grid
 
 
-def _replicas(snapshot: dict[str, Any]) -> Table:
+def _replicas(replicas: list[dict[str, Any]]) -> Table:
     grid = _grid("replica", "role", "state", "busy", "wait", "KV", "pace", "step", gap=1)
-    shown = sorted(snapshot.get("replicas", ()), key=lambda each: -each["open_requests"])[:MOST_ROWS]
+    shown = sorted(replicas, key=lambda each: -each["open_requests"])[:MOST_ROWS]
     for each in sorted(shown, key=lambda each: str(each["replica"])):
-        status = each.get("status") or {}
-        total = status.get("total_blocks") or 0
         grid.add_row(
             _short(each["replica"]),
             each["role"],
             each["state"] + ("?" if each["doubted"] else ""),
             str(each["open_requests"]),
-            str(status.get("queued", 0)),
-            f"{1.0 - status['free_blocks'] / total:.0%}" if total else "-",
+            str(each["waiting"]),
+            "-" if each["kv_used"] is None else f"{each['kv_used']:.0%}",
             f"{each['pace']:.2f}",
-            _seconds(status.get("step_s") or None),
+            _seconds(each["step_s"]),
         )
     return grid
 
 
-def _links(snapshot: dict[str, Any]) -> Table | None:
+def _links(links: list[dict[str, Any]]) -> Table | None:
     """Between regions; None where there is but one."""
-    links = snapshot.get("links") or ()
     if not links:
         return None
     grid = _grid("link", "used", "Gbit/s", "KV that waits")

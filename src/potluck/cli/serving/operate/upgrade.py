@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,14 @@ LOOK_S = 0.2
     "--within", default=600.0, show_default=True, type=click.FloatRange(1), help="For each copy, in s."
 )
 @state_option
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="One JSON object per line: each copy once it is replaced, the sum.",
+)
 def upgrade(
-    at: str | None, key_file: Path | None, ca: Path | None, within: float, state: Path | None
+    at: str | None, key_file: Path | None, ca: Path | None, within: float, state: Path | None, as_json: bool
 ) -> None:
     """Empty every copy in turn, and wait for the engines that take its place: no request is lost.
 
@@ -39,7 +46,7 @@ def upgrade(
     """
     if at is not None:
         client = client_at(at, key_file, ca, state)
-        _all(client, client.drain, within)
+        _all(client, client.drain, within, as_json)
         return
     with opened(state) as service:
         if not service.gateway_lives or not service.controller_lives:
@@ -52,10 +59,10 @@ def upgrade(
             leave(service.store, (name for of, name in engines.items() if of.rpartition("/")[0] == unit))
             service.client.drain(replica)
 
-        _all(service.client, drain, within)
+        _all(service.client, drain, within, as_json)
 
 
-def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float) -> None:
+def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool) -> None:
     """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
     from potluck.control.gateway import KeyRefused
     from potluck.control.rolling import due, lacks
@@ -67,7 +74,8 @@ def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float)
         before = _within(client.snapshot, within_s)
         left = due(before, time.monotonic() - start_s)
         if not left:
-            click.echo(f"{done} copies were replaced")
+            line = f"{done} {'copy was' if done == 1 else 'copies were'} replaced"
+            click.echo(json.dumps({"copies": done}) if as_json else line)
             return
         turn, began_s = left[0], time.monotonic()
         problem = "it cannot be drained"
@@ -87,7 +95,9 @@ def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float)
             time.sleep(LOOK_S if problem else 0.0)
         done += 1
         took_s = time.monotonic() - began_s
-        click.echo(f"{', '.join(turn.replicas)} replaced after {took_s:.1f} s; {len(left) - 1} to go")
+        shown = {"replicas": list(turn.replicas), "took_s": round(took_s, 3), "left": len(left) - 1}
+        line = f"{', '.join(turn.replicas)} replaced after {took_s:.1f} s; {len(left) - 1} to go"
+        click.echo(json.dumps(shown) if as_json else line)
 
 
 def _within(ask: Callable[[], dict[str, Any]], within_s: float) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def usage(
     now_s = time.time()
     since_s = 0.0 if since is None else moment(since, now_s, "--since")
     until_s = None if until is None else moment(until, now_s, "--until")
+    if until_s is not None and until_s < since_s:
+        raise InputError("--until", f"{until} is before --since {since}")
     chosen = tuple(dict.fromkeys(by)) or USUAL
     with opened(state, running=False) as service:
         count_all(service.store, service.folder, now_s)

@@ -31,6 +31,8 @@ def attach(
     time_limit_s: float,
     as_json: bool,
 ) -> None:
+    from potluck.control.launch.ports import LOOPBACK, next_free
+    from potluck.control.stand import USUAL_PORT
     from potluck.gateway.serve import serve_forever
     from potluck.gateway.settings import Places, Settings
 
@@ -41,7 +43,9 @@ def attach(
         else:
             inputs, file = asked(entries, file, Path(folder))
         rules = policy_of(policy, inputs.spec.policy)
-        places = Places("127.0.0.1", 8000 if port is None else port, "127.0.0.1", 0, 1)
+        clients = next_free(USUAL_PORT) if port is None else port
+        admin = 0 if port == 0 else next_free(clients + 1)
+        places = Places(LOOPBACK, clients, LOOPBACK, admin, 1)
         files = files_of(inputs.spec, ())
         settings = Settings(places, engines=file, files=files, secret=token_bytes(32))
         serve_forever(scene_of(inputs), rules, settings, announced(as_json))

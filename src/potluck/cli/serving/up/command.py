@@ -24,14 +24,19 @@ from potluck.cli.serving.up.plan import Prepared, Wishes, with_offers, workshop_
 from potluck.cli.serving.up.ready import must_be_nobodys, planner_of, prepared_for, start_s
 from potluck.cli.serving.up.show import Served, ask, own_key, ready_json, show_answer, show_ready, startup
 from potluck.cli.trying.simulation import policy_of
+from potluck.control.launch.ports import must_be_free
+from potluck.control.launch.process import last_lines
 from potluck.core.errors import CapacityError, InputError, PotluckError
 
 if TYPE_CHECKING:
+    from potluck.control.failing import Stuck
     from potluck.control.loop import Turn
     from potluck.control.stand import Stand
 
 STATE = Path.home() / ".local" / "state" / "potluck"
 CHECK_S = 300.0
+LOG_LINES = 10
+"""Of an engine that cannot be started, as they are shown."""
 REMIND_S = 30.0
 """Between two lines about the same thing that is waited for."""
 _file = click.Path(dir_okay=False, path_type=Path)
@@ -45,7 +50,9 @@ def demo() -> Path:
 @click.command()
 @click.argument("paths", metavar="[PLAN] [SPEC]", nargs=-1, type=_file)
 @click.option(
-    "--port", type=click.IntRange(0, 65535), help="0: a free one; else 8000, or a free one where it is taken."
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Clients'; 8000, or the next free one. The page has the one after it. 0: any free ones.",
 )
 @click.option(
     "--state", type=click.Path(path_type=Path), help="A folder for state and logs; else one by the spec."
@@ -143,7 +150,7 @@ def _up(
     as_json: bool,
 ) -> None:
     from potluck.control.market import MarketFile
-    from potluck.control.stand import Stand, StandSettings, must_be_free, nursery_of
+    from potluck.control.stand import Stand, StandSettings, nursery_of
 
     began_s = time.monotonic()
     here = elsewhere.on == "here"
@@ -229,9 +236,22 @@ class _Show:
             self.told = True
             self.quiet()
             self._ready(now_s)
+        elif self.stand.fresh and (
+            failed := next((each for each in turn.stuck if each.failures.in_vain), None)
+        ):
+            self.failed = self._in_vain(failed)
+            self.stop.set()
         elif self.check and now_s - self.began_s > self.within_s:
             self.failed = f"not ready within {self.within_s:g} s: {line}; {self._lacking(turn)}"
             self.stop.set()
+
+    def _in_vain(self, stuck: Stuck) -> str:
+        """What an engine said that cannot be started."""
+        failures, log = stuck.failures, self.stand.launcher.log_of(stuck.failures.engine)
+        lines = last_lines(log, LOG_LINES)
+        shown = [f"its log ends with ({log}):", *(f"  {line}" for line in lines)] if lines else []
+        head = f"{stuck.replica}: {failures.alike} starts failed in the same way: {failures.why}"
+        return "\n".join((head, *shown))
 
     def _lacking(self, turn: Turn) -> str:
         """Why something is not there, and where its log is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from potluck.plan.problem import Problem
     from potluck.plan.strategies import Workshop
 
+FIND_S = 60.0
+"""In which a Python must say whether it has vLLM."""
 SLACK = 3.0
 """Times the start-up that is reckoned with, after which an engine is given up."""
 
@@ -57,6 +60,8 @@ def prepared_for(
         chips = found_chips() if here else None
         maker, wishes = maker_of(spec, chips, device), for_this_machine(wishes, spec)
     elif style == "vllm":
+        if here:
+            must_have_vllm(below[0])
         maker = vllm_maker(spec, find_chips() if here else (), below[0], tuple(shlex.split(below[1])))
     else:
         files = tuple((model.name, shipped_model()) for model in spec.models)
@@ -75,6 +80,25 @@ def prepared_for(
         must_have_chips(found.inputs.plan, maker)
     maker = replace(maker, weights=weights_in(spec, found.inputs.plan))
     return Ready(spec_path, found, maker, (), chosen)
+
+
+def must_have_vllm(python: str) -> None:
+    """Refuse to start engines of a vLLM that is not there."""
+    from potluck.vllm import TESTED
+
+    code = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=FIND_S, check=False)
+    except OSError as error:
+        raise InputError("--vllm-python", f"{python} cannot be run ({error.strerror or error})") from error
+    except subprocess.TimeoutExpired as error:
+        raise InputError("--vllm-python", f"{python} did not answer within {FIND_S:g} s") from error
+    if done.returncode:
+        raise InputError(
+            "--engine",
+            f"vllm: {python} has no vLLM; `{python} -m pip install vllm=={TESTED[-1]}`, or name the Python "
+            "that has it with --vllm-python",
+        )
 
 
 def start_s(ready: Ready) -> float:
