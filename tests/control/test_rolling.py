@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
@@ -54,10 +55,14 @@ class Fleet:
         self.late = 3
 
 
-def test_every_copy_has_its_turn_and_the_next_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_copy_has_its_turn_and_the_next_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(upgrade, "LOOK_S", 0.001)
     fleet = Fleet({"a": 1, "b": 3})
-    upgrade._all(fleet, fleet.drain, 10.0)  # type: ignore[arg-type]
+    upgrade._all(fleet, fleet.drain, 10.0, as_json=True)  # type: ignore[arg-type]
+    *each, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert ([said["left"] for said in each], last) == ([1, 0], {"copies": 2}), "a line per copy, and the sum"
     assert fleet.asked == ["b#0/0", "b#1/0", "b#2/0", "a#0/0"]
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.control.failing import Failures, Stuck, stuck
 from potluck.control.step import Memory, step
 from potluck.control.values import Assign, Clear, Halt, Instance, Launch, Make, Want
 from potluck.core.values.layout import single
@@ -69,28 +68,6 @@ def test_starts_that_fail_are_tried_ever_more_rarely() -> None:
         now_s += 0.5
     assert tries[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
     assert tries[-1] - tries[-2] == 60.0
-
-
-def test_starts_that_fail_alike_are_given_up_for_longer_and_longer() -> None:
-    failures, waits = Failures(), []
-    for number in range(9):
-        # Ports and names of engines differ from try to try.
-        failures = failures.more(
-            100.0, f"words-0000000{number}: port 90{number} refused", f"words-0000000{number}"
-        )
-        waits.append(failures.again_s - 100.0)
-        assert failures.in_vain == (number >= 2)
-    assert waits == [1.0, 2.0, 60.0, 120.0, 240.0, 300.0, 300.0, 300.0, 300.0]
-    assert failures.engine == "words-00000008", "whose log is read"
-    other = failures.more(100.0, "no memory", "words-00000009")
-    assert (other.count, other.alike, other.in_vain) == (10, 1, False), "another reason may pass"
-
-
-def test_who_is_stuck() -> None:
-    wants = [_want("r1"), _want("r2"), _want("r3", B), _want("r4", draining=True)]
-    failures = {A: Failures(2, 5.0, "no memory", 2, "i9")}
-    dead = Instance("i9", A, "dead", 5.0, replica="r1")
-    assert stuck(wants, [dead, _up("i2", "r2")], failures) == (Stuck("r1", failures[A]),)
 
 
 def test_one_that_is_up_makes_failures_forgotten() -> None:

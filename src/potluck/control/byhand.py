@@ -2,8 +2,8 @@
 
 Copies that were set by hand are a plan version of their own, whose reason begins with `by hand`. While that is the
 newest one the planner's plans are only advice: `potluck scale --auto` puts the planner's last one into force again. A
-replica that is drained by hand gets a fresh engine: its old one is *leaving*, is used for nothing else, and stops once
-it is free.
+replica that is drained by hand gets a fresh engine: its old one is *leaving*, is used for nothing else, and stops
+once it is free.
 """
 
 from __future__ import annotations

@@ -145,12 +145,10 @@ class GatewayClient:
         if answer.status == 200:
             return answer
         said = answer.read(MOST_LINE_BYTES)
-        if answer.status in (400, 401, 403, 404, 422) and (line := _message(said)):
-            if answer.status == 401:
-                wrong = "is needed" if self._key is None else "is not the one"
-                raise KeyRefused(
-                    "--key-file", f"{wrong}: the gateway at {self.url} asks for the operators' key"
-                )
+        if answer.status == 401:
+            wrong = "is needed" if self._key is None else "is not the one"
+            raise KeyRefused("--key-file", f"{wrong}: the gateway at {self.url} asks for the operators' key")
+        if answer.status in (400, 403, 404, 422) and (line := _message(said)):
             raise KeyRefused("", line) if answer.status == 403 else InputError("", line)
         text = " ".join(said[:300].decode("utf-8", "replace").split())
         raise FormatError(f"gateway {method} {path}", f"was answered with {answer.status}: {text}")

@@ -62,7 +62,9 @@ def upgrade(
         _all(service.client, drain, within, as_json)
 
 
-def _all(client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool) -> None:
+def _all(
+    client: GatewayClient, drain: Callable[[str], object], within_s: float, as_json: bool = False
+) -> None:
     """Copy by copy. A gateway that does not answer, or a copy that is not ready to be drained, is asked again."""
     from potluck.control.gateway import KeyRefused
     from potluck.control.rolling import due, lacks

@@ -1,0 +1,50 @@
+"""`--json` is promised for every command, so every command takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from potluck.cli.main import cli
+
+LATER = frozenset({"trace convert", "trace make", "trace scale"})
+"""Those that do not take it yet."""
+
+
+def _commands(group: click.Group, before: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*before, name))
+        else:
+            yield " ".join((*before, name)), command
+
+
+ALL = dict(_commands(cli))
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - LATER))
+def test_a_command_takes_json_and_says_what_it_is_for(name: str) -> None:
+    (option,) = [each for each in ALL[name].params if "--json" in each.opts]
+    assert isinstance(option, click.Option)
+    assert option.is_flag
+    assert option.help, "one object, or one per line"
+
+
+def test_all_commands_were_looked_at() -> None:
+    assert {
+        "up",
+        "status",
+        "top",
+        "logs",
+        "down",
+        "upgrade",
+        "keys add",
+        "keys open",
+        "hosts find",
+    } <= ALL.keys()
+    assert ALL.keys() >= LATER

@@ -1,0 +1,181 @@
+"""Keys of a service: whoever locks clients out is told so before, and there is a way back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from potluck.api.errors import Refused
+from potluck.cli.main import run
+from potluck.cli.serving.operate import keys as module
+from potluck.control.launch.process import started_at
+from potluck.control.store.keys import KEY_FILE, is_open, kept_keys, publish_keys
+from potluck.control.store.store import Store
+from potluck.gateway.door.keys import KeyRing
+
+NOW_S = 2e9
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """Of a service whose gateway is this very process."""
+    store = Store(tmp_path / "state.db")
+    me = {"pid": os.getpid(), "started": started_at(os.getpid()), "keyed": True, "host": "127.0.0.1"}
+    store.set("gateway", {**me, "url": "http://127.0.0.1:1", "admin": "http://127.0.0.1:2"})
+    publish_keys(store, tmp_path, 0.0)
+    store.close()
+    return tmp_path
+
+
+def _keys(capsys: pytest.CaptureFixture[str], state: Path, *words: str, rc: int = 0) -> tuple[str, str]:
+    assert run(["keys", *words, "--state", str(state)]) == rc
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+def _lets_in(state: Path, key: str = "") -> bool:
+    """Whether the gateway that reads this file does."""
+    ring = KeyRing(state / KEY_FILE, 0.0, lambda: NOW_S, may_open=True)
+    try:
+        return ring.open or ring.who(f"Bearer {key}".encode(), 0.0) is not None
+    except Refused:
+        return False
+
+
+def test_the_first_key_says_that_it_locks_out_and_open_is_the_way_back(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _lets_in(state)
+    out, err = _keys(capsys, state, "add", "ann")
+    assert err == (
+        "potluck: from now on every client of this service needs a key; "
+        "`potluck keys open` lets those without one in again\n"
+    )
+    ann = out.split()[-1]
+    assert not _lets_in(state)
+    out, err = _keys(capsys, state, "add", "bob", "--json")
+    assert err == "", "it is locked already"
+    bob = json.loads(out)
+    assert (bob["name"], bob["first"], _lets_in(state, bob["key"])) == ("bob", False, True)
+    out, err = _keys(capsys, state, "revoke", "ann")
+    assert err == "", "bob still gets in"
+    out, err = _keys(capsys, state, "revoke", "bob")
+    assert "nobody gets in; `potluck keys add NAME` makes a key, `potluck keys open`" in err
+    assert not _lets_in(state, ann)
+    assert "nobody gets in" in _keys(capsys, state, "list")[0]
+    out, _ = _keys(capsys, state, "open")
+    assert out == "clients without a key are let in; `potluck keys close` ends that\n"
+    assert _lets_in(state)
+    assert "already; nothing changed" in _keys(capsys, state, "open")[0]
+    assert json.loads(_keys(capsys, state, "list", "--json")[0])["open"]
+    assert "none holds, so that nobody could get in" in _keys(capsys, state, "close", rc=2)[1]
+    assert _lets_in(state), "nothing changed"
+    out, err = _keys(capsys, state, "add", "eve")
+    assert "from now on every client" in err, "which locks again"
+    assert not _lets_in(state)
+
+
+def test_open_and_close_keep_the_keys(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = json.loads(_keys(capsys, state, "add", "ann", "--json")[0])["key"]
+    assert json.loads(_keys(capsys, state, "open", "--json")[0]) == {"open": True, "changed": True}
+    assert "clients without a key are let in" in _keys(capsys, state, "list")[0]
+    ring = KeyRing(state / KEY_FILE, 0.0, lambda: NOW_S, may_open=True)
+    shown = ring.shown(f"Bearer {key}".encode(), 0.0)
+    assert shown is not None
+    assert shown.name == "ann"
+    lost = Store(state / "another.db")  # a state that was lost is as its file says
+    publish_keys(lost, state, 0.0)
+    assert is_open(lost)
+    assert [each.name for each in kept_keys(lost)] == ["ann"]
+    lost.close()
+    assert "every client needs a key" in _keys(capsys, state, "close")[0]
+    assert not _lets_in(state)
+    assert _lets_in(state, key)
+
+
+def test_a_gateway_that_others_reach_is_never_opened(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(state / "state.db")
+    _keys(capsys, state, "add", "ann")
+    store.set("gateway", {**store.get("gateway"), "host": "0.0.0.0"})
+    assert "listens at 0.0.0.0, where others can reach it" in _keys(capsys, state, "open", rc=1)[1]
+    assert not _lets_in(state)
+    store.close()
+
+
+@pytest.mark.parametrize(("answer", "yes"), [("y\n", False), ("n\n", False), ("", True)])
+def test_a_person_at_a_terminal_is_asked(
+    answer: str,
+    yes: bool,
+    state: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script never is."""
+
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(module.sys, "stdin", Terminal())
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True, raising=False)
+    asked: list[str] = []
+
+    def confirm(text: str, *, abort: bool, err: bool) -> None:
+        asked.append(text)
+        if answer == "n\n" and abort:
+            raise module.click.Abort
+
+    monkeypatch.setattr(module.click, "confirm", confirm)
+    words = ["add", "ann", *(["--yes"] if yes else [])]
+    _keys(capsys, state, *words, rc=130 if answer == "n\n" else 0)
+    assert asked == ([] if yes else ["Go on?"])
+    assert _lets_in(state) == (answer == "n\n"), "who says no changes nothing"
+
+
+def test_looking_at_keys_makes_no_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["list"], ["open"], ["revoke", "ann"], ["rotate", "ann"]):
+        assert "has no state.db" in _keys(capsys, tmp_path / "typo", *words, rc=1)[1]
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.fixture
+def locked() -> Iterator[str]:
+    """A server that asks for a key."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Tests are quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_who_is_not_let_in_hears_of_the_key(
+    locked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert run(["bench", locked]) == 2
+    assert f"--key: {locked} asks for one" in capsys.readouterr().err
+    assert run(["bench", locked, "--key", "wrong"]) == 2
+    assert f"--key: {locked} does not take this one" in capsys.readouterr().err
+    for command in (["cordon", "x"], ["uncordon", "x"], ["upgrade"]):
+        assert run([*command, "--at", locked]) == 2
+        assert f"--key-file: is needed: the gateway at {locked}" in capsys.readouterr().err
+    assert run(["cordon", "x", "--at", "nonsense"]) == 2
+    assert "--at: 'nonsense' is no address" in capsys.readouterr().err

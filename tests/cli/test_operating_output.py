@@ -1,0 +1,118 @@
+"""What commands about a running service print: JSON for machines, and events in the order of their time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from test_operators_cli import Port, _said, _sleeper, folder, port
+
+from potluck.cli.main import run
+from potluck.cli.serving.operate import looks
+from potluck.control.launch.process import alive, end
+from potluck.control.store.store import Store
+
+__all__ = ["folder", "port"]
+
+
+def test_top_as_json_has_what_a_frame_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = _said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", folder).splitlines()
+    found = json.loads(line)
+    assert (found["plan"]["version"], found["usd_per_h"], found["open_requests"]) == (1, 1.5, 3)
+    words = found["models"]["words"]
+    assert words["requests_per_s"] > 0
+    assert words["ttft_p50_s"] == pytest.approx(0.2)
+    assert words["tpot_p50_s"] is None
+    first = found["replicas"][0]
+    assert (first["replica"], first["kv_used"], first["waiting"]) == ("t@east#0/0", 0.25, 1)
+    assert found["links"][0]["source"] == "east"
+
+
+def test_top_in_a_pipe_prints_frame_after_frame(
+    folder: Path, port: Port, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(_: float) -> None:
+        if port.scraped == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("potluck.cli.serving.operate.top.time.sleep", sleep)
+    assert _said(capsys, "top", "--state", folder).count("plan 1 (auto)") == 2
+
+
+def test_logs_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _said(capsys, "logs", "--json", "--state", folder).splitlines()
+    assert [json.loads(line) for line in lines] == [{"name": "words-1", "bytes": 13}]
+    lines = _said(capsys, "logs", "east#0/0", "--json", "--lines", "2", "--state", folder).splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"name": "words-1", "line": "first"},
+        {"name": "words-1", "line": "second"},
+    ]
+    (line,) = _said(capsys, "logs", "controller", "--json", "--state", folder).splitlines()
+    assert json.loads(line)["kind"] == "start"
+    assert "t@east#1/0 has written nothing yet" in _said(capsys, "logs", "east#1/0", "--state", folder, rc=1)
+
+
+def test_down_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = Store(tmp_path / "state.db")
+    gateway = _sleeper(tmp_path, "gateway")
+    try:
+        store.set("gateway", {"pid": gateway.number, "started": gateway.started})
+        found = json.loads(_said(capsys, "down", "--json", "--state", tmp_path))
+        assert found == {"state": str(tmp_path), "stopped": True, "made_to_end": 0}
+        assert not alive(gateway)
+    finally:
+        end(gateway, insist=True)
+
+
+def test_a_key_for_a_file_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.jsonl"
+    found = json.loads(_said(capsys, "keys", "new", "ann", "--tenant", "co", "--file", file, "--json"))
+    kept = json.loads(file.read_text())
+    assert (found["name"], found["tenant"], found["file"]) == ("ann", "co", str(file))
+    assert (kept["sha256"], found["key"] in file.read_text()) == (found["sha256"], False)
+
+
+def test_events_are_in_the_order_of_their_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the gateway decided is read, and noted, at the controller's next turn."""
+    store, now_s = Store(folder / "state.db"), time.time() + 10
+    for at_s, what in ((3.0, "third"), (1.0, "first"), (2.0, "second")):
+        store.note(now_s + at_s, "brain", what, "")
+    want = ["words-2 for t@east#1/0", "first", "second", "third"]
+    for command in (["events", "--json"], ["logs", "controller", "--json"]):
+        lines = _said(capsys, *command, "--state", folder).splitlines()
+        assert [json.loads(line)["what"] for line in lines] == want
+    found = json.loads(_said(capsys, "status", "--json", "--state", folder))
+    assert [each["what"] for each in found["notes"]] == want
+    store.close()
+
+
+def test_events_that_are_followed_are_in_order_too(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock = Store(folder / "state.db"), [time.time() + 10]
+    turns: list[None] = []
+
+    def sleep(_: float) -> None:
+        """Each time that it waits something else happens."""
+        turns.append(None)
+        if len(turns) == 1:
+            store.note(clock[0], "note", "second", "")
+        elif len(turns) == 2:
+            store.note(clock[0] - 0.6, "brain", "first", "decided before, read later")
+        elif len(turns) == 10:
+            raise KeyboardInterrupt
+        clock[0] += 0.5
+
+    monkeypatch.setattr(looks.time, "sleep", sleep)
+    monkeypatch.setattr(looks.time, "time", lambda: clock[0])
+    assert run(["events", "--follow", "--json", "--state", str(folder)]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["words-2 for t@east#1/0", "first", "second"]
+    store.close()
+
+
+def test_usage_of_no_time_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("usage", "--since", "2d", "--until", "3d", "--state", folder)
+    assert "--until: 3d is before --since 2d" in _said(capsys, *asked, rc=2)
