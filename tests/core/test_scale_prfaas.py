@@ -241,7 +241,7 @@ def test_it_says_why_it_does_nothing() -> None:
     assert "fewer than 50 requests" in rule.why()
     untimed = PrfaasSplit(POLICY, replace(FACTS, replicas={("far", 0): FAST}))
     assert run(untimed, there, seen(), 0, 300) == []
-    assert "nobody timed dec, pre" in untimed.why()
+    assert "no times are known of dec, pre" in untimed.why()
     alone = plan_of(TEMPLATES, {("dec", "here"): 2})
     FLEETS[alone] = fleet_of(alone)
     assert run(rule, alone, seen(), 0, 300) == []

@@ -147,7 +147,7 @@ def test_it_says_why_nothing_flips() -> None:
     assert "has not seen a window of requests" in rule.why()
     nobody = ShiftFlips(POLICY, Facts(models={}, replicas={}))
     assert settled(nobody, fleet, there, traffic(20.0), 300) == []
-    assert "nobody timed dec, pre" in nobody.why()
+    assert "no times are known of dec, pre" in nobody.why()
     combos = plan_of(TEMPLATES, {("combo", "east"): 2})
     assert settled(rule, fleet_of(combos), combos, traffic(20.0), 300) == []
     assert "no replica prefills or decodes alone" in rule.why()

@@ -246,7 +246,7 @@ class Stand:
         until_s = time.monotonic() + GATEWAY_S
         while not _answers(port, "/health"):
             if not alive(pid):
-                raise CapacityError(f"the gateway did not start: {last_words(log) or 'it said nothing'}")
+                raise CapacityError(f"the gateway did not start: {last_words(log) or 'it printed nothing'}")
             if time.monotonic() > until_s:
                 end(pid, insist=True)
                 raise CapacityError(f"the gateway did not listen within {GATEWAY_S:g} s; see {log}")
@@ -282,7 +282,7 @@ class Stand:
 
     def down(self, within_s: float = DRAIN_S) -> int:
         """Drain and stop everything; how many processes had to be made to end."""
-        return stop_all(self.store, "somebody asked for it", within_s, self._settings.launcher)
+        return stop_all(self.store, "by hand", within_s, self._settings.launcher)
 
     def running(self) -> list[str]:
         """What lives, by name; as far as the state can still be read."""

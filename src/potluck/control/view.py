@@ -202,5 +202,5 @@ def _why(
     if engine.state == "starting":
         return f"{engine.name} is starting, since {max(0.0, now_s - engine.since_s):.0f} s"
     if engine.state == "dead":
-        return f"{engine.name} ended: {engine.problem or 'without a word'}"
+        return f"{engine.name} ended: {engine.problem or 'it printed nothing'}"
     return f"{engine.name}: {notes.get(engine.url) or 'is up, but does not serve yet'}"

@@ -34,7 +34,7 @@ def find_chips(environment: Mapping[str, str] | None = None) -> tuple[Chip, ...]
         raise CapacityError(f"nvidia-smi does not answer ({error}); is the driver well?") from error
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[:200]
-        raise CapacityError(f"nvidia-smi failed with {done.returncode}: {said or 'it said nothing'}")
+        raise CapacityError(f"nvidia-smi failed with {done.returncode}: {said or 'it printed nothing'}")
     found = tuple(_chip(line) for line in done.stdout.splitlines() if line.strip())
     return _visible(found, variables.get(VISIBLE))
 

@@ -110,7 +110,7 @@ class LocalLauncher:
             return Sighting(name, "dead", problem="was never started")
         if not alive(pid):
             asked = self._ending.pop(name, None) is not None
-            problem = "was asked to end" if asked else last_words(log) or "ended without a word"
+            problem = "was asked to end" if asked else last_words(log) or "ended and printed nothing"
             return Sighting(name, "dead", problem=problem)
         rotate(log)
         url = str(place.get("url", ""))

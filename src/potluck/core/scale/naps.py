@@ -44,7 +44,7 @@ class Naps:
             idle_s = at_s - self._active_s[model]
             if model not in self.asleep and idle_s >= facts.idle_s:
                 self.asleep.add(model)
-                found.append(Remark(f"{model} sleeps", f"nobody asked for it for {idle_s:.0f} s"))
+                found.append(Remark(f"{model} sleeps", f"no request came for {idle_s:.0f} s"))
             elif model in self.asleep and idle_s < facts.idle_s:
                 self.asleep.discard(model)
                 found.append(Remark(f"{model} wakes", "a request came"))

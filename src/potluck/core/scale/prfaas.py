@@ -219,7 +219,7 @@ class PrfaasSplit:
         )
         cargo = self._facts.models.get(model)
         if untimed or cargo is None:
-            self._notes.say(model, f"no balance: nobody timed {', '.join(untimed) or 'its KV'}")
+            self._notes.say(model, f"no balance: no times are known of {', '.join(untimed) or 'its KV'}")
             return None
         here = {each.region for each in replicas if each.role == "decode"}
         local = [each for each in replicas if each.region in here]

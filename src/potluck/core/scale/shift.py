@@ -113,7 +113,7 @@ class ShiftFlips:
         )
         codec = codec_of(self._plan, model)
         if untimed:
-            self._notes.say(model, f"no flips: nobody timed {', '.join(untimed)} in both roles")
+            self._notes.say(model, f"no flips: no times are known of {', '.join(untimed)} in both roles")
             return []
         if not replicas:
             self._notes.say(model, "no flips: no replica prefills or decodes alone")

@@ -249,7 +249,7 @@ class Oversight:
         ]
         for needed, says in (("decode", "prefill"), ("prefill", "decode")):
             if role == says and all(each == says for each in others):
-                raise InputError("role", f"{says} would leave nobody to {needed} for {member.model}")
+                raise InputError("role", f"{says} would leave no replica to {needed} for {member.model}")
         before = view.role
         self._center.desk.tell(Ordered(member.id, "prefill" if role == "prefill" else "decode"))
         return {"replica": member.id, "role": view.role, "before": before, "planned": member.role}

@@ -257,7 +257,7 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
                 raise nothing(
                     f"process {controller.number} still drains after {within_s:g} s; `potluck events`"
                 )
-            _say_stopped(service, 0, as_json)
+            _say_stopped(service, None, as_json)  # how, its own output says
             return
         if not service.gateway_lives and not service.store.instances():
             raise nothing(f"nothing runs in {service.folder}")
@@ -273,7 +273,7 @@ def down(state: Path | None, within_s: float, as_json: bool) -> None:
         _say_stopped(service, made, as_json)
 
 
-def _say_stopped(service: Service, made: int, as_json: bool) -> None:
+def _say_stopped(service: Service, made: int | None, as_json: bool) -> None:
     if as_json:
         render.emit_json({"state": str(service.folder), "stopped": True, "made_to_end": made})
     else:

@@ -356,7 +356,7 @@ def measured_briefly(
             process.communicate()
             out = f"took longer than {MEASURE_S:g} s"
         if process.returncode or not paths[gpu].is_file():
-            why = " ".join((out.strip().splitlines() or ["it said nothing"])[-1].split())[:160]
+            why = " ".join((out.strip().splitlines() or ["it printed nothing"])[-1].split())[:160]
             notes.append(f"{gpu} could not be measured ({why}); planned with the catalog's figures")
     return tuple(path for path in paths.values() if path.is_file()), tuple(notes)
 

@@ -160,7 +160,7 @@ def ask(url: str, model: str, key: str = "") -> Answer:
     except OSError as error:
         raise CapacityError(f"{url} did not answer ({error})") from error
     if not text:
-        raise CapacityError(f"{model} answered without a word; `potluck logs gateway` may say why")
+        raise CapacityError(f"{model} answered with no text; `potluck logs gateway` may say why")
     return Answer(model, text, first_s, time.monotonic() - began_s)
 
 

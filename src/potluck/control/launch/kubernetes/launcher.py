@@ -362,13 +362,13 @@ def last_state(status: Mapping[str, Any]) -> str:
         ended = each.get("state", {}).get("terminated")
         if ended:
             said = " ".join(str(ended.get("message") or ended.get("reason") or "").split())[-300:]
-            return f"ended with {ended.get('exitCode')}: {said or 'without a word'}"
-    return str(status.get("message") or status.get("reason") or "ended without a word")
+            return f"ended with {ended.get('exitCode')}: {said or 'it printed nothing'}"
+    return str(status.get("message") or status.get("reason") or "ended and printed nothing")
 
 
 def unplaced(status: Mapping[str, Any]) -> str:
     """What the scheduler says."""
     for each in status.get("conditions", ()):
         if each.get("type") == "PodScheduled" and each.get("status") != "True":
-            return str(each.get("message") or each.get("reason") or "nobody says why")
-    return "nobody says why"
+            return str(each.get("message") or each.get("reason") or "no reason was given")
+    return "no reason was given"
