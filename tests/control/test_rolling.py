@@ -62,7 +62,9 @@ def test_every_copy_has_its_turn_and_the_next_waits(
     fleet = Fleet({"a": 1, "b": 3})
     upgrade._all(fleet, fleet.drain, 10.0, as_json=True)  # type: ignore[arg-type]
     *each, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert ([said["left"] for said in each], last) == ([3, 2, 1, 0], {"copies": 4}), "a line per copy, and the sum"
+    assert ([said["left"] for said in each], last) == ([3, 2, 1, 0], {"copies": 4}), (
+        "a line per copy, and the sum"
+    )
     assert fleet.asked == ["b#0/0", "b#1/0", "b#2/0", "a#0/0"]
 
 

@@ -154,7 +154,7 @@ def test_a_role_is_flipped_where_somebody_is_left_for_the_other() -> None:
     said = fleet.oversight.flip({"replica": first, "role": "decode"})
     assert (said["role"], said["before"], said["planned"]) == ("decode", "prefill", "prefill")
     assert fleet.done == [Flip(first, "decode")]
-    with pytest.raises(InputError, match="nobody to prefill for m"):
+    with pytest.raises(InputError, match="no replica to prefill for m"):
         fleet.oversight.flip({"replica": second, "role": "decode"})
     assert fleet.oversight.flip({"replica": third, "role": "prefill"})["role"] == "prefill"
 
@@ -206,7 +206,7 @@ def test_both_are_posted_to_the_operators_port_with_its_key() -> None:
 
     statuses, bodies = zip(*asyncio.run(run()), strict=True)
     assert statuses == (401, 200, 400, 404)
-    assert "nobody to prefill" in bodies[2]["error"]["message"], "the other one is being drained"
+    assert "no replica to prefill" in bodies[2]["error"]["message"], "the other one is being drained"
     assert [event for event in heard if isinstance(event, Ordered)] == [Ordered(fleet.names[0], "drain")]
 
 
@@ -247,7 +247,7 @@ def test_the_market_is_told_and_decisions_are_read_over_http() -> None:
     first, second = bodies[4], bodies[5]
     assert [each["number"] for each in first["decisions"]] == list(range(1, len(first["decisions"]) + 1))
     assert second["decisions"] == first["decisions"][1:]
-    assert first["decisions"][0]["what"].startswith("plan of")
+    assert first["decisions"][0]["what"].startswith("plan adopted")
     assert first["thinks"] == "scaling is off"
 
 

@@ -65,7 +65,9 @@ def add_page(app: web.Application, page: Page) -> None:
     async def one(request: web.Request) -> web.StreamResponse:
         row = None if show.requests is None else show.requests.row(request.query.get("id", ""))
         if row is None:
-            raise Refused(404, "no such request is known; requests are kept only while a page is open", "not_found")
+            raise Refused(
+                404, "no such request is known; requests are kept only while a page is open", "not_found"
+            )
         return _json(row)
 
     app.router.add_get("/", _file)

@@ -85,7 +85,9 @@ class Supervisor:
         state, address = self._state()
         problem = self._problem
         if state == "dead" and not problem:
-            problem = "was asked to end" if self._asked else last_words(self._log) or "ended and printed nothing"
+            problem = (
+                "was asked to end" if self._asked else last_words(self._log) or "ended and printed nothing"
+            )
         return {
             "state": state,
             "address": address,
