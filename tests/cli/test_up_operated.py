@@ -113,6 +113,7 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     assert ready["unit1@near#1/0"] == engines["unit1@near#1/0"], "the other was left alone"
     assert "unit0@near#0/0  (by hand)" in _said(capsys, "events", "--state", state)
     _replanned(capsys, state, store)
+    _handed_back(capsys, state, store)
     gateway = store.get("gateway")
     assert _said(capsys, "down", "--state", state) == "stopped\n"
     assert process.wait(WITHIN_S) == 0
@@ -121,6 +122,36 @@ def test_a_service_is_watched_loaded_drained_and_brought_down(
     assert store.instances() == ()
     assert run(["status", "--state", str(state)]) == 1
     store.close()
+
+
+def _versions(capsys: pytest.CaptureFixture[str], state: Path) -> set[int]:
+    """The number of the plan, wherever it is shown."""
+    status = json.loads(_said(capsys, "status", "--json", "--state", state))
+    top = json.loads(_said(capsys, "top", "--once", "--every", "0.2", "--json", "--state", state))
+    store = Store(state / "state.db")
+    place = store.get("gateway")
+    store.close()
+    with urllib.request.urlopen(f"{place['admin']}/live", timeout=WITHIN_S) as answer:  # what the page reads
+        first = next(line for line in answer if line.startswith(b"data: "))
+    page = json.loads(first.removeprefix(b"data: "))["tables"]["plan"]["now"]
+    return {status["plan"]["version"], top["plan"]["version"], page["version"]}
+
+
+def _handed_back(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:
+    """What was made by hand goes, and a plan has one number everywhere."""
+    newest, first = store.plan(), store.plan(1)
+    assert newest is not None
+    assert first is not None
+    assert _versions(capsys, state) == {newest.version}
+    template = newest.plan.templates[0].name
+    assert run(["scale", f"{template}@near=1000", "--state", str(state)]) == 2
+    assert "1000 cannot be had: near has " in capsys.readouterr().err
+    said = json.loads(_said(capsys, "scale", "--auto", "--json", "--state", state))
+    assert (said["version"], said["as_version"]) == (newest.version + 1, 1)
+    after = store.plan()
+    assert after is not None
+    assert after.plan == first.plan
+    assert _versions(capsys, state) == {newest.version + 1}
 
 
 def _replanned(capsys: pytest.CaptureFixture[str], state: Path, store: Store) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from test_controller import PLAN, TEMPLATE, Fixed, World, planned
 
-from potluck.control.byhand import KeptCordons, is_by_hand, leave, leaving, scaled, stay
+from potluck.control.byhand import (
+    KeptCordons,
+    is_by_hand,
+    leave,
+    leaving,
+    planned_last,
+    put_plan,
+    scaled,
+    stay,
+)
 from potluck.control.launch.process import started_at
 from potluck.control.stand import Stand, StandSettings
 from potluck.control.step import Memory, step
@@ -18,7 +27,7 @@ from potluck.control.store.store import PlanVersion, Store
 from potluck.control.values import Halt, Instance, Launch, Make, Want
 from potluck.core.errors import CapacityError, InputError, PotluckError
 from potluck.core.values.layout import single
-from potluck.core.values.plan import BucketCapacity, Deployment, Share, plan_from_json
+from potluck.core.values.plan import BucketCapacity, Deployment, Plan, Share, plan_from_json, plan_mark
 
 MAKE = Make("m", single("1xA10", 1, 2), "east")
 
@@ -181,3 +190,50 @@ def test_a_gateway_that_is_started_again_is_told_of_cordons_again(tmp_path: Path
     assert kept.heed({"cordoned": [], "up_s": 1.1}) == ""
     assert KeptCordons(store, tell).heed({"cordoned": [], "up_s": 1.6}) == "", "it was uncordoned meanwhile"
     assert told == [[], ["h"]]
+
+
+def test_a_gateway_with_another_number_for_the_plan_is_told_once(tmp_path: Path) -> None:
+    """One of an older release keeps its own; it is not told the plan again and again."""
+    world = World(tmp_path)
+    store = Store(world.path)
+    store.add_plan(PLAN, 1.0, "handed back: as version 1")
+    told: list[int] = []
+    wanted = world.gateway.wanted
+    world.gateway.wanted = lambda: {**wanted(), "plan_version": 1}  # type: ignore[method-assign]
+    world.gateway.set_plan = lambda plan, why="", version=0: told.append(version)  # type: ignore[method-assign]
+    world.gateway.mark = plan_mark(PLAN)
+    world.turns(world.controller(), 5)
+    assert told == [2]
+
+
+def test_a_plan_that_the_gateway_does_not_take_is_forgotten(tmp_path: Path) -> None:
+    store = Store(World(tmp_path).path)
+
+    def refuse(plan: Plan, why: str, version: int) -> None:
+        assert version == 2
+        raise InputError("plan", "no such model")
+
+    with pytest.raises(InputError, match="no such model"):
+        put_plan(store, refuse, PLAN, "by hand: t@east=9", 1.0)
+    assert [version for version, _ in store.versions()] == [1]
+    assert put_plan(store, lambda *_: None, PLAN, "by hand: t@east=2", 2.0) == 3, "no number is used twice"
+    last = planned_last(store)
+    assert last is not None
+    assert last.version == 1
+
+
+def test_more_copies_than_nodes_are_refused() -> None:
+    cost, nodes = {"east": 0.5}, {("east", "1xA10"): 5, ("west", "1xL4"): 1}
+    assert scaled(PLAN, "t", "east", 5, cost, nodes).deployments[-1].count == 5
+    with pytest.raises(
+        InputError, match="6 cannot be had: east has 5 x 1xA10, enough for 5; ask for 5 at most"
+    ):
+        scaled(PLAN, "t", "east", 6, cost, nodes)
+    other = replace(TEMPLATE, name="u")
+    both = replace(
+        PLAN, templates=(*PLAN.templates, other), deployments=(*PLAN.deployments, Deployment("u", "east", 2))
+    )
+    with pytest.raises(InputError, match="has 5 x 1xA10, 2 of them for other copies, enough for 3"):
+        scaled(both, "t", "east", 4, cost, nodes)
+    with pytest.raises(InputError, match="west has not all that a copy needs"):
+        scaled(PLAN, "t", "west", 1, cost, nodes)
