@@ -120,7 +120,7 @@ class Herald:
         cost = f"${plan.cost_usd_per_h:.2f}/h"
         if before is not None:
             cost += f" instead of ${before.cost_usd_per_h:.2f}/h: {copies_changed(before, plan)}"
-        self.say("plan", f"plan adopted ({plan.strategy}), {cost}", self._plan_why())
+        self.say("plan", f"plan of {plan.strategy} adopted, {cost}", self._plan_why())
 
     def _stands_by(self, member: Member) -> bool:
         """Whether it did before."""
