@@ -118,6 +118,34 @@ def test_a_port_in_use(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
         assert stand.said == [f"port {held} is taken; it is {port} instead"]
 
 
+def test_who_is_quicker_has_the_port(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once find the same one free; the later one takes the next."""
+    first = next(port for port in range(30_000, 32_000) if not any(map(taken, range(port, port + 4))))
+    monkeypatch.setattr(stand_module, "USUAL_PORT", first)
+    tried: list[tuple[int, int]] = []
+    with socket.socket() as other:
+
+        def start(port: int, admin: int) -> dict[str, object]:
+            tried.append((port, admin))
+            if len(tried) == 1:
+                other.bind(("127.0.0.1", port))
+                other.listen()
+                raise CapacityError("the gateway did not start: in use")
+            return {"port": port}
+
+        monkeypatch.setattr(stand, "_start_gateway", start)
+        assert stand._started({}) == {"port": first + 1}
+        assert tried == [(first, first + 1), (first + 1, first + 2)]
+        monkeypatch.setattr(stand, "_settings", replace(stand._settings, port=first + 3))
+
+        def fail(port: int, admin: int) -> dict[str, object]:
+            raise CapacityError("the gateway did not start: no memory")
+
+        monkeypatch.setattr(stand, "_start_gateway", fail)
+        with pytest.raises(CapacityError, match="no memory"):
+            stand._started({})
+
+
 def test_the_ports_are_the_same_at_every_start(
     stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ GATEWAY_S = 90.0
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 8000
 """Where clients ask unless told; operators and the page have the next one. `potluck serve` has the same."""
+PORT_TRIES = 3
 GATEWAY_MARK = "POTLUCK_GATEWAY"
 FORKED = ("emulated", "pretended")
 """Styles of engines that share what they loaded."""
@@ -176,10 +177,21 @@ class Stand:
         place = self.store.get("gateway") or {}
         if not living(place):
             self._end_forgotten()
-            port = self._port(place)
-            place = self._start_gateway(port, self._admin_port(port, place))
+            place = self._started(place)
             self.fresh = True
         self.url, self.client.url = str(place["url"]), str(place["admin"])
+
+    def _started(self, before: Mapping[str, object]) -> dict[str, object]:
+        """A gateway. Where nobody said which ports, others are tried if somebody was quicker to take them."""
+        for left in reversed(range(PORT_TRIES)):
+            port = self._port(before)
+            admin = self._admin_port(port, before)
+            try:
+                return self._start_gateway(port, admin)
+            except CapacityError:
+                if not left or self._settings.port or not (taken(port) or taken(admin)):
+                    raise
+        raise AssertionError("the last try raised")
 
     def _end_forgotten(self) -> None:
         """A gateway of this folder that the state knows nothing of (it was damaged, say) holds the port."""
