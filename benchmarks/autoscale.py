@@ -33,7 +33,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.values.lengths import Lengths
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
+from potluck.plan.problem import CODECS, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.factors import scaled
 from potluck.sim.load import arrivals
@@ -101,7 +101,7 @@ def the_problem(rate_per_s: float) -> Problem:
         Offer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )
     asked = ask(NAME, models.model(MODEL), SLO, traffic)
-    return Problem((asked,), (Region("here", offers),), tuple(types))
+    return Problem((asked,), (Region("here", offers),), tuple(types), codecs=CODECS)
 
 
 def planner(workshop: Workshop, strategy: str) -> Callable[[float], Plan]:

@@ -23,7 +23,7 @@ from potluck.catalog import models, nodes
 from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Deployment, Plan
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
+from potluck.plan.problem import CODECS, Problem, ask
 from potluck.plan.running.candidates import with_candidates
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.base import allocated
@@ -49,7 +49,10 @@ def the_problem(
     offers = tuple(Offer(node, usd, available) for node, usd in USD_PER_H.items())
     types = tuple(nodes.node_type(name) for name in USD_PER_H)
     return Problem(
-        (ask("m", models.model("Llama-3.1-8B"), slo, traffic),), (Region("cluster", offers),), types
+        (ask("m", models.model("Llama-3.1-8B"), slo, traffic),),
+        (Region("cluster", offers),),
+        types,
+        codecs=CODECS,
     )
 
 

@@ -22,7 +22,7 @@ from potluck.cli.common.problems import load_problem, read_spec
 from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.brain.policy import Policy
 from potluck.plan.search.pool import workload_of
-from potluck.plan.search.result import CODEC, to_templates
+from potluck.plan.search.result import to_templates
 from potluck.plan.search.tabu import Limits, search
 from potluck.plan.search.tabu import Settings as Searching
 from potluck.plan.strategies import Settings, Workshop
@@ -54,7 +54,7 @@ def planned() -> Scene:
     problem = load_problem(spec, 0.8, None, (), 0.0)
     ask, pool = problem.asks[0], region_pool(problem, problem.regions[0].name)
     assert pool is not None
-    work = workload_of(ask, CODEC, problem.headroom)
+    work = workload_of(ask, problem.codecs[-1], problem.headroom)
     # A walk that is counted, not timed: the same plan on every machine.
     limits = Limits(walks=2, steps=STEPS, time_limit_s=600.0)
     found = search(pool, work, Searching(phases=("prefill", "decode"), limits=limits))

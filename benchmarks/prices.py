@@ -31,7 +31,7 @@ from potluck.core.brain.policy import Policy
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan
 from potluck.core.values.types import LengthBin, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
+from potluck.plan.problem import CODECS, Problem, ask
 from potluck.plan.running.again import INTERVAL_S, Workshops, problem_now
 from potluck.plan.strategies import STRATEGIES, Settings
 from potluck.sim.load import arrivals
@@ -118,7 +118,8 @@ def the_problem(market: Market) -> Problem:
             for part in np.array_split(np.argsort(prompt), 10)
         ]
         asks.append(ask(name, models.model(model), slo, Traffic(name, rate_per_s, tuple(bins))))
-    return Problem(tuple(asks), market.regions(0.0), tuple(nodes.node_type(each) for each in NODES))
+    types = tuple(nodes.node_type(each) for each in NODES)
+    return Problem(tuple(asks), market.regions(0.0), types, codecs=CODECS)
 
 
 def the_load(hours: float) -> Workload:

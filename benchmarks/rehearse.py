@@ -20,7 +20,7 @@ from potluck.catalog import models, nodes, prices
 from potluck.core.brain.policy import Policy
 from potluck.core.values.lengths import Binned
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Problem, ask
+from potluck.plan.problem import CODECS, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.evidence import Evidence, Trial, evidence_of
 from potluck.rehearse.loop import Rehearsal, Rules, rehearse
@@ -76,7 +76,7 @@ def case(seed: int, quick: bool = False) -> Case:
     offers = tuple(
         Offer(node.name, prices.price_usd_per_h(node.name).price_usd_per_h, AVAILABLE) for node in types
     )
-    problem = Problem(tuple(asks), (Region("here", offers),), tuple(types))
+    problem = Problem(tuple(asks), (Region("here", offers),), tuple(types), codecs=CODECS)
     count = enough(traffic) // (2 if quick else 1)
     if seed % 2:
         cv = float(rng.uniform(2.0, 4.0))

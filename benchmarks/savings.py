@@ -24,7 +24,7 @@ from potluck.catalog import models, nodes, prices
 from potluck.core.values.plan import Plan, Template
 from potluck.core.values.types import LengthBin, Offer, Region, Slo, Traffic
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem, ask
+from potluck.plan.problem import CODECS, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
 from potluck.plan.strategies.base import allocated
 
@@ -69,7 +69,7 @@ def problem(setting: str) -> Problem:
             if found:
                 offers.append(Offer(node.name, found[0].price_usd_per_h, AMPLE))
         regions.append(Region(place, tuple(offers)))
-    return Problem(tuple(asks), tuple(regions), tuple(types))
+    return Problem(tuple(asks), tuple(regions), tuple(types), codecs=CODECS)
 
 
 def as_printed(each: Problem) -> Workshop:

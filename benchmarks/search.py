@@ -117,7 +117,7 @@ def cloud(copies: int, figures: str = "paper", links_seed: int = SEED) -> Pool:
 
 
 def work(name: str, rate_per_s: float = RATE_PER_S) -> Workload:
-    return Workload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s)
+    return Workload(models.model("LLaMA-30B"), SLO, *WORK[name], rate_per_s, "int4")
 
 
 def settings(
@@ -234,7 +234,7 @@ def small_pools(count: int) -> dict[str, float]:
             sizes.append(int(rng.integers(1, min(4, 12 - sum(sizes)) + 1)))
         machines = [nodes.node_type(f"{size}x{rng.choice(SMALL)}") for size in sizes]
         pool = pool_of(machines, rng.choice([1.0, 5.0, 10.0, 40.0, 100.0], (len(sizes), len(sizes))))
-        wanted = Workload(models.model("Llama-3.1-8B"), Slo(1.0, 0.06), 1155, 211, 500.0)
+        wanted = Workload(models.model("Llama-3.1-8B"), Slo(1.0, 0.06), 1155, 211, 500.0, "int4")
         got_per_s = search(pool, wanted, settings(ALL, seed=index)).score.goodput_per_s
         bound = exact_bound(pool, wanted, Peak(), known_per_s=got_per_s)
         gaps.append(1.0 - got_per_s / bound)
@@ -311,7 +311,7 @@ def table_5(label: str, timing: Timing, kind: str) -> dict[str, float]:
     figures[f"table_5_{label}output_tokens"] = output
     for gbps, what in ((40.0, "apart_at_40"), (5.0, "across_at_5")):
         pool = pool_of([node("A40", 4, kind), node("3090Ti", 4, kind)], np.full((2, 2), gbps))
-        wanted = Workload(model, Slo(10.0, 0.2), 1024, output, 100.0)
+        wanted = Workload(model, Slo(10.0, 0.2), 1024, output, 100.0, "int4")
         split = search(pool, wanted, settings(PAPER, timing))
         groups = [(group.phase, group.takes) for group in split.state.groups]
         types = {(phase, node) for phase, takes in groups for node, _ in takes}

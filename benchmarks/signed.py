@@ -30,7 +30,7 @@ from potluck.catalog import models, nodes
 from potluck.core.values.types import LengthBin, Link, Offer, Region, Slo, Traffic
 from potluck.plan.assemble.priorities import served
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Ask, Problem, ask
+from potluck.plan.problem import CODECS, Ask, Problem, ask
 from potluck.plan.strategies import STRATEGIES, Outcome, Settings, Workshop
 
 NODES = (
@@ -83,7 +83,7 @@ def problem_of(seed: int) -> Problem:
     used = {offer.node for region in regions for offer in region.offers}
     links = (Link("east", "west", 10.0, 0.02),) if len(regions) == 2 and draw.random() < 0.5 else ()
     types = tuple(nodes.node_type(kind) for kind in NODES if nodes.canonical(kind) in used)
-    return Problem(asks, tuple(regions), types, links)
+    return Problem(asks, tuple(regions), types, links, codecs=CODECS)
 
 
 def _ask(draw: random.Random, place: int) -> Ask:

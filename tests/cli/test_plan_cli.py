@@ -215,14 +215,25 @@ def test_a_fleet_of_one_node_of_each_type_is_explained_too(
     assert "not enough" in capsys.readouterr().out
 
 
-def test_kv_stays_as_it_is_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_loses_nothing_unless_the_spec_allows_it_and_then_that_is_said_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Chat's KV needs most of a 10 Gbps card: in fewer bits, or over more nodes."""
-    spec = Path(__file__).parents[2] / "examples" / "two-regions.yaml"
-    asked = ["plan", str(spec), "--averages", "--strategy", "prfaas", "--no-explain"]
-    assert run(asked) == 0
-    assert "KV of chat crosses the network in int8" in capsys.readouterr().out
-    assert run([*asked, "--exact-kv"]) == 0
-    assert "crosses the network" not in capsys.readouterr().out
+    spec = EXAMPLES / "two-regions.yaml"
+    options = ["--averages", "--strategy", "prfaas", "--no-explain"]
+    assert run(["plan", str(spec), *options]) == 0
+    exact = capsys.readouterr().out
+    assert "lossy" not in exact
+    allowed, plan = tmp_path / "allowed.yaml", tmp_path / "plan.json"
+    (tmp_path / "traces").symlink_to(EXAMPLES / "traces")
+    allowed.write_text(spec.read_text() + "kv_codecs: [raw, int8, int4]\n")
+    assert run(["plan", str(allowed), *options, "--out", str(plan)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "note: KV of chat crosses within lab in int8 (lossy: allowed by kv_codecs)."
+    assert run(["plan", str(allowed), *options, "--exact-kv"]) == 0
+    assert capsys.readouterr().out == exact
+    assert run(["simulate", str(plan), str(spec)]) == 2
+    assert "kv_codecs: [raw, int8]" in capsys.readouterr().err
 
 
 UNSERVABLE = """\

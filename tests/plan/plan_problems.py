@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from potluck.catalog import models, nodes
 from potluck.core.values.pool import Pool
-from potluck.core.values.types import LengthBin, Link, Offer, Region, Slo, Traffic
-from potluck.plan.problem import Ask, Problem, ask
+from potluck.core.values.types import Codec, LengthBin, Link, Offer, Region, Slo, Traffic
+from potluck.plan.problem import CODECS, Ask, Problem, ask
 
 CHAT = ((300, 250, 0.5), (1500, 200, 0.4), (6000, 300, 0.1))
 
@@ -27,6 +27,7 @@ def a_problem(
     links: tuple[Link, ...] = (),
     headroom: float = 0.8,
     budget_usd_per_h: float | None = None,
+    codecs: tuple[Codec, ...] = CODECS[:1],
 ) -> Problem:
     """`offers` maps region to node to (price, available)."""
     chosen = offers or {
@@ -44,11 +45,12 @@ def a_problem(
         links,
         headroom,
         budget_usd_per_h=budget_usd_per_h,
+        codecs=codecs,
     )
 
 
 def pool_problem(pool: Pool, *asks: Ask, headroom: float = 0.8) -> Problem:
-    """A pool with the regions that follow from it."""
+    """A pool with the regions that follow from it; KV may cross in four bits, as in THUNDERSERVE."""
     offers: dict[str, dict[str, Offer]] = {}
     for node in pool.nodes:
         here = offers.setdefault(node.region, {})
@@ -56,4 +58,6 @@ def pool_problem(pool: Pool, *asks: Ask, headroom: float = 0.8) -> Problem:
         here[node.type.name] = Offer(node.type.name, node.price_usd_per_h, before + 1)
     regions = tuple(Region(name, tuple(here.values())) for name, here in offers.items())
     types = {node.type.name: node.type for node in pool.nodes}
-    return Problem(asks or (an_ask(),), regions, tuple(types.values()), headroom=headroom, pool=pool)
+    return Problem(
+        asks or (an_ask(),), regions, tuple(types.values()), headroom=headroom, pool=pool, codecs=CODECS
+    )

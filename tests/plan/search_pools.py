@@ -61,4 +61,6 @@ def workload(
     slo: Slo | None = None,
     **more: object,
 ) -> Workload:
-    return Workload(models.model(model), slo or Slo(3.0, 0.2), *lengths, rate_per_s, **more)  # type: ignore[arg-type]
+    return Workload(
+        models.model(model), slo or Slo(3.0, 0.2), *lengths, rate_per_s, **{"codec": "int4", **more}
+    )  # type: ignore[arg-type]

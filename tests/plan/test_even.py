@@ -13,7 +13,7 @@ from potluck.core.values.plan import Deployment, Plan, Share
 from potluck.core.values.types import Link, Slo
 from potluck.plan.assemble.even import evened
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem
+from potluck.plan.problem import CODECS, Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 
 SETTINGS = Settings(time_limit_s=5.0)
@@ -93,7 +93,10 @@ def test_prompts_from_some_length_on_cross_and_routing_has_that_threshold() -> N
     offers = {"near": {"1xA10": (1.2, 8)}, "far": {"1xL40S": (1.2, 1)}}
     links = (Link("far", "near", 40.0, 0.01),)
     problem = a_problem(
-        an_ask(rate_per_s=7.0, slo=Slo(4.0, 0.06), lengths=lengths), offers=offers, links=links
+        an_ask(rate_per_s=7.0, slo=Slo(4.0, 0.06), lengths=lengths),
+        offers=offers,
+        links=links,
+        codecs=CODECS,
     )
     plan = STRATEGIES["prfaas"](Workshop(problem), SETTINGS).plan
     assert plan.fraction == 1

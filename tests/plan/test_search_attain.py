@@ -34,7 +34,7 @@ WANTED: Ask = ask(
 
 @pytest.fixture(scope="module")
 def searched() -> tuple[Evaluator, Found]:
-    evaluator = Evaluator(deducer(POOL, workload_of(WANTED), QUICK.timing))
+    evaluator = Evaluator(deducer(POOL, workload_of(WANTED, "int4"), QUICK.timing))
     return evaluator, search_with(evaluator, QUICK)
 
 

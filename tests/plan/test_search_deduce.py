@@ -28,7 +28,7 @@ def small_work(rng: np.random.Generator) -> Workload:
     wide = replace(model, layers=model.layers[:count], weight_bits=float(rng.choice([16.0, 64.0])))
     lengths = int(rng.integers(100, 6000)), int(rng.integers(5, 500))
     slo = Slo(float(rng.uniform(0.05, 2.0)), float(rng.uniform(0.005, 0.1)))
-    return Workload(wide, slo, *lengths, 1.0)
+    return Workload(wide, slo, *lengths, 1.0, "int4")
 
 
 def compositions(total: int, parts: int) -> np.ndarray:

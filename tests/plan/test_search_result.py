@@ -100,7 +100,7 @@ def chat() -> tuple[Pool, Ask]:
 def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
     pool, wanted = chat()
     settings = Settings(phases=phases, timing=Calibrated(), limits=Limits(walks=3, patience=30))
-    found = search(pool, workload_of(wanted), settings)
+    found = search(pool, workload_of(wanted, "int4"), settings)
     templates = to_templates(pool_problem(pool, wanted), wanted, pool, found)
     assert {template.kind for template in templates} == {"group"}
     stood = [machine for template in templates for machine in template.machines]
@@ -114,7 +114,7 @@ def test_templates_of_whole_machines(phases: tuple[str, ...]) -> None:
 
 def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
     pool, wanted = chat()
-    found = search(pool, workload_of(wanted), Settings(limits=Limits(walks=2, patience=20)))
+    found = search(pool, workload_of(wanted, "int4"), Settings(limits=Limits(walks=2, patience=20)))
     again = found_of(pool, replicas_of(pool, found))
     assert again.state == found.state
     assert [c.stages for c in again.configurations] == [c.stages for c in found.configurations]
@@ -122,7 +122,7 @@ def test_what_runs_comes_back_as_the_search_speaks_of_it() -> None:
 
 def test_a_trace_is_attainment_and_never_falls() -> None:
     pool, wanted = chat()
-    found = search(pool, workload_of(wanted), Settings(limits=Limits(walks=2, patience=20)))
+    found = search(pool, workload_of(wanted, "int4"), Settings(limits=Limits(walks=2, patience=20)))
     values = [value for _, value in attainment_trace(found)]
     assert values == sorted(values)
     assert values[-1] == pytest.approx(found.score.attainment, abs=1e-3)

@@ -12,7 +12,7 @@ from plan_problems import a_problem, an_ask
 from potluck.core.values.plan import Deployment, plan_from_json, plan_to_json
 from potluck.core.values.types import Link, Slo
 from potluck.plan.check.verify import verify
-from potluck.plan.problem import Problem
+from potluck.plan.problem import CODECS, Problem
 from potluck.plan.reasons.explain import explain, without_nodes
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.pools import worth_searching
@@ -118,7 +118,7 @@ def test_remote_prefill_crosses_a_link_only_when_there_is_one() -> None:
     """A site with compute but no memory to decode, one with memory but little compute: KV crosses, or cannot."""
     ask = an_ask(rate_per_s=12.0, lengths=((6000, 200, 1.0),), slo=Slo(1.5, 0.06))
     offers = {"site": {"1xH100": (3.0, 4)}, "home": {"1xA10G": (0.5, 40)}}
-    joined = a_problem(ask, offers=offers, links=(Link("site", "home", 100.0, 0.02),))
+    joined = a_problem(ask, offers=offers, links=(Link("site", "home", 100.0, 0.02),), codecs=CODECS)
     plan = STRATEGIES["coral"](Workshop(joined), QUICK).plan
     assert {(f.prefill_region, f.decode_region) for f in plan.flows} & {("site", "home")}
     apart = STRATEGIES["coral"](Workshop(a_problem(ask, offers=offers)), QUICK).plan

@@ -14,6 +14,7 @@ from math import ceil, inf
 import numpy as np
 
 from potluck.core.errors import InputError
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.model import Model, in_format
 from potluck.core.values.pool import Pool
 from potluck.core.values.precision import Format
@@ -163,7 +164,7 @@ class Problem:
     budget_usd_per_h: float | None = None
     pool: Pool | None = None
     """The machines behind the regions, by name, where they are known."""
-    codecs: tuple[Codec, ...] = CODECS
+    codecs: tuple[Codec, ...] = (LOSSLESS,)
     """In which KV may cross the network, the most exact first; a plan takes the first that costs no more."""
 
     def __post_init__(self) -> None:

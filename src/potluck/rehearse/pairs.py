@@ -14,7 +14,6 @@ from potluck.core.brain.policy import Policy
 from potluck.core.values.plan import Bucket, Deployment, Plan, Replica, Share, Template
 from potluck.core.values.types import Traffic
 from potluck.plan.problem import Ask, Problem
-from potluck.plan.search.result import CODEC
 from potluck.plan.templates.group import group_template
 from potluck.plan.timing.machines import machine_of
 from potluck.sim.load.workload import of_traffic
@@ -43,7 +42,7 @@ class PairTrial:
     def __call__(self, prefill: Replica, decode: Replica, rate_per_s: float) -> float:
         ask = next(each for each in self.problem.asks if each.name == self.traffic.model)
         members = (prefill,) if prefill == decode else (prefill, decode)
-        template = group_template(self.problem, ask, members, CODEC)
+        template = group_template(self.problem, ask, members, self.problem.codecs[-1])
         if template is None:
             return 0.0
         sent_per_s = min(rate_per_s, self.problem.headroom * _rate(ask, template))

@@ -17,7 +17,7 @@ from potluck.spec.hardware import Hardware
 from potluck.spec.policies import resolve_policy
 from potluck.spec.pools import Pooled, resolve_pool
 from potluck.spec.problems import Loc, Problems, shown
-from potluck.spec.schema import LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
+from potluck.spec.schema import KV_CODECS, LinkIn, ModelIn, OfferIn, RegionIn, SpecIn
 from potluck.spec.shares import resolve_origins, with_shares
 from potluck.spec.terms import ASSUMED_PREEMPTIONS_PER_H, beside, places_of, resolve_terms
 from potluck.spec.traffic import resolve_traffic
@@ -66,6 +66,7 @@ def resolve(
         pool=pooled.pool,
         policy=policy,
         origins=origins,
+        kv_codecs=tuple(core for name, core in KV_CODECS.items() if name in ("raw", *written.kv_codecs)),
     )
 
 

@@ -8,7 +8,7 @@ so that later complaints find their line.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -22,8 +22,11 @@ from pydantic import (
 
 from potluck.core.values.precision import ChosenFormat
 from potluck.core.values.terms import FailureDomain
+from potluck.core.values.types import Codec
 from potluck.spec.policies import PolicyIn
 from potluck.spec.schema_parts import AT, MAX_TOKENS, Name, PathText, SloIn, Tokens, Written
+
+T = TypeVar("T")
 
 
 class LognormalIn(Written):
@@ -193,15 +196,22 @@ def _bare_format(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _once_each(value: list[ChosenFormat]) -> list[ChosenFormat]:
+def _once_each(value: list[T]) -> list[T]:
     if len(set(value)) < len(value):
-        raise ValueError("names a format twice")
+        raise ValueError("names one of them twice")
     return value
 
 
 Precision = Annotated[
     Annotated[list[ChosenFormat], Field(min_length=1), AfterValidator(_once_each)] | None,
     BeforeValidator(_bare_format),
+]
+
+
+KV_CODECS: dict[str, Codec] = {"raw": "fp16", "int8": "int8", "int4": "int4"}
+"""As they are written, and as plans name them."""
+KvCodecs = Annotated[
+    list[Literal["raw", "int8", "int4"]], BeforeValidator(_bare_format), AfterValidator(_once_each)
 ]
 
 
@@ -364,6 +374,8 @@ class SpecIn(Written):
     origins: list[OriginIn] = Field(default_factory=list)
     budget_usd_per_h: float | None = Field(default=None, gt=0, le=1e9)
     policy: PolicyIn | None = None
+    kv_codecs: KvCodecs = Field(default_factory=list)
+    """In which KV may cross between replicas. `raw`, as the model has it, always may; the others lose something."""
 
 
 class FleetSpecIn(SpecIn):

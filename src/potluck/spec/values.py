@@ -9,11 +9,12 @@ from typing import Literal, TypeVar
 
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import UnknownNameError
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.model import Model, in_format
 from potluck.core.values.pool import Pool
 from potluck.core.values.precision import Format
 from potluck.core.values.terms import NO_TERMS, Terms
-from potluck.core.values.types import Link, NodeType, Region, Slo, Traffic
+from potluck.core.values.types import Codec, Link, NodeType, Region, Slo, Traffic
 
 T = TypeVar("T")
 SHIPPED = "shipped"
@@ -87,6 +88,8 @@ class Spec:
     """The rules at run time, with tenants and classes."""
     origins: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
     """Where users may be, and how far each region is from there, in seconds and back."""
+    kv_codecs: tuple[Codec, ...] = (LOSSLESS,)
+    """In which KV may cross between replicas, the most exact first: as it is, and lossy ones that are allowed."""
 
     def model(self, name: str) -> ModelSpec:
         return _named("model", name, {model.name: model for model in self.models})

@@ -64,7 +64,15 @@ def load_problem(
     )
     limit = budget if budget is not None else spec.budget_usd_per_h
     problem = Problem(
-        asks, spec.regions, spec.node_types, spec.links, headroom, init_penalty, limit, spec.pool
+        asks,
+        spec.regions,
+        spec.node_types,
+        spec.links,
+        headroom,
+        init_penalty,
+        limit,
+        spec.pool,
+        spec.kv_codecs,
     )
     for text in what_if:
         match = _WHAT_IF.match(text)

@@ -55,7 +55,7 @@ _PIN = re.compile(r"(?P<template>.+)@(?P<region>[^@=]+)=(?P<count>\d+)\Z")
 )
 @click.option("--pin", "pinned", multiple=True, help="TEMPLATE@REGION=COUNT: at least so many copies of it.")
 @click.option("--init-penalty", type=float, default=0.0, show_default=True, help="CORAL's K, with --running.")
-@click.option("--exact-kv", is_flag=True, help="KV crosses the network as it is, never in fewer bits.")
+@click.option("--exact-kv", is_flag=True, help="Plan as if the spec's kv_codecs were [raw].")
 @click.option("--explain/--no-explain", "explained", default=True, show_default=True, help="Say why.")
 @profile_option
 @rehearsal_options
@@ -91,6 +91,7 @@ def plan(
       potluck plan potluck.yaml --strategy coral --what-if 'us-east-1:8xH100=0'
       potluck plan pool.yaml --strategy thunderserve --trace search.html
     """
+    from potluck.core.values.crossings import lossy_notices
     from potluck.core.values.plan import plan_from_json, plan_to_json
     from potluck.plan.reasons.explain import explain
     from potluck.plan.reasons.unservable import planned_rest
@@ -116,6 +117,7 @@ def plan(
             outcome = replace(outcome, plan=tried.best.plan)
         outcome = _offering(workshop, outcome, spec)
         found = outcome.plan
+        notes = (*lossy_notices(found), *notes)
         saves.text("--out", out, lambda: plan_to_json(found))
         searched = dict(workshop.searched)
         saves("--trace", trace_path, lambda to: write_trace(to, searched))

@@ -118,21 +118,11 @@ def show_plan(problem: Problem, outcome: Outcome, standby: int = 0, basis: str =
     _show_deployments(problem, outcome, basis)
     if line := spoken(outcome.plan, standby, problem.regions):
         paragraph(f"{line}\n")
-    _show_codecs(outcome.plan)
     show_groups(outcome.plan)
     _show_predictions(problem, outcome)
     show_classes(problem)
     show_money(problem, outcome.plan)
     show_risk(problem, outcome.plan)
-
-
-def _show_codecs(plan: Plan) -> None:
-    """Whose KV loses bits on its way, as that saves nodes."""
-    from potluck.plan.assemble.columns import codecs_of
-
-    for model, codec in codecs_of(plan).items():
-        if codec != "fp16":
-            paragraph(f"KV of {model} crosses the network in {codec}: as it is it would take more nodes.\n")
 
 
 def show_groups(plan: Plan) -> None:

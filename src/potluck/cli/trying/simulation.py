@@ -17,6 +17,7 @@ from potluck.cli.planning.estimate import measured
 from potluck.core.brain.policy import LISTS, Policy
 from potluck.core.codec import decode
 from potluck.core.errors import CapacityError, FormatError, InputError, UnknownNameError
+from potluck.core.values.crossings import lossy_crossings
 from potluck.core.values.plan import Plan, plan_from_json
 
 if TYPE_CHECKING:
@@ -96,7 +97,12 @@ def _at_first(spec: Spec, market: Path | None) -> tuple[Spec, Schedule | None]:
 
 def read_plan_and_spec(plan: Path, spec: Spec, profiles: tuple[Path, ...] = ()) -> Inputs:
     problem = measured(load_problem(spec, 0.8, None, (), 0.0), profiles)
-    return Inputs(spec, problem, plan_from_json(_text(plan)))
+    inputs = Inputs(spec, problem, plan_from_json(_text(plan)))
+    for each in lossy_crossings(inputs.plan):
+        if each.codec not in spec.kv_codecs:
+            what = f"sends KV {each.where} in {each.codec}, which the spec does not allow"
+            raise InputError(str(plan), f"{what}; plan again, or write kv_codecs: [raw, {each.codec}] in it")
+    return inputs
 
 
 def read_one_spec(paths: tuple[Path, ...]) -> Spec:

@@ -102,6 +102,12 @@ class Template:
         return {each.node: each.count for each in self.nodes}
 
     @property
+    def hands_over(self) -> bool:
+        """Whether some of its replicas prefill for others of it."""
+        roles = {replica.role for replica in self.replicas}
+        return "prefill" in roles and len(roles) > 1
+
+    @property
     def machines(self) -> dict[str, int]:
         """GPUs that one copy takes of each machine that it names."""
         gpus: dict[str, int] = {}

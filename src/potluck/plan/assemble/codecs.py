@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.plan import Deployment, Plan, Template
 from potluck.core.values.types import Codec
 from potluck.plan.allocate.deadline import Deadline
@@ -18,7 +19,7 @@ from potluck.plan.allocate.outages import survives
 from potluck.plan.allocate.program import Count, Key
 from potluck.plan.allocate.result import Allocation
 from potluck.plan.allocate.solve import reroute, solve
-from potluck.plan.assemble.columns import EXACT, Columns, columns, hands_over
+from potluck.plan.assemble.columns import Columns, columns
 from potluck.plan.assemble.priorities import alike, by_priority, first_usd_per_h, levels
 from potluck.plan.problem import Problem
 from potluck.plan.timing.book import Books
@@ -112,7 +113,7 @@ def _put_back(found: Columns, answer: Allocation, deadline: Deadline) -> tuple[C
     problem, best = found.problem, (found, answer)
     names = [each.name for m, each in enumerate(problem.asks) if _crosses(found, answer, m)]
     chosen = dict(found.codecs)
-    chosen.update((each.name, EXACT) for each in problem.asks if each.name not in names)
+    chosen.update((each.name, LOSSLESS) for each in problem.asks if each.name not in names)
     if len(names) > 1:  # nearly always nothing is short, and one look is enough
         all_exact = chosen | dict.fromkeys(names, problem.codecs[0])
         if (other := _rerouted(found, answer, all_exact, deadline)) is not None:
@@ -129,7 +130,7 @@ def _put_back(found: Columns, answer: Allocation, deadline: Deadline) -> tuple[C
 def _crosses(found: Columns, answer: Allocation, model: int) -> bool:
     """Whether any of a model's KV is handed over in this plan, within a template or between them."""
     inside = any(
-        key.group == model and hands_over(found.templates[model][key.template]) for key, _ in answer.counts
+        key.group == model and found.templates[model][key.template].hands_over for key, _ in answer.counts
     )
     return inside or any(flow.model == model for flow in answer.flows)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from potluck.core.errors import UnknownNameError
 from potluck.core.values.confidence import Confidence
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.plan import (
     Bucket,
     BucketCapacity,
@@ -83,7 +84,6 @@ class Columns:
         return counts
 
 
-EXACT: Codec = "fp16"
 CROSSING: dict[str, Callable[[Problem, Ask, Sequence[Replica], Codec, Book], tuple[BucketCapacity, ...]]] = {
     "combo": combo_capacity,
     "pair": pair_capacity,
@@ -130,7 +130,7 @@ def columns(
     what is not named crosses as it is.
     """
     books = Books(None) if books is None else books
-    chosen = {each.name: (codecs or {}).get(each.name, EXACT) for each in problem.asks}
+    chosen = {each.name: (codecs or {}).get(each.name, LOSSLESS) for each in problem.asks}
     groups = tuple(
         tuple(
             _in_codec(problem, each, template, chosen[each.name], books)
@@ -171,7 +171,7 @@ def columns(
 
 def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec, books: Books) -> Template:
     """A template whose parts hand KV over in this codec; groups of machines have one of their own."""
-    if template.codec == codec or template.kind not in CROSSING or not hands_over(template):
+    if template.codec == codec or template.kind not in CROSSING or not template.hands_over:
         return template
     book = books.of(problem, each)
 
@@ -185,14 +185,8 @@ def _in_codec(problem: Problem, each: Ask, template: Template, codec: Codec, boo
 
 def codecs_of(plan: Plan) -> dict[str, Codec]:
     """In which each model's KV crosses in a plan."""
-    found = {t.model: t.codec for t in plan.templates if t.kind in CROSSING and hands_over(t)}
+    found = {t.model: t.codec for t in plan.templates if t.kind in CROSSING and t.hands_over}
     return found | {flow.model: flow.codec for flow in plan.flows}
-
-
-def hands_over(template: Template) -> bool:
-    """Whether some of its replicas prefill for others of it."""
-    roles = {replica.role for replica in template.replicas}
-    return "prefill" in roles and len(roles) > 1
 
 
 def links_of(links: Sequence[Link], regions: Sequence[str], headroom: float) -> tuple[LinkRow, ...]:
@@ -227,7 +221,7 @@ def plan_of(found: Columns, allocation: Allocation, strategy: str) -> Plan:
             regions[f.source],
             regions[f.target],
             f.rate_per_s,
-            found.codecs.get(problem.asks[f.model].name, EXACT),
+            found.codecs.get(problem.asks[f.model].name, LOSSLESS),
         )
         for f in allocation.flows
         if f.rate_per_s > 0
@@ -325,7 +319,7 @@ def _prediction(
     prefilled = sum(share.rate_per_s for share in mine if share.phase == "prefill")
     ttft = _mean([(s.rate_per_s, _capacity(used, s).ttft_s) for s in mine if s.phase != "decode"])
     if prefilled > 0:
-        bits = wire_bits(each, found.codecs.get(each.name, EXACT))
+        bits = wire_bits(each, found.codecs.get(each.name, LOSSLESS))
         copies = {(d.template, d.region): d.count for d in deployments}
         begun = sum(share.rate_per_s for share in mine if share.phase != "decode")
         ttft += late_s(each, bits, found.problem.by_name, used, copies, mine) * prefilled / begun

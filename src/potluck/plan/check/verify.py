@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import isclose
 
+from potluck.core.values.crossings import LOSSLESS, lossy_crossings
 from potluck.core.values.plan import BucketCapacity, Plan, Template
 from potluck.core.values.types import Role
-from potluck.plan.assemble.columns import CROSSING, EXACT, codecs_of, hands_over
+from potluck.plan.assemble.columns import CROSSING, codecs_of
 from potluck.plan.assemble.model_columns import crossing_room_s, crossing_s
 from potluck.plan.assemble.terms import EGRESS, rent_usd_per_h
 from potluck.plan.check.verify_terms import broken_terms
@@ -30,7 +31,7 @@ SLACK = 1e-6
 
 def verify(problem: Problem, plan: Plan) -> tuple[str, ...]:
     """All violations; empty for a sound plan."""
-    broken = (*_names(problem, plan), *_formats(problem, plan))
+    broken = (*_names(problem, plan), *_formats(problem, plan), *_codecs(problem, plan))
     problem = problem.in_formats(plan.formats)
     broken = (*broken, *_layers(problem, plan))
     broken = broken or tuple(_machines(problem, plan))
@@ -70,6 +71,13 @@ def _formats(problem: Problem, plan: Plan) -> Iterator[str]:
             yield f"{ask.name}: the plan does not say which of {', '.join(ask.formats)} its weights are in"
         elif chosen is not None and chosen not in ask.formats:
             yield f"{ask.name}: weights in {chosen}, which nobody allowed"
+
+
+def _codecs(problem: Problem, plan: Plan) -> Iterator[str]:
+    """KV crosses in codecs that were allowed."""
+    for crossing in lossy_crossings(plan):
+        if crossing.codec not in problem.codecs:
+            yield f"{crossing.where}: KV crosses in {crossing.codec}, which the spec's kv_codecs does not allow"
 
 
 def _layers(problem: Problem, plan: Plan) -> Iterator[str]:
@@ -178,7 +186,7 @@ def retimed(problem: Problem, ask: Ask, template: Template) -> tuple[BucketCapac
     its mixed replicas serve alone; in a combo the network cards count too. In a pair the mixed replicas are relieved
     of a part of the prefill; in a group of named machines the links between them count.
     """
-    if template.kind in CROSSING and hands_over(template):
+    if template.kind in CROSSING and template.hands_over:
         return CROSSING[template.kind](problem, ask, template.replicas, template.codec, unwritten(ask))
     if template.kind == "pipeline" and template.replicas[0].role == "mixed":
         return aggregated_capacity(problem, ask, template.replicas[0].layout)
@@ -291,7 +299,7 @@ def _cards(problem: Problem, plan: Plan) -> Iterator[str]:
         mine = [s for s in plan.shares if (s.template, s.region) == (template.name, deployment.region)]
         if ask is None or not any(share.phase != "closed" for share in mine):
             continue
-        bits = wire_bits(ask, codecs.get(ask.name, EXACT))
+        bits = wire_bits(ask, codecs.get(ask.name, LOSSLESS))
         cards = cards_of(template.replicas, problem.by_name)
         busy, passes = busy_limits(ask, bits, cards, problem.headroom)
         for phase in ("prefill", "decode"):

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.plan import Plan
 from potluck.plan.allocate.highs import INFINITY, Milp, solve_milp
-from potluck.plan.assemble.columns import EXACT, codecs_of, egress_usd_per_h
+from potluck.plan.assemble.columns import codecs_of, egress_usd_per_h
 from potluck.plan.assemble.model_columns import crossing_room_s, crossing_s
 from potluck.plan.assemble.terms import charges_of, domains, runs_in, share_asked
 from potluck.plan.problem import Ask, Problem
@@ -117,7 +118,7 @@ def served_share(problem: Problem, plan: Plan, ask: Ask, copies: Copies) -> floa
         upper.append(INFINITY)
         return len(cost) - 1
 
-    bits = wire_bits(ask, codecs_of(plan).get(ask.name, EXACT))
+    bits = wire_bits(ask, codecs_of(plan).get(ask.name, LOSSLESS))
     met = {d.bucket: {0: -d.rate_per_s} for d in ask.demands}
     phase: dict[tuple[str, int, str], dict[int, float]] = {}
     for (name, region), count in copies.items():

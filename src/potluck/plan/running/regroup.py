@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from potluck.core.errors import CapacityError
 from potluck.core.values.plan import Plan, Replica, Template
-from potluck.core.values.types import Codec
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.pool import workload_of
 from potluck.plan.search.reschedule import reschedule, survivors
@@ -23,8 +22,8 @@ from potluck.plan.strategies.pools import MAX_HEADROOM
 from potluck.plan.templates.group import group_template
 from potluck.plan.timing.machines import named, region_pool
 
-Left = dict[tuple[str, str, Codec], list[Replica]]
-"""(region, model, codec) to the replicas of its groups that still have their machines."""
+Left = dict[tuple[str, str], list[Replica]]
+"""(region, model) to the replicas of its groups that still have their machines."""
 
 
 def settled(problem: Problem, running: Plan) -> Problem:
@@ -60,8 +59,7 @@ def left_of(problem: Problem, running: Plan) -> Left:
         if template.kind == "group":
             there = _machines(problem, deployment.region)
             alive = [each for each in template.replicas if set(each.layout.machines) <= there]
-            key = (deployment.region, template.model, template.codec)
-            found.setdefault(key, []).extend(alive)
+            found.setdefault((deployment.region, template.model), []).extend(alive)
     return found
 
 
@@ -77,7 +75,7 @@ def surviving(problem: Problem, running: Plan) -> Plan:
         ask = _asked(problem, template.model)
         there = _machines(problem, deployment.region)
         alive = [each for each in template.replicas if set(each.layout.machines) <= there]
-        kept = None if ask is None or not alive else group_template(problem, ask, alive, template.codec)
+        kept = None if ask is None or not alive else group_template(problem, ask, alive, problem.codecs[-1])
         if kept is not None:
             templates[kept.name] = kept
             deployments.append(replace(deployment, template=kept.name))
@@ -87,18 +85,18 @@ def surviving(problem: Problem, running: Plan) -> Plan:
 def flipped(problem: Problem, left: Left, seed: int, time_limit_s: float) -> list[tuple[str, Template]]:
     """(region, template) of the replicas that are left, in the roles that serve the demand best."""
     made: list[tuple[str, Template]] = []
-    for (region, model, codec), replicas in left.items():
+    for (region, model), replicas in left.items():
         ask, pool = _asked(problem, model), region_pool(problem, region)
         if ask is None or pool is None or not replicas or not ask.rate_per_s > 0:
             continue
         before = found_of(pool, replicas)
-        work = workload_of(ask, codec, min(problem.headroom, MAX_HEADROOM))
+        work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM))
         settings = Settings(seed=seed, limits=Limits(time_limit_s=time_limit_s))
         try:
             after = reschedule(survivors(pool, before, {}), before, work, settings)
         except CapacityError:
             continue
-        made += [(region, each) for each in templates_of(problem, ask, replicas_of(pool, after), codec)]
+        made += [(region, each) for each in templates_of(problem, ask, replicas_of(pool, after))]
     return made
 
 

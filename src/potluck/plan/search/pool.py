@@ -32,7 +32,7 @@ class Workload:
     input_tokens: int
     output_tokens: int
     rate_per_s: float
-    codec: Codec = "int4"
+    codec: Codec = "fp16"
     """In which KV crosses from prefill to decode replicas; they compute in 16 bits all the same."""
     headroom: float = HEADROOM
     """Share of its time a replica is planned to be busy."""
@@ -57,7 +57,7 @@ class Workload:
         return crossing_bytes(self.model, whole, self.codec) / self.model.layer_count
 
 
-def workload_of(ask: Ask, codec: Codec = "int4", headroom: float = HEADROOM) -> Workload:
+def workload_of(ask: Ask, codec: Codec = "fp16", headroom: float = HEADROOM) -> Workload:
     """A planner's demand in its means, which preserve the tokens that pass through.
 
     Where the means are beyond the model's context the prompt is cut to what it takes.

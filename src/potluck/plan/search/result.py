@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from potluck.core.values.layout import Layout, Stage, StageNode
 from potluck.core.values.plan import Replica, Template
 from potluck.core.values.pool import Pool
-from potluck.core.values.types import Codec
 from potluck.plan.problem import Ask, Problem
 from potluck.plan.search.deduce import NAMES, PHASES, Deduced, StageTake, Takes
 from potluck.plan.search.evaluate import TIE_WEIGHT, Group, Score, State
@@ -20,9 +19,6 @@ from potluck.plan.search.moves import without
 from potluck.plan.search.orchestrate import Orchestration
 from potluck.plan.search.tabu import Found
 from potluck.plan.templates.group import Attained, components, group_template, route
-
-CODEC: Codec = "int4"
-"""THUNDERSERVE sends KV in four bits."""
 
 
 def replicas_of(pool: Pool, found: Found) -> tuple[Replica, ...]:
@@ -38,17 +34,20 @@ def to_templates(
     ask: Ask,
     pool: Pool,
     found: Found,
-    codec: Codec = CODEC,
     attained: Attained | None = None,
 ) -> tuple[Template, ...]:
     """One template per set of groups that hang together; those that serve nothing are left out."""
-    return templates_of(problem, ask, replicas_of(pool, found), codec, attained)
+    return templates_of(problem, ask, replicas_of(pool, found), attained)
 
 
 def templates_of(
-    problem: Problem, ask: Ask, replicas: Sequence[Replica], codec: Codec, attained: Attained | None = None
+    problem: Problem, ask: Ask, replicas: Sequence[Replica], attained: Attained | None = None
 ) -> tuple[Template, ...]:
-    """Replicas as templates. Who hands KV to whom is decided with all of them at hand, in every bucket."""
+    """Replicas as templates. Who hands KV to whom is decided with all of them at hand, in every bucket.
+
+    KV crosses in the smallest codec that is allowed: four bits, if the owner lets it be as in THUNDERSERVE.
+    """
+    codec = problem.codecs[-1]
     routed = route(problem, ask, replicas, codec, attained)
     flows = {(i, j) for each in routed for i, j, _ in each.flows}
     busy = {place for flow in flows for place in flow}

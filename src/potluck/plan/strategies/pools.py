@@ -47,9 +47,9 @@ def worth_searching(problem: Problem) -> bool:
 
 
 def machines_key(problem: Problem) -> str:
-    """Tells pools apart."""
+    """Tells searches apart: of other pools, or with KV in another codec."""
     pools = [region_pool(problem, region.name) for region in problem.regions]
-    return hashlib.sha256(repr(pools).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((pools, problem.codecs[-1])).encode()).hexdigest()[:16]
 
 
 def search_groups(
@@ -64,14 +64,14 @@ def search_groups(
     from potluck.plan.search.deduce import deducer
     from potluck.plan.search.evaluate import Evaluator
     from potluck.plan.search.pool import workload_of
-    from potluck.plan.search.result import CODEC, to_templates
+    from potluck.plan.search.result import to_templates
     from potluck.plan.search.tabu import Limits, Settings, search_with
 
     templates: list[Template] = []
     searched: dict[str, Found] = {}
     if not ask.rate_per_s > 0:
         return templates, searched
-    work = workload_of(ask, CODEC, min(problem.headroom, MAX_HEADROOM))
+    work = workload_of(ask, problem.codecs[-1], min(problem.headroom, MAX_HEADROOM))
     for region in problem.regions:
         pool = region_pool(problem, region.name)
         if pool is None:
@@ -86,5 +86,5 @@ def search_groups(
         if estimate is not None:
             found, attained = tried(evaluator, found, estimate)
         searched[region.name] = found
-        templates += to_templates(problem, ask, pool, found, attained=attained)
+        templates += to_templates(problem, ask, pool, found, attained)
     return templates, searched

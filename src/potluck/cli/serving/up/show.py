@@ -17,6 +17,7 @@ import click
 from potluck.cli.common.progress import progress
 from potluck.core.errors import CapacityError
 from potluck.core.figures import seconds
+from potluck.core.values.crossings import lossy_notices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,6 +74,8 @@ def show_ready(served: Served) -> None:
     cost = f"${plan.cost_usd_per_h:.2f}/h as planned"
     click.echo(f"Serving {', '.join(served.models)} at {served.url}")
     click.echo(f"ready after {seconds(served.ready_s)}; {cost}; Ctrl-C drains")
+    for line in lossy_notices(plan):
+        click.echo(line)
     for each in plan.deployments:
         click.echo(f"  {each.count} x {each.template} in {each.region}")
     for flow in sorted({(each.prefill_region, each.decode_region) for each in plan.flows}):
@@ -104,6 +107,7 @@ def ready_json(served: Served) -> dict[str, object]:
         "cost_usd_per_h": served.plan.cost_usd_per_h,
         "ready_s": round(served.ready_s, 2),
         "lines": list(served.lines),
+        "notices": list(lossy_notices(served.plan)),
     }
 
 
