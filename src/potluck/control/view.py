@@ -14,6 +14,7 @@ from potluck.control.store.store import Happening, Store
 from potluck.control.values import Instance
 from potluck.core.codec import encode
 from potluck.core.errors import InputError, PotluckError
+from potluck.core.values.crossings import lossy_notices
 
 Json = dict[str, Any]
 NOTES = 8
@@ -70,6 +71,7 @@ class Service:
                 "strategy": version.plan.strategy,
                 "cost_usd_per_h": version.plan.cost_usd_per_h,
                 "deployments": [encode(each) for each in version.plan.deployments],
+                "notices": [*lossy_notices(version.plan)],
             },
             "scaling": snapshot.get("scaling"),
             "standby": snapshot.get("standby"),

@@ -161,6 +161,8 @@ class Asked(NamedTuple):
     """Whether it asks for more than tokens: whoever decodes gets `body` itself, and answers in its own words."""
     adapter: str = ""
     """What engines call it, where it is an adapter (LoRA) of the model."""
+    exact: bool = False
+    """Whether its KV must cross as it is, though the plan allows a lossy codec."""
 
 
 class Counts(NamedTuple):

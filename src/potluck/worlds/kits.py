@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 
 from potluck.core.brain.facts import BLOCK_TOKENS, Facts, GroupFacts, ModelFacts, ReplicaFacts, SplitFacts
+from potluck.core.values.crossings import codecs_between
 from potluck.core.values.kv import wire_bytes
 from potluck.core.values.layout import Layout, layers_between
 from potluck.core.values.model import Model
@@ -97,7 +98,7 @@ class Kits:
     kits: dict[tuple[str, int], Kit] = field(default_factory=dict)
     kv: dict[str, Kv] = field(default_factory=dict)
     codecs: dict[tuple[str, str, str], Codec] = field(default_factory=dict)
-    """(model, from region, to region) to how KV crosses."""
+    """Of the last plan: (model, from region, to region) to how KV crosses; as it is where it does not say."""
     _models: dict[str, ModelFacts] = field(default_factory=dict)
     _replicas: dict[tuple[str, int], ReplicaFacts] = field(default_factory=dict)
     _splits: dict[str, SplitFacts] = field(default_factory=dict)
@@ -124,8 +125,7 @@ class Kits:
 
     def learn(self, plan: Plan) -> None:
         """Work out what is new in a plan."""
-        for flow in plan.flows:
-            self.codecs[flow.model, flow.prefill_region, flow.decode_region] = flow.codec
+        self.codecs = codecs_between(plan)
         used = {deployment.template for deployment in plan.deployments}
         for template in plan.repertoire:
             if template.name in self.templates and self.templates[template.name] == template:

@@ -104,7 +104,7 @@ def _request(r: Request) -> str:
     return (
         f"{text_of(r.id)},{text_of(r.model)},{number(r.arrival_s)},{r.prompt_tokens},"
         f'{r.max_output_tokens},{r.priority},{deadline},"{names(r.blocks)}",'
-        f"{text_of(r.tenant)},{text_of(r.request_class)}"
+        f"{text_of(r.tenant)},{text_of(r.request_class)}{',true' if r.exact else ''}"
     )
 
 
@@ -230,8 +230,7 @@ def _read_arrived(fields: list[Any], place: str) -> events.Arrived:
 
 
 def _read_request(fields: list[Any]) -> Request:
-    *rest, blocks, tenant, request_class = fields
-    return Request(*rest, blocks_of(blocks), tenant, request_class)  # type: ignore[call-arg]
+    return Request(*fields[:7], blocks_of(fields[7]), *fields[8:])
 
 
 def _read_adopted(fields: list[Any], place: str) -> events.Adopted:

@@ -20,6 +20,7 @@ from potluck.core.brain.events import LinkReported
 from potluck.core.brain.facts import Facts
 from potluck.core.brain.fleet import View
 from potluck.core.brain.flight import Flight
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.route import Route
 from potluck.core.values.types import Codec
 
@@ -86,7 +87,7 @@ class Links:
         facts, model = holder.facts, self._facts.models.get(flight.request.model)
         if facts is None or model is None:
             return inf
-        before, codec = 0.0, self.codecs.get((flight.request.model, source, target), "fp16")
+        before, codec = 0.0, self.codec(flight, source, target)
         if source == target:
             cards = [each.facts.card_gbps for each in (holder, first) if each.facts is not None]
             gbps = min((card for card in cards if card > 0), default=LOCAL_GBPS)
@@ -195,7 +196,10 @@ class Links:
         share = self._shares.get(link, {}).get(tenant)
         before = share.size_bytes if share is not None else 0.0
         before += self._others_bytes(link, tenant, flight.weight, before + own)
-        return max(0.0, before * 8e-9 / gbps + own * 8e-9 * (1.0 / gbps - 1.0 / planned))
+        late_s = before * 8e-9 / gbps + own * 8e-9 * (1.0 / gbps - 1.0 / planned)
+        if flight.request.exact:  # its own bytes may be more than the plan counted on
+            late_s += (own - self._planned_bytes(flight, source, target)) * 8e-9 / planned
+        return max(0.0, late_s)
 
     def patience_s(self, source: str, target: str) -> float:
         """How much later than planned a link may be: the less of its rate is left, the less.
@@ -221,8 +225,18 @@ class Links:
             found.append((flight.request.id, passed * 8e-9 / event.gbps))
         return found[::-1]
 
+    def codec(self, flight: Flight, source: str, target: str) -> Codec:
+        """In which a request's KV crosses: as the plan says, unless it must stay exact."""
+        if flight.request.exact:
+            return LOSSLESS
+        return self.codecs.get((flight.request.model, source, target), LOSSLESS)
+
     def _size_bytes(self, flight: Flight, source: str, target: str, tokens: int) -> float:
+        model = self._facts.models.get(flight.request.model)
+        return 0.0 if model is None else model.wire_bytes(tokens, self.codec(flight, source, target))
+
+    def _planned_bytes(self, flight: Flight, source: str, target: str) -> float:
+        """What the plan counts on for its prompt."""
         name = flight.request.model
-        model = self._facts.models.get(name)
-        codec = self.codecs.get((name, source, target), "fp16")
-        return 0.0 if model is None else model.wire_bytes(tokens, codec)
+        model, codec = self._facts.models.get(name), self.codecs.get((name, source, target), LOSSLESS)
+        return 0.0 if model is None else model.wire_bytes(flight.prompt_tokens, codec)

@@ -43,6 +43,7 @@ from potluck.core.routing.targets import COMBO, PLAIN, Target, avoided, unavoide
 from potluck.core.routing.thresholds import Thresholds
 from potluck.core.routing.ways import Way, Ways
 from potluck.core.routing.weighted import Turns
+from potluck.core.values.crossings import codecs_between
 from potluck.core.values.plan import Plan
 from potluck.core.values.route import Route, Segment, handed_over
 
@@ -80,8 +81,7 @@ class Router:
 
     def adopt(self, plan: Plan) -> None:
         """The table has a new plan."""
-        for flow in plan.flows:
-            self.links.codecs[flow.model, flow.prefill_region, flow.decode_region] = flow.codec
+        self.links.codecs = codecs_between(plan)
         self.thresholds.adopt()
 
     def linked(self, event: LinkReported) -> None:

@@ -21,6 +21,11 @@ class Crossing:
     codec: Codec
 
 
+def codecs_between(plan: Plan) -> dict[tuple[str, str, str], Codec]:
+    """(model, from region, to region) to the codec of its KV, where the plan sends some."""
+    return {(flow.model, flow.prefill_region, flow.decode_region): flow.codec for flow in plan.flows}
+
+
 def lossy_crossings(plan: Plan) -> tuple[Crossing, ...]:
     """All of them: between regions as its flows say, and within templates; of what scaling may start as well."""
     found = [

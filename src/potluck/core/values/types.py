@@ -282,6 +282,8 @@ class _Request(NamedTuple):
     """Whose share of the fleet it uses."""
     request_class: str = DEFAULT_CLASS
     """What it allows, by the name of a class (`core/values/service.py`)."""
+    exact: bool = False
+    """Whether its KV must cross as it is, though the plan allows a lossy codec."""
 
 
 class Request(_Request):
@@ -301,6 +303,7 @@ class Request(_Request):
         blocks: tuple[int, ...] = (),
         tenant: str = DEFAULT_TENANT,
         request_class: str = DEFAULT_CLASS,
+        exact: bool = False,
     ) -> Self:
         if prompt_tokens < 1:
             raise InputError(f"request {id}: prompt_tokens", "must be at least 1")
@@ -318,6 +321,7 @@ class Request(_Request):
             blocks,
             tenant,
             request_class,
+            exact,
         )
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.replica.block_layout import pool_layout
-from potluck.core.values.model import Attention, FullAttention, LatentAttention, LinearAttention, Model
+from potluck.core.values.model import Attention, FullAttention, LatentAttention, Model
 from potluck.kv.codec.layout import COLUMN_GROUP, Codec, Part, sizes
 from potluck.perf.sizes.memory import kv_bytes_per_token, state_bytes, window_bytes_per_token
 
@@ -125,13 +125,12 @@ def _share(attention: Attention, codec: Codec) -> float:
     """What a codec leaves."""
     part: Part
     shape: tuple[int, ...]
-    dtype = "bfloat16"
     if isinstance(attention, FullAttention):
         part, shape = "kv", (COLUMN_GROUP, 2, attention.kv_heads, attention.head_dim)
     elif isinstance(attention, LatentAttention):
         part, shape = "latent", (COLUMN_GROUP, 1, attention.kv_lora_rank + attention.qk_rope_head_dim)
     else:
-        assert isinstance(attention, LinearAttention)
-        part, shape = "memory", (attention.value_heads, attention.key_head_dim, attention.value_head_dim)
-        dtype = "float32"
-    return sizes(part, dtype, shape, codec).total_bytes / sizes(part, dtype, shape, "raw").total_bytes
+        return 1.0  # a state crosses whole
+    return (
+        sizes(part, "bfloat16", shape, codec).total_bytes / sizes(part, "bfloat16", shape, "raw").total_bytes
+    )

@@ -79,6 +79,7 @@ class Asking:
             self._body,
             wish.stream,
             card.vocab,
+            exact=manner.exact,
         )
 
     def _expect(self, output: int, answers: int) -> None:
@@ -150,6 +151,7 @@ class Asking:
             wish.card.vocab,
             wish.own,
             wish.card.adapter,
+            manner.exact,
         )
 
 

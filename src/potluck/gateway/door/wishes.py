@@ -19,6 +19,8 @@ from potluck.gateway.door.lengths import GUESSED_CHARS, Length
 from potluck.gateway.parts import Headers
 
 CLASS, DEADLINE, SESSION = b"x-potluck-class", b"x-potluck-deadline-ms", b"x-potluck-session"
+EXACT = b"x-potluck-exact"
+SWITCH: Mapping[bytes, bool] = {b"1": True, b"true": True, b"0": False, b"false": False}
 TIERS: Mapping[str, str] = {
     "auto": DEFAULT_CLASS,
     "default": DEFAULT_CLASS,
@@ -39,6 +41,8 @@ class Manner(NamedTuple):
     priority: int = 0
     deadline_s: float | None = None
     session: str = ""
+    exact: bool = False
+    """Whether KV may only cross as it is."""
 
 
 @dataclass(slots=True)
@@ -242,7 +246,8 @@ def manner_of(
     tier, priority = body.get("service_tier"), body.get("priority")
     given, deadline = headers.get(CLASS), headers.get(DEADLINE)
     session, thread = headers.get(SESSION), body.get("prompt_cache_key")
-    if tier is priority is given is deadline is session is thread is None and key.classes is None:
+    exact = headers.get(EXACT)
+    if tier is priority is given is deadline is session is thread is exact is None and key.classes is None:
         return PLAIN
     request_class = DEFAULT_CLASS
     if given is not None:
@@ -266,7 +271,14 @@ def manner_of(
         name = _word(session, "x-potluck-session")
     elif isinstance(thread, str):
         name = thread[:LONGEST_SESSION]
-    return Manner(request_class, priority, _deadline_s(deadline, came_s), name)
+    return Manner(request_class, priority, _deadline_s(deadline, came_s), name, _switch(exact))
+
+
+def _switch(given: bytes | None) -> bool:
+    found = False if given is None else SWITCH.get(given)
+    if found is None:
+        raise InputError("x-potluck-exact", "must be 1, 0, true or false")
+    return found
 
 
 def _deadline_s(given: bytes | None, came_s: float) -> float | None:

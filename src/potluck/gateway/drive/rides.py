@@ -73,6 +73,7 @@ class Rides:
             self._naming.names(asked) if asked.prompt else (),
             asked.tenant,
             asked.request_class,
+            asked.exact,
         )
 
     def cancel(self, request: str) -> None:

@@ -97,7 +97,9 @@ class Trip:
             endpoint, target = leg.endpoint, None
             if place + 1 < len(self._legs):
                 onto = self._legs[place + 1].endpoint
-                codec = means.directory.codec(endpoint, onto)
+                codec = "raw" if ride.asked.exact else means.directory.codec(endpoint, onto)
+                if codec == "raw" and source is not None:
+                    codec = source.codec  # what came in fewer bits cannot go on as if it were whole
                 target = Handing(new_handle(), endpoint.kv, codec)
             model = ride.asked.adapter or endpoint.served_model or endpoint.model
             priority = LATE if run.yields and leg.stretch.start < run.prompt_tokens else ride.asked.priority

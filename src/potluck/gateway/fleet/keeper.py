@@ -183,9 +183,15 @@ class Keeper:
             self._spawn(self._call(self.caller.role(post.engine, role)))
 
     def planned(self) -> None:
-        """Somebody answered the last Replan."""
+        """Somebody answered the last Replan, or told another plan, which may have KV cross in other codecs."""
         self._replan = None
         self._version += 1
+        for name, endpoint in self._endpoints.items():
+            post = self._posts.get(name)
+            if post is not None:
+                codec = self._codec_inside(post.member.template)
+                self._endpoints[name] = replace(endpoint, codec=codec)
+        self._changed()
 
     def _move(self, action: Move) -> None:
         source, target = (self._posts.get(name) for name in (action.source, action.target))

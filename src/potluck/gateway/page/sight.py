@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from potluck.core.brain.fleet import View
+from potluck.core.values.crossings import lossy_notices
 from potluck.core.values.layout import Layout
 from potluck.core.values.plan import Plan, Template
 from potluck.gateway.admin.overseer import QueueSeen
@@ -101,6 +102,7 @@ class Sight:
             "thinks": center.brain.steward.why(),
             "open_requests": center.desk.open_requests,
             "problems": [*center.brain.steward.notes],
+            "notices": [*lossy_notices(plan)],
         }
 
     def _deployments(self) -> dict[str, Row]:

@@ -55,7 +55,8 @@ def event_text(event: Event) -> str:
         deadline_s = "null" if r.deadline_s is None else repr(r.deadline_s)
         return (
             f"A[{text_of(r.id)},{text_of(r.model)},{r.arrival_s!r},{r.prompt_tokens},{r.max_output_tokens},"
-            f'{r.priority},{deadline_s},"{names(r.blocks)}",{text_of(r.tenant)},{text_of(r.request_class)}]'
+            f'{r.priority},{deadline_s},"{names(r.blocks)}",{text_of(r.tenant)},{text_of(r.request_class)}'
+            f"{',true' if r.exact else ''}]"
         )
     if type(event) is Finished:
         return f"F[{text_of(event.request)},{event.attempt},{event.output_tokens}]"

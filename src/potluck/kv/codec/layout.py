@@ -20,6 +20,8 @@ from potluck.core.errors import FormatError, PotluckError
 
 Codec = Literal["raw", "int8", "int4"]
 Part = Literal["kv", "latent", "conv", "memory"]
+STATES: frozenset[Part] = frozenset({"conv", "memory"})
+"""Of linear layers. They cross whole (`parcels.packed`); older senders put them into 8 bits, which is still read."""
 
 CODEC_IDS: dict[Codec, int] = {"raw": 0, "int8": 1, "int4": 2}
 CODECS: dict[int, Codec] = {number: name for name, number in CODEC_IDS.items()}

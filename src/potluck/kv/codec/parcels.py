@@ -6,12 +6,16 @@ from dataclasses import replace
 
 from potluck.core.errors import InputError
 from potluck.kv.codec.convert import Codec, decode, encode
+from potluck.kv.codec.layout import STATES
 from potluck.kv.parcels import Parcel
 
 
 def packed(parcel: Parcel, codec: Codec) -> Parcel:
-    """A raw parcel under a codec; InputError when it cannot be, since something is not finite."""
-    if parcel.codec == codec:
+    """A raw parcel under a codec; InputError when it cannot be, since something is not finite.
+
+    States stay as they are: all later tokens build on them, and they do not grow with the prompt.
+    """
+    if parcel.codec == codec or parcel.part in STATES:
         return parcel
     if parcel.codec != "raw":
         raise InputError("codec", f"layer {parcel.layer} {parcel.part} is {parcel.codec} already")

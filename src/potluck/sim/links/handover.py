@@ -22,11 +22,13 @@ is sent again or refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Final
 
 from potluck.core.brain.facts import OUTBOX_BYTES
+from potluck.core.values.crossings import LOSSLESS
+from potluck.core.values.types import Codec
 from potluck.sim.links.link import Pipe
 from potluck.sim.links.network import Network
 from potluck.sim.world.state import Handover, Journey, Site
@@ -37,6 +39,18 @@ if TYPE_CHECKING:
 from potluck.sim.world.agenda import HANDED, PIPE
 
 STUCK_S: Final = 10.0
+
+
+def codec_of(
+    codecs: Mapping[tuple[str, str, str], Codec], journey: Journey, source: Site, target: Site
+) -> Codec:
+    """In which KV goes from one replica to another. What came in fewer bits cannot go on as if it were whole."""
+    if journey.request.exact:
+        return LOSSLESS
+    here, there, codec = source.member, target.member, source.kit.codec
+    if here.unit != there.unit:
+        codec = codecs.get((here.model, here.region, there.region), LOSSLESS)
+    return journey.codec if codec == LOSSLESS else codec
 
 
 class Handovers:
@@ -58,10 +72,10 @@ class Handovers:
     def __len__(self) -> int:
         return len(self._open)
 
-    def expect(self, now_s: float, journey: Journey, size_bytes: float) -> None:
+    def expect(self, now_s: float, journey: Journey, size_bytes: float, codec: Codec) -> None:
         """The segment under way was given to its replica; its KV will go to the next."""
         source, target = journey.sites[journey.place], journey.sites[journey.place + 1]
-        hand = Handover(self._next_key, journey, source, target, size_bytes)
+        hand = Handover(self._next_key, journey, source, target, size_bytes, codec)
         self._next_key += 1
         self._open[hand.key] = hand
         journey.hand = hand

@@ -32,6 +32,8 @@ class Labels:
     """Where users are; empty: nobody said."""
     origin: Places | None = None
     """Places in `origins`; None: the first for all."""
+    exact: NDArray[np.bool_] | None = None
+    """Whose KV must cross as it is; None: nobody's."""
 
     def __post_init__(self) -> None:
         for name, places, names in (
@@ -55,6 +57,7 @@ class Labels:
             self.wait_s[chosen],
             self.origins,
             None if self.origin is None else self.origin[chosen],
+            None if self.exact is None else self.exact[chosen],
         )
 
     @property
@@ -64,8 +67,8 @@ class Labels:
 
     def rows(
         self, first: int, last: int, arrival_s: list[float]
-    ) -> tuple[list[str], list[str], list[float | None]]:
-        """Tenant, class and deadline of requests [first, last), which arrive then."""
+    ) -> tuple[list[str], list[str], list[float | None], list[bool]]:
+        """Tenant, class, deadline, and whether it must be exact, of requests [first, last), which arrive then."""
         rows = slice(first, last)
         waits = self.wait_s[rows].tolist()
         return (
@@ -75,6 +78,7 @@ class Labels:
                 at_s + wait_s if wait_s < np.inf else None
                 for at_s, wait_s in zip(arrival_s, waits, strict=False)
             ],
+            [False] * len(waits) if self.exact is None else self.exact[rows].tolist(),
         )
 
 
@@ -140,6 +144,7 @@ def joined(parts: Sequence[Labels | None], counts: Sequence[int]) -> Labels | No
         np.concatenate([part.wait_s for part in whole]),
         origins,
         np.concatenate([_moved(part.origins, origins)[part.from_origin] for part in whole]),
+        np.concatenate([np.zeros(len(each), bool) if each.exact is None else each.exact for each in whole]),
     )
 
 

@@ -8,7 +8,7 @@ clock, where the log has it; else each begins where the one before it ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf, nextafter
 
@@ -108,13 +108,15 @@ def _workload(rows: _Rows) -> Workload:
 
 def _labels(rows: _Rows) -> labels.Labels | None:
     found = rows.requests
-    plain = (DEFAULT_TENANT, DEFAULT_CLASS, None)
-    if all((each.tenant, each.request_class, each.deadline_s) == plain for each in found):
+    plain = (DEFAULT_TENANT, DEFAULT_CLASS, None, False)
+    if all((each.tenant, each.request_class, each.deadline_s, each.exact) == plain for each in found):
         return None
     waits = np.array([_wait_s(each) for each in found])
-    return labels.named(
+    named = labels.named(
         [each.tenant for each in found], [each.request_class for each in found], waits, len(found)
     )
+    assert named is not None
+    return replace(named, exact=np.array([each.exact for each in found]))
 
 
 def _wait_s(request: Request) -> float:

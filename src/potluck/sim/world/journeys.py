@@ -14,7 +14,9 @@ from potluck.core.brain.actions import Abandon, Inquire, Refuse, Run, Twin
 from potluck.core.brain.events import Computed, FailureKind, Finished, FirstToken, SegmentDone
 from potluck.core.replica.batch import DONE, FINISHED, FIRST, PREEMPTED
 from potluck.core.replica.batch_values import LATE
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.types import Request
+from potluck.sim.links.handover import codec_of
 from potluck.sim.results import records
 from potluck.sim.world.ground import Ground, Tell
 from potluck.sim.world.state import Handover, Journey, Site
@@ -196,12 +198,10 @@ class Journeys:
         request, model, have = journey.request, source.member.model, 0
         if request.blocks and target.cache is not None:
             have = target.hit(at_s, request, stop + 1)
-        codec = source.kit.codec
-        if source.member.unit != target.member.unit:
-            codec = self._kits.codecs.get((model, source.member.region, target.member.region), "fp16")
+        codec = codec_of(self._kits.codecs, journey, source, target)
         size_bytes = self._kits.kv[model].wire_bytes(have, stop, codec)
         self.ledger.wire_bytes[journey.key] += size_bytes
-        self._handovers.expect(at_s, journey, size_bytes)
+        self._handovers.expect(at_s, journey, size_bytes, codec)
 
     def replica_due(self, at_s: float, site: Site) -> None:
         if at_s != site.due_s or not site.serves:
@@ -253,7 +253,11 @@ class Journeys:
     def _first(self, at_s: float, site: Site, journey: Journey) -> None:
         request = journey.request
         # KV that came whole from elsewhere was kept when it arrived.
-        if request.blocks and journey.segments[-1].start < journey.prompt_tokens:
+        if (
+            request.blocks
+            and journey.codec == LOSSLESS
+            and journey.segments[-1].start < journey.prompt_tokens
+        ):
             site.keep(at_s, request.blocks)
         self._tell(at_s, tuple.__new__(FirstToken, (request.id, journey.attempt)))
 
@@ -271,7 +275,8 @@ class Journeys:
     def _computed(self, at_s: float, site: Site, journey: Journey) -> None:
         """A segment that hands over is computed."""
         blocks = journey.request.blocks
-        if blocks and journey.segments[journey.place].stop == journey.prompt_tokens:
+        whole = journey.segments[journey.place].stop == journey.prompt_tokens
+        if blocks and whole and journey.codec == LOSSLESS:
             site.keep(at_s, blocks)
         if journey.hand is not None:
             self._tell(at_s, Computed(journey.request.id, journey.attempt, journey.place))
@@ -291,10 +296,10 @@ class Journeys:
         self.touch(at_s, source)
         if source.waiting:
             self._handovers.room(at_s, source)
-        target = hand.target
+        journey.codec = hand.codec
         whole = journey.segments[journey.place].stop == journey.prompt_tokens
-        if whole and journey.request.blocks:
-            target.keep(at_s, journey.request.blocks)
+        if whole and journey.request.blocks and hand.codec == LOSSLESS:
+            hand.target.keep(at_s, journey.request.blocks)
         self._next_segment(at_s, journey)
 
     def _next_segment(self, at_s: float, journey: Journey) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from potluck.core.brain.facts import BLOCK_TOKENS
 from potluck.core.routing.index import Announcer
+from potluck.core.values.crossings import LOSSLESS
 from potluck.core.values.member import Member
 from potluck.core.values.route import Segment
-from potluck.core.values.types import Request, Role
+from potluck.core.values.types import Codec, Request, Role
 
 if TYPE_CHECKING:
     from potluck.core.replica.spare import SpareCache
@@ -150,6 +151,7 @@ class Journey:
     __slots__ = (
         "attempt",
         "before_tokens",
+        "codec",
         "hand",
         "key",
         "place",
@@ -188,6 +190,8 @@ class Journey:
         """The segment under way."""
         self.hand: Handover | None = None
         """KV on its way from the segment under way to the next."""
+        self.codec: Codec = LOSSLESS
+        """In which KV came to the segment under way. What lost something is kept for nobody else."""
 
 
 class Handover:
@@ -196,6 +200,7 @@ class Handover:
     __slots__ = (
         "aside",
         "began_s",
+        "codec",
         "computed_s",
         "journey",
         "key",
@@ -212,12 +217,15 @@ class Handover:
         "waits_s",
     )
 
-    def __init__(self, key: int, journey: Journey, source: Site, target: Site, size_bytes: float) -> None:
+    def __init__(
+        self, key: int, journey: Journey, source: Site, target: Site, size_bytes: float, codec: Codec
+    ) -> None:
         self.key = key
         self.journey = journey
         self.source = source
         self.target = target
         self.size_bytes = size_bytes
+        self.codec = codec
         self.pipe: Pipe | None = None
         """The one that it takes, or of several the one that is to take longest."""
         self.parts: tuple[tuple[int, Pipe], ...] = ()

@@ -195,10 +195,11 @@ class World(Ground):
         load = self.workload
         names = load.models
         nothing: Iterable[tuple[int, ...]] = repeat(())
-        everyone: tuple[Iterable[str], Iterable[str], Iterable[float | None]] = (
+        everyone: tuple[Iterable[str], Iterable[str], Iterable[float | None], Iterable[bool]] = (
             repeat(DEFAULT_TENANT),
             repeat(DEFAULT_CLASS),
             repeat(None),
+            repeat(False),
         )
         for base in range(0, len(load), FEED):
             rows = slice(base, base + FEED)
@@ -207,9 +208,9 @@ class World(Ground):
             if self.progress is not None:
                 self.progress(base, len(load))
             arrival_s: list[float] = load.arrival_s[rows].tolist()
-            tenants, classes, deadlines = everyone
+            tenants, classes, deadlines, exact = everyone
             if load.labels is not None:
-                tenants, classes, deadlines = load.labels.rows(base, base + FEED, arrival_s)
+                tenants, classes, deadlines, exact = load.labels.rows(base, base + FEED, arrival_s)
             columns = (
                 map(str, range(base, base + FEED)),
                 [names[place] for place in load.model[rows].tolist()],
@@ -221,6 +222,7 @@ class World(Ground):
                 nothing if load.blocks is None else load.blocks.rows(base, base + FEED),
                 tenants,
                 classes,
+                exact,
             )
             yield from Request.many(zip(*columns, strict=False))
 

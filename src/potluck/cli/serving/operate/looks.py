@@ -56,6 +56,8 @@ def _show(found: dict[str, Any], now_s: float) -> None:
             f"plan {plan['version']} ({plan['strategy']}), ${plan['cost_usd_per_h']:.2f}/h, since {ago}: "
             f"{plan['reason']}"
         )
+        for line in plan["notices"]:
+            click.echo(f"notice: {line}")
         for each in plan["deployments"]:
             click.echo(f"  {each['count']} x {each['template']} in {each['region']}")
         standby = found["standby"] or {"copies": ()}
