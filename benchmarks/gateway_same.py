@@ -11,8 +11,10 @@ A gateway in a process of its own stands before engines that compute the shipped
 
 Half of the answers are drawn with a seed, half greedy; texts, tokens and chats as prompts, streamed or not, with stop
 strings, log probabilities, several choices. Compared are text, reason to end, log probabilities to the last bit, and
-the usage. Caches go raw. Which way each answer took is read from the gateway's log: `taken` counts those that ended
-on a route of that kind, `cuts` the different places at which prompts were cut. What is refused is a mismatch too.
+the usage. Caches go raw; with a lossy codec (`compared`) all is asked twice, the second time with x-potluck-exact,
+when the first has left what it may in caches: that must be the lone engine's again. Which way each answer took is
+read from the gateway's log: `taken` counts those that ended on a route of that kind, `cuts` the different places at
+which prompts were cut. What is refused is a mismatch too.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import ne
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -45,6 +49,7 @@ from live_plans import COMBO, MODEL, PAIR, REMOTE, WHOLE, Unit, write_plans
 import potluck.engine
 from potluck.core.brain.actions import Run, Start
 from potluck.core.brain.events import Finished
+from potluck.core.values.types import Codec
 from potluck.worlds.lines import read_line
 
 DATA = Path(potluck.engine.__file__).parent / "data"
@@ -70,6 +75,8 @@ WORDS = (
 )
 Heard = Callable[[int], None]
 """Hears of every piece of a stream."""
+Headers = Mapping[str, str]
+EXACT: Headers = MappingProxyType({"x-potluck-exact": "1"})
 
 
 @dataclass(frozen=True)
@@ -173,10 +180,10 @@ def asks_of(count: int, output: int, seed: int) -> list[Ask]:
     return made
 
 
-async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Heard) -> Said:
+async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Heard, headers: Headers) -> Said:
     said = Said()
     try:
-        async with session.post(url + ask.path, json=ask.body) as answer:
+        async with session.post(url + ask.path, json=ask.body, headers=headers) as answer:
             if answer.content_type == "text/event-stream":
                 async for line in answer.content:
                     if line.startswith(b"data: {"):
@@ -190,7 +197,11 @@ async def said_of(session: aiohttp.ClientSession, url: str, ask: Ask, heard: Hea
 
 
 async def all_said(
-    url: str, asks: Sequence[Ask], at_once: int, heard: Heard = lambda pieces: None
+    url: str,
+    asks: Sequence[Ask],
+    at_once: int,
+    heard: Heard = lambda pieces: None,
+    headers: Headers = MappingProxyType({}),
 ) -> list[Said]:
     turns = asyncio.Semaphore(at_once)
     timeout = aiohttp.ClientTimeout(total=WITHIN_S)
@@ -198,7 +209,7 @@ async def all_said(
 
         async def one(ask: Ask) -> Said:
             async with turns:
-                return await said_of(session, url, ask, heard)
+                return await said_of(session, url, ask, heard, headers)
 
         return list(await asyncio.gather(*map(one, asks)))
 
@@ -282,23 +293,31 @@ def wait_for_all(fleet: LiveFleet) -> None:
 
 
 def trial(
-    kind: str, engines: Sequence[Process], model: str, asks: Sequence[Ask], expected: Sequence[Said]
+    kind: str,
+    engines: Sequence[Process],
+    model: str,
+    asks: Sequence[Ask],
+    expected: Sequence[Said],
+    codec: Codec = "fp16",
 ) -> dict[str, float]:
     """All of it at once over one kind of route; what was cached for another kind is under another salt."""
+    lossy = codec != "fp16"
     way = WAYS[kind]
     units = _fitting(way.units * len(engines), len(engines))
     salted = [Ask(ask.path, {**ask.body, "cache_salt": kind}) for ask in asks]
     killing = Killing([engines[place] for place in way.kill if place < len(engines)], pieces_of(asks))
     with tempfile.TemporaryDirectory() as folder:
         # Nobody is refused for being late, on however slow a machine.
-        plan, spec = write_plans(Path(folder), units, way.flows, ttft_ms=1000 * int(WITHIN_S))
+        plan, spec = write_plans(Path(folder), units, way.flows, ttft_ms=1000 * int(WITHIN_S), codec=codec)
         log = Path(folder) / "log"
         rules = [part for each in (*way.policy, PATIENT) for part in ("--policy", each)]
         settings = ("--files", f"{MODEL}={DATA / model}", "--log", str(log), *rules)
         with LiveFleet(plan, spec, gateway=settings, over=engines, program=way.program) as fleet:
             wait_for_all(fleet)
+            plain = asyncio.run(all_said(fleet.url, salted, len(asks))) if lossy else []
             began_s = time.monotonic()
-            found = asyncio.run(all_said(fleet.url, salted, len(asks), killing.heard))
+            headers = EXACT if lossy else {}
+            found = asyncio.run(all_said(fleet.url, salted, len(asks), killing.heard, headers))
             took_s = time.monotonic() - began_s
         taken, cuts = taken_of(log)
     wrong = [place for place, said in enumerate(found) if said != expected[place]]
@@ -312,6 +331,8 @@ def trial(
         "refused": float(sum(bool(said.problem) for said in found)),
         "seconds": took_s,
     }
+    if lossy:
+        figures["lossy mismatches"] = float(sum(map(ne, plain, expected)))
     if kind == "split":
         figures |= {"cuts": len(cuts), "cuts_within_blocks": sum(cut % 16 != 0 for cut in cuts)}
     if kind == "recovered":
@@ -329,7 +350,7 @@ def _fitting(units: tuple[Unit, ...], engines: int) -> tuple[Unit, ...]:
 
 
 def compared(
-    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int
+    model: str, kinds: Sequence[str], count: int, output: int, engines: int, seed: int, codec: Codec = "fp16"
 ) -> dict[str, float]:
     """One model over all kinds of routes. The engines are the same for all: only the gateway is another."""
     asks = asks_of(count, output, seed)
@@ -344,7 +365,7 @@ def compared(
         if problems:
             raise RuntimeError(f"the lone engine says {problems[0]}")
         for kind in kinds:
-            found = trial(kind, started, model, asks, expected)
+            found = trial(kind, started, model, asks, expected, codec)
             for name, value in found.items():
                 print(f"{model}, {name}: {value:g}", file=sys.stderr)
                 figures[f"{model}, {name}"] = value

@@ -24,7 +24,7 @@ from potluck.core.values.plan import (
     TemplateKind,
     plan_to_json,
 )
-from potluck.core.values.types import Role
+from potluck.core.values.types import Codec, Role
 
 MODEL, CATALOG_MODEL, LAYERS, NODE = "live", "Llama-3.1-8B", 32, "1xA10"
 Phase = Literal["prefill", "decode", "closed"]
@@ -56,8 +56,12 @@ def write_plans(
     *,
     ttft_ms: int = 60_000,
     tpot_ms: int = 2_000,
+    codec: Codec = "fp16",
 ) -> tuple[Path, Path]:
-    """Files of a plan and its spec. Each unit is a template of its own; with flows, units do one phase each."""
+    """Files of a plan and its spec. Each unit is a template of its own; with flows, units do one phase each.
+
+    KV crosses in this codec, which the spec allows.
+    """
     templates: list[Template] = []
     shares: list[Share] = []
     for place, (kind, roles, region) in enumerate(units):
@@ -68,7 +72,7 @@ def write_plans(
         count = (NodeCount(NODE, len(roles)),)
         name = f"unit{place}"
         templates.append(
-            Template(name, cast(TemplateKind, kind), MODEL, count, replicas, capacity, "measured")
+            Template(name, cast(TemplateKind, kind), MODEL, count, replicas, capacity, "measured", codec)
         )
         shares += [Share(name, region, 0, cast(Phase, phase), 1.0) for phase in phases]
     plan = Plan(
@@ -77,14 +81,14 @@ def write_plans(
         tuple(Deployment(each.name, unit[2], 1) for each, unit in zip(templates, units, strict=True)),
         (Bucket(MODEL, 0, 100_000, 1.0),),
         tuple(shares),
-        tuple(Flow(MODEL, 0, source, target, 1.0) for source, target in flows),
+        tuple(Flow(MODEL, 0, source, target, 1.0, codec) for source, target in flows),
         (),
         float(len(units)),
         0.0,
     )
     plan_path, spec_path = folder / "plan.json", folder / "potluck.yaml"
     plan_path.write_text(plan_to_json(plan), "utf-8")
-    spec_path.write_text(
-        SPEC.format(catalog=CATALOG_MODEL, model=MODEL, node=NODE, ttft_ms=ttft_ms, tpot_ms=tpot_ms), "utf-8"
-    )
+    spec = SPEC.format(catalog=CATALOG_MODEL, model=MODEL, node=NODE, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    allowed = "" if codec == "fp16" else f"kv_codecs: [raw, {codec}]\n"
+    spec_path.write_text(spec + allowed, "utf-8")
     return plan_path, spec_path
