@@ -326,6 +326,18 @@ def test_classes_deadlines_and_sessions() -> None:
     assert scene.complete(headers={"x-potluck-deadline-ms": "soon"}).status == 400
 
 
+def test_a_request_may_refuse_lossy_kv() -> None:
+    scene = Scene()
+    for said in ("1", "true", "0", "false"):
+        scene.complete(headers={"x-potluck-exact": said})
+    scene.complete()
+    assert [each.exact for each in scene.driver.asked] == [True, True, False, False, False]
+    for wrong in ("", "yes", "2", "True", "1, 1"):
+        found = scene.complete(headers={"x-potluck-exact": wrong})
+        assert (found.status, found.json["error"]["param"]) == (400, "x-potluck-exact"), wrong
+        assert "must be 1, 0, true or false" in found.json["error"]["message"]
+
+
 def test_pages_of_other_origins_are_turned_away_where_there_are_no_keys() -> None:
     scene = Scene(saying("x"))
     assert scene.complete(headers={"origin": "http://evil.example"}).status == 403

@@ -274,7 +274,14 @@ FIELDS = st.sampled_from(WORDS.split())
     st.booleans(),
     st.dictionaries(
         st.sampled_from(
-            ["x-potluck-class", "x-potluck-deadline-ms", "x-potluck-session", "x-request-id", "origin"]
+            [
+                "x-potluck-class",
+                "x-potluck-deadline-ms",
+                "x-potluck-session",
+                "x-potluck-exact",
+                "x-request-id",
+                "origin",
+            ]
         ),
         st.text(st.characters(codec="latin-1"), max_size=9),
         max_size=2,

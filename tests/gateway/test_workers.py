@@ -176,6 +176,8 @@ EVENTS: list[Event] = [
     Adopted(Request("x", "m", 0.0, 10, 5), 2, 3, handed_over("a", "b", 7), 1, True),
     Adopted(Request("x", "m", 0.0, 10, 5), 2, 3, None),
     Arrived(Request("x", "m", 1.5, 10, 5, 2, 9.25, (1, 2**64 - 1), 'a"\n', "batch")),
+    Arrived(Request("x", "m", 1.5, 10, 5, exact=True)),
+    Adopted(Request("x", "m", 0.0, 10, 5, exact=True), 2, 3, None),
     FirstToken("x", 3),
     Finished("x", 3, 7),
     Failed("x", 0, "replica", "a->b", 4),

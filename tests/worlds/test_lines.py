@@ -97,7 +97,7 @@ def test_all_that_can_be_told_or_asked_for_is_known() -> None:
 
 
 def test_half_a_line_is_never_taken_for_a_whole_one() -> None:
-    request = Request("a", "chat", 1.25, 10, 5, blocks=(2**127, 5))
+    request = Request("a", "chat", 1.25, 10, 5, blocks=(2**127, 5), exact=True)
     written = line(1.25, Arrived(request), [Run("a", aggregated("r"), 1, 10, 0)])
     for cut in range(1, len(written) - 1):
         with pytest.raises(FormatError, match="is not JSON"):

@@ -1,0 +1,127 @@
+"""Requests whose KV must cross as it is, under plans that let it cross in fewer bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import brain_builders as build
+import pytest
+from brain_chaos_driver import Chaos
+from brain_chaos_fleets import Broken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from potluck.core.brain.actions import Run
+from potluck.core.brain.events import Arrived, Event, Planned
+from potluck.core.values.crossings import codecs_between, lossy_crossings, lossy_notices
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Codec
+
+P = build.template("p", ("prefill",), prefill=(9.0,))
+D = build.template("d", ("decode",), decode=(9.0,))
+ACROSS = build.plan(
+    (P, D),
+    {("p", "far"): 1, ("d", "near"): 1},
+    {("p", "far", "prefill"): (9.0,), ("d", "near", "decode"): (9.0,)},
+    {("m", "far", "near"): (9.0,)},
+    longest=(100_000,),
+)
+
+
+def in_codec(plan: Plan, codec: Codec) -> Plan:
+    """The plan with all KV in a codec."""
+    return replace(
+        plan,
+        templates=tuple(replace(each, codec=codec) for each in plan.templates),
+        flows=tuple(replace(each, codec=codec) for each in plan.flows),
+    )
+
+
+class LossyChaos(Chaos):
+    """The driver from hell under lossy plans; half of its requests must stay exact, and are looked at."""
+
+    crossings = 0
+
+    def tell(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            event = Planned(in_codec(event.plan, self.random.choice(("int8", "int4"))))
+        elif isinstance(event, Arrived) and event.request.id in self.jobs:
+            request = event.request._replace(exact=int(event.request.id[1:]) % 2 == 0)
+            self.jobs[request.id].request = request
+            event = Arrived(request)
+        super().tell(event)
+
+    def _run(self, run: Run) -> None:
+        links, flight = self.brain.router.links, self.brain.flights.get(run.request)
+        job = self.jobs.get(run.request)
+        if flight is not None and job is not None and flight.link:
+            source, target = flight.link.split("->")
+            planned = links.codecs.get((job.request.model, source, target), "fp16")
+            codec = "fp16" if job.request.exact else planned
+            size_bytes = build.facts((P,)).models["m"].wire_bytes(flight.prompt_tokens, codec)
+            if links.codec(flight, source, target) != codec:
+                raise Broken(f"{run} crosses in {links.codec(flight, source, target)}, not in {codec}")
+            if links._open[flight.link][flight] != pytest.approx(size_bytes):
+                raise Broken(f"{run} is counted as if it crossed in another codec than {codec}")
+            self.crossings += job.request.exact
+        super()._run(run)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**20))
+def test_no_exact_request_is_sent_over_a_lossy_hand_over(seed: int) -> None:
+    chaos = LossyChaos(seed)
+    while chaos.events < 1500:
+        chaos.step()
+    chaos.settle()
+
+
+def test_exact_requests_do_cross_in_these_trials() -> None:
+    found = 0
+    for seed in range(6):
+        chaos = LossyChaos(seed)
+        while chaos.events < 1500:
+            chaos.step()
+        found += chaos.crossings
+    assert found > 0
+
+
+def hops(world: build.World, exact: bool, count: int, prompt: int) -> list[int]:
+    found = []
+    for _ in range(count):
+        request = build.request(f"r{len(world.requests)}", prompt)._replace(exact=exact)
+        (run,) = world.arrive(request)
+        assert isinstance(run, Run), "an exact request is never refused while there is a way"
+        found.append(len(run.route.segments))
+    return found
+
+
+def test_whole_kv_crosses_a_link_that_was_planned_for_less_until_going_round_is_sooner() -> None:
+    """Facts: 10 Gb/s, 100 kB a token: 4,000 tokens take 0.32 s whole, 0.09 s in four bits, and 0.4 s to compute."""
+    plan = in_codec(ACROSS, "int4")
+    lossy = hops(build.world(plan), False, 6, 4000)
+    exact = hops(build.world(plan), True, 6, 4000)
+    assert set(lossy) == {2}, "the link carries all of it in four bits"
+    assert exact[0] == 2
+    assert 1 in exact
+
+
+def test_a_plan_takes_the_codecs_of_the_one_before_it_away() -> None:
+    world = build.world(in_codec(ACROSS, "int8"))
+    assert world.brain.router.links.codecs == {("m", "far", "near"): "int8"}
+    world.plan(build.plan((D,), {("d", "near"): 1}, {("d", "near", "closed"): (9.0,)}))
+    assert world.brain.router.links.codecs == {}
+
+
+def test_lossy_crossings_are_told_once_each_and_whole_ones_not() -> None:
+    assert lossy_notices(ACROSS) == ()
+    combo = build.template("c", ("prefill", "decode"), "combo", closed=(2.0,))
+    alone = build.template("a", ("mixed", "mixed"), closed=(2.0,))
+    plan = in_codec(replace(ACROSS, templates=(P, D, combo, alone)), "int8")
+    twice = replace(plan, flows=plan.flows * 2, candidates=plan.templates[2:3])
+    assert lossy_notices(twice) == (
+        "KV of m crosses far → near in int8 (lossy: allowed by kv_codecs)",
+        "KV of m crosses within c in int8 (lossy: allowed by kv_codecs)",
+    )
+    assert {each.codec for each in lossy_crossings(twice)} == {"int8"}
+    assert codecs_between(plan) == {("m", "far", "near"): "int8"}
