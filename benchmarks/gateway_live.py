@@ -47,6 +47,7 @@ from potluck.sim.run import simulate
 SEED = 11
 TTFT_S, TPOT_S = 2.0, 0.08
 SPEC = """
+kv_codecs: [raw, int8, int4]
 models:
   - model: Llama-3.1-8B
     name: llama

@@ -48,6 +48,7 @@ from potluck.cli.planning.rehearse import Asked, trial_of
 from potluck.cli.trying.simulation import Inputs, scene_of
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan
+from potluck.plan.problem import CODECS
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.plan.strategies.base import Outcome, allocated
 from potluck.rehearse.loop import rehearse
@@ -121,7 +122,7 @@ def smooth(spec: Spec, fraction: float) -> Workload:
 def tried(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: float) -> Iterator[Run]:
     """Plan and simulate; strategies that cannot plan it are passed over."""
     spec = read_spec(path)
-    problem = load_problem(spec, 0.8, None, (), 0.0)
+    problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
     workshop = Workshop(problem)
     for strategy in strategies:
         try:
@@ -138,7 +139,7 @@ def tried(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: floa
 def rehearsed(name: str, path: Path, strategies: tuple[str, ...], time_limit_s: float) -> Iterator[Run | str]:
     """Rehearse, then serve Poisson arrivals that nobody has seen; the name of a strategy for which nothing held."""
     spec = read_spec(path)
-    problem = load_problem(spec, 0.8, None, (), 0.0)
+    problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
     traffic = [model.traffic for model in spec.models if model.traffic.rate_per_s > 0]
     workshop = Workshop(problem)
     for strategy in strategies:

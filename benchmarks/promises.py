@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from parts.common import ROOT
@@ -26,7 +27,7 @@ from potluck.cli.planning.rehearse import Asked, trial_of
 from potluck.core.brain.policy import Policy
 from potluck.core.errors import PotluckError
 from potluck.core.values.plan import Plan
-from potluck.plan.problem import Problem
+from potluck.plan.problem import CODECS, Problem
 from potluck.plan.strategies import STRATEGIES, Settings, Workshop
 from potluck.rehearse.evidence import Trial, evidence_of
 from potluck.rehearse.factors import restored
@@ -74,7 +75,7 @@ def specs(count: int, folder: Path) -> Iterator[tuple[str, Problem, Maker]]:
         paths.append((path.stem, path))
     for name, path in paths:
         spec = read_spec(path)
-        problem = load_problem(spec, 0.8, None, (), 0.0)
+        problem = replace(load_problem(spec, 0.8, None, (), 0.0), codecs=CODECS)
         yield name, problem, of_spec(spec, problem)
     for seed in range(1, count + 1):
         each = case(seed)

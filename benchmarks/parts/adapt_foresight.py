@@ -29,7 +29,8 @@ DAYS = 9
 RISE = 1.6
 """A jump that the days before had as well; a forecast follows one of this size within a bin of ten minutes."""
 HIGH_BINS = 18
-REMOTE = """models:
+REMOTE = """kv_codecs: [raw, int8, int4]
+models:
   - model: Llama-3.1-8B
     name: {model}
     slo: {{ttft_ms: 4000, tpot_ms: 60}}

@@ -23,7 +23,8 @@ from potluck.core.values.plan import Plan, plan_to_json
 from potluck.core.values.types import Slo
 
 SLO = Slo(4.0, 0.25)
-SPEC = """models:
+SPEC = """kv_codecs: [raw, int8, int4]
+models:
   - model: Llama-3.1-8B
     name: {model}
     slo: {{ttft_ms: 4000, tpot_ms: 250}}

@@ -22,7 +22,8 @@ SLOW = 4.0
 CHEAP_USD_PER_H = 0.2
 News = tuple[float, str, str]
 """When, what, why."""
-MODEL = """models:
+MODEL = """kv_codecs: [raw, int8, int4]
+models:
   - model: Llama-3.1-8B
     name: m
     slo: {{ttft_ms: {ttft}, tpot_ms: {tpot}}}

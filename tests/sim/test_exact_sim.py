@@ -1,4 +1,4 @@
-"""Requests that must stay exact, under lossy plans, in simulation: nothing of theirs crosses or is kept in fewer bits."""
+"""Requests that must stay exact, under lossy plans, in simulation: nothing of theirs crosses or is kept lossy."""
 
 from __future__ import annotations
 

@@ -1,0 +1,132 @@
+"""KV crosses as it is unless the spec's `kv_codecs` allows a lossy codec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_problems import a_problem, an_ask, pool_problem
+from search_pools import random_pool
+
+from potluck.cli.common.problems import load_problem
+from potluck.core.values.crossings import lossy_crossings
+from potluck.core.values.plan import Plan
+from potluck.core.values.types import Link, Slo
+from potluck.plan.check.verify import verify
+from potluck.plan.problem import CODECS, Problem
+from potluck.plan.strategies import STRATEGIES, Settings, Workshop
+from potluck.plan.strategies.pools import worth_searching
+from potluck.spec.load import load_spec, parse_spec
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+SHIPPED = [
+    Path(str(resources.files(package) / "data" / name))
+    for package, name in (
+        ("potluck.cli", "demo.yaml"),
+        ("potluck.cli", "day.yaml"),
+        ("potluck.spec", "example.yaml"),
+    )
+]
+SPEC = """\
+models:
+  - {model: Llama-3.1-8B, slo: {ttft_ms: 1000, tpot_ms: 50}, traffic: {rate_per_s: 1, input: 900, output: 200}}
+fleet: {regions: [{name: home, nodes: [{node: 1xL4, available: 2, price_usd_per_h: 0.8}]}]}
+"""
+QUICK = Settings(time_limit_s=10.0)
+
+
+def planned(problem: Problem, strategy: str = "auto") -> Plan:
+    return STRATEGIES[strategy](Workshop(problem), QUICK).plan
+
+
+@pytest.mark.parametrize(
+    ("written", "codecs"),
+    [
+        ("", ("fp16",)),
+        ("kv_codecs: []", ("fp16",)),
+        ("kv_codecs: raw", ("fp16",)),
+        ("kv_codecs: [int4, raw]", ("fp16", "int4")),
+        ("kv_codecs: int8", ("fp16", "int8")),
+        ("kv_codecs: [raw, int8, int4]", CODECS),
+    ],
+)
+def test_the_spec_says_which_codecs_may_be_used_and_raw_always_may(
+    written: str, codecs: tuple[str, ...]
+) -> None:
+    spec = parse_spec((SPEC + written).encode())
+    assert spec.kv_codecs == codecs
+    assert load_problem(spec, 0.8, None, (), 0.0).codecs == codecs
+
+
+@pytest.mark.parametrize("written", ["[fp8]", "[raw, int2]", "[int8, int8]", "3", "{raw: true}", "null"])
+def test_what_is_no_codec_is_refused_with_its_line(written: str) -> None:
+    with pytest.raises(Exception, match=r":4: kv_codecs") as found:
+        parse_spec((SPEC + f"kv_codecs: {written}").encode(), file="potluck.yaml")
+    assert "Traceback" not in str(found.value)
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, *SHIPPED], ids=lambda path: path.stem)
+def test_no_shipped_spec_loses_anything_unless_it_says_so(path: Path) -> None:
+    spec = load_spec(path)
+    problem = load_problem(spec, 0.8, None, (), 0.0)
+    allowed = "kv_codecs" in path.read_text()
+    assert (problem.codecs != ("fp16",)) is allowed
+    assert allowed == (path.stem == "pool")
+    if not allowed:
+        assert lossy_crossings(planned(problem)) == ()
+
+
+@st.composite
+def thin(draw: st.DrawFn) -> Problem:
+    """Prompts long and links thin enough that fewer bits would save nodes."""
+    ask = an_ask(
+        rate_per_s=draw(st.floats(1.0, 20.0)),
+        slo=Slo(draw(st.sampled_from((0.8, 2.0, 6.0))), 0.06),
+        lengths=((draw(st.integers(500, 8000)), 150, 1.0),),
+    )
+    count = st.integers(1, 8)
+    offers = {
+        "site": {"1xH100": (3.0, draw(count)), "1xA10G": (0.9, draw(count))},
+        "home": {"1xL4": (0.5, draw(count)), "1xL40S": (1.0, draw(count))},
+    }
+    gbps = draw(st.sampled_from((0.5, 2.0, 8.0, 20.0, 100.0)))
+    return a_problem(
+        ask, offers=offers, links=(Link("site", "home", gbps, 0.02), Link("home", "site", gbps, 0.02))
+    )
+
+
+@settings(max_examples=8, deadline=None)
+@given(thin(), st.sampled_from(sorted(set(STRATEGIES) - {"thunderserve"})))
+def test_no_plan_is_lossy_unless_that_was_allowed(problem: Problem, strategy: str) -> None:
+    plan = planned(problem, strategy)
+    assert lossy_crossings(plan) == ()
+    assert verify(problem, plan) == ()
+
+
+def test_a_lossy_plan_is_found_out_where_nobody_allowed_it() -> None:
+    """One that serves more in fewer bits, on the demo's fleet with a link of 2 Gb/s."""
+    spec = load_spec(SHIPPED[0])
+    exact = load_problem(spec, 0.8, None, (), 0.0)
+    exact = replace(exact, links=tuple(replace(link, gbps=2.0) for link in exact.links))
+    free = replace(exact, codecs=CODECS)
+    plan = planned(free)
+    assert {each.codec for each in lossy_crossings(plan)} == {"int8"}
+    assert verify(free, plan) == ()
+    assert any("kv_codecs does not allow" in each for each in verify(exact, plan))
+    whole = planned(exact)
+    assert lossy_crossings(whole) == ()
+    assert whole.fraction < plan.fraction
+
+
+def test_groups_of_machines_hand_over_whole_unless_four_bits_are_allowed() -> None:
+    pool = random_pool(np.random.default_rng(3), 8, ("L4", "A10", "L40S"))
+    free = pool_problem(pool, an_ask(rate_per_s=2.0, slo=Slo(5.0, 0.2)))
+    exact = replace(free, codecs=CODECS[:1])
+    assert worth_searching(exact)
+    assert {t.codec for t in planned(free, "thunderserve").templates} == {"int4"}
+    assert {t.codec for t in planned(exact, "thunderserve").templates} == {"fp16"}
